@@ -38,7 +38,10 @@ class WeightSyncError(RuntimeError):
 
 
 def _rebuild(kind: type[WeightSyncError], state: dict[str, Any]) -> WeightSyncError:
-    error = kind.__new__(kind)
+    builtin: type = kind
+    while builtin.__module__ != "builtins":
+        builtin = builtin.__base__ or object
+    error: WeightSyncError = builtin.__new__(kind)
     error.__dict__.update(state)
     error.args = (state["message"],)
     return error
