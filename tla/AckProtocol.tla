@@ -23,7 +23,7 @@ CONSTANTS
   Reorders,    \* a message may overtake another on its link
   Duplicates,  \* a message may be handed over again, until its link ends
   Loses,       \* a message may vanish while its link stays up
-  Lingers,     \* answers over a link that the sender has closed may still be read
+  Lingers,     \* what is on a link when the sender closes its end may still be read, at both ends
   Features,    \* what may happen: see AllFeatures
   Without,     \* rules taken out, for the revert tests; {} otherwise
   Unfair       \* fairness conjuncts taken out; {} otherwise
@@ -40,8 +40,7 @@ AllFeatures == {
   "refuse",     \* an update does not fit
   "broken",     \* a swap fails half way
   "misfit",     \* a handshake does not fit
-  "crash",      \* a worker's process dies, and may be started again
-  "late",       \* a worker may be started after the sender
+  "crash",      \* a worker's process dies; one not yet started again is one that has not yet read anything
   "wrong",      \* a sender gives up a worker that is well
   "break",      \* a link breaks between two that are well
   "copy",       \* copies and successors of senders
@@ -68,14 +67,13 @@ VARIABLES
   blocked,  \* blocked[s]: does a caller stand waiting?
   rstate,   \* rstate[w]: control state
   rdata,    \* rdata[w]: what the receiver remembers beside it
-  ralive,   \* ralive[w]: is its process there?
   letters,  \* messages on their way to workers
   answers,  \* messages on their way to senders
   gone      \* gone[s][w]: the worker's end of the sender's open link is closed
 
-vars == <<sstate, sdata, slife, blocked, rstate, rdata, ralive, letters, answers, gone>>
+vars == <<sstate, sdata, slife, blocked, rstate, rdata, letters, answers, gone>>
 sender == <<sstate, sdata, slife, blocked>>
-receiver == <<rstate, rdata, ralive>>
+receiver == <<rstate, rdata>>
 
 -----------------------------------------------------------------------------
 (* Values *)
@@ -147,7 +145,10 @@ AnswerDue(m) == Reorders \/ \A n \in answers : (n.s = m.s /\ n.w = m.w /\ n.k = 
 
 Taken(box, m) == IF Duplicates THEN box ELSE box \ {m}
 LettersBut(w, s, k) == {m \in letters : ~(m.w = w /\ m.s = s /\ m.k = k)}
-AnswersBut(s, w) == IF Lingers THEN answers ELSE {m \in answers : ~(m.s = s /\ m.w = w)}
+
+\* What the sender's closing of its links leaves of what is on them.
+AnswersLeft(s, ws) == IF Lingers THEN answers ELSE {m \in answers : ~(m.s = s /\ m.w \in ws)}
+LettersLeft(s, ws) == IF Lingers THEN letters ELSE {m \in letters : ~(m.s = s /\ m.w \in ws)}
 Posted(box, m) == IF Open(m.s, m.w, m.k) THEN box \cup {m} ELSE box
 
 \* The worker's ends of these links close.
@@ -174,12 +175,12 @@ Die(s) ==
   /\ May("death") /\ slife[s] = "alive"
   /\ slife' = [slife EXCEPT ![s] = "dead"]
   /\ SenderTo(s, Initial)
-  /\ sdata' = [sdata EXCEPT ![s].version = 0, ![s].serial = 0, ![s].dueAll = 0,
-                            ![s].roll = NewSender.roll, ![s].out = NewSender.out]
+  /\ sdata' = [sdata EXCEPT ![s].dueAll = 0, ![s].roll = NewSender.roll, ![s].out = NewSender.out]
   /\ blocked' = [blocked EXCEPT ![s] = FALSE]
   /\ answers' = {m \in answers : m.s # s}
   /\ gone' = [gone EXCEPT ![s] = [w \in Workers |-> FALSE]]
-  /\ UNCHANGED <<receiver, letters>>
+  /\ letters' = LettersLeft(s, Workers)
+  /\ UNCHANGED receiver
 
 (* The sender: calls *)
 
@@ -296,7 +297,8 @@ CloseSender(s) ==
   /\ blocked' = [blocked EXCEPT ![s] = blocked[s] /\ ~Rule("CloseWakesCaller")]
   /\ answers' = {m \in answers : m.s # s}
   /\ gone' = [gone EXCEPT ![s] = [w \in Workers |-> FALSE]]
-  /\ UNCHANGED <<slife, receiver, letters>>
+  /\ letters' = LettersLeft(s, Workers)
+  /\ UNCHANGED <<slife, receiver>>
 
 (* The sender: messages and losses *)
 
@@ -336,16 +338,18 @@ Notice(s, w) ==
   /\ Reorders \/ {m \in answers : m.s = s /\ m.w = w /\ m.k = k} = {}
   /\ Rule("IdleLinksWatched") \/ Owes(s, w)
   /\ Lose(s, w, k, 0, Settling(s, w, k, "LOST"))
-  /\ answers' = AnswersBut(s, w)
-  /\ UNCHANGED <<slife, receiver, letters>>
+  /\ answers' = AnswersLeft(s, {w})
+  /\ letters' = LettersLeft(s, {w})
+  /\ UNCHANGED <<slife, receiver>>
 
 \* The driver gives up a link whose worker is well: a wrong loss, a failed write, or a new link that replaces it.
 GiveUp(s, w) ==
   LET k == sdata[s].roll[w].link IN
   /\ May("wrong") /\ Open(s, w, k) /\ ~gone[s][w]
   /\ Lose(s, w, k, 0, Settling(s, w, k, "LOST"))
-  /\ answers' = AnswersBut(s, w)
-  /\ UNCHANGED <<slife, receiver, letters>>
+  /\ answers' = AnswersLeft(s, {w})
+  /\ letters' = LettersLeft(s, {w})
+  /\ UNCHANGED <<slife, receiver>>
 
 \* The input that an answer over link k is.
 NameAnswer(s, m) ==
@@ -400,8 +404,9 @@ AnswerRejected(s, w, k, kind) ==
     /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = 0 /\ m.kind = kind /\ AnswerDue(m)
     /\ IF input = "STALE" THEN Took(s, input) /\ UNCHANGED <<sdata, gone>>
        ELSE Lose(s, w, k, IF kind = "FENCED" THEN m.fence ELSE 0, input)
-    /\ answers' = IF input = "STALE" THEN Taken(answers, m) ELSE AnswersBut(s, w) \ {m}
-    /\ UNCHANGED <<slife, receiver, letters>>
+    /\ answers' = IF input = "STALE" THEN Taken(answers, m) ELSE AnswersLeft(s, {w}) \ {m}
+    /\ letters' = IF input = "STALE" THEN letters ELSE LettersLeft(s, {w})
+    /\ UNCHANGED <<slife, receiver>>
 
 \* Bye: the link is lost, then the worker leaves the roll; two rows, one step.
 AnswerBye(s, w, k) ==
@@ -415,8 +420,9 @@ AnswerBye(s, w, k) ==
     /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0),
                               ![s].out = Settled(s, w, k, "LOST", input)]
     /\ gone' = [gone EXCEPT ![s][w] = FALSE]
-    /\ answers' = AnswersBut(s, w) \ {m}
-    /\ UNCHANGED <<slife, receiver, letters>>
+    /\ answers' = AnswersLeft(s, {w}) \ {m}
+    /\ letters' = LettersLeft(s, {w})
+    /\ UNCHANGED <<slife, receiver>>
 
 -----------------------------------------------------------------------------
 (* The receiver: messages *)
@@ -437,7 +443,7 @@ HelloArrived(w, s, k) ==
       input == NameHello(w, s, k)
       incarnation == sdata[s].incarnation
       old == <<Link(w)[1], w, Link(w)[2]>> IN
-  /\ ralive[w] /\ m \in letters /\ ReceiverMay(rstate[w], input)
+  /\ m \in letters /\ ReceiverMay(rstate[w], input)
   /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
   /\ CASE input = "REJECTED" ->
             /\ letters' = LettersBut(w, s, k)
@@ -453,17 +459,17 @@ HelloArrived(w, s, k) ==
             /\ letters' = Taken({n \in letters : ~(n.w = w /\ <<n.s, n.k>> = Link(w))}, m)
             /\ answers' = Posted(answers, Word(s, w, k, <<incarnation, 0, 0>>, "HELLO", 0))
             /\ gone' = Gone({old})
-  /\ UNCHANGED <<sender, ralive>>
+  /\ UNCHANGED <<sender>>
 
 \* Another layout, protocol or key.
 Misfit(w, s, k) ==
   LET m == Letter(s, w, k, 0, 0) IN
-  /\ May("misfit") /\ ralive[w] /\ m \in letters /\ ReceiverMay(rstate[w], "REJECTED") /\ Link(w) # <<s, k>>
+  /\ May("misfit") /\ m \in letters /\ ReceiverMay(rstate[w], "REJECTED") /\ Link(w) # <<s, k>>
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "REJECTED"))
   /\ letters' = LettersBut(w, s, k)
   /\ answers' = Posted(answers, Rejection(w, s, k, "REFUSED"))
   /\ gone' = Gone({<<s, w, k>>})
-  /\ UNCHANGED <<sender, ralive, rdata>>
+  /\ UNCHANGED <<sender, rdata>>
 
 NameUpdate(w, key) ==
   CASE key[1] < rdata[w].fence -> "STALE"
@@ -478,7 +484,7 @@ UpdateArrived(w, s, k, v) ==
     LET key == <<sdata[s].incarnation, v, m.p>>
         input == NameUpdate(w, key)
         again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) IN
-    /\ ralive[w] /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ LetterDue(m)
+    /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ LetterDue(m)
     /\ Link(w) = <<s, k>> /\ ReceiverMay(rstate[w], input)
     /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
     /\ rdata' = IF input \in {"UPDATE", "NEWER"} THEN [rdata EXCEPT ![w].pending = key] ELSE rdata
@@ -487,7 +493,7 @@ UpdateArrived(w, s, k, v) ==
                     [] input = "NEWER" -> Posted(answers, Word(s, w, k, rdata[w].pending, "SUPERSEDED", rdata[w].fence))
                     [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>, rdata[w].answer, 0))
                     [] OTHER -> answers
-    /\ UNCHANGED <<sender, ralive, gone>>
+    /\ UNCHANGED <<sender, gone>>
 
 (* The receiver: its own results *)
 
@@ -498,30 +504,30 @@ Did(w, key) == [s \in Senders |->
 
 Applied(w) ==
   LET key == rdata[w].pending IN
-  /\ ralive[w] /\ ReceiverMay(rstate[w], "APPLIED")
+  /\ ReceiverMay(rstate[w], "APPLIED")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "APPLIED"))
   /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload, ![w].decided = key, ![w].answer = "ACK",
                             ![w].served = key, ![w].live = <<key, key>>]
   /\ sdata' = Did(w, key)
-  /\ UNCHANGED <<sstate, slife, blocked, ralive, letters, answers, gone>>
+  /\ UNCHANGED <<sstate, slife, blocked, letters, answers, gone>>
 
 Refused(w) ==
   LET key == rdata[w].pending IN
-  /\ May("refuse") /\ ralive[w] /\ ReceiverMay(rstate[w], "REFUSED")
+  /\ May("refuse") /\ ReceiverMay(rstate[w], "REFUSED")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "REFUSED"))
   /\ rdata' = IF Rule("RefusalsRemembered")
               THEN [rdata EXCEPT ![w].pending = NoPayload, ![w].decided = key, ![w].answer = "REFUSED"]
               ELSE [rdata EXCEPT ![w].answer = "REFUSED"]
-  /\ UNCHANGED <<sender, ralive, letters, answers, gone>>
+  /\ UNCHANGED <<sender, letters, answers, gone>>
 
 Broken(w) ==
-  /\ May("broken") /\ ralive[w] /\ ReceiverMay(rstate[w], "BROKEN")
+  /\ May("broken") /\ ReceiverMay(rstate[w], "BROKEN")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "BROKEN"))
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload, ![w].served = NoPayload,
                             ![w].live = <<NoPayload, NoPayload>>]
   /\ letters' = {m \in letters : m.w # w}
   /\ gone' = Gone(AllEnds(w))
-  /\ UNCHANGED <<sender, ralive, answers>>
+  /\ UNCHANGED <<sender, answers>>
 
 \* The answer to what was decided, as it leaves.
 OwnAnswer(w) ==
@@ -529,17 +535,17 @@ OwnAnswer(w) ==
   Word(Link(w)[1], w, Link(w)[2], key, rdata[w].answer, IF rdata[w].answer = "ACK" THEN 0 ELSE rdata[w].fence)
 
 Answered(w) ==
-  /\ ralive[w] /\ ReceiverMay(rstate[w], "ANSWERED") /\ Link(w) # NoLink
+  /\ ReceiverMay(rstate[w], "ANSWERED") /\ Link(w) # NoLink
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "ANSWERED"))
   /\ answers' = Posted(answers, OwnAnswer(w))
   /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload]
-  /\ UNCHANGED <<sender, ralive, letters, gone>>
+  /\ UNCHANGED <<sender, letters, gone>>
 
 \* The worker's end of a link closes: the sender's is closed, or ("break") it broke in between, or the answer that
 \* was to leave could not. A link without a handshake, or replaced, only loses what was on it.
 LinkDown(w, s, k) ==
   LET current == Link(w) = <<s, k>> IN
-  /\ ralive[w] /\ (current \/ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k)
+  /\ (current \/ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k)
   /\ ~Open(s, w, k) \/ (May("break") /\ ~gone[s][w])
   /\ IF current
      THEN /\ ReceiverMay(rstate[w], "LINK_DOWN")
@@ -549,34 +555,28 @@ LinkDown(w, s, k) ==
      ELSE UNCHANGED <<rstate, rdata>>
   /\ letters' = LettersBut(w, s, k)
   /\ gone' = Gone({<<s, w, k>>})
-  /\ UNCHANGED <<sender, ralive, answers>>
+  /\ UNCHANGED <<sender, answers>>
 
 CloseReceiver(w) ==
-  /\ May("bye") /\ ralive[w] /\ ReceiverMay(rstate[w], "CLOSE")
+  /\ May("bye") /\ ReceiverMay(rstate[w], "CLOSE")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "CLOSE"))
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
   /\ letters' = {m \in letters : m.w # w}
   /\ answers' = IF Link(w) = NoLink THEN answers
                 ELSE Posted(answers, Word(Link(w)[1], w, Link(w)[2], <<rdata[w].fence, 0, MaxVersion + 1>>, "BYE", 0))
   /\ gone' = Gone(AllEnds(w))
-  /\ UNCHANGED <<sender, ralive>>
+  /\ UNCHANGED <<sender>>
 
 (* The receiver: lives *)
 
+\* A new life has no fence and no version. Links laid from now on are found by it; those it had are not.
 CrashReceiver(w) ==
-  /\ May("crash") /\ ralive[w]
-  /\ ralive' = [ralive EXCEPT ![w] = FALSE]
+  /\ May("crash") /\ rdata[w] # NewReceiver
   /\ ReceiverTo(w, Initial)
   /\ rdata' = [rdata EXCEPT ![w] = NewReceiver]
   /\ letters' = {m \in letters : m.w # w}
   /\ gone' = Gone(AllEnds(w))
   /\ UNCHANGED <<sender, answers>>
-
-\* With no fence and no version. Links laid while it was away are found; those it had are not.
-StartReceiver(w) ==
-  /\ ~ralive[w]
-  /\ ralive' = [ralive EXCEPT ![w] = TRUE]
-  /\ UNCHANGED <<sender, rstate, rdata, letters, answers, gone>>
 
 -----------------------------------------------------------------------------
 (* The network *)
@@ -606,21 +606,21 @@ Stray(s, t, w, k) ==
 
 \* The swap, but not yet the input APPLIED.
 SwapFirst(w) ==
-  /\ ~Rule("SwapIsOneStep") /\ ralive[w] /\ rstate[w] = "pending_async" /\ rdata[w].served # rdata[w].pending
+  /\ ~Rule("SwapIsOneStep") /\ rstate[w] = "pending_async" /\ rdata[w].served # rdata[w].pending
   /\ rdata' = [rdata EXCEPT ![w].served = rdata[w].pending, ![w].live = <<rdata[w].pending, rdata[w].pending>>]
-  /\ UNCHANGED <<sender, rstate, ralive, letters, answers, gone>>
+  /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
 
 \* Half of the swap.
 SwapHalf(w) ==
-  /\ ~Rule("WholeSwap") /\ ralive[w] /\ rstate[w] = "pending_async"
+  /\ ~Rule("WholeSwap") /\ rstate[w] = "pending_async"
   /\ rdata' = [rdata EXCEPT ![w].live = <<rdata[w].pending, rdata[w].live[2]>>]
-  /\ UNCHANGED <<sender, rstate, ralive, letters, answers, gone>>
+  /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
 
 \* The answer could not be sent, and the link stays.
 DropAnswer(w) ==
-  /\ ~Rule("UnsentAnswerEndsLink") /\ ralive[w] /\ rstate[w] = "awaiting_ack"
+  /\ ~Rule("UnsentAnswerEndsLink") /\ rstate[w] = "awaiting_ack"
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "ANSWERED"))
-  /\ UNCHANGED <<sender, rdata, ralive, letters, answers, gone>>
+  /\ UNCHANGED <<sender, rdata, letters, answers, gone>>
 
 \* A second send while one is outstanding: queued behind it.
 SendAgain(s) ==
@@ -630,9 +630,9 @@ SendAgain(s) ==
 
 \* An update is applied in a receiver that is closed.
 ApplyClosed(w) ==
-  /\ ~Rule("ClosedIsClosed") /\ ralive[w] /\ rstate[w] = Final
+  /\ ~Rule("ClosedIsClosed") /\ rstate[w] = Final
   /\ rdata' = [rdata EXCEPT ![w].served = <<rdata[w].fence, MaxVersion, MaxVersion>>]
-  /\ UNCHANGED <<sender, rstate, ralive, letters, answers, gone>>
+  /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
 
 -----------------------------------------------------------------------------
 
@@ -643,7 +643,6 @@ Init ==
   /\ blocked = [s \in Senders |-> FALSE]
   /\ rstate = [w \in Workers |-> Initial]
   /\ rdata = [w \in Workers |-> NewReceiver]
-  /\ ralive \in IF May("late") THEN [Workers -> BOOLEAN] ELSE {[w \in Workers |-> TRUE]}
   /\ letters = {} /\ answers = {}
   /\ gone = [s \in Senders |-> [w \in Workers |-> FALSE]]
 
@@ -682,7 +681,6 @@ Next ==
   \/ \E w \in Workers, s \in Senders, k \in Links : LinkDown(w, s, k)
   \/ \E w \in Workers : CloseReceiver(w)
   \/ \E w \in Workers : CrashReceiver(w)
-  \/ \E w \in Workers : StartReceiver(w)
   \/ \E s \in Senders, w \in Workers, k \in Links, v \in 0..MaxVersion : LoseLetter(s, w, k, v)
   \/ \E s \in Senders, w \in Workers, k \in Links, v \in 0..MaxVersion,
         kind \in {"HELLO", "ACK", "BYE"} \cup RefusalKinds : LoseAnswer(s, w, k, v, kind)
@@ -693,5 +691,221 @@ Next ==
   \/ \E s \in Senders : SendAgain(s)
   \/ \E w \in Workers : ApplyClosed(w)
 
+-----------------------------------------------------------------------------
+(* What holds of every state *)
+
+TypeOK ==
+  /\ sstate \in [Senders -> States]
+  /\ slife \in [Senders -> {"unborn", "alive", "dead"}]
+  /\ blocked \in [Senders -> BOOLEAN]
+  /\ rstate \in [Workers -> States]
+  /\ letters \subseteq Letters
+  /\ answers \subseteq Answers
+  /\ gone \in [Senders -> [Workers -> BOOLEAN]]
+  /\ \A s \in Senders :
+       LET d == sdata[s] IN
+       /\ d.incarnation \in Incarnations /\ d.version \in 0..MaxVersion /\ d.serial \in 0..MaxVersion
+       /\ d.dueAll \in 0..d.version /\ d.out.version \in 0..MaxVersion
+       /\ d.out.did \subseteq Workers
+       /\ \A w \in Workers :
+            /\ d.out.owed[w] \in 0..MaxLink /\ d.out.outcomes[w] \in Outcomes
+            /\ d.roll[w].link \in 0..MaxLink /\ d.roll[w].standing \in Standings
+            /\ d.roll[w].served \in 0..MaxVersion /\ d.roll[w].due \in 0..MaxVersion
+            /\ d.roll[w].catching \in 0..MaxVersion /\ d.roll[w].fence \in Incarnations
+  /\ \A w \in Workers :
+       LET d == rdata[w] IN
+       /\ d.link = NoLink \/ (d.link[1] \in Senders /\ d.link[2] \in Links)
+       /\ d.fence \in Incarnations /\ d.met \in Incarnations
+       /\ d.decided \in Payloads /\ d.pending \in Payloads /\ d.served \in Payloads
+       /\ d.live[1] \in Payloads /\ d.live[2] \in Payloads
+       /\ d.answer \in {"NONE", "ACK", "REFUSED"}
+
+\* The data says what the state says.
+Consistent ==
+  /\ \A s \in Senders :
+       /\ (Owing(s) # {} => sstate[s] \in {"pending_async", "awaiting_ack"})
+       /\ (sstate[s] = "uninitialized" => sdata[s].out = NewSender.out)
+       /\ (sstate[s] = "awaiting_ack" => Owing(s) # {} /\ blocked[s])
+       /\ (blocked[s] => sstate[s] = "awaiting_ack")
+       /\ \A w \in Workers :
+            LET link == sdata[s].out.owed[w] IN
+            /\ (link # 0) <=> sdata[s].out.outcomes[w] = "PENDING"
+            /\ link # 0 => Open(s, w, link)                    \* only an open link owes
+            /\ gone[s][w] => Open(s, w, sdata[s].roll[w].link)
+  /\ \A w \in Workers :
+       /\ (rstate[w] \in {"uninitialized", "closed"} <=> Link(w) = NoLink)
+       /\ (rstate[w] = "pending_async" <=> rdata[w].pending # NoPayload)
+       /\ (Link(w) # NoLink => rdata[w].fence = sdata[Link(w)[1]].incarnation)
+       /\ (Link(w) # NoLink /\ Open(Link(w)[1], w, Link(w)[2]) => ~gone[Link(w)[1]][w])
+
+\* A message that may be read has a row, or its reader would call a sound peer broken. Nothing but a Hello of another
+\* incarnation is read in awaiting_ack.
+EveryMessageHasARow ==
+  /\ \A m \in letters : LetterDue(m) /\ rstate[m.w] # "awaiting_ack" =>
+       IF m.v = 0 THEN ReceiverMay(rstate[m.w], NameHello(m.w, m.s, m.k))
+       ELSE Link(m.w) = <<m.s, m.k>> =>
+              ReceiverMay(rstate[m.w], NameUpdate(m.w, <<sdata[m.s].incarnation, m.v, m.p>>))
+  /\ \A m \in answers : m.kind # "BYE" => SenderMay(sstate[m.s], NameAnswer(m.s, m))
+
+\* The order that LetterDue and AnswerDue read off `p` is the order in which messages were sent.
+NothingOvertakes ==
+  [][Reorders \/
+     /\ \A m \in letters' \ letters, n \in letters : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => n.p < m.p
+     /\ \A m \in answers' \ answers, n \in answers : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => n.p < m.p]_vars
+
+\* Control state moves only through the rows.
+OnlyRows ==
+  [][/\ \A s \in Senders : sstate'[s] # sstate[s] =>
+          slife'[s] = "dead" \/ \E row \in SenderRows : row[1] = sstate[s] /\ row[3] = sstate'[s]
+     /\ \A w \in Workers : rstate'[w] # rstate[w] =>
+          rdata'[w] = NewReceiver \/ \E row \in ReceiverRows : row[1] = rstate[w] /\ row[3] = rstate'[w]]_vars
+
+-----------------------------------------------------------------------------
+(* The guarantees *)
+
+Lower(a, b) == a[1] < b[1] \/ (a[1] = b[1] /\ a[2] < b[2])
+IsOutstanding(s) == sstate[s] \in {"pending_async", "awaiting_ack"}
+Counted(s, w) == sdata[s].out.outcomes[w] = "PENDING" /\ sdata'[s].out.outcomes[w] \in {"APPLIED", "REFUSED"}
+Acked(s, w) == sdata'[s].roll[w].served # sdata[s].roll[w].served /\ sdata'[s].roll[w].served # 0
+
+\* G1. An answer counts only for the (incarnation, version), and the weights, that it names.
+AckNamesItsVersion ==
+  [][\A s \in Senders, w \in Workers :
+       /\ Counted(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.inc = sdata[s].incarnation
+                                              /\ m.v = sdata[s].out.version /\ m.p = sdata[s].serial
+       /\ Acked(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.inc = sdata[s].incarnation
+                                            /\ m.v = sdata'[s].roll[w].served]_vars
+
+\* G2. APPLIED is recorded of a worker only after it has served that version, and of a link only by its own ack.
+AckedMeansServed ==
+  [][/\ \A s \in Senders, w \in Workers :
+          /\ Counted(s, w) /\ sdata'[s].out.outcomes[w] = "APPLIED" => w \in sdata[s].out.did
+          /\ Acked(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.k = sdata[s].roll[w].link /\ m.kind = "ACK"
+                                               /\ m.v = sdata'[s].roll[w].served
+     /\ \A m \in answers' \ answers : m.kind = "ACK" =>
+          \/ rdata'[m.w].served = <<m.inc, m.v, m.p>>
+          \/ \E n \in answers : n.w = m.w /\ n.inc = m.inc /\ n.p = m.p /\ n.kind = "ACK"]_vars
+
+\* G3. Whoever looks finds both halves of one version. The serving lock that makes the swap one step is the code's.
+NoTornRead == \A w \in Workers : rdata[w].live[1] = rdata[w].live[2]
+
+\* G4. In one life, a worker's (incarnation, version) only rises, and never starts below an incarnation it has met.
+ServingIsMonotone ==
+  [][\A w \in Workers : LET old == rdata[w].served new == rdata'[w].served IN
+       new # old /\ new # NoPayload => Lower(old, new) /\ new[1] >= rdata[w].met]_vars
+
+\* G5. A dispatch only when nothing is outstanding.
+OneOutstanding ==
+  [][\A s \in Senders : sdata'[s].serial # sdata[s].serial => sstate[s] = "ready" /\ Owing(s) = {}]_vars
+
+\* G6. What is served changes by APPLIED alone, or is given up whole; what was refused is not served.
+RefusalKeepsServing ==
+  /\ \A m \in answers : m.kind \in {"REFUSED", "SUPERSEDED"} /\ m.v # 0 /\ Link(m.w) = <<m.s, m.k>> =>
+       rdata[m.w].served # <<m.inc, m.v, m.p>>
+ServedChangesByApplied ==
+  [][\A w \in Workers : rdata'[w].served # rdata[w].served =>
+       \/ rstate[w] = "pending_async" /\ rstate'[w] = "awaiting_ack" /\ rdata'[w].served = rdata[w].pending
+       \/ rdata'[w].served = NoPayload /\ (rstate'[w] = Final \/ rdata'[w] = NewReceiver)]_vars
+
+\* G7. A version goes to those it was sent to, and behind the Hello of a joiner to whom it was due.
+OnlyTargetsChange ==
+  [][/\ \A m \in letters' \ letters : m.v # 0 =>
+          LET old == sdata[m.s].roll[m.w] new == sdata'[m.s].roll[m.w] out == sdata'[m.s].out IN
+          \/ out.version = m.v /\ out.owed[m.w] = m.k /\ out.outcomes[m.w] = "PENDING"
+          \/ new.link = m.k /\ old.link # m.k /\ m.v = Max(sdata[m.s].dueAll, old.due)
+     /\ \A w \in Workers : LET new == rdata'[w].pending IN
+          new # rdata[w].pending /\ new # NoPayload =>
+            \E m \in letters : m.w = w /\ sdata[m.s].incarnation = new[1] /\ m.v = new[2] /\ m.p = new[3]]_vars
+
+\* G8. A copy is new, and making it changes nothing else.
+CopyOwesNothing ==
+  [][\A t \in Senders : slife[t] = "unborn" /\ slife'[t] # "unborn" =>
+       /\ sstate'[t] = Initial /\ sdata'[t] = NewSender /\ ~blocked'[t]
+       /\ \A s \in Senders \ {t} : sstate'[s] = sstate[s] /\ sdata'[s] = sdata[s] /\ blocked'[s] = blocked[s]
+       /\ UNCHANGED <<receiver, letters, answers, gone>>]_vars
+
+\* G9. Nothing leaves the state closed, and nothing is applied or reported otherwise in it.
+ClosedIsFinal ==
+  [][/\ \A s \in Senders : sstate[s] = Final /\ slife'[s] = "alive" =>
+          sstate'[s] = Final /\ sdata'[s] = sdata[s]
+     /\ \A w \in Workers : rstate[w] = Final /\ rdata'[w] # NewReceiver =>
+          rstate'[w] = Final /\ rdata'[w].served = rdata[w].served]_vars
+
+\* G10. A caller who waits is let go. Under FairClock by the clock alone; under FairWorld without any.
+EverySendEnds == \A s \in Senders : blocked[s] ~> ~blocked[s]
+
+\* G11. An update ends only by telling somebody, and then each target has an outcome; ABANDONED is said of nobody
+\* whose caller did not give up or close; a wait that ends early changes no outcome.
+EverybodyIsToldTheTruth ==
+  [][\A s \in Senders :
+       LET new == sdata'[s].out.outcomes IN
+       /\ IsOutstanding(s) /\ ~IsOutstanding(s)' /\ slife'[s] # "dead" =>
+            /\ (blocked[s] /\ ~blocked'[s]) \/ Wait(s) \/ Abandon(s) \/ CloseSender(s)
+            /\ \A w \in Workers : new[w] # "PENDING" /\ (new[w] = "NONE" <=> sdata[s].out.outcomes[w] = "NONE")
+       /\ \A w \in Workers : new[w] = "ABANDONED" /\ sdata[s].out.outcomes[w] = "PENDING" =>
+            Abandon(s) \/ CloseSender(s)
+       /\ sstate[s] = "awaiting_ack" /\ sstate'[s] = "pending_async" => sdata'[s] = sdata[s]]_vars
+
+\* G12. Once nothing is on its way over a link that stays, its worker has decided the newest version due to it.
+LateJoinerCatchesUp ==
+  Duplicates \/ Loses \/
+  \A s \in Senders, w \in Workers :
+    LET entry == sdata[s].roll[w]
+        k == entry.link
+        due == Max(entry.due, sdata[s].dueAll) IN
+    /\ due # 0 /\ Open(s, w, k) /\ ~gone[s][w] /\ Link(w) = <<s, k>> /\ rstate[w] = "ready"
+    /\ ~\E m \in letters : m.s = s /\ m.w = w /\ m.k = k
+    => ~Lower(rdata[w].decided, <<sdata[s].incarnation, due, 0>>)
+JoinersAnswer == \A s \in Senders, w \in Workers : sdata[s].roll[w].catching # 0 ~> sdata[s].roll[w].catching = 0
+
+\* A link whose other end is closed is found out, so that its worker can come back.
+LossesAreNoticed == \A s \in Senders, w \in Workers : gone[s][w] ~> ~gone[s][w]
+
+-----------------------------------------------------------------------------
+(* The promise *)
+
+Phase(s) ==
+  CASE slife[s] = "dead" -> "dead"
+    [] sstate[s] = "pending_async" -> "outstanding"
+    [] sstate[s] = "awaiting_ack" -> "waited"
+    [] sstate[s] = Final -> "closed"
+    [] OTHER -> "idle"
+
+Promise == INSTANCE WeightSync WITH
+  served <- [w \in Workers |-> <<rdata[w].served[1], rdata[w].served[2]>>],
+  incarnation <- [s \in Senders |-> sdata[s].incarnation],
+  phase <- [s \in Senders |-> Phase(s)],
+  version <- [s \in Senders |-> sdata[s].version],
+  outcome <- [s \in Senders |-> sdata[s].out.outcomes],
+  did <- [s \in Senders |-> sdata[s].out.did]
+
+RefinesWeightSync == Promise!Spec
+
+-----------------------------------------------------------------------------
+(* Fairness *)
+
+Fair(conjunct, set) == IF conjunct \in Unfair THEN {} ELSE set
+
+Reads(w) == \E s \in Senders, k \in Links : HelloArrived(w, s, k) \/ \E v \in Versions : UpdateArrived(w, s, k, v)
+Hears(s, w) == \E k \in Links :
+  \/ AnswerHello(s, w, k)
+  \/ AnswerBye(s, w, k)
+  \/ \E v \in Versions : AnswerAck(s, w, k, v)
+  \/ \E kind \in RefusalKinds : AnswerRejected(s, w, k, kind)
+  \/ \E v \in Versions, kind \in RefusalKinds : AnswerRefusal(s, w, k, v, kind)
+
+\* (a) Time passes.
+FairClock == \A s \in Fair("Deadline", Senders) : WF_vars(Deadline(s))
+
+\* (b) Every message is delivered, every worker arrives, keeps receiving and decides, every loss is noticed.
+FairWorld ==
+  /\ \A w \in Fair("Reads", Workers) : WF_vars(Reads(w))
+  /\ \A w \in Fair("Applied", Workers) : WF_vars(Applied(w))
+  /\ \A w \in Fair("Answered", Workers) : WF_vars(Answered(w))
+  /\ \A s \in Fair("Hears", Senders), w \in Workers : WF_vars(Hears(s, w))
+  /\ \A s \in Fair("Notice", Senders), w \in Workers : WF_vars(Notice(s, w))
+
 Safe == Init /\ [][Next]_vars
+ByTheClock == Safe /\ FairClock
+ByTheWorld == Safe /\ FairWorld
 =============================================================================
