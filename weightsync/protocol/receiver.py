@@ -166,7 +166,8 @@ def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None
         case UpdateArrived():
             return _name_update(state, data, event)
         case LinkDown(link):
-            return ReceiverInput.LINK_DOWN if link == data.link and state is not State.CLOSED else None
+            ours = data.link in (link, None) and state is not State.CLOSED
+            return ReceiverInput.LINK_DOWN if ours else None
         case _:
             return _OWN[type(event)]
 
@@ -237,8 +238,8 @@ def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[Re
             return replace(data, pending=None, decided=data.pending, answer=answer), _reply(data, answer)
         case Broken():
             return replace(data, link=None, pending=None, served=None), _close(data)
-        case LinkDown():
-            return replace(data, link=None, pending=None), _close(data)
+        case LinkDown(link):
+            return replace(data, link=None, pending=None), (CloseLink(link),)
         case Close():
             return replace(data, link=None, pending=None), _close(data)
         case Answered():
