@@ -369,14 +369,25 @@ def known(data: SenderData, worker: int) -> Entry:
     return data.roll[worker]
 
 
-def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[SenderData, tuple[Effect, ...]]:
+def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, Entry]:
+    """The entries of those to send to; None: all.
+
+    Raises:
+        ConfigurationError: a worker id that is not on the roll, or none.
+        WorkerLostError: every target is lost already.
+    """
     chosen = dict.fromkeys(data.roll if targets is None else targets)
     if not chosen:
         raise ConfigurationError("no worker to send to: worker_ids is empty. Nothing was sent or changed.")
     entries = {worker: known(data, worker) for worker in chosen}
+    if all(entry.standing is Standing.LOST for entry in entries.values()):
+        raise _all_lost(entries)
+    return entries
+
+
+def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[SenderData, tuple[Effect, ...]]:
+    entries = targets_of(data, targets)
     lost = {worker: entry for worker, entry in entries.items() if entry.standing is Standing.LOST}
-    if len(lost) == len(entries):
-        raise _all_lost(lost)
     version = data.version + 1
     owed = {worker: entry.link for worker, entry in entries.items() if worker not in lost}
     roll = {w: replace(e, due=version) if w in entries else e for w, e in data.roll.items()}
