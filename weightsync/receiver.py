@@ -6,7 +6,6 @@ import contextlib
 import logging
 import multiprocessing.context
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
@@ -25,7 +24,7 @@ from weightsync.messages import Ack, Refusal
 from weightsync.paths import _resolve_model
 from weightsync.protocol import receiver as pure
 from weightsync.strategy import WeightStrategy
-from weightsync.timing import Deadline
+from weightsync.timing import Deadline, Stopwatch
 from weightsync.transports.base import Link, wait
 
 logger = logging.getLogger("weightsync")
@@ -291,7 +290,7 @@ class WeightReceiver:
             next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
 
     def _apply(self, target: Target) -> bool:
-        pending, started = self._driver.pending, time.monotonic()
+        pending, stopwatch = self._driver.pending, Stopwatch()
         assert pending is not None
         try:
             digest = self._verified(pending)
@@ -314,7 +313,7 @@ class WeightReceiver:
                     incarnation=pending.update.incarnation,
                     version=pending.update.version,
                     digest=digest,
-                    seconds=time.monotonic() - started,
+                    seconds=stopwatch.seconds,
                 )
             )
         )

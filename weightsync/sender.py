@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import enum
 import multiprocessing.context
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -15,35 +12,17 @@ from weightsync.context import held
 from weightsync.driving.forks import reset_after_fork
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packer
+from weightsync.driving.reporter import Reporter
 from weightsync.driving.sender import Packed, SenderDriver
 from weightsync.errors import ConfigurationError
 from weightsync.layout import Layout
 from weightsync.machine import next_state
+from weightsync.options import OnFailure, OnPending, option
 from weightsync.protocol import sender as pure
-from weightsync.report import Outcome, OutcomeKind, SyncReport
+from weightsync.report import OutcomeKind, SyncReport
 from weightsync.strategy import WeightStrategy
-from weightsync.timing import Deadline, Timeout
+from weightsync.timing import Deadline, Stopwatch, Timeout, new_incarnation
 from weightsync.transports.base import Link, wait
-
-
-class OnFailure(enum.Enum):
-    """What a blocking call does when a worker failed."""
-
-    #: Raise the exception that carries the report, after all others have been served.
-    RAISE = "raise"
-    #: Return the report.
-    REPORT = "report"
-
-
-class OnPending(enum.Enum):
-    """What a send does when an update is outstanding."""
-
-    #: StateError.
-    RAISE = "raise"
-    #: Wait for it first, within the same timeout; what it raises is raised.
-    WAIT = "wait"
-    #: Abandon it and send the newer one.
-    SUPERSEDE = "supersede"
 
 
 class Wiring(Protocol):
@@ -89,9 +68,8 @@ class WeightSender:
 
     def _begin(self) -> None:
         self._driver = SenderDriver(self._model_id)
+        self._reporter = Reporter(self._driver)
         self._packer = self._scheme.packer
-        self._spent: dict[int, tuple[float, float]] = {}
-        self._skipped: dict[int, tuple[int, ...]] = {}
         reset_after_fork(self)
 
     # ------------------------------------------------------------------------------------------- wiring
@@ -152,7 +130,7 @@ class WeightSender:
         Raises:
             StateError: the links were laid already, or the sender is closed.
         """
-        incarnation = _incarnation(max(self._fence, fence or 0))
+        incarnation = new_incarnation(max(self._fence, fence or 0))
         with Shield(self._driver.waker.fire), self._driver.lock:
             if self._driver.layout is None:
                 self._driver.layout = self._known_layout()
@@ -199,12 +177,13 @@ class WeightSender:
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
             WorkerLostError, RefusedError, SyncError: it did not reach everybody; everybody else was served.
         """
-        deadline, failing = Deadline(timeout), OnFailure(on_failure)
-        packed = self._prepare(SenderInput.SEND, weights, worker_ids, deadline, OnPending(on_pending))
+        deadline, failing, stopwatch = Deadline(timeout), option(OnFailure, on_failure), Stopwatch()
+        targets = _targets(worker_ids)
+        packed = self._prepare(SenderInput.SEND, weights, targets, deadline, option(OnPending, on_pending))
         if packed is None:
-            return self._empty()
+            return self._reporter.empty()
         with Shield(self._driver.waker.fire) as shield:
-            version = self._dispatch(pure.Send(_targets(worker_ids)), packed)
+            version = self._dispatch(pure.Send(targets), packed, stopwatch.seconds)
             return self._wait_for(version, deadline, failing, shield)
 
     def send_async(
@@ -231,13 +210,13 @@ class WeightSender:
         Raises:
             As `send`, but for the outcomes.
         """
-        deadline = Deadline(timeout)
-        packed = self._prepare(SenderInput.SEND_ASYNC, weights, worker_ids, deadline, OnPending(on_pending))
+        deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), _targets(worker_ids)
+        packed = self._prepare(SenderInput.SEND_ASYNC, weights, targets, deadline, option(OnPending, on_pending))
         if packed is None:
-            return self._empty()
+            return self._reporter.empty()
         with Shield(self._driver.waker.fire):
-            self._dispatch(pure.SendAsync(_targets(worker_ids)), packed)
-            return self._so_far(OutcomeKind.PENDING)
+            self._dispatch(pure.SendAsync(targets), packed, stopwatch.seconds)
+            return self._reporter.so_far(OutcomeKind.PENDING)
 
     def wait_async(
         self, *, timeout: float | Timeout | None = Timeout.DEFAULT, on_failure: OnFailure | str = OnFailure.RAISE
@@ -252,7 +231,7 @@ class WeightSender:
             StateError: nothing is outstanding, or another thread waits already.
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as for `send`.
         """
-        deadline, failing = Deadline(timeout), OnFailure(on_failure)
+        deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
         with Shield(self._driver.waker.fire) as shield:
             self._driver.pump()
             self._driver.take(pure.Wait())
@@ -270,7 +249,7 @@ class WeightSender:
         """
         with Shield(self._driver.waker.fire):
             self._driver.pump()
-            return self._so_far(OutcomeKind.PENDING) if self._driver.data.outstanding else None
+            return self._reporter.so_far(OutcomeKind.PENDING) if self._driver.data.outstanding else None
 
     def abandon(self) -> SyncReport:
         """Give the outstanding update up. Workers that owe may have applied it, or may yet: ABANDONED.
@@ -281,7 +260,7 @@ class WeightSender:
         with Shield(self._driver.waker.fire):
             self._driver.pump()
             self._driver.take(pure.Abandon())
-            return self._concluded(self.version)
+            return self._reporter.concluded(self.version)
 
     # -------------------------------------------------------------------------------------------- ending
 
@@ -375,24 +354,26 @@ class WeightSender:
     # ----------------------------------------------------------------------------------------- internals
 
     def _prepare(
-        self, asked: SenderInput, weights: Any, worker_ids: Any, deadline: Deadline, pending: OnPending
+        self,
+        asked: SenderInput,
+        weights: Any,
+        targets: tuple[int, ...] | None,
+        deadline: Deadline,
+        pending: OnPending,
     ) -> Packed | None:
         """Check that the call is allowed and pack the weights; None: the roll is empty."""
-        started = time.monotonic()
         self._driver.pump()
         if self.state is State.UNINITIALIZED and self._endpoints:
             self.connect()
         if self.state is State.PENDING_ASYNC:
             self._make_way(deadline, pending)
         next_state(SENDER_ROWS, self.state, asked)
-        targets = _targets(worker_ids)
         if targets is None and not self._driver.data.roll:
             return None
         pure.targets_of(self._driver.data, targets)
         prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, self._context())
         packed = self._packer.pack(prepared)
         self._scheme.published(self._model_id, prepared)
-        self._preparing = time.monotonic() - started
         return packed
 
     def _make_way(self, deadline: Deadline, pending: OnPending) -> None:
@@ -400,24 +381,21 @@ class WeightSender:
             case OnPending.WAIT:
                 self.wait_async(timeout=deadline.remaining)
             case OnPending.SUPERSEDE:
-                version = self.version
-                report = self.abandon()
-                for worker in report.of(OutcomeKind.ABANDONED):
-                    self._skipped[worker] = (*self._skipped.get(worker, ()), version)
+                self._reporter.superseded(self.abandon())
             case OnPending.RAISE:
                 pass  # the look-up that follows refuses
 
-    def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed) -> int:
+    def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, preparing: float) -> int:
         try:
             version = self._driver.dispatch(event, packed)
         finally:
-            packed.buffer.unpin(self._packer)
-        self._spent = {version: (self._preparing, time.monotonic())}
+            self._packer.handed_over(packed)
+        self._reporter.dispatched(preparing)
         return version
 
     def _wait_for(self, version: int, deadline: Deadline, failing: OnFailure, shield: Shield) -> SyncReport:
         try:
-            while not self._over(version) and not deadline.passed:
+            while not self._reporter.is_over(version) and not deadline.passed:
                 shield.deliver()
                 wait(self._driver.waker, self._driver.links(), deadline.remaining)
                 self._driver.pump()
@@ -425,58 +403,14 @@ class WeightSender:
             self._driver.take(pure.Interrupted(version))
             raise
         with self._driver.lock:
-            if not self._over(version):
+            if self._reporter.is_over(version):
+                report = self._reporter.concluded(version)
+            else:
                 self._driver.take(pure.Deadline(version))
-            report = self._concluded(version) if self._over(version) else self._so_far(OutcomeKind.TIMED_OUT)
+                report = self._reporter.so_far(OutcomeKind.TIMED_OUT)
         if failing is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED):
             report.raise_on_failure()
         return report
-
-    def _over(self, version: int) -> bool:
-        return version in self._driver.concluded
-
-    def _so_far(self, owing: OutcomeKind) -> SyncReport:
-        with self._driver.lock:
-            data = self._driver.data
-            outstanding = data.outstanding
-            if outstanding is None:
-                return self._concluded(self.version)
-            owed = {w: Outcome(kind=owing, reason=self._why(owing, w)) for w in outstanding.owed}
-            return self._report(outstanding.version, {**outstanding.outcomes, **owed}, {})
-
-    def _why(self, owing: OutcomeKind, worker: int) -> str:
-        if owing is OutcomeKind.PENDING:
-            return ""
-        expected = self._driver.data.roll[worker].standing is pure.Standing.EXPECTED
-        return "never connected" if expected else "connected, but has not answered"
-
-    def _concluded(self, version: int) -> SyncReport:
-        concluded = self._driver.concluded.pop(version)
-        outstanding = concluded.outstanding
-        report = self._report(outstanding.version, outstanding.outcomes, concluded.not_caught_up)
-        self._skipped = {w: v for w, v in self._skipped.items() if w not in report.outcomes}
-        return report
-
-    def _report(
-        self, version: int, outcomes: Mapping[int, Outcome], not_caught_up: Mapping[int, Outcome]
-    ) -> SyncReport:
-        preparing, dispatched = self._spent.get(version, (0.0, time.monotonic()))
-        packed = self._driver.packed(version)
-        return SyncReport(
-            model_id=self._model_id,
-            version=version,
-            incarnation=self.incarnation,
-            outcomes=dict(sorted(outcomes.items())),
-            nbytes=packed.nbytes if packed else 0,
-            preparing=preparing,
-            transferring=time.monotonic() - dispatched,
-            applying=max((outcome.seconds for outcome in outcomes.values()), default=0.0),
-            superseded={w: v for w, v in self._skipped.items() if w in outcomes},
-            not_caught_up=not_caught_up,
-        )
-
-    def _empty(self) -> SyncReport:
-        return SyncReport(model_id=self._model_id, version=None, incarnation=self.incarnation, outcomes={})
 
 
 def _targets(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -485,8 +419,3 @@ def _targets(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if isinstance(worker_ids, int):
         return (worker_ids,)
     return tuple(worker_ids)
-
-
-def _incarnation(fence: int) -> int:
-    """Above the clock and above the fence: nanoseconds in the high bits, random ones against ties in the low 32."""
-    return (max(time.time_ns(), (fence >> 32) + 1) << 32) | secrets.randbits(32)

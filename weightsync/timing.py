@@ -1,9 +1,10 @@
-"""Timeouts at the API, deadlines inside: the only module beside sender.py and receiver.py that reads a clock."""
+"""The only module that reads a clock: timeouts at the API, deadlines inside, seconds in reports, incarnations."""
 
 from __future__ import annotations
 
 import enum
 import os
+import secrets
 import time
 
 from weightsync.errors import ConfigurationError
@@ -47,7 +48,6 @@ class Deadline:
 
     def __init__(self, timeout: float | Timeout | None) -> None:
         allowed = seconds(timeout)
-        self.timeout = allowed
         self._at = None if allowed is None else time.monotonic() + allowed
 
     @property
@@ -59,3 +59,20 @@ class Deadline:
     def passed(self) -> bool:
         """Whether time is up."""
         return self._at is not None and time.monotonic() >= self._at
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._started
+
+
+def new_incarnation(fence: int) -> int:
+    """An incarnation above ``fence``: nanoseconds since the epoch, then 32 random bits against ties."""
+    return (max(time.time_ns(), (fence >> 32) + 1) << 32) | secrets.randbits(32)
