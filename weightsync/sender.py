@@ -139,7 +139,9 @@ class WeightSender:
     def _known_layout(self) -> Layout | None:
         """The layout of the registered model, if there is one already."""
         try:
-            weights = self._scheme.prepare_weights(None, self._model_id, self._scheme.strategy, self._context())
+            weights = self._scheme.prepare_weights(
+                None, self._model_id, self._scheme.strategy, self._context()
+            )
         except ConfigurationError:
             return None
         return self._packer.layout_of(weights)
@@ -211,7 +213,9 @@ class WeightSender:
             As `send`, but for the outcomes.
         """
         deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), _targets(worker_ids)
-        packed = self._prepare(SenderInput.SEND_ASYNC, weights, targets, deadline, option(OnPending, on_pending))
+        packed = self._prepare(
+            SenderInput.SEND_ASYNC, weights, targets, deadline, option(OnPending, on_pending)
+        )
         if packed is None:
             return self._reporter.empty()
         with Shield(self._driver.waker.fire):
@@ -219,7 +223,10 @@ class WeightSender:
             return self._reporter.so_far(OutcomeKind.PENDING)
 
     def wait_async(
-        self, *, timeout: float | Timeout | None = Timeout.DEFAULT, on_failure: OnFailure | str = OnFailure.RAISE
+        self,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        on_failure: OnFailure | str = OnFailure.RAISE,
     ) -> SyncReport:
         """Wait until every target of the outstanding update has answered or is lost.
 
@@ -371,7 +378,9 @@ class WeightSender:
         if targets is None and not self._driver.data.roll:
             return None
         pure.targets_of(self._driver.data, targets)
-        prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, self._context())
+        prepared = self._scheme.prepare_weights(
+            weights, self._model_id, self._scheme.strategy, self._context()
+        )
         packed = self._packer.pack(prepared)
         self._scheme.published(self._model_id, prepared)
         return packed

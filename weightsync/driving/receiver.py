@@ -157,7 +157,11 @@ class ReceiverDriver:
         closing = self._links.pop(link)
         try:
             closing.send(
-                Bye(model_id=self.model_id, incarnation=self.data.fence, reason="the receiver closed this link")
+                Bye(
+                    model_id=self.model_id,
+                    incarnation=self.data.fence,
+                    reason="the receiver closed this link",
+                )
             )
         except TransportError:
             pass  # it is being closed because it failed
@@ -241,7 +245,9 @@ class ReceiverDriver:
             self._layouts = {told.digest: told}
         layout = self._layouts.get(update.layout_digest)
         if layout is None or layout.nbytes != update.nbytes:
-            raise ProtocolError(f"version {update.version} names a layout or a size that this link has not carried.")
+            raise ProtocolError(
+                f"version {update.version} names a layout or a size that this link has not carried."
+            )
         before = self.data.pending
         self.take(pure.UpdateArrived(number, update.incarnation, update.version))
         if self.data.pending not in (None, before):

@@ -172,7 +172,9 @@ class SenderDriver:
             return
         _, closing = self._links.pop(link)
         self._told.pop(link, None)
-        bye = Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link")
+        bye = Bye(
+            model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link"
+        )
         try:
             closing.send(bye)
         except TransportError:
@@ -219,7 +221,9 @@ class SenderDriver:
                     state, reason = self.machine.state, f"said goodbye: {message.reason}"
                     yield from pure.removal(state, self.data, worker, reason)
             case Update():
-                raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
+                raise ProtocolError(
+                    f"worker {worker} sent an Update; only senders send them. Its link is taken down."
+                )
 
     def _verify(self, message: Ack | Refusal) -> None:
         """An ack must name the digest of what we sent as that version."""

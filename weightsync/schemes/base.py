@@ -9,12 +9,12 @@ from typing import Any, Self
 import torch.nn
 
 from weightsync.applying import ApplyMode
+from weightsync.context import MISSING, held, optional
 from weightsync.driving.forks import reset_after_fork
 from weightsync.driving.packing import Packer
 from weightsync.errors import ConfigurationError, ModelPathError, StateError
 from weightsync.paths import _resolve_model
 from weightsync.receiver import WeightReceiver
-from weightsync.context import MISSING, held, optional
 from weightsync.sender import WeightSender
 from weightsync.strategy import WeightStrategy
 from weightsync.transports.base import Link

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightsync.context import MISSING, held, optional
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.receiver import WeightReceiver
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.context import MISSING, held, optional
 from weightsync.sender import WeightSender
 from weightsync.transports.base import Link
 from weightsync.transports.pipe import PipeLink
@@ -60,7 +60,9 @@ class PipeScheme(WeightSyncScheme):
             ConfigurationError: no pipe, or neither a model nor a context.
         """
         if self._receiver is not None:
-            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
+            raise StateError(
+                "scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"]
+            )
         given = _checked(kwargs, _WORKER_ARGUMENTS, "init_on_worker")
         pipe = given["pipe"] if "pipe" in given else optional(context, "pipe")
         if pipe is None or pipe is MISSING:
@@ -110,7 +112,9 @@ def _pipes(given: Mapping[str, Any], context: Any) -> Sequence[Any]:
         )
     count = given["num_workers"] if "num_workers" in given else optional(context, "num_workers")
     if count not in (None, MISSING, len(pipes)):
-        raise ConfigurationError(f"num_workers is {count}, but there are {len(pipes)} pipes: give one pipe a worker.")
+        raise ConfigurationError(
+            f"num_workers is {count}, but there are {len(pipes)} pipes: give one pipe a worker."
+        )
     return list(pipes)
 
 
