@@ -11,9 +11,9 @@ from weightsync._tables import SENDER_ROWS, SenderInput, State
 from weightsync.context import held
 from weightsync.driving.forks import reset_after_fork
 from weightsync.driving.interrupts import Shield
-from weightsync.driving.packing import Packer
+from weightsync.driving.packing import Packed, Packer
 from weightsync.driving.reporter import Reporter
-from weightsync.driving.sender import Packed, SenderDriver
+from weightsync.driving.sender import SenderDriver
 from weightsync.errors import ConfigurationError
 from weightsync.layout import Layout
 from weightsync.machine import next_state

@@ -14,7 +14,7 @@ from weightsync.machine import ReceiverMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link, Received, Waker
-from weightsync.transports.identity import own_identity
+from weightsync.transports.liveness import own_identity
 
 logger = logging.getLogger("weightsync")
 

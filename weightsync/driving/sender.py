@@ -5,33 +5,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from weightsync._tables import State
+from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.layout import Layout
 from weightsync.machine import SenderMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import sender as pure
 from weightsync.transports.base import Link, Waker
-from weightsync.transports.identity import own_identity
+from weightsync.transports.liveness import own_identity
 from weightsync.transports.memory import Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """One version's weights as they travel."""
-
-    layout: Layout
-    buffer: Buffer
-    extras: bytes
-    #: xxh3-128; empty: not verified.
-    digest: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the payload in bytes, extra state included."""
-        return self.layout.nbytes + len(self.extras)
 
 
 class SenderDriver:
