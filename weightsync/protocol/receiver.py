@@ -225,7 +225,9 @@ def step(state: State, data: ReceiverData, event: Event) -> Step:
     return Step(named, to, after, effects)
 
 
-def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[ReceiverData, tuple[Effect, ...]]:
+def _advance(
+    named: ReceiverInput, data: ReceiverData, event: Event
+) -> tuple[ReceiverData, tuple[Effect, ...]]:
     match event:
         case HelloArrived():
             return _greet(named, data, event)
