@@ -1,8 +1,8 @@
 """Renders `spec/protocol.toml`, the one source of the protocol.
 
-Writes `weightsync/_tables.py`, `tla/Tables.tla` and the marked parts of `docs/protocol.md` and `README.md`. With
-``--check`` it writes nothing and compares byte for byte. Exit status: 0 all is as it should be, 1 a file differs,
-2 the protocol is refused.
+Writes `weightsync/_tables.py`, `tla/Tables.tla` and the marked parts of `docs/protocol.md` and `README.md`.
+With ``--check`` it writes nothing and compares byte for byte.
+Exit status: 0 all is as it should be, 1 a file differs, 2 the protocol is refused.
 """
 
 from __future__ import annotations

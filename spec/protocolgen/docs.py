@@ -1,7 +1,7 @@
 """Renders tables and diagrams, and puts them between the markers of a Markdown file.
 
-A marked part begins with ``<!-- generated: NAME -->`` and ends with ``<!-- /generated -->``, each on a line of
-its own.
+A marked part begins with ``<!-- generated: NAME -->`` and ends with ``<!-- /generated -->``, both on lines of
+their own.
 """
 
 from __future__ import annotations
