@@ -192,6 +192,8 @@ def _name_hello(state: State, data: ReceiverData, event: HelloArrived) -> Receiv
 
 
 def _name_update(state: State, data: ReceiverData, event: UpdateArrived) -> ReceiverInput:
+    if state in (State.UNINITIALIZED, State.CLOSED):
+        return ReceiverInput.UPDATE
     if event.incarnation < data.fence:
         return ReceiverInput.STALE
     if event.link != data.link or event.incarnation > data.fence:
