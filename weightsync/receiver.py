@@ -12,20 +12,23 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
-from weightsync.applying import ApplyMode, SwapBroken, Target
 from weightsync.context import held
-from weightsync.digest import digest_of
-from weightsync.driving.forks import reset_after_fork
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.receiver import Pending, ReceiverDriver
 from weightsync.errors import ConfigurationError, LayoutError, TransportError, WeightSyncError
+from weightsync.extras import encode_extras
 from weightsync.machine import next_state
 from weightsync.messages import Ack, Refusal
+from weightsync.packing import digest, digest_of
 from weightsync.paths import _resolve_model
 from weightsync.protocol import receiver as pure
 from weightsync.strategy import WeightStrategy
+from weightsync.target import Mode, SwapBroken, Target
 from weightsync.timing import Deadline, Stopwatch
 from weightsync.transports.base import Link, wait
+from weightsync.transports.fork import forget_after_fork
+from weightsync.transports.user import UserMessages
+from weightsync.weights import layout_of, read_weights
 
 logger = logging.getLogger("weightsync")
 
@@ -38,11 +41,14 @@ class Wiring(Protocol):
         """How weights given by hand are applied to a model."""
 
     @property
-    def apply_mode(self) -> ApplyMode:
+    def apply_mode(self) -> Mode:
         """How arrived weights become live."""
 
     def lay_link(self, endpoint: Any, model_id: str) -> Link:
         """A link to the sender behind ``endpoint``: a pipe's end, or a context that has one."""
+
+    def user_messages(self, endpoint: Any) -> UserMessages:
+        """The user's own messages on the pipe behind ``endpoint``."""
 
 
 class WeightReceiver:
@@ -70,7 +76,7 @@ class WeightReceiver:
         self._inside: int | None = None
         #: Why the last version that was refused did not fit; empty: none was refused.
         self.last_refusal = ""
-        reset_after_fork(self)
+        forget_after_fork(self)
 
     # ------------------------------------------------------------------------------------------- wiring
 
@@ -163,7 +169,7 @@ class WeightReceiver:
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             pending = self._driver.pending
-            if pending is not None and pending.update.digest == target.digest_of(weights):
+            if pending is not None and pending.update.digest == self._digest_of(weights):
                 self._apply(target)
                 return
             with self._serving:
@@ -224,6 +230,15 @@ class WeightReceiver:
         served = self._driver.data.served
         return served[0] if served else None
 
+    @property
+    def pipe(self) -> UserMessages:
+        """The user's own messages on our pipe, with the methods of a connection.
+
+        Raises:
+            ConfigurationError: there is no pipe.
+        """
+        return self._scheme.user_messages(self._endpoint)
+
     def digest(self) -> bytes:
         """The xxh3-128 digest of what the model holds now, 16 bytes, computed as a sender computes it.
 
@@ -253,7 +268,7 @@ class WeightReceiver:
         if state["endpoint"] is not None:
             self.register_worker_transport(state["endpoint"])
 
-    def after_fork(self) -> None:
+    def forget(self) -> None:
         """Become a copy: called in a forked child, which says no Bye and closes nothing of its parent's."""
         self._context = held(None)
         self._model = self._endpoint = None
@@ -273,6 +288,11 @@ class WeightReceiver:
             self._target = Target(self._model, self._scheme.apply_mode)
             self._driver.layout = self._target.layout
         return self._target
+
+    def _digest_of(self, weights: Any) -> bytes:
+        """The digest of weights given by hand, as a sender computes it."""
+        read = read_weights(weights)
+        return digest_of(read, layout_of(read), encode_extras(read.extras()))
 
     def _may_apply(self) -> bool:
         """Whether a version is pending and this thread does not hold the served one."""
@@ -323,7 +343,10 @@ class WeightReceiver:
         """The digest of what arrived, if the sender named one."""
         if not pending.update.digest:
             return b""
-        found = digest_of(pending.payload, pending.update.extras)
+        found = digest(pending.payload, pending.update.extras)
+        if found != pending.update.digest:
+            pending.refresh()
+            found = digest(pending.payload, pending.update.extras)
         if found != pending.update.digest:
             raise LayoutError(
                 f"version {pending.update.version} arrived with digest {found.hex()}, but its sender named "

@@ -9,7 +9,6 @@ from typing import Any, Protocol, Self
 
 from weightsync._tables import SENDER_ROWS, SenderInput, State
 from weightsync.context import held
-from weightsync.driving.forks import reset_after_fork
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packed, Packer
 from weightsync.driving.reporter import Reporter
@@ -23,6 +22,8 @@ from weightsync.report import OutcomeKind, SyncReport
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Deadline, Stopwatch, Timeout, new_incarnation
 from weightsync.transports.base import Link, wait
+from weightsync.transports.fork import forget_after_fork
+from weightsync.transports.user import UserMessages
 
 
 class Wiring(Protocol):
@@ -38,6 +39,9 @@ class Wiring(Protocol):
 
     def lay_link(self, endpoint: Any, model_id: str) -> Link:
         """A link to the worker behind ``endpoint``: a pipe's end, or a context that has one."""
+
+    def user_messages(self, endpoint: Any) -> UserMessages:
+        """The user's own messages on the pipe behind ``endpoint``."""
 
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None
@@ -70,7 +74,7 @@ class WeightSender:
         self._driver = SenderDriver(self._model_id)
         self._reporter = Reporter(self._driver)
         self._packer = self._scheme.packer
-        reset_after_fork(self)
+        forget_after_fork(self)
 
     # ------------------------------------------------------------------------------------------- wiring
 
@@ -326,6 +330,15 @@ class WeightSender:
         """How many answers came that nobody was owed."""
         return self._driver.data.stale
 
+    def pipe(self, worker_id: int) -> UserMessages:
+        """The user's own messages on a worker's pipe, with the methods of a connection.
+
+        Raises:
+            ConfigurationError: it is not on the roll, or has no pipe.
+        """
+        pure.known(self._driver.data, worker_id)
+        return self._scheme.user_messages(self._endpoints[worker_id])
+
     def digest(self) -> bytes:
         """The xxh3-128 digest of the newest version's weights as they travelled, 16 bytes; empty: none is kept."""
         packed = self._driver.packed(self.version)
@@ -352,7 +365,7 @@ class WeightSender:
         for worker_id, endpoint in state["endpoints"].items():
             self.add_worker(worker_id, endpoint)
 
-    def after_fork(self) -> None:
+    def forget(self) -> None:
         """Become a copy: called in a forked child, which says no Bye and closes nothing of its parent's."""
         self._endpoints = {}
         self._context = held(None)

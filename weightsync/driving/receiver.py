@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightsync._tables import RefusalKind, State
@@ -26,6 +27,8 @@ class Pending:
     update: Update
     layout: Layout
     payload: memoryview
+    #: Makes the payload read as it was sent, whatever this process has written over it.
+    refresh: Callable[[], None]
 
 
 class ReceiverDriver:
@@ -226,7 +229,7 @@ class ReceiverDriver:
                 link.watch(message.pid, message.started)
                 self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
             case Update():
-                self._update(number, message, received.payload)
+                self._update(number, message, received)
             case Bye():
                 if message.incarnation == self.data.fence or number != self.data.link:
                     self._down(number, f"the sender said goodbye: {message.reason}")
@@ -239,7 +242,7 @@ class ReceiverDriver:
         difference = self.layout.difference(Layout.decode(hello.layout))
         return str(difference) if difference else ""
 
-    def _update(self, number: int, update: Update, payload: memoryview | None) -> None:
+    def _update(self, number: int, update: Update, received: Received) -> None:
         if update.layout:
             told = Layout.decode(update.layout)
             self._layouts = {told.digest: told}
@@ -251,7 +254,8 @@ class ReceiverDriver:
         before = self.data.pending
         self.take(pure.UpdateArrived(number, update.incarnation, update.version))
         if self.data.pending not in (None, before):
-            self.pending = Pending(update, layout, payload if payload is not None else memoryview(b""))
+            payload = received.payload if received.payload is not None else memoryview(b"")
+            self.pending = Pending(update, layout, payload, received.refresh)
 
 
 _REASONS = {

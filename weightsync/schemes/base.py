@@ -8,16 +8,17 @@ from typing import Any, Self
 
 import torch.nn
 
-from weightsync.applying import ApplyMode
 from weightsync.context import MISSING, held, optional
-from weightsync.driving.forks import reset_after_fork
 from weightsync.driving.packing import Packer
 from weightsync.errors import ConfigurationError, ModelPathError, StateError
 from weightsync.paths import _resolve_model
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
 from weightsync.strategy import WeightStrategy
+from weightsync.target import Mode
 from weightsync.transports.base import Link
+from weightsync.transports.fork import forget_after_fork
+from weightsync.transports.user import UserMessages
 
 
 class WeightSyncScheme(abc.ABC):
@@ -30,7 +31,7 @@ class WeightSyncScheme(abc.ABC):
     """
 
     #: How arrived weights become live.
-    apply_mode = ApplyMode.COPY
+    apply_mode = Mode.COPY
 
     def __init__(self, strategy: WeightStrategy | str = "state_dict") -> None:
         self._strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
@@ -41,7 +42,7 @@ class WeightSyncScheme(abc.ABC):
         self._receiver: WeightReceiver | None = None
         self._context: Callable[[], Any] = held(None)
         self._given: Mapping[str, Any] = {}
-        reset_after_fork(self)
+        forget_after_fork(self)
 
     # ----------------------------------------------------------------------------------------- the sides
 
@@ -115,6 +116,14 @@ class WeightSyncScheme(abc.ABC):
     def lay_link(self, endpoint: Any, model_id: str) -> Link:
         """A link over ``endpoint`` for one model."""
 
+    def user_messages(self, endpoint: Any) -> UserMessages:
+        """The user's own messages on the pipe behind ``endpoint``.
+
+        Raises:
+            ConfigurationError: this scheme has no pipes.
+        """
+        raise ConfigurationError(f"{type(self).__name__} has no pipes that could carry messages of your own.")
+
     def published(self, model_id: str, weights: Any) -> None:
         """Called with each version's weights before it is dispatched."""
 
@@ -156,7 +165,7 @@ class WeightSyncScheme(abc.ABC):
     # --------------------------------------------------------------------------------------------- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
+        state = dict(self.__dict__)
         for live in ("_sender", "_receiver", "_context", "_given"):
             del state[live]
         return state
@@ -165,7 +174,7 @@ class WeightSyncScheme(abc.ABC):
         self.__dict__.update(state)
         self._begin()
 
-    def after_fork(self) -> None:
+    def forget(self) -> None:
         """Become a copy: called in a forked child."""
         self._begin()
 

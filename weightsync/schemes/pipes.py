@@ -11,7 +11,9 @@ from weightsync.receiver import WeightReceiver
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.sender import WeightSender
 from weightsync.transports.base import Link
+from weightsync.transports.channel import Channel
 from weightsync.transports.pipe import PipeLink
+from weightsync.transports.user import UserMessages
 
 _SENDER_ARGUMENTS = ("pipes", "num_workers", "model", "source_model", "cached_weights", "fence")
 _WORKER_ARGUMENTS = ("pipe", "model")
@@ -85,8 +87,15 @@ class PipeScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: it is no duplex pipe.
         """
-        pipe = optional(endpoint, "pipe")
-        return PipeLink(endpoint if pipe is MISSING else pipe, model_id)
+        return PipeLink(_pipe(endpoint), model_id)
+
+    def user_messages(self, endpoint: Any) -> UserMessages:
+        """The user's own messages on the pipe behind ``endpoint``.
+
+        Raises:
+            ConfigurationError: it is no duplex pipe.
+        """
+        return UserMessages(Channel.of(_pipe(endpoint)))
 
 
 class MultiProcessWeightSyncScheme(PipeScheme):
@@ -102,6 +111,11 @@ def _checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> d
     if unknown:
         raise ConfigurationError(f"{where}() takes no {', '.join(unknown)}; it takes {', '.join(allowed)}.")
     return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def _pipe(endpoint: Any) -> Any:
+    pipe = optional(endpoint, "pipe")
+    return endpoint if pipe is MISSING else pipe
 
 
 def _pipes(given: Mapping[str, Any], context: Any) -> Sequence[Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.applying import ApplyMode
 from weightsync.errors import LayoutError
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.strategy import WeightStrategy
+from weightsync.target import Mode
 
 
 class SharedMemWeightSyncScheme(PipeScheme):
@@ -26,7 +26,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         auto_register: whether a model may be sent that was not registered.
     """
 
-    apply_mode = ApplyMode.MAP
+    apply_mode = Mode.MAP
 
     def __init__(
         self,
