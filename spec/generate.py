@@ -85,9 +85,7 @@ def _rendered() -> dict[str, bytes]:
 
 
 def _check(rendered: Mapping[str, bytes]) -> int:
-    differences = [
-        line for path, wanted in rendered.items() if (line := difference(path, _read(path), wanted))
-    ]
+    differences = [line for path, wanted in rendered.items() if (line := difference(path, _read(path), wanted))]
     for line in differences:
         print(line)
     if differences:

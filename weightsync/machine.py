@@ -89,8 +89,7 @@ def _shared(rows: Mapping[tuple[State, Input], State]) -> transitions.Machine:
         states=State,
         initial=INITIAL,
         transitions=[
-            {"trigger": input.value, "source": source, "dest": target}
-            for (source, input), target in rows.items()
+            {"trigger": input.value, "source": source, "dest": target} for (source, input), target in rows.items()
         ],
         auto_transitions=False,
         ignore_invalid_triggers=False,

@@ -280,8 +280,8 @@ class WeightReceiver:
         if self._target is None:
             if self._model is None:
                 raise ConfigurationError(
-                    f"no model is registered for {self._model_id!r}: call register_model() with a module, a TensorDict, "
-                    "a dict or a path on the context."
+                    f"no model is registered for {self._model_id!r}: call register_model() with a module, a "
+                    "TensorDict, a dict or a path on the context."
                 )
             if isinstance(self._model, str):
                 self._model = _resolve_model(self._context(), self._model)

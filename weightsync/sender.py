@@ -43,9 +43,7 @@ class Wiring(Protocol):
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe behind ``endpoint``."""
 
-    def prepare_weights(
-        self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None
-    ) -> Any:
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
         """The weights that a send with these arguments means."""
 
     def published(self, model_id: str, weights: Any) -> None:
@@ -143,9 +141,7 @@ class WeightSender:
     def _known_layout(self) -> Layout | None:
         """The layout of the registered model, if there is one already."""
         try:
-            weights = self._scheme.prepare_weights(
-                None, self._model_id, self._scheme.strategy, self._context()
-            )
+            weights = self._scheme.prepare_weights(None, self._model_id, self._scheme.strategy, self._context())
         except ConfigurationError:
             return None
         return self._packer.layout_of(weights)
@@ -217,9 +213,7 @@ class WeightSender:
             As `send`, but for the outcomes.
         """
         deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), _targets(worker_ids)
-        packed = self._prepare(
-            SenderInput.SEND_ASYNC, weights, targets, deadline, option(OnPending, on_pending)
-        )
+        packed = self._prepare(SenderInput.SEND_ASYNC, weights, targets, deadline, option(OnPending, on_pending))
         if packed is None:
             return self._reporter.empty()
         with Shield(self._driver.waker.fire):
@@ -391,9 +385,7 @@ class WeightSender:
         if targets is None and not self._driver.data.roll:
             return None
         pure.targets_of(self._driver.data, targets)
-        prepared = self._scheme.prepare_weights(
-            weights, self._model_id, self._scheme.strategy, self._context()
-        )
+        prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, self._context())
         packed = self._packer.pack(prepared)
         self._scheme.published(self._model_id, prepared)
         return packed

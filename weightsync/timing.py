@@ -35,9 +35,7 @@ def seconds(timeout: float | Timeout | None) -> float | None:
         number = float("nan")
     if not number >= 0:
         source = f"the environment's {ENVIRONMENT}" if isinstance(timeout, Timeout) else "timeout="
-        raise ConfigurationError(
-            f"{source} is {value!r}: it must be seconds, 0 or more (None waits for ever)."
-        )
+        raise ConfigurationError(f"{source} is {value!r}: it must be seconds, 0 or more (None waits for ever).")
     return number
 
 

@@ -58,9 +58,7 @@ def fill(path: str, text: str, parts: Mapping[str, str]) -> str:
     wanted, found = _OPENING.findall(text), [match[1] for match in _PART.findall(text)]
     unknown = [name for name in wanted if name not in parts]
     if unknown:
-        raise SpecError(
-            [f"{path}: no part is called '{name}' (there are: {', '.join(parts)})" for name in unknown]
-        )
+        raise SpecError([f"{path}: no part is called '{name}' (there are: {', '.join(parts)})" for name in unknown])
     if wanted != found:
         open_ended = next(name for name in wanted if wanted.count(name) > found.count(name))
         raise SpecError([f"{path}: the generated part '{open_ended}' does not end"])
@@ -105,8 +103,7 @@ def _row(rows: list[Row]) -> tuple[str, str, str]:
 
 def _messages(protocol: Protocol) -> str:
     rows = (
-        (_code(each.name), ", ".join(each.speakers), _code(*each.fields), each.meaning)
-        for each in protocol.messages
+        (_code(each.name), ", ".join(each.speakers), _code(*each.fields), each.meaning) for each in protocol.messages
     )
     return _table("message", "spoken by", "fields", "meaning", rows=rows)
 
@@ -135,10 +132,7 @@ def _diagram(protocol: Protocol, role: Role) -> str:
         edges = _edges(row for row in role.rows if kinds[row.input] == kind.name)
         if edges:
             lines.append(f"    %% {kind.name}")
-        lines += [
-            f"    {source} --> {target} : {', '.join(names)} ({kind.name})"
-            for (source, target), names in edges
-        ]
+        lines += [f"    {source} --> {target} : {', '.join(names)} ({kind.name})" for (source, target), names in edges]
     return "\n".join([*lines, f"    {protocol.final} --> [*]", "```"]) + "\n"
 
 

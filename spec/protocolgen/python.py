@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from protocolgen.source import Delivery, Guarantee, Protocol, Role, State, Word
 
 #: As in pyproject.toml, so that `ruff format` has nothing to change.
-WIDTH = 110
+WIDTH = 120
 
 _HEAD = '''\
 """The tables of the protocol: its states, inputs, rows, deliveries and guarantees.
@@ -161,9 +161,7 @@ def _kinds(role: Role) -> str:
 
 def _rows(role: Role) -> str:
     enum = input_enum(role)
-    entries = (
-        f"(State.{member(row.source)}, {enum}.{row.input}): State.{member(row.target)}" for row in role.rows
-    )
+    entries = (f"(State.{member(row.source)}, {enum}.{row.input}): State.{member(row.target)}" for row in role.rows)
     text = _mapping(f"{role.name.upper()}_ROWS", f"tuple[State, {enum}]", "State", entries)
     return f"#: The whole table of a {role.name}: in which state, on which input, to which state.\n{text}"
 

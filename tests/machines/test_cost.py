@@ -67,8 +67,7 @@ def test_a_step_is_a_tenth_of_the_stock_machines(machine):
         initial=State.READY,
         auto_transitions=False,
         transitions=[
-            {"trigger": step.value, "source": source, "dest": target}
-            for (source, step), target in SENDER_ROWS.items()
+            {"trigger": step.value, "source": source, "dest": target} for (source, step), target in SENDER_ROWS.items()
         ],
     )
 

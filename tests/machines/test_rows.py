@@ -125,9 +125,7 @@ def test_every_input_is_a_lean_event_without_callbacks(role):
 
     assert list(shared.events) == [step.value for step in role.inputs]
     assert all(type(event) is LeanEvent for event in shared.events.values())
-    assert not any(
-        each.before or each.after or each.conditions or each.prepare for each in shared.get_transitions()
-    )
+    assert not any(each.before or each.after or each.conditions or each.prepare for each in shared.get_transitions())
 
 
 def test_a_machine_starts_uninitialized(role):

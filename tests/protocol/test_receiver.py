@@ -149,9 +149,7 @@ def test_a_misfit_is_rejected_with_its_reason(receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize(("link", "incarnation"), [(2, 5), (1, 6)])
-def test_an_update_without_a_handshake_breaks_the_protocol(
-    receiver: Receiver, link: int, incarnation: int
-) -> None:
+def test_an_update_without_a_handshake_breaks_the_protocol(receiver: Receiver, link: int, incarnation: int) -> None:
     with pytest.raises(ProtocolError):
         receiver.take(pure.UpdateArrived(link, incarnation, 1))
 

@@ -40,9 +40,7 @@ def ack(version: int, incarnation: int = INCARNATION) -> Ack:
 
 
 def refusal(version: int, kind: RefusalKind = RefusalKind.REFUSED, fence: int = INCARNATION) -> Refusal:
-    return Refusal(
-        model_id="policy", incarnation=INCARNATION, version=version, kind=kind, reason="why", fence=fence
-    )
+    return Refusal(model_id="policy", incarnation=INCARNATION, version=version, kind=kind, reason="why", fence=fence)
 
 
 @pytest.fixture

@@ -189,9 +189,7 @@ def test_the_generator_refuses(text, old, new, complaint):
 
 
 def test_a_row_into_a_trap_is_named(text):
-    trapped = text.replace('[[state]]\nname = "closed"\n', LIMBO).replace(
-        SEND, row("ready", "CONNECT", "limbo")
-    )
+    trapped = text.replace('[[state]]\nname = "closed"\n', LIMBO).replace(SEND, row("ready", "CONNECT", "limbo"))
 
     with pytest.raises(source.SpecError) as caught:
         generate.render(trapped, {})

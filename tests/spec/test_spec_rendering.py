@@ -59,9 +59,7 @@ def test_rendering_again_changes_nothing(tree, capsys):
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_lost_file_is_written_again(tree, root, name):
     if name.endswith(".md"):
-        (tree / name).write_text(
-            re.sub(r"(?s)(<!-- g\S+ \S+ -->\n).*?(<!-- /)", r"\1\2", (tree / name).read_text())
-        )
+        (tree / name).write_text(re.sub(r"(?s)(<!-- g\S+ \S+ -->\n).*?(<!-- /)", r"\1\2", (tree / name).read_text()))
     else:
         (tree / name).unlink()
 

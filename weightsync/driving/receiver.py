@@ -71,10 +71,10 @@ class ReceiverDriver:
 
     def _step(self, event: pure.Event) -> pure.Step:
         step = pure.step(self.machine.state, self.data, event)
-        if step.input is not None:
-            self.machine.fire(step.input)
         self.data = step.data
         self._todo.extend(step.effects)
+        if step.input is not None:
+            self.machine.fire(step.input)
         return step
 
     def add_link(self, link: Link) -> None:
@@ -248,9 +248,7 @@ class ReceiverDriver:
             self._layouts = {told.digest: told}
         layout = self._layouts.get(update.layout_digest)
         if layout is None or layout.nbytes != update.nbytes:
-            raise ProtocolError(
-                f"version {update.version} names a layout or a size that this link has not carried."
-            )
+            raise ProtocolError(f"version {update.version} names a layout or a size that this link has not carried.")
         before = self.data.pending
         self.take(pure.UpdateArrived(number, update.incarnation, update.version))
         if self.data.pending not in (None, before):

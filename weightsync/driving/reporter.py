@@ -63,9 +63,7 @@ class Reporter:
         if owing is OutcomeKind.PENDING:
             return Outcome(kind=owing)
         expected = self._driver.data.roll[worker].standing is Standing.EXPECTED
-        return Outcome(
-            kind=owing, reason="never connected" if expected else "connected, but has not answered"
-        )
+        return Outcome(kind=owing, reason="never connected" if expected else "connected, but has not answered")
 
     def _report(
         self, version: int, outcomes: Mapping[int, Outcome], not_caught_up: Mapping[int, Outcome]

@@ -57,10 +57,10 @@ class SenderDriver:
 
     def _step(self, event: pure.Event) -> pure.Step:
         step = pure.step(self.machine.state, self.data, event)
-        if step.input is not None:
-            self.machine.fire(step.input)
         self.data = step.data
         self._todo.extend(step.effects)
+        if step.input is not None:
+            self.machine.fire(step.input)
         return step
 
     def dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed) -> int:
@@ -156,9 +156,7 @@ class SenderDriver:
             return
         _, closing = self._links.pop(link)
         self._told.pop(link, None)
-        bye = Bye(
-            model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link"
-        )
+        bye = Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link")
         try:
             closing.send(bye)
         except TransportError:
@@ -205,9 +203,7 @@ class SenderDriver:
                     state, reason = self.machine.state, f"said goodbye: {message.reason}"
                     yield from pure.removal(state, self.data, worker, reason)
             case Update():
-                raise ProtocolError(
-                    f"worker {worker} sent an Update; only senders send them. Its link is taken down."
-                )
+                raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
 
     def _verify(self, message: Ack | Refusal) -> None:
         """An ack must name the digest of what we sent as that version."""

@@ -227,9 +227,7 @@ def step(state: State, data: ReceiverData, event: Event) -> Step:
     return Step(named, to, after, effects)
 
 
-def _advance(
-    named: ReceiverInput, data: ReceiverData, event: Event
-) -> tuple[ReceiverData, tuple[Effect, ...]]:
+def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[ReceiverData, tuple[Effect, ...]]:
     match event:
         case HelloArrived():
             return _greet(named, data, event)
@@ -250,9 +248,7 @@ def _advance(
             return data, ()
 
 
-def _greet(
-    named: ReceiverInput, data: ReceiverData, event: HelloArrived
-) -> tuple[ReceiverData, tuple[Effect, ...]]:
+def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tuple[ReceiverData, tuple[Effect, ...]]:
     match named:
         case ReceiverInput.REJECTED:
             return data, _reject(data, event)
@@ -272,9 +268,7 @@ def _reject(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
     return (rejection,) if event.link == data.link else (rejection, CloseLink(event.link))
 
 
-def _take(
-    named: ReceiverInput, data: ReceiverData, event: UpdateArrived
-) -> tuple[ReceiverData, tuple[Effect, ...]]:
+def _take(named: ReceiverInput, data: ReceiverData, event: UpdateArrived) -> tuple[ReceiverData, tuple[Effect, ...]]:
     key = (event.incarnation, event.version)
     match named:
         case ReceiverInput.STALE:

@@ -287,9 +287,7 @@ def _abandon(data: SenderData, reason: str) -> SenderData:
     return replace(data, outstanding=Outstanding(data.version, {}, {**data.outstanding.outcomes, **given_up}))
 
 
-def _lose(
-    data: SenderData, worker: int, link: int, reason: str, fence: int
-) -> tuple[SenderData, tuple[Effect, ...]]:
+def _lose(data: SenderData, worker: int, link: int, reason: str, fence: int) -> tuple[SenderData, tuple[Effect, ...]]:
     entry = replace(data.roll[worker], standing=Standing.LOST, reason=reason, fence=fence, catching=0)
     after = replace(data, roll={**data.roll, worker: entry})
     return _settle(after, worker, link, _lost(entry)), (CloseLink(worker, link),)

@@ -155,20 +155,7 @@ class LinkLost:
     reason: str
 
 
-Event = (
-    Connect
-    | Send
-    | SendAsync
-    | Wait
-    | Deadline
-    | Interrupted
-    | Abandon
-    | Join
-    | Remove
-    | Close
-    | Answer
-    | LinkLost
-)
+Event = Connect | Send | SendAsync | Wait | Deadline | Interrupted | Abandon | Join | Remove | Close | Answer | LinkLost
 
 # ----------------------------------------------------------------------------------------------- effects
 

@@ -125,11 +125,10 @@ class WeightSyncScheme(abc.ABC):
         raise ConfigurationError(f"{type(self).__name__} has no pipes that could carry messages of your own.")
 
     def published(self, model_id: str, weights: Any) -> None:
-        """Called with each version's weights before it is dispatched."""
+        """Called with each version's weights before it is dispatched; keeps nothing of them."""
+        return
 
-    def prepare_weights(
-        self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None
-    ) -> Any:
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
         """The weights that a send means.
 
         Args:

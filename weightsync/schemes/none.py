@@ -69,9 +69,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make a receiver that needs nothing; all other arguments are ignored."""
         if self._receiver is not None:
-            raise StateError(
-                "scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"]
-            )
+            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
         self._receiver = self.create_receiver()
         self._receiver.set_context(None, model_id)
 

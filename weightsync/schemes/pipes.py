@@ -62,9 +62,7 @@ class PipeScheme(WeightSyncScheme):
             ConfigurationError: no pipe, or neither a model nor a context.
         """
         if self._receiver is not None:
-            raise StateError(
-                "scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"]
-            )
+            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
         given = _checked(kwargs, _WORKER_ARGUMENTS, "init_on_worker")
         pipe = given["pipe"] if "pipe" in given else optional(context, "pipe")
         if pipe is None or pipe is MISSING:
@@ -126,9 +124,7 @@ def _pipes(given: Mapping[str, Any], context: Any) -> Sequence[Any]:
         )
     count = given["num_workers"] if "num_workers" in given else optional(context, "num_workers")
     if count not in (None, MISSING, len(pipes)):
-        raise ConfigurationError(
-            f"num_workers is {count}, but there are {len(pipes)} pipes: give one pipe a worker."
-        )
+        raise ConfigurationError(f"num_workers is {count}, but there are {len(pipes)} pipes: give one pipe a worker.")
     return list(pipes)
 
 

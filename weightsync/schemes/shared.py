@@ -47,9 +47,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         """Register a copy target: a TensorDict or dict that holds the model's newest version after each send."""
         self._policy_weights[model_id] = weights
 
-    def prepare_weights(
-        self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None
-    ) -> Any:
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
         """The weights that a send means: see `WeightSyncScheme.prepare_weights`.
 
         Raises:
