@@ -85,7 +85,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """A transport that swallows what it is given."""
         return NoTransport()
 
-    def lay_link(self, endpoint: Any, model_id: str) -> Never:
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Never:
         """There are no links.
 
         Raises:
