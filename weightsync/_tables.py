@@ -91,16 +91,16 @@ class ReceiverInput(Enum):
 
     #: A handshake with an incarnation not below the fence.
     CONNECT = "CONNECT"
-    #: A handshake below the fence, or of another layout, protocol or key: answered with the reason and the
-    #: fence, and that link closes.
+    #: A handshake below the fence, or of another layout, protocol or key: answered with the reason and the fence, and
+    #: that link closes.
     REJECTED = "REJECTED"
-    #: A handshake not below the fence on a new link: the old link closes, what was pending is dropped
-    #: unanswered, the version served stays.
+    #: A handshake not below the fence on a new link: the old link closes, what was pending is dropped unanswered, the
+    #: version served stays.
     TAKEOVER = "TAKEOVER"
     #: A newer version has arrived whole.
     UPDATE = "UPDATE"
-    #: The version decided last once more: the very same answer again; the pending one or a Hello once more:
-    #: nothing to do.
+    #: The version decided last once more: the very same answer again; the pending one or a Hello once more: nothing to
+    #: do.
     DUPLICATE = "DUPLICATE"
     #: Below the version decided last or pending, or below the fence: answered STALE, never applied.
     STALE = "STALE"
@@ -293,10 +293,7 @@ RECEIVER_ROWS: Final[Mapping[tuple[State, ReceiverInput], State]] = MappingProxy
 #: What is promised, by id.
 GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
     {
-        "G1": Guarantee(
-            "AckNamesItsVersion",
-            "an ack counts only for the (incarnation, version) that it names",
-        ),
+        "G1": Guarantee("AckNamesItsVersion", "an ack counts only for the (incarnation, version) that it names"),
         "G2": Guarantee(
             "AckedMeansServed",
             "a report says APPLIED for worker w and version v only if w served v, whole",
@@ -304,8 +301,8 @@ GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
         "G3": Guarantee("NoTornRead", "no guarded forward sees tensors of two versions"),
         "G4": Guarantee(
             "ServingIsMonotone",
-            "a worker never goes back to an older version of the same incarnation, nor to an incarnation "
-            "below its fence",
+            "a worker never goes back to an older version of the same incarnation, nor to an incarnation below its "
+            "fence",
         ),
         "G5": Guarantee(
             "OneOutstanding",
@@ -313,13 +310,10 @@ GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
         ),
         "G6": Guarantee(
             "RefusalKeepsServing",
-            "an update that is refused, aborted or interrupted leaves the old version whole, or, where a "
-            "half-done swap cannot be undone, nothing is served",
+            "an update that is refused, aborted or interrupted leaves the old version whole, or, where a half-done "
+            "swap cannot be undone, nothing is served",
         ),
-        "G7": Guarantee(
-            "OnlyTargetsChange",
-            "an update is dispatched to its targets and changes nobody else",
-        ),
+        "G7": Guarantee("OnlyTargetsChange", "an update is dispatched to its targets and changes nobody else"),
         "G8": Guarantee(
             "CopyOwesNothing",
             "a copy is uninitialized, owes and is owed nothing, and leaves its original untouched",
@@ -327,8 +321,7 @@ GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
         "G9": Guarantee("ClosedIsFinal", "nothing leaves the state closed, and nothing is applied in it"),
         "G10": Guarantee(
             "EverySendEnds",
-            "each blocking call returns or raises by its deadline; with none, once every target answers or "
-            "is lost",
+            "each blocking call returns or raises by its deadline; with none, once every target answers or is lost",
         ),
         "G11": Guarantee(
             "EverybodyIsToldTheTruth",

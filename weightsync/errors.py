@@ -100,7 +100,11 @@ class WorkerLostError(SyncError, ConnectionError):
     """
 
     def __init__(
-        self, message: str, report: Any = None, lost: Mapping[int, str] | None = None, fence: int | None = None
+        self,
+        message: str,
+        report: Any = None,
+        lost: Mapping[int, str] | None = None,
+        fence: int | None = None,
     ) -> None:
         super().__init__(message, report)
         self.lost = dict(lost or {})

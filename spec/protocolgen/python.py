@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterable, Iterator
 
 from protocolgen.source import Delivery, Guarantee, Protocol, Role, State, Word
 
 #: As in pyproject.toml, so that `ruff format` has nothing to change.
-WIDTH = 110
+WIDTH = 120
 
 _HEAD = '''\
 """The tables of the protocol: its states, inputs, rows, deliveries and guarantees.
@@ -77,7 +78,7 @@ def _constants(protocol: Protocol) -> str:
 
 
 def _comment(text: str) -> list[str]:
-    sentence = f"{text[0].upper()}{text[1:]}."
+    sentence = f"{text[0].upper()}{text[1:].rstrip('.')}."
     return textwrap.wrap(sentence, WIDTH, initial_indent="    #: ", subsequent_indent="    #: ")
 
 
@@ -160,9 +161,7 @@ def _kinds(role: Role) -> str:
 
 def _rows(role: Role) -> str:
     enum = input_enum(role)
-    entries = (
-        f"(State.{member(row.source)}, {enum}.{row.input}): State.{member(row.target)}" for row in role.rows
-    )
+    entries = (f"(State.{member(row.source)}, {enum}.{row.input}): State.{member(row.target)}" for row in role.rows)
     text = _mapping(f"{role.name.upper()}_ROWS", f"tuple[State, {enum}]", "State", entries)
     return f"#: The whole table of a {role.name}: in which state, on which input, to which state.\n{text}"
 
@@ -173,11 +172,18 @@ def _guarantees(guarantees: tuple[Guarantee, ...]) -> str:
 
 
 def _guarantee(guarantee: Guarantee) -> str:
-    name, meaning = f'"{guarantee.name}"', f'"{guarantee.meaning}"'
+    name, meaning = _literal(guarantee.name), _literal(guarantee.meaning)
     flat = f'"{guarantee.id}": Guarantee({name}, {meaning})'
     if len(flat) + len("        ,") <= WIDTH:
         return flat
-    lines = [f'"{guarantee.id}": Guarantee(', f"            {name},"]
     pieces = textwrap.wrap(guarantee.meaning, WIDTH - len('            " ",'))
-    lines += [f'            "{piece} "' for piece in pieces[:-1]]
-    return "\n".join([*lines, f'            "{pieces[-1]}",', "        )"])
+    lines = [f'"{guarantee.id}": Guarantee(', f"            {name},"]
+    lines += [f"            {_literal(f'{piece} ')}" for piece in pieces[:-1]]
+    return "\n".join([*lines, f"            {_literal(pieces[-1])},", "        )"])
+
+
+def _literal(text: str) -> str:
+    """A string literal with the quotes that `ruff format` prefers."""
+    if '"' in text and "'" not in text:
+        return f"'{text}'"
+    return json.dumps(text, ensure_ascii=False)

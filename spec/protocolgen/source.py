@@ -134,11 +134,11 @@ class _Table:
         self._entries: dict[str, object] = dict(entries)
 
     def text(self, key: str) -> str:
-        """A string that says something."""
+        """A string that says something, on one line."""
         value = self._take(key)
         if not isinstance(value, str) or not value.strip():
             raise SpecError([f"{self.place}: '{key}' must be text that is not empty"])
-        return value
+        return " ".join(value.split())
 
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings, at least one."""

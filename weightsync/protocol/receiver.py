@@ -192,6 +192,8 @@ def _name_hello(state: State, data: ReceiverData, event: HelloArrived) -> Receiv
 
 
 def _name_update(state: State, data: ReceiverData, event: UpdateArrived) -> ReceiverInput:
+    if state in (State.UNINITIALIZED, State.CLOSED):
+        return ReceiverInput.UPDATE
     if event.incarnation < data.fence:
         return ReceiverInput.STALE
     if event.link != data.link or event.incarnation > data.fence:
@@ -246,9 +248,7 @@ def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[Re
             return data, ()
 
 
-def _greet(
-    named: ReceiverInput, data: ReceiverData, event: HelloArrived
-) -> tuple[ReceiverData, tuple[Effect, ...]]:
+def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tuple[ReceiverData, tuple[Effect, ...]]:
     match named:
         case ReceiverInput.REJECTED:
             return data, _reject(data, event)
@@ -268,9 +268,7 @@ def _reject(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
     return (rejection,) if event.link == data.link else (rejection, CloseLink(event.link))
 
 
-def _take(
-    named: ReceiverInput, data: ReceiverData, event: UpdateArrived
-) -> tuple[ReceiverData, tuple[Effect, ...]]:
+def _take(named: ReceiverInput, data: ReceiverData, event: UpdateArrived) -> tuple[ReceiverData, tuple[Effect, ...]]:
     key = (event.incarnation, event.version)
     match named:
         case ReceiverInput.STALE:

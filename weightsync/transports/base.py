@@ -113,7 +113,8 @@ class Waker:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Re-entrant: a signal handler may fire it while its own thread is inside.
+        self._lock = threading.RLock()
         self._waiting = 0
         self._closed = False
         self._fd: int | None = None
@@ -159,7 +160,7 @@ class Waker:
 
     def forget(self) -> None:
         """In a forked child: count as closed."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = True
         self._waiting = 0
         self._release()

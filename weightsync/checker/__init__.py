@@ -1,0 +1,29 @@
+"""Runs TLC on the model in `tla/` and judges what it says. Standard library only."""
+
+from weightsync.checker.manifest import Configuration, Manifest, Tier, find_model, pin
+from weightsync.checker.output import Counts, Progress
+from weightsync.checker.process import Coverage
+from weightsync.checker.record import record
+from weightsync.checker.suite import Observer, Suite
+from weightsync.checker.toolchain import Toolchain, ToolMissingError, find_toolchain
+from weightsync.checker.verdict import Verdict, explain, never_taken
+
+__all__ = [
+    "Configuration",
+    "Counts",
+    "Coverage",
+    "Manifest",
+    "Observer",
+    "Progress",
+    "Suite",
+    "Tier",
+    "ToolMissingError",
+    "Toolchain",
+    "Verdict",
+    "explain",
+    "find_model",
+    "find_toolchain",
+    "never_taken",
+    "pin",
+    "record",
+]
