@@ -86,9 +86,7 @@ class PipeLink:
 
     def _send_inline(self, message: Update, payload: Buffer) -> None:
         token = object()
-        frame = Outgoing(
-            wire.encode(message), payload.view[: message.nbytes], done=lambda: payload.unpin(token)
-        )
+        frame = Outgoing(wire.encode(message), payload.view[: message.nbytes], done=lambda: payload.unpin(token))
         payload.pin(token)
         self._channel.put(frame, self._peer)
 
