@@ -97,8 +97,11 @@ def _run(
     except ToolMissingError as error:
         typer.echo(f"weightsync: {error}", err=True)
         raise typer.Exit(_TOOL_MISSING) from error
-    with _ended_by_signals(), display(console, len(chosen)) as shown:
-        return Suite(toolchain, manifest, shown, coverage).run(chosen)
+    try:
+        with _ended_by_signals(), display(console, len(chosen)) as shown:
+            return Suite(toolchain, manifest, shown, coverage).run(chosen)
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
 
 
 @contextlib.contextmanager
