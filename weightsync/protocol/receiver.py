@@ -1,0 +1,295 @@
+"""The receiver's pure half: what happens to it, which input that is, and what follows.
+
+`step` *names* the input (all guards are in `name`), *looks up* its row, *returns* the next value and the effects.
+Versions are compared as keys ``(incarnation, version)``, so a restarted trainer's first version is newer than all
+of its former self's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
+from weightsync.errors import ProtocolError
+from weightsync.machine import next_state
+from weightsync.messages import Ack, Refusal
+
+#: (incarnation, version)
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverData:
+    """All that a receiver remembers beside its state."""
+
+    #: The link of the handshake in force; None: no link.
+    link: int | None = None
+    #: The highest incarnation a handshake was made with; kept across links.
+    fence: int = 0
+    #: The newest key applied or refused, and the answer it got; kept across links.
+    decided: Key | None = None
+    answer: Ack | Refusal | None = None
+    #: The key that has arrived and is neither applied nor refused.
+    pending: Key | None = None
+    #: The key that the model serves, whole; None: none yet, or spoiled by hand.
+    served: Key | None = None
+
+
+# ------------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class HelloArrived:
+    """A handshake. ``misfit`` says why it cannot be taken (layout, protocol); empty: it can."""
+
+    link: int
+    incarnation: int
+    misfit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateArrived:
+    """A version has arrived, whole."""
+
+    link: int
+    incarnation: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The pending version is live; ``answer`` tells the sender."""
+
+    answer: Ack
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The pending version did not fit; ``answer`` tells the sender. Nothing was changed."""
+
+    answer: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The swap failed half way and could not be undone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The answer to the version decided last has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """A link is gone."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The user closes the receiver."""
+
+
+Event = HelloArrived | UpdateArrived | Applied | Refused | Broken | Answered | LinkDown | Close
+
+# ----------------------------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Greet:
+    """Answer the handshake with our own Hello."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Refuse the handshake, with the reason and the fence."""
+
+    link: int
+    incarnation: int
+    kind: RefusalKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Refuse a version without ever having applied it."""
+
+    link: int
+    key: Key
+    kind: RefusalKind
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send the answer to a decided version; `Answered` or `LinkDown` comes of it if we are awaiting_ack."""
+
+    link: int
+    answer: Ack | Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLink:
+    """Close the link."""
+
+    link: int
+
+
+Effect = Greet | Reject | Tell | Reply | CloseLink
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What follows from an event. ``input`` None: LATE, no row was looked up."""
+
+    input: ReceiverInput | None
+    to: State
+    data: ReceiverData
+    effects: tuple[Effect, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------- guards
+
+
+def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None:
+    """The input that the event is in this state; None for the loss of a link that was never ours or is replaced.
+
+    Raises:
+        ProtocolError: an update over a link without a handshake.
+    """
+    match event:
+        case HelloArrived():
+            return _name_hello(state, data, event)
+        case UpdateArrived():
+            return _name_update(state, data, event)
+        case LinkDown(link):
+            ours = data.link in (link, None) and state is not State.CLOSED
+            return ReceiverInput.LINK_DOWN if ours else None
+        case _:
+            return _OWN[type(event)]
+
+
+_OWN = {
+    Applied: ReceiverInput.APPLIED,
+    Refused: ReceiverInput.REFUSED,
+    Broken: ReceiverInput.BROKEN,
+    Answered: ReceiverInput.ANSWERED,
+    Close: ReceiverInput.CLOSE,
+}
+
+
+def _name_hello(state: State, data: ReceiverData, event: HelloArrived) -> ReceiverInput:
+    if event.incarnation < data.fence or event.misfit:
+        return ReceiverInput.REJECTED
+    if state is State.UNINITIALIZED:
+        return ReceiverInput.CONNECT
+    if event.link == data.link and event.incarnation == data.fence:
+        return ReceiverInput.DUPLICATE
+    return ReceiverInput.TAKEOVER
+
+
+def _name_update(state: State, data: ReceiverData, event: UpdateArrived) -> ReceiverInput:
+    if state in (State.UNINITIALIZED, State.CLOSED):
+        return ReceiverInput.UPDATE
+    if event.incarnation < data.fence:
+        return ReceiverInput.STALE
+    if event.link != data.link or event.incarnation > data.fence:
+        raise ProtocolError(
+            f"version {event.version} of incarnation {event.incarnation} arrived over a link that has made no "
+            "handshake for it. The link is taken down; nothing was applied."
+        )
+    key = (event.incarnation, event.version)
+    if key in (data.decided, data.pending):
+        return ReceiverInput.DUPLICATE
+    if key < max(data.decided or (0, 0), data.pending or (0, 0)):
+        return ReceiverInput.STALE
+    return ReceiverInput.NEWER if state is State.PENDING_ASYNC else ReceiverInput.UPDATE
+
+
+# --------------------------------------------------------------------------------------------------- step
+
+
+def step(state: State, data: ReceiverData, event: Event) -> Step:
+    """Name the event's input, look up its row, return the next value and the effects.
+
+    Raises:
+        StateError: the table has no row for it; nothing has changed.
+        ProtocolError: an update over a link without a handshake; nothing has changed.
+    """
+    named = name(state, data, event)
+    if named is None:
+        return Step(None, state, data)
+    to = next_state(RECEIVER_ROWS, state, named)
+    after, effects = _advance(named, data, event)
+    return Step(named, to, after, effects)
+
+
+def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[ReceiverData, tuple[Effect, ...]]:
+    match event:
+        case HelloArrived():
+            return _greet(named, data, event)
+        case UpdateArrived():
+            return _take(named, data, event)
+        case Applied(answer):
+            served = replace(data, pending=None, decided=data.pending, answer=answer, served=data.pending)
+            return served, _reply(data, answer)
+        case Refused(answer):
+            return replace(data, pending=None, decided=data.pending, answer=answer), _reply(data, answer)
+        case Broken():
+            return replace(data, link=None, pending=None, served=None), _close(data)
+        case LinkDown(link):
+            return replace(data, link=None, pending=None), (CloseLink(link),)
+        case Close():
+            return replace(data, link=None, pending=None), _close(data)
+        case Answered():
+            return data, ()
+
+
+def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tuple[ReceiverData, tuple[Effect, ...]]:
+    match named:
+        case ReceiverInput.REJECTED:
+            return data, _reject(data, event)
+        case ReceiverInput.DUPLICATE:
+            return data, ()
+        case _:
+            old = _close(data) if data.link != event.link else ()
+            after = replace(data, link=event.link, fence=event.incarnation, pending=None)
+            return after, (*old, Greet(event.link))
+
+
+def _reject(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
+    fenced = event.incarnation < data.fence
+    kind = RefusalKind.FENCED if fenced else RefusalKind.REFUSED
+    reason = "this worker has met a newer sender" if fenced else event.misfit
+    rejection = Reject(event.link, event.incarnation, kind, reason)
+    return (rejection,) if event.link == data.link else (rejection, CloseLink(event.link))
+
+
+def _take(named: ReceiverInput, data: ReceiverData, event: UpdateArrived) -> tuple[ReceiverData, tuple[Effect, ...]]:
+    key = (event.incarnation, event.version)
+    match named:
+        case ReceiverInput.STALE:
+            return data, (Tell(event.link, key, RefusalKind.STALE),)
+        case ReceiverInput.DUPLICATE:
+            again = key == data.decided and data.answer is not None
+            return data, (Reply(event.link, data.answer),) if again and data.answer else ()
+        case ReceiverInput.NEWER if data.pending is not None:
+            return replace(data, pending=key), (Tell(event.link, data.pending, RefusalKind.SUPERSEDED),)
+        case _:
+            return replace(data, pending=key), ()
+
+
+def _reply(data: ReceiverData, answer: Ack | Refusal) -> tuple[Effect, ...]:
+    return () if data.link is None else (Reply(data.link, answer),)
+
+
+def _close(data: ReceiverData) -> tuple[Effect, ...]:
+    return () if data.link is None else (CloseLink(data.link),)
+
+
+def spoiled(data: ReceiverData) -> ReceiverData:
+    """The value after somebody wrote other weights into the model by hand: no version is served any more."""
+    return replace(data, served=None)

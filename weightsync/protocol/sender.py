@@ -1,0 +1,355 @@
+"""The sender's pure half: what happens to it, which input that is, and what follows.
+
+`step` does three things in order: *name* the input (all guards are in `name`), *look up* its row in the table,
+*return* the next value and the effects. It changes nothing it is given and raises before anything follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from weightsync._tables import SENDER_ROWS, RefusalKind, SenderInput, State
+from weightsync.errors import ConfigurationError, WorkerLostError
+from weightsync.machine import next_state
+from weightsync.messages import Ack, Hello, Refusal
+from weightsync.protocol.sender_values import (
+    Abandon,
+    Answer,
+    Close,
+    CloseLink,
+    Conclude,
+    Connect,
+    Deadline,
+    Dispatch,
+    Effect,
+    Entry,
+    Event,
+    Greet,
+    Interrupted,
+    Join,
+    LinkLost,
+    Outstanding,
+    Remove,
+    Send,
+    SendAsync,
+    SenderData,
+    Standing,
+    Wait,
+)
+from weightsync.report import Evidence, Outcome, OutcomeKind
+
+__all__ = [
+    "Abandon",
+    "Answer",
+    "Close",
+    "CloseLink",
+    "Conclude",
+    "Connect",
+    "Deadline",
+    "Dispatch",
+    "Effect",
+    "Entry",
+    "Event",
+    "Greet",
+    "Interrupted",
+    "Join",
+    "LinkLost",
+    "Outstanding",
+    "Remove",
+    "Send",
+    "SendAsync",
+    "SenderData",
+    "Standing",
+    "Step",
+    "Wait",
+    "joining",
+    "known",
+    "name",
+    "removal",
+    "step",
+    "targets_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What follows from an event. ``input`` None: LATE, no row was looked up."""
+
+    input: SenderInput | None
+    to: State
+    data: SenderData
+    effects: tuple[Effect, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------- guards
+
+
+def name(state: State, data: SenderData, event: Event) -> SenderInput | None:
+    """The input that the event is in this state; None for a result of the driver's own that is no longer current."""
+    match event:
+        case Answer():
+            return _name_answer(state, data, event)
+        case LinkLost(worker, link):
+            if state in (State.UNINITIALIZED, State.CLOSED) or not _current(data, worker, link):
+                return None
+            return _settling(state, data, worker, link, SenderInput.LOST)
+        case Wait():
+            settled = data.outstanding is not None and not data.outstanding.owed
+            return SenderInput.WAIT_SETTLED if settled else SenderInput.WAIT
+        case Deadline(version) | Interrupted(version):
+            waited = state is State.AWAITING_ACK and data.outstanding is not None
+            if not waited or data.version != version:
+                return None
+            return SenderInput.DEADLINE if isinstance(event, Deadline) else SenderInput.INTERRUPTED
+        case _:
+            return _CALLS[type(event)]
+
+
+_CALLS = {
+    Connect: SenderInput.CONNECT,
+    Send: SenderInput.SEND,
+    SendAsync: SenderInput.SEND_ASYNC,
+    Abandon: SenderInput.ABANDON,
+    Join: SenderInput.JOIN,
+    Remove: SenderInput.REMOVE,
+    Close: SenderInput.CLOSE,
+}
+
+
+def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput | None:
+    if state is State.CLOSED:
+        return None
+    message = event.message
+    if not _current(data, event.worker, event.link) or message.incarnation != data.incarnation:
+        return SenderInput.STALE
+    entry = data.roll[event.worker]
+    match message:
+        case Hello():
+            return SenderInput.ARRIVED if entry.standing is Standing.EXPECTED else SenderInput.STALE
+        case Refusal() if _ends_link(message):
+            return _settling(state, data, event.worker, event.link, SenderInput.LOST)
+        case _ if _owes(data, event.worker, event.link) and message.version == data.version:
+            return _settling(state, data, event.worker, event.link, SenderInput.REPLY)
+        case _ if message.version == entry.catching != 0:
+            return SenderInput.CAUGHT_UP
+        case _:
+            return SenderInput.STALE
+
+
+def _ends_link(refusal: Refusal) -> bool:
+    """Whether a refusal tells that the worker will take nothing more from us: not the handshake, or a newer sender."""
+    return refusal.version == 0 or refusal.fence > refusal.incarnation
+
+
+def _current(data: SenderData, worker: int, link: int) -> bool:
+    entry = data.roll.get(worker)
+    return entry is not None and entry.link == link and entry.standing is not Standing.LOST
+
+
+def _owes(data: SenderData, worker: int, link: int) -> bool:
+    return data.outstanding is not None and data.outstanding.owed.get(worker) == link
+
+
+def _settling(state: State, data: SenderData, worker: int, link: int, otherwise: SenderInput) -> SenderInput:
+    """SETTLED if a caller waits and this is the last that owes."""
+    last = _owes(data, worker, link) and data.outstanding is not None and len(data.outstanding.owed) == 1
+    return SenderInput.SETTLED if last and state is State.AWAITING_ACK else otherwise
+
+
+# --------------------------------------------------------------------------------------------------- step
+
+
+def step(state: State, data: SenderData, event: Event) -> Step:
+    """Name the event's input, look up its row, return the next value and the effects.
+
+    Raises:
+        StateError: the table has no row for it.
+        ConfigurationError: a worker id that is not on the roll, or none.
+        WorkerLostError: every target is lost already.
+        In each case nothing has changed.
+    """
+    named = name(state, data, event)
+    if named is None:
+        return Step(None, state, replace(data, late=data.late + 1))
+    to = next_state(SENDER_ROWS, state, named)
+    after, effects = _advance(named, data, event)
+    if named in _ENDS and after.outstanding is not None:
+        effects = (*effects, Conclude(after.outstanding, after.not_caught_up))
+        after = replace(after, outstanding=None, not_caught_up={})
+    return Step(named, to, after, effects)
+
+
+_ENDS = frozenset({SenderInput.SETTLED, SenderInput.WAIT_SETTLED, SenderInput.ABANDON, SenderInput.CLOSE})
+
+
+def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[SenderData, tuple[Effect, ...]]:
+    match event:
+        case Connect(incarnation):
+            greetings = tuple(Greet(worker, entry.link, 0) for worker, entry in data.roll.items())
+            return replace(data, incarnation=incarnation), greetings
+        case Send(targets) | SendAsync(targets):
+            return _dispatch(data, targets)
+        case Join(worker, link):
+            return _join(data, worker, link)
+        case Remove(worker):
+            known(data, worker)
+            return replace(data, roll={w: e for w, e in data.roll.items() if w != worker}), ()
+        case Close():
+            links = [CloseLink(w, e.link) for w, e in data.roll.items() if e.standing is not Standing.LOST]
+            return _abandon(data, "the sender was closed"), tuple(links)
+        case Abandon():
+            return _abandon(data, "given up by the caller"), ()
+        case LinkLost(worker, link, reason):
+            return _lose(data, worker, link, reason, 0)
+        case Answer() if named is SenderInput.STALE:
+            return replace(data, stale=data.stale + 1), ()
+        case Answer():
+            return _answered(named, data, event)
+        case _:
+            return data, ()
+
+
+def known(data: SenderData, worker: int) -> Entry:
+    """The worker's entry on the roll.
+
+    Raises:
+        ConfigurationError: it is not on the roll.
+    """
+    if worker not in data.roll:
+        raise ConfigurationError(
+            f"unknown worker id {worker!r}: on the roll are {sorted(data.roll)}. Nothing was sent or changed; "
+            "add_worker() puts a worker on the roll."
+        )
+    return data.roll[worker]
+
+
+def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, Entry]:
+    """The entries of those to send to; None: all.
+
+    Raises:
+        ConfigurationError: a worker id that is not on the roll, or none.
+        WorkerLostError: every target is lost already.
+    """
+    chosen = dict.fromkeys(data.roll if targets is None else targets)
+    if not chosen:
+        raise ConfigurationError("no worker to send to: worker_ids is empty. Nothing was sent or changed.")
+    entries = {worker: known(data, worker) for worker in chosen}
+    if all(entry.standing is Standing.LOST for entry in entries.values()):
+        raise _all_lost(entries)
+    return entries
+
+
+def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[SenderData, tuple[Effect, ...]]:
+    entries = targets_of(data, targets)
+    lost = {worker: entry for worker, entry in entries.items() if entry.standing is Standing.LOST}
+    version = data.version + 1
+    owed = {worker: entry.link for worker, entry in entries.items() if worker not in lost}
+    roll = {w: replace(e, due=version) if w in entries else e for w, e in data.roll.items()}
+    after = replace(
+        data,
+        version=version,
+        due_all=version if targets is None else data.due_all,
+        roll=roll,
+        outstanding=Outstanding(version, owed, {worker: _lost(entry) for worker, entry in lost.items()}),
+    )
+    return after, tuple(Dispatch(worker, link, version) for worker, link in owed.items())
+
+
+def _all_lost(lost: Mapping[int, Entry]) -> WorkerLostError:
+    told = {worker: entry.reason for worker, entry in lost.items()}
+    fence = max(entry.fence for entry in lost.values())
+    return WorkerLostError(
+        f"every target is lost already: {told}. Nothing was sent, no version was used. add_worker() brings a worker "
+        "back on a new link, remove_worker() takes it off the roll.",
+        None,
+        told,
+        fence or None,
+    )
+
+
+def _lost(entry: Entry) -> Outcome:
+    return Outcome(kind=OutcomeKind.LOST, reason=entry.reason, fence=entry.fence)
+
+
+def _join(data: SenderData, worker: int, link: int) -> tuple[SenderData, tuple[Effect, ...]]:
+    before = data.roll.get(worker)
+    due = max(data.due_all, before.due if before else 0)
+    entry = Entry(link, due=due, catching=due)
+    after = replace(data, roll={**data.roll, worker: entry})
+    return after, (Greet(worker, link, due),) if data.incarnation else ()
+
+
+def _abandon(data: SenderData, reason: str) -> SenderData:
+    if data.outstanding is None:
+        return data
+    given_up = {w: Outcome(kind=OutcomeKind.ABANDONED, reason=reason) for w in data.outstanding.owed}
+    return replace(data, outstanding=Outstanding(data.version, {}, {**data.outstanding.outcomes, **given_up}))
+
+
+def _lose(data: SenderData, worker: int, link: int, reason: str, fence: int) -> tuple[SenderData, tuple[Effect, ...]]:
+    entry = replace(data.roll[worker], standing=Standing.LOST, reason=reason, fence=fence, catching=0)
+    after = replace(data, roll={**data.roll, worker: entry})
+    return _settle(after, worker, link, _lost(entry)), (CloseLink(worker, link),)
+
+
+def _settle(data: SenderData, worker: int, link: int, outcome: Outcome) -> SenderData:
+    if not _owes(data, worker, link) or data.outstanding is None:
+        return data
+    owed = {w: over for w, over in data.outstanding.owed.items() if w != worker}
+    outcomes = {**data.outstanding.outcomes, worker: outcome}
+    return replace(data, outstanding=Outstanding(data.outstanding.version, owed, outcomes))
+
+
+def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[SenderData, tuple[Effect, ...]]:
+    message, worker, link = event.message, event.worker, event.link
+    if isinstance(message, Refusal) and _ends_link(message):
+        reason = message.reason or message.kind.name
+        return _lose(data, worker, link, f"{message.kind.name}: {reason}", message.fence)
+    entry = replace(data.roll[worker], standing=Standing.UP)
+    if message.version >= entry.catching:
+        entry = replace(entry, catching=0)
+    if isinstance(message, Ack):
+        entry = replace(entry, served=message.version)
+    after = replace(data, roll={**data.roll, worker: entry})
+    if isinstance(message, Hello):
+        return after, ()
+    outcome = _outcome(message)
+    if named is not SenderInput.CAUGHT_UP:
+        return _settle(after, worker, link, outcome), ()
+    if isinstance(message, Refusal) and message.kind is not RefusalKind.SUPERSEDED:
+        after = replace(after, not_caught_up={**after.not_caught_up, worker: outcome})
+    return after, ()
+
+
+def _outcome(message: Ack | Refusal) -> Outcome:
+    if isinstance(message, Ack):
+        return Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.ANSWER, seconds=message.seconds)
+    return Outcome(
+        kind=OutcomeKind.REFUSED,
+        reason=message.reason or message.kind.name,
+        remote_traceback=message.remote_traceback,
+        evidence=Evidence.ANSWER,
+        fence=message.fence,
+    )
+
+
+# ----------------------------------------------------------------------------------------------- compounds
+
+
+def joining(state: State, data: SenderData, worker: int, link: int) -> tuple[Event, ...]:
+    """The events of a worker that joins on a new link: its old one, where it is not lost yet, is lost first."""
+    return (*_losing(state, data, worker, "replaced by a new link"), Join(worker, link))
+
+
+def removal(state: State, data: SenderData, worker: int, reason: str) -> tuple[Event, ...]:
+    """The events of a worker that leaves the roll: its link, where it is not lost yet, is lost first."""
+    known(data, worker)
+    return (*_losing(state, data, worker, reason), Remove(worker))
+
+
+def _losing(state: State, data: SenderData, worker: int, reason: str) -> tuple[Event, ...]:
+    entry = data.roll.get(worker)
+    if entry is None or entry.standing is Standing.LOST or state in (State.UNINITIALIZED, State.CLOSED):
+        return ()
+    return (LinkLost(worker, entry.link, reason),)

@@ -1,0 +1,164 @@
+"""What became of a send: one `Outcome` a worker, gathered in a `SyncReport`."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from weightsync.errors import AckTimeoutError, RefusedError, SyncError, WorkerLostError
+
+
+class OutcomeKind(enum.Enum):
+    """What a report can say of one worker."""
+
+    #: The worker serves that version, whole.
+    APPLIED = "applied"
+    #: The worker refused it and serves what it served.
+    REFUSED = "refused"
+    #: No answer by the deadline; unknown: it may have applied it, or may yet.
+    TIMED_OUT = "timed_out"
+    #: Its link is lost; unknown: it may have applied it, or may yet.
+    LOST = "lost"
+    #: The caller gave the update up first; unknown: it may have applied it, or may yet.
+    ABANDONED = "abandoned"
+    #: Dispatched, not yet answered (in what `send_async` returns).
+    PENDING = "pending"
+    #: Not dispatched: it was not its turn (updaters with an interval).
+    SKIPPED = "skipped"
+
+
+class Evidence(enum.Enum):
+    """What an outcome rests on."""
+
+    #: The worker's own answer, which names the version and its digest.
+    ANSWER = "answer"
+    #: A call that returned, or an ack sent by hand: less than an answer.
+    CALL = "call"
+    #: Nothing came back.
+    NONE = "none"
+
+
+FINE = frozenset({OutcomeKind.APPLIED, OutcomeKind.PENDING, OutcomeKind.SKIPPED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one version on one worker."""
+
+    kind: OutcomeKind
+    #: Why, in words; empty for APPLIED and PENDING.
+    reason: str = ""
+    #: The worker's own traceback, where it raised.
+    remote_traceback: str = ""
+    evidence: Evidence = Evidence.NONE
+    #: The highest incarnation the worker has met, if it was lost to a newer sender; else 0.
+    fence: int = 0
+    #: Seconds the worker spent applying.
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        text = self.kind.name
+        if self.reason:
+            text += f" ({self.reason})"
+        if self.remote_traceback:
+            text += "\n" + self.remote_traceback.rstrip()
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What became of one send, worker by worker.
+
+    Reading it like a mapping gives the outcomes: ``report[0].kind``, ``for worker_id in report``.
+    """
+
+    model_id: str
+    #: The version sent; None if there was nobody to send to.
+    version: int | None
+    incarnation: int
+    outcomes: Mapping[int, Outcome]
+    #: Size of the weights as they travel, in bytes.
+    nbytes: int = 0
+    #: Seconds spent extracting and packing.
+    preparing: float = 0.0
+    #: Seconds from the first dispatch to this report.
+    transferring: float = 0.0
+    #: The longest time, in seconds, that any worker spent applying.
+    applying: float = 0.0
+    #: Worker id to the versions that were given up in favour of this one (``on_pending="supersede"``).
+    superseded: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    #: Joiners that refused the version they were to catch up with, since the last report.
+    not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        sent = f"version {self.version} of" if self.version else "nothing sent of"
+        told = ", ".join(f"worker {worker}: {outcome}" for worker, outcome in self.outcomes.items())
+        return f"{sent} {self.model_id!r} [{told}] {self.nbytes} bytes in {self.preparing + self.transferring:.3f} s"
+
+    def __getitem__(self, worker_id: int) -> Outcome:
+        return self.outcomes[worker_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.outcomes)
+
+    def __len__(self) -> int:
+        return len(self.outcomes)
+
+    def of(self, *kinds: OutcomeKind) -> tuple[int, ...]:
+        """The ids of the workers whose outcome is one of ``kinds``."""
+        return tuple(worker for worker, outcome in self.outcomes.items() if outcome.kind in kinds)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every target applied the version."""
+        return all(outcome.kind is OutcomeKind.APPLIED for outcome in self.outcomes.values())
+
+    @property
+    def failed(self) -> tuple[int, ...]:
+        """The ids of the workers that did not apply it, or of which that is unknown."""
+        return tuple(worker for worker, outcome in self.outcomes.items() if outcome.kind not in FINE)
+
+    def raise_on_failure(self) -> None:
+        """Raise if any worker failed.
+
+        Raises:
+            AckTimeoutError: all failures are TIMED_OUT; the update can still be waited for.
+            WorkerLostError: all failures are LOST.
+            RefusedError: all failures are REFUSED.
+            SyncError: failures of several kinds, or ABANDONED.
+        """
+        if self.failed:
+            raise self.error()
+
+    def error(self) -> SyncError:
+        """The exception that tells of this report's failures."""
+        failures = {worker: self.outcomes[worker] for worker in self.failed}
+        kinds = {outcome.kind for outcome in failures.values()}
+        message = self._message(failures, kinds)
+        told = {worker: outcome.reason for worker, outcome in failures.items()}
+        if kinds == {OutcomeKind.TIMED_OUT}:
+            return AckTimeoutError(message, self, tuple(failures))
+        if kinds == {OutcomeKind.LOST}:
+            fence = max(outcome.fence for outcome in failures.values())
+            return WorkerLostError(message, self, told, fence or None)
+        if kinds == {OutcomeKind.REFUSED}:
+            full = {w: f"{o.reason}\n{o.remote_traceback}".strip() for w, o in failures.items()}
+            return RefusedError(message, self, full)
+        return SyncError(message, self)
+
+    def _message(self, failures: Mapping[int, Outcome], kinds: set[OutcomeKind]) -> str:
+        head = f"version {self.version} of {self.model_id!r} did not reach {len(failures)} of {len(self)} workers"
+        lines = [f"  worker {worker}: {outcome}" for worker, outcome in failures.items()]
+        advice = [_ADVICE[kind] for kind in OutcomeKind if kind in kinds and kind in _ADVICE]
+        return "\n".join([f"{head}:", *lines, *advice])
+
+
+_ADVICE = {
+    OutcomeKind.TIMED_OUT: "The update is still outstanding: wait_async() waits again, abandon() gives it up.",
+    OutcomeKind.LOST: (
+        "Lost workers stay on the roll: add_worker() brings one back on a new link, remove_worker() takes it off."
+    ),
+    OutcomeKind.REFUSED: "Workers that refused still serve what they served before.",
+    OutcomeKind.ABANDONED: "An abandoned update may still be applied by its workers; the next send overtakes it.",
+}
