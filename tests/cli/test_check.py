@@ -70,9 +70,7 @@ def test_list_shows_all_and_runs_none(runner: CliRunner, monkeypatch: pytest.Mon
     assert "violate Small" in told.output
 
 
-def test_a_missing_tool_is_one_line_and_exit_code_2(
-    runner: CliRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tool_is_one_line_and_exit_code_2(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise ToolMissingError("Java is missing: install it.")
 
@@ -102,9 +100,7 @@ def test_an_unknown_configuration_is_an_error_in_one_line(
 def test_a_missing_extra_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str
 ) -> None:
-    for name in [
-        name for name in sys.modules if name.split(".")[0] == package or name.startswith("weightsync.cli.")
-    ]:
+    for name in [name for name in sys.modules if name.split(".")[0] == package or name.startswith("weightsync.cli.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(sys, "argv", ["weightsync", "check"])

@@ -32,9 +32,7 @@ def test_tiers_choose(manifest: Manifest) -> None:
 
 
 def test_an_unknown_name_is_refused(manifest: Manifest) -> None:
-    with pytest.raises(
-        ConfigurationError, match="No configuration is named Bad, Worse: weightsync check --list"
-    ):
+    with pytest.raises(ConfigurationError, match="No configuration is named Bad, Worse: weightsync check --list"):
         manifest.select(["Holds", "Worse", "Bad"])
 
 
@@ -62,9 +60,7 @@ def test_a_folder_without_manifest_is_refused(tmp_path: Path) -> None:
 
 def test_pinning_keeps_comments_and_order(tmp_path: Path) -> None:
     other = ENTRY.replace('"A"', '"B"') + "generated = 1\ndistinct = 1\n"
-    text = (
-        f"# head\nbounds = 'b'\n\n{ENTRY}generated = 1 # old\ndistinct = 1\ndepth = 1\n\n# about B\n{other}"
-    )
+    text = f"# head\nbounds = 'b'\n\n{ENTRY}generated = 1 # old\ndistinct = 1\ndepth = 1\n\n# about B\n{other}"
     manifest = Manifest.read(write(tmp_path, text))
 
     pin(manifest, {"A": Counts(12, 11, None)})

@@ -39,9 +39,7 @@ def test_all_is_as_expected(toolchain: Toolchain, manifest: Manifest, recorder: 
     assert {("ended", found.name) for found in chosen} <= set(recorder.told)
 
 
-def test_a_wrong_pinned_count_fails(
-    toolchain: Toolchain, manifest: Manifest, specs: Path, recorder: Recorder
-) -> None:
+def test_a_wrong_pinned_count_fails(toolchain: Toolchain, manifest: Manifest, specs: Path, recorder: Recorder) -> None:
     edit(specs / "manifest.toml", "distinct = 5", "distinct = 6")
 
     [verdict] = run(toolchain, Manifest.read(specs), recorder, "Holds")
@@ -60,29 +58,19 @@ def test_a_wrong_violated_property_fails(
 
 
 @pytest.mark.parametrize(
-    ("guard", "mutant", "said"),
+    ("edited", "said"),
     [
-        ("/\\ n < Max", "/\\ n <= Max", "TLC found TypeOK violated"),
-        ("/\\ n < Max", "/\\ n < Max - 1", "TLC found Deadlock violated"),
-        ("/\\ n = Max", "/\\ n >= Max - 1", "TLC found Ends or Settles violated"),
-        ("/\\ ~done", "/\\ n # 1 \\/ done", "TLC found Deadlock violated"),
-        (
-            "/\\ UNCHANGED done\n\nFinish",
-            "/\\ done' \\in {done, n = 2}\n\nFinish",
-            "the state graph is another one",
-        ),
+        (("/\\ n < Max", "/\\ n <= Max"), "TLC found TypeOK violated"),
+        (("/\\ n < Max", "/\\ n < Max - 1"), "TLC found Deadlock violated"),
+        (("/\\ n = Max", "/\\ n >= Max - 1"), "TLC found Ends or Settles violated"),
+        (("/\\ ~done", "/\\ n # 1 \\/ done"), "TLC found Deadlock violated"),
+        (("/\\ UNCHANGED done\n\nFinish", "/\\ done' \\in {done, n = 2}\n\nFinish"), "the state graph is another one"),
     ],
 )
 def test_a_mutated_guard_or_update_is_caught(
-    toolchain: Toolchain,
-    manifest: Manifest,
-    specs: Path,
-    recorder: Recorder,
-    guard: str,
-    mutant: str,
-    said: str,
+    toolchain: Toolchain, manifest: Manifest, recorder: Recorder, edited: tuple[str, str], said: str
 ) -> None:
-    edit(specs / "Counter.tla", guard, mutant)
+    edit(manifest.folder / "Counter.tla", *edited)
 
     [verdict] = run(toolchain, manifest, recorder, "Holds")
 
@@ -153,9 +141,7 @@ def test_pinning_writes_what_is_counted_and_nothing_else(
 def test_coverage_finds_the_action_that_is_never_taken(
     toolchain: Toolchain, manifest: Manifest, recorder: Recorder
 ) -> None:
-    verdicts = Suite(toolchain, manifest, recorder, Coverage.COUNTED).run(
-        manifest.select(["Holds", "HoldsLarger"])
-    )
+    verdicts = Suite(toolchain, manifest, recorder, Coverage.COUNTED).run(manifest.select(["Holds", "HoldsLarger"]))
 
     assert never_taken(verdicts) == ("Counter.Reset (line 23)",)
 

@@ -142,9 +142,7 @@ def test_safety_may_have_more_workers(library: Library, tmp_path: Path) -> None:
 
 
 def test_a_configuration_file_is_read_by_keyword(tmp_path: Path) -> None:
-    (tmp_path / "X.cfg").write_text(
-        "\\* PROPERTY No\nINVARIANTS A B\n  C\nINVARIANT D\nPROPERTIES E\n(* F *)\n"
-    )
+    (tmp_path / "X.cfg").write_text("\\* PROPERTY No\nINVARIANTS A B\n  C\nINVARIANT D\nPROPERTIES E\n(* F *)\n")
 
     config = Config.read(tmp_path / "X.cfg")
 

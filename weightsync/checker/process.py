@@ -155,9 +155,7 @@ def _command(toolchain: Toolchain, job: Job, folder: str) -> list[str]:
     return [*command, job.module]
 
 
-def _follow(
-    process: subprocess.Popen[str], progressed: Callable[[Findings], None]
-) -> tuple[Findings, tuple[str, ...]]:
+def _follow(process: subprocess.Popen[str], progressed: Callable[[Findings], None]) -> tuple[Findings, tuple[str, ...]]:
     reader, findings = MessageReader(), Findings()
     assert process.stdout is not None
     with process.stdout:

@@ -134,9 +134,7 @@ class Module:
         for start, end in zip(starts, ends, strict=True):
             first = self.text.count("\n", 0, start.start()) + 1
             last = self.text.count("\n", 0, end) + (end == len(self.text))
-            found[start.group(1)] = Definition(
-                self.name, start.group(1), self.text[start.end() : end], first, last
-            )
+            found[start.group(1)] = Definition(self.name, start.group(1), self.text[start.end() : end], first, last)
         return found
 
     @cached_property
