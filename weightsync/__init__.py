@@ -30,7 +30,7 @@ from weightsync.errors import (
     WorkerLostError,
 )
 from weightsync.layout import Layout
-from weightsync.options import OnFailure, OnPending
+from weightsync.options import OnFailure, OnPending, Verify
 from weightsync.receiver import WeightReceiver
 from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
 from weightsync.schemes.base import WeightSyncScheme
@@ -68,6 +68,7 @@ __all__ = [
     "SyncReport",
     "Timeout",
     "TransportError",
+    "Verify",
     "WeightReceiver",
     "WeightSender",
     "WeightStrategy",
