@@ -29,8 +29,8 @@ class WeightSyncScheme(abc.ABC):
 
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
-        verify: "digest" (default): a receiver compares the digest of what arrived before it applies it; "layout": names,
-            shapes, dtypes and length only.
+        verify: "digest" (default): a receiver compares the digest of what arrived before it applies it; "layout":
+            names, shapes, dtypes and length only.
     """
 
     #: How arrived weights become live.
