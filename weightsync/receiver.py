@@ -44,7 +44,7 @@ class Wiring(Protocol):
     def apply_mode(self) -> Mode:
         """How arrived weights become live."""
 
-    def lay_link(self, endpoint: Any, model_id: str) -> Link:
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link to the sender behind ``endpoint``: a pipe's end, or a context that has one."""
 
     def user_messages(self, endpoint: Any) -> UserMessages:
@@ -114,7 +114,7 @@ class WeightReceiver:
             ConfigurationError: no link can be made of it.
         """
         next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
-        self._driver.add_link(self._scheme.lay_link(pipe_or_context, self._model_id))
+        self._driver.add_link(self._scheme.lay_link(pipe_or_context, self._model_id, "the sender"))
         self._endpoint = pipe_or_context
 
     _set_context = set_context

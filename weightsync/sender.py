@@ -37,7 +37,7 @@ class Wiring(Protocol):
     def packer(self) -> Packer:
         """A new packer, with buffers of the kind that the scheme's links carry best."""
 
-    def lay_link(self, endpoint: Any, model_id: str) -> Link:
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link to the worker behind ``endpoint``: a pipe's end, or a context that has one."""
 
     def user_messages(self, endpoint: Any) -> UserMessages:
@@ -103,7 +103,7 @@ class WeightSender:
         next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
         if isinstance(worker_id, bool) or not isinstance(worker_id, int) or worker_id < 0:
             raise ConfigurationError(f"a worker's id is an int of 0 or more, not {worker_id!r}.")
-        link = self._scheme.lay_link(pipe_or_context, self._model_id)
+        link = self._scheme.lay_link(pipe_or_context, self._model_id, f"worker {worker_id}")
         self._endpoints[worker_id] = pipe_or_context
         with Shield(self._driver.waker.fire):
             self._driver.join(worker_id, link)

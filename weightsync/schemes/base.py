@@ -113,8 +113,8 @@ class WeightSyncScheme(abc.ABC):
         return Packer()
 
     @abc.abstractmethod
-    def lay_link(self, endpoint: Any, model_id: str) -> Link:
-        """A link over ``endpoint`` for one model."""
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """A link over ``endpoint`` for one model; ``peer`` says who is at the other end, for messages to people."""
 
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe behind ``endpoint``.
