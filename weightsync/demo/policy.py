@@ -23,6 +23,8 @@ _ACTIONS = 2
 class Policy(nn.Module):
     """Actor and critic over CartPole's observations, which are scaled to about -1 to 1 first."""
 
+    spread: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("spread", torch.tensor(_SPREAD))

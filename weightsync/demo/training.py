@@ -14,9 +14,9 @@ _GAMMA = 0.98
 _LAMBDA = 0.9
 _CLIP = 0.2
 _EPOCHS = 8
-_MINIBATCH = 128
+_MINIBATCH = 256
 _LARGEST_GRADIENT = 0.5
-_FIRST_RATE = 1e-3
+_FIRST_RATE = 2e-3
 _LAST_RATE = 1e-4
 #: Steps of experience over which the learning rate falls from the first to the last.
 _PLANNED_STEPS = 120_000
@@ -45,7 +45,7 @@ class Training:
         batch = [torch.cat(parts) for parts in zip(*(self._prepared(chunk) for chunk in chunks), strict=True)]
         for _ in range(_EPOCHS):
             order = torch.randperm(len(batch[0]), generator=self._order)
-            for chosen in order.split(_MINIBATCH):
+            for chosen in torch.split(order, _MINIBATCH):
                 self._descend(*(part[chosen] for part in batch))
 
     @torch.no_grad()
