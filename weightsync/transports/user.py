@@ -7,6 +7,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.timing import Deadline
 from weightsync.transports.channel import Channel
 from weightsync.transports.outflow import Outgoing
 from weightsync.wire import MAGIC
