@@ -217,8 +217,7 @@ def _syncs(view: View) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_row(
         Text("last sync", style="dim"),
-        f"prepared in {_ms(sync.preparing)}, answered after {_ms(sync.transferring)}, "
-        f"applied in {_ms(sync.applying)}",
+        f"prepared in {_ms(sync.preparing)}, answered after {_ms(sync.transferring)}, applied in {_ms(sync.applying)}",
     )
     grid.add_row(
         Text("so far", style="dim"),
