@@ -7,6 +7,7 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from weightsync._tables import Delivery
@@ -28,6 +29,15 @@ class Received:
     payload: memoryview | None = None
     #: Makes the payload read as it was sent, whatever this process has written over it since.
     refresh: Callable[[], None] = _nothing
+
+
+class Payloads(Enum):
+    """How large payloads travel."""
+
+    #: In shared memory where the link can hand it over, and inline where it cannot.
+    SHARED = "shared"
+    #: With their message, whatever their size.
+    INLINE = "inline"
 
 
 class Link(Protocol):

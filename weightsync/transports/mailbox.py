@@ -116,9 +116,7 @@ class Sorter:
             self._strays.append(frame)
         else:
             discard([frame])
-            raise ProtocolError(
-                f"More than {MAX_STRAYS} messages came for models without a link here ({model_id!r})."
-            )
+            raise ProtocolError(f"More than {MAX_STRAYS} messages came for models without a link here ({model_id!r}).")
 
     def signal_all(self) -> None:
         """Wake everybody: something concerns them all."""
