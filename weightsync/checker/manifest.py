@@ -16,6 +16,7 @@ from weightsync.errors import ConfigurationError
 MANIFEST = "manifest.toml"
 _DEFAULT_TIMEOUT = 1800.0
 _COUNTS = ("generated", "distinct", "depth")
+_COUNT_LINE = re.compile(rf"(?:{'|'.join(_COUNTS)}) *=")
 
 
 class Tier(Enum):
@@ -103,9 +104,7 @@ class Manifest:
         known = {found.name for found in self.configurations}
         if wanted - known:
             missing = ", ".join(sorted(wanted - known))
-            raise ConfigurationError(
-                f"No configuration is named {missing}: weightsync check --list shows them."
-            )
+            raise ConfigurationError(f"No configuration is named {missing}: weightsync check --list shows them.")
         return tuple(found for found in self.configurations if found.name in wanted)
 
     def tier(self, tier: Tier) -> tuple[Configuration, ...]:
@@ -180,8 +179,11 @@ def _repinned(table: str, seen: Mapping[str, Counts]) -> str:
     name = tomllib.loads(table)["configuration"][0]["name"]
     if name not in seen:
         return table
-    kept = re.sub(rf"(?m)^(?:{'|'.join(_COUNTS)}) *=.*\n", "", table)
-    body = kept.rstrip("\n")
     values = {key: getattr(seen[name], key) for key in _COUNTS}
-    lines = [f"{key} = {value}" for key, value in values.items() if value is not None]
-    return "\n".join([body, *lines]) + kept[len(body) :]
+    fresh = [f"{key} = {value}\n" for key, value in values.items() if value is not None]
+    lines = table.splitlines(keepends=True)
+    old = [place for place, line in enumerate(lines) if _COUNT_LINE.match(line)]
+    said = [place for place, line in enumerate(lines) if line.strip() and not line.startswith("#")]
+    kept = [[] if place in old else [line] for place, line in enumerate(lines)]
+    kept[old[0] if old else said[-1]] += fresh
+    return "".join(line for group in kept for line in group)

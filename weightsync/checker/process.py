@@ -147,7 +147,7 @@ def _command(toolchain: Toolchain, job: Job, folder: str) -> list[str]:
     # A parent that is killed outright cannot tidy up: the kernel then ends the JVM.
     guard = shutil.which("setpriv")
     command = [guard, "--pdeathsig", "KILL"] if guard else []
-    command += [str(toolchain.java), "-XX:+UseParallelGC", f"-Djava.io.tmpdir={folder}"]
+    command += [str(toolchain.java), "-XX:+UseParallelGC", "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
     command += ["-cp", str(toolchain.jar), "tlc2.TLC", "-tool"]
     command += ["-workers", str(job.workers), "-metadir", f"{folder}/meta", "-config", job.config]
     if job.coverage is Coverage.COUNTED:
@@ -155,9 +155,7 @@ def _command(toolchain: Toolchain, job: Job, folder: str) -> list[str]:
     return [*command, job.module]
 
 
-def _follow(
-    process: subprocess.Popen[str], progressed: Callable[[Findings], None]
-) -> tuple[Findings, tuple[str, ...]]:
+def _follow(process: subprocess.Popen[str], progressed: Callable[[Findings], None]) -> tuple[Findings, tuple[str, ...]]:
     reader, findings = MessageReader(), Findings()
     assert process.stdout is not None
     with process.stdout:

@@ -129,9 +129,7 @@ class Suite:
 
     def _follow(self, configuration: Configuration, run: TlcRun) -> None:
         try:
-            self._ended.put(
-                (configuration.name, run.run(lambda found: self._note(configuration.name, found)))
-            )
+            self._ended.put((configuration.name, run.run(lambda found: self._note(configuration.name, found))))
         except BaseException as error:  # noqa: BLE001 - it is raised again in the caller's thread
             self._ended.put((configuration.name, error))
 

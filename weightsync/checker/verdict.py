@@ -59,9 +59,7 @@ class Verdict:
 def judge(configuration: Configuration, job: Job, outcome: Outcome, library: Library) -> Verdict:
     """Compare what TLC gave with what it must give."""
     config = Config.read(job.folder / job.config)
-    candidates = [
-        _names(violation, configuration, config, library) for violation in outcome.findings.violations
-    ]
+    candidates = [_names(violation, configuration, config, library) for violation in outcome.findings.violations]
     violated = tuple(dict.fromkeys(" or ".join(names) for names in candidates))
     complaints = list(_complaints(configuration, outcome, violated))
     counts = outcome.findings.counts
@@ -70,9 +68,7 @@ def judge(configuration: Configuration, job: Job, outcome: Outcome, library: Lib
     return Verdict(configuration, job, outcome, violated, (*complaints, *recount), repin)
 
 
-def _names(
-    violation: Violation, configuration: Configuration, config: Config, library: Library
-) -> tuple[str, ...]:
+def _names(violation: Violation, configuration: Configuration, config: Config, library: Library) -> tuple[str, ...]:
     root = configuration.module_name
     if violation.kind in _NAMELESS:
         return (_NAMELESS[violation.kind],)
@@ -198,9 +194,7 @@ def never_taken(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
             for action in verdict.outcome.findings.actions:
                 place = _place(action)
                 taken[place] = taken.get(place, 0) + action.taken
-    return tuple(
-        f"{module}.{name} (line {line})" for (module, name, line), count in taken.items() if not count
-    )
+    return tuple(f"{module}.{name} (line {line})" for (module, name, line), count in taken.items() if not count)
 
 
 def _place(action: Action) -> tuple[str, str, int]:

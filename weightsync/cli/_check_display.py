@@ -120,9 +120,7 @@ def _bar(row: _Row) -> ProgressBar:
     pinned = row.configuration.pinned
     if row.progress is None or pinned is None or row.configuration.violates:
         return ProgressBar(total=None, pulse=True, width=_BAR_WIDTH)
-    return ProgressBar(
-        total=pinned.distinct, completed=min(_estimate(row), pinned.distinct), width=_BAR_WIDTH
-    )
+    return ProgressBar(total=pinned.distinct, completed=min(_estimate(row), pinned.distinct), width=_BAR_WIDTH)
 
 
 def _estimate(row: _Row) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Never
 
+from weightsync._tables import SENDER_ROWS, SenderInput
 from weightsync.errors import ConfigurationError, StateError
+from weightsync.machine import next_state
 from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
@@ -29,16 +31,26 @@ class NoSender(WeightSender):
     """Its sends succeed with an empty report; weights are not looked at."""
 
     def send(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
-        """Send nothing."""
-        return self._empty()
+        """Send nothing.
+
+        Raises:
+            StateError: the sender is closed.
+        """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        return self._reporter.empty()
 
     def send_async(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
-        """Send nothing."""
-        return self._empty()
+        """Send nothing.
+
+        Raises:
+            StateError: the sender is closed.
+        """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        return self._reporter.empty()
 
     def wait_async(self, **_: Any) -> SyncReport:
         """Wait for nothing."""
-        return self._empty()
+        return self._reporter.empty()
 
 
 class NoReceiver(WeightReceiver):
@@ -85,7 +97,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """A transport that swallows what it is given."""
         return NoTransport()
 
-    def lay_link(self, endpoint: Any, model_id: str) -> Never:
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Never:
         """There are no links.
 
         Raises:

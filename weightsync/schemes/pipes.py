@@ -77,15 +77,15 @@ class PipeScheme(WeightSyncScheme):
 
     def create_transport(self, pipe_or_context: Any) -> Link:
         """A link over a pipe's end for the model ``"policy"``."""
-        return self.lay_link(pipe_or_context, "policy")
+        return self.lay_link(pipe_or_context, "policy", "the peer")
 
-    def lay_link(self, endpoint: Any, model_id: str) -> Link:
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over a pipe's end, or over the ``.pipe`` of a context.
 
         Raises:
             ConfigurationError: it is no duplex pipe.
         """
-        return PipeLink(_pipe(endpoint), model_id)
+        return PipeLink(_pipe(endpoint), model_id, peer=peer)
 
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe behind ``endpoint``.
@@ -101,6 +101,7 @@ class MultiProcessWeightSyncScheme(PipeScheme):
 
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
+        verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
 

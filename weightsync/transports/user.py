@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import select
-import time
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.timing import Deadline
 from weightsync.transports.channel import Channel
 from weightsync.transports.outflow import Outgoing
 from weightsync.wire import MAGIC
@@ -26,12 +26,11 @@ class UserMessages:
 
     def poll(self, timeout: float | None = 0.0) -> bool:
         """Whether `recv` has something to return, or to raise, within ``timeout`` seconds (None: ever)."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(timeout)
         while not self._channel.has_foreign():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            if deadline.passed:
                 return False
-            self._await(left)
+            self._await(deadline.remaining)
         return True
 
     def _await(self, timeout: float | None) -> None:
