@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from weightsync._tables import SENDER_ROWS, SenderInput, State
@@ -271,7 +271,7 @@ class WeightSender(Side):
     def digest(self) -> bytes:
         """The xxh3-128 digest of the newest version's weights as they travelled, 16 bytes; empty: none is kept."""
         packed = self._driver.packed(self.version)
-        return packed.digest if packed else b""
+        return packed.digested() if packed else b""
 
     # ------------------------------------------------------------------------------------------- copies
 
@@ -347,6 +347,7 @@ class WeightSender(Side):
 def _targets(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if worker_ids is None:
         return None
-    if isinstance(worker_ids, int):
-        return (worker_ids,)
-    return tuple(worker_ids)
+    targets = tuple(worker_ids) if isinstance(worker_ids, Iterable) else (worker_ids,)
+    for worker_id in targets:
+        require_worker_id(worker_id)
+    return targets

@@ -101,6 +101,7 @@ class MultiProcessWeightSyncScheme(PipeScheme):
 
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
+        verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
 
