@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -61,10 +62,8 @@ def test_malformed_paths_are_refused(path: str) -> None:
 
 @given(st.text(alphabet="ab.[]0-1 ", max_size=10))
 def test_any_text_resolves_or_is_refused(path: str) -> None:
-    try:
-        _resolve_model(CONTEXT, path)
-    except ModelPathError as error:
-        assert error.path == path
+    with contextlib.suppress(ModelPathError):
+        assert _resolve_model(CONTEXT, path) is not None
 
 
 def test_no_context_is_told_apart() -> None:

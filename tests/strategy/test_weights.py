@@ -180,10 +180,8 @@ def test_a_layout_that_fits_is_found_again(found: dict[str, tuple[Tensor, bytes]
 
     assert layout_of(weights, layout) is layout
     assert layout_of(weights, Layout([("z", "float32", ())])) == layout
-    assert [
-        bool(tensor is weights.tensors[entry.name])
-        for tensor, entry in zip(ordered(weights, layout), layout.entries, strict=True)
-    ] == [True] * len(found)
+    for tensor, entry in zip(ordered(weights, layout), layout.entries, strict=True):
+        assert tensor is weights.tensors[entry.name]
 
 
 @pytest.mark.parametrize(
@@ -194,14 +192,13 @@ def test_a_layout_that_fits_is_found_again(found: dict[str, tuple[Tensor, bytes]
         {"a": torch.ones(2), "b": torch.ones(2, 2), "c": torch.ones(())},
         {"a": torch.ones(2)},
         {"a": torch.ones(2), "b": torch.ones(2, 2), "_extra_state": 1},
-        {"a": torch.ones(2), "b": torch.ones(2, 2).to_sparse().requires_grad_()},
     ],
 )
 def test_a_layout_that_no_longer_fits_is_not_taken(other: dict[str, object]) -> None:
     known = layout_of(read_weights({"a": torch.ones(2), "b": torch.ones(2, 2)}))
     weights = read_weights(collections.OrderedDict(other))
-    if not other.keys() == {"a", "b"} or not other["b"].is_sparse:
-        assert layout_of(weights, known) != known
+
+    assert layout_of(weights, known) != known
 
 
 def test_two_policies_have_one_layout() -> None:
