@@ -19,6 +19,7 @@ from weightsync.checker import (
     Configuration,
     Coverage,
     Manifest,
+    Purpose,
     Suite,
     Tier,
     ToolMissingError,
@@ -26,9 +27,9 @@ from weightsync.checker import (
     explain,
     find_model,
     find_toolchain,
-    never_taken,
     pin,
     record,
+    vacuity,
 )
 from weightsync.cli._check_display import display, listing, results
 
@@ -46,7 +47,7 @@ def check(  # noqa: PLR0917
     show: Annotated[bool, typer.Option("--list", help="Show the configurations, and run none.")] = False,
     coverage: Annotated[
         bool,
-        typer.Option("--coverage", help="Count how often each action is taken; one that never is fails."),
+        typer.Option("--coverage", help="Run the proofs alone, and fail if they never take some action."),
     ] = False,
     repin: Annotated[
         bool,
@@ -70,16 +71,18 @@ def check(  # noqa: PLR0917
     if show:
         console.print(listing(chosen))
         return
+    if coverage:
+        chosen = tuple(found for found in chosen if found.purpose is Purpose.PROOF)
     verdicts = _run(manifest, chosen, console, Coverage.COUNTED if coverage else Coverage.NOT_COUNTED)
     if report:
         report.write_text(json.dumps([record(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8")
     if repin:
         verdicts = _pin(manifest, verdicts, console)
     _tell(manifest, verdicts, console)
-    idle = never_taken(verdicts) if coverage else ()
-    for action in idle:
-        console.print(f"never taken by any configuration that holds: {action}", markup=False)
-    if idle or not all(verdict.as_expected for verdict in verdicts):
+    vacuous = tuple(vacuity(verdicts, manifest.planted)) if coverage else ()
+    for line in vacuous:
+        console.print(line, markup=False)
+    if vacuous or not all(verdict.as_expected for verdict in verdicts):
         raise typer.Exit(_DIFFERS)
 
 
