@@ -88,13 +88,13 @@ def check(  # noqa: PLR0917
 
 def _run(manifest: Manifest, chosen: Sequence[Configuration], console: Console, coverage: Coverage) -> list[Verdict]:
     try:
-        toolchain = find_toolchain()
+        with _ended_by_signals():
+            toolchain = find_toolchain()
+            with display(console, len(chosen)) as shown:
+                return Suite(toolchain, manifest, shown, coverage).run(chosen)
     except ToolMissingError as error:
         typer.echo(f"weightsync: {error}", err=True)
         raise typer.Exit(_TOOL_MISSING) from error
-    try:
-        with _ended_by_signals(), display(console, len(chosen)) as shown:
-            return Suite(toolchain, manifest, shown, coverage).run(chosen)
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
 
