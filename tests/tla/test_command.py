@@ -95,6 +95,7 @@ def test_verdicts_as_expected_exit_with_0(command: Command) -> None:
     assert code == 0, said
     assert "Holds  5 distinct states" in said
     assert "Small violated, as it must be" in said
+    assert "2 of 2 configurations are as expected" in said
     assert "Nothing is said of larger numbers." in said
     assert command.left_over() == []
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from weightsync.checker import (
     record,
     vacuity,
 )
-from weightsync.cli._check_display import display, listing, results
+from weightsync.cli._check_display import display, listing, results, summary
 
 _PLAIN_WIDTH = 120
 _DIFFERS = 1
@@ -73,12 +74,13 @@ def check(  # noqa: PLR0917
         return
     if coverage:
         chosen = tuple(found for found in chosen if found.purpose is Purpose.PROOF)
+    started = time.monotonic()
     verdicts = _run(manifest, chosen, console, Coverage.COUNTED if coverage else Coverage.NOT_COUNTED)
     if report:
         report.write_text(json.dumps([record(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8")
     if repin:
         verdicts = _pin(manifest, verdicts, console)
-    _tell(manifest, verdicts, console)
+    _tell(manifest, verdicts, time.monotonic() - started, console)
     vacuous = tuple(vacuity(verdicts, manifest.planted)) if coverage else ()
     for line in vacuous:
         console.print(line, markup=False)
@@ -127,8 +129,9 @@ def _pin(manifest: Manifest, verdicts: Sequence[Verdict], console: Console) -> l
     ]
 
 
-def _tell(manifest: Manifest, verdicts: Sequence[Verdict], console: Console) -> None:
+def _tell(manifest: Manifest, verdicts: Sequence[Verdict], seconds: float, console: Console) -> None:
     console.print(results(verdicts))
+    console.print(summary(verdicts, seconds))
     if manifest.bounds:
         console.print(manifest.bounds, markup=False, highlight=False)
     for verdict in verdicts:
