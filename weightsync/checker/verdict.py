@@ -25,7 +25,7 @@ class Verdict:
         outcome: what TLC gave; None if it was not run, since the text has a trap.
         found: what TLC found amiss, in words.
         complaints: what is not as expected; empty if all is.
-        repin: whether nothing but the pinned counts is the matter, so that `--pin` may set them.
+        repin: the counts seen, if nothing but the pinned ones is the matter, so that `--pin` may set them.
     """
 
     configuration: Configuration
@@ -67,7 +67,7 @@ def judge(configuration: Configuration, job: Job, outcome: Outcome, library: Lib
     complaints = list(_complaints(configuration, outcome, found))
     counts = outcome.findings.counts
     recount = () if complaints else tuple(_recounted(configuration, counts))
-    repin = counts if recount or not complaints else None
+    repin = counts if recount else None
     return Verdict(configuration, job, outcome, found, (*complaints, *recount), repin)
 
 
