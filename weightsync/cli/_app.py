@@ -10,7 +10,7 @@ import typer
 from weightsync import __version__
 
 #: The sub-commands, in the order in which help shows them.
-COMMANDS = ("check",)
+COMMANDS = ("demo", "check")
 
 
 def build() -> typer.Typer:

@@ -161,6 +161,7 @@ class PipeLink:
             self._pins.release()
         else:
             self._pins.retire()
+        self._mapped.clear()
         self._channel.leave(self._box)
 
     def _require_open(self) -> None:

@@ -6,10 +6,11 @@ import select
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from weightsync.errors import TransportError
+from weightsync.errors import ConfigurationError, TransportError
 from weightsync.timing import Deadline
 from weightsync.transports.channel import Channel
 from weightsync.transports.outflow import Outgoing
+from weightsync.wire import MAGIC
 
 
 class UserMessages:
@@ -79,9 +80,13 @@ class UserMessages:
         """Send bytes, between two frames of ours. Blocks until they have left.
 
         Raises:
+            ConfigurationError: they begin as our own frames do.
             TransportError: the connection is dead or closed.
         """
-        self._put(memoryview(data).cast("B"))
+        view = memoryview(data).cast("B")
+        if bytes(view[: len(MAGIC)]) == MAGIC:
+            raise ConfigurationError(f"Messages that begin with {MAGIC!r} are weightsync's own. Nothing was sent.")
+        self._put(view)
 
     def _put(self, data: memoryview) -> None:
         frame = Outgoing(b"", data)
