@@ -143,7 +143,7 @@ def test_on_a_terminal_a_row_shows_how_far_a_run_is(manifest: Manifest) -> None:
     with console.capture() as ending:
         console.print(shown._render())
 
-    assert "starting" in starting.get()
+    assert "exploring" in starting.get()
     assert "1,000 states, 30 in the queue" in running.get()
     assert "2,002 states, checking temporal properties" in ending.get()
 
