@@ -117,7 +117,7 @@ def headline(view: View) -> Text:
 def plain_line(view: View) -> str:
     """A run at one moment, in one line."""
     if view.phase is Phase.STARTING:
-        return f"          {view.phase.value}: trainer {view.sender_state}"
+        return f"          {view.phase.value}, {view.age:.0f} s: trainer {view.sender_state}"
     workers = ", ".join(_worker_words(worker) for worker in view.workers)
     return (
         f"{view.elapsed:6.1f} s  {view.phase.value}  mean return {_number(view.mean_return)}  {view.steps:,} steps  "
@@ -167,9 +167,15 @@ def _clock(view: View, width: int) -> RenderableType:
     grid.add_row(
         Text(view.phase.value, style="bold"),
         bar,
-        Text(f"{view.elapsed:.0f} s of at most {seconds:.0f} s", style="cyan"),
+        Text(_time(view), style="cyan"),
     )
     return grid
+
+
+def _time(view: View) -> str:
+    if view.phase is Phase.STARTING:
+        return f"{view.age:.0f} s"
+    return f"{view.elapsed:.0f} s of at most {view.settings.seconds:.0f} s"
 
 
 def _curve(view: View, width: int) -> list[Text]:
@@ -217,8 +223,9 @@ def _syncs(view: View) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_row(
         Text("last sync", style="dim"),
-        f"prepared in {_ms(sync.preparing)}, answered after {_ms(sync.transferring)}, "
-        f"applied in {_ms(sync.applying)}",
+        f"prepared in {_ms(sync.preparing)}, answered after {_ms(sync.transferring)}, applied in {_ms(sync.applying)}"
+        if sync.count
+        else "none yet",
     )
     grid.add_row(
         Text("so far", style="dim"),
