@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 
@@ -61,7 +61,7 @@ class Live:
             if not agrees([self.tensors[index] for index in overlap], [values[index] for index in overlap]):
                 self._disagree(overlap, "share memory")
 
-    def _disagree(self, indices: tuple[int, ...], how: str) -> None:
+    def _disagree(self, indices: Iterable[int], how: str) -> None:
         names = [self.layout.entries[index].name for index in indices]
         listed = ", ".join(f"'{name}'" for name in names)
         raise LayoutError(
@@ -118,4 +118,6 @@ def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
 
 
 def _is_mappable(tensor: Tensor) -> bool:
-    return type(tensor) is nn.Parameter and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj()
+    # A parameter made in inference mode breaks when it is given normal data.
+    plain = type(tensor) is nn.Parameter and tensor.is_cpu and not tensor.is_inference()
+    return plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -123,19 +123,25 @@ class WeightReceiver(Side):
             weights: a TensorDict or dict, nested or flat dotted.
 
         Raises:
+            StateError: the receiver is closed.
             ConfigurationError: no model is registered, or an unsupported type of weights.
             LayoutError: they do not fit; nothing was changed.
         """
         target = self._destination()
         with Shield(self._driver.waker.fire), self._driver.lock:
+            next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
             self._driver.pump()
             pending = self._driver.pending
             if pending is not None and pending.update.digest == self._digest_of(weights):
                 self._apply(target)
                 return
             with self._serving:
-                self._scheme.strategy.apply_weights(self._model, weights)
-            self._driver.spoil()
+                try:
+                    self._scheme.strategy.apply_weights(self._model, weights)
+                except SwapBroken:
+                    self._driver.spoil()
+                    raise
+                self._driver.spoil()
             if pending is not None:
                 self._refuse(pending, "other weights were applied by hand", "")
 
@@ -238,32 +244,36 @@ class WeightReceiver(Side):
     def _apply(self, target: Target) -> bool:
         pending, stopwatch = self._driver.pending, Stopwatch()
         assert pending is not None
-        try:
-            digest = self._verified(pending)
-            staged = target.stage(pending.layout, pending.payload, pending.update.extras)
-            with self._serving:
+        # The serving lock is held until `version` names what is live: no reader may see the two differ.
+        with contextlib.ExitStack() as swapping:
+            try:
+                digest = self._verified(pending)
+                staged = target.stage(pending.layout, pending.payload, pending.update.extras)
+                swapping.enter_context(self._serving)
                 target.swap(staged)
-        except SwapBroken as error:
-            self._driver.take(pure.Broken())
-            raise WeightSyncError(
-                f"version {pending.update.version} of {self._model_id!r} was swapped in half and could not be undone: "
-                f"the model serves nothing, the receiver is closed. Cause: {error}"
-            ) from error
-        except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
-            self._refuse(pending, str(error), traceback.format_exc())
-            return False
-        self._driver.take(
-            pure.Applied(
-                Ack(
-                    model_id=self._model_id,
-                    incarnation=pending.update.incarnation,
-                    version=pending.update.version,
-                    digest=digest,
-                    seconds=stopwatch.seconds,
-                )
-            )
-        )
+            except SwapBroken as error:
+                self._driver.break_down()
+                raise self._broken(pending, error) from error
+            except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
+                self._refuse(pending, str(error), traceback.format_exc())
+                return False
+            self._driver.take(pure.Applied(self._ack(pending, digest, stopwatch.seconds)))
         return True
+
+    def _broken(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
+        return WeightSyncError(
+            f"version {pending.update.version} of {self._model_id!r} was swapped in half and could not be undone: "
+            f"the model serves nothing, the receiver is closed. Cause: {error}"
+        )
+
+    def _ack(self, pending: Pending, digest: bytes, seconds: float) -> Ack:
+        return Ack(
+            model_id=self._model_id,
+            incarnation=pending.update.incarnation,
+            version=pending.update.version,
+            digest=digest,
+            seconds=seconds,
+        )
 
     def _verified(self, pending: Pending) -> bytes:
         """The digest of what arrived, if the sender named one."""

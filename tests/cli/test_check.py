@@ -67,7 +67,7 @@ def test_list_shows_all_and_runs_none(runner: CliRunner, monkeypatch: pytest.Mon
     assert told.exit_code == 0
     for found in Manifest.read(SPECS).configurations:
         assert found.name in told.output
-    assert "violate Small" in told.output
+    assert "Small violated" in told.output
 
 
 def test_a_missing_tool_is_one_line_and_exit_code_2(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:

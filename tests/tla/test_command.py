@@ -94,7 +94,7 @@ def test_verdicts_as_expected_exit_with_0(command: Command) -> None:
 
     assert code == 0, said
     assert "Holds  5 distinct states" in said
-    assert "violates Small, as it must" in said
+    assert "Small violated, as it must be" in said
     assert "Nothing is said of larger numbers." in said
     assert command.left_over() == []
 

@@ -101,17 +101,17 @@ def test_a_configuration_that_holds_must_have_counts_pinned(court: Court) -> Non
             "TooSmall",
             "holds_with_coverage",
             0,
-            "Small should be violated, and TLC found no error (exit code 0)",
+            "TLC should find Small violated, and found no error (exit code 0)",
         ),
-        ("TooSmall", "initial_state", 12, "Small should be violated, and TLC found Never violated"),
-        ("TooSmall", "invariant", 0, "Small is violated, but TLC exited with 0 where 12 is due"),
+        ("TooSmall", "initial_state", 12, "TLC should find Small violated, and found Never violated"),
+        ("TooSmall", "invariant", 0, "TLC found Small violated, but exited with 0 where 12 is due"),
         (
             "TooSmall",
             "syntax_error",
             150,
-            "Small should be violated, and TLC said: Parsing or semantic analysis",
+            "TLC should find Small violated, and said: Parsing or semantic analysis",
         ),
-        ("Stuck", "stuttering", 13, "Deadlock should be violated, and TLC found "),
+        ("Stuck", "stuttering", 13, "TLC should find a deadlock, and found "),
     ],
 )
 def test_anything_else_fails(court: Court, name: str, run: str, exit_code: int, said: str) -> None:

@@ -115,7 +115,7 @@ class Suite:
         )
 
     def _traps(self, configuration: Configuration) -> tuple[str, ...]:
-        root = configuration.module_name
+        root = configuration.module
         config = Config.read(self._manifest.folder / configuration.config)
         found = [trap for module in self._library.closure(root) for trap in traps(module)]
         return (*found, *config_traps(self._library, root, config, configuration.workers))

@@ -66,7 +66,7 @@ def check(  # noqa: PLR0917
     """
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     manifest = Manifest.read(model or find_model())
-    chosen = manifest.select(names) if names else manifest.tier(Tier.FULL if everything or show else Tier.QUICK)
+    chosen = manifest.select(names) if names else manifest.tier(Tier.ALL if everything or show else Tier.QUICK)
     if show:
         console.print(listing(chosen))
         return

@@ -132,10 +132,16 @@ class SenderDriver:
         )
 
     def _update(self, worker: int, link: int, version: int) -> None:
-        if not self._backlogs[link].admit(version):
+        if link not in self._links:
+            return
+        delivery = self._links[link][1].delivery
+        # Where answers may be lost, none is proof of anything: a full backlog would never empty.
+        if not delivery.loses and not self._backlogs[link].admit(version):
             return
         packed = self._packed[version]
-        told = self._told.get(link) == packed.layout.digest
+        # Where an update may come before those sent earlier, or without them, each tells its layout.
+        in_turn = not (delivery.reorders or delivery.loses)
+        told = in_turn and self._told.get(link) == packed.layout.digest
         update = Update(
             model_id=self.model_id,
             incarnation=self.data.incarnation,
