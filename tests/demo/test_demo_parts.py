@@ -113,7 +113,7 @@ def test_the_panel_fits_its_width(width: int) -> None:
     board.note("something happened")
     console = Console(width=width, force_terminal=True, color_system=None, legacy_windows=False)
     with console.capture() as captured:
-        console.print(panel(board.view(), width))
+        console.print(panel(board.view(), width, 30))
 
     lines = captured.get().splitlines()
     assert max(len(line) for line in lines) == width
