@@ -25,7 +25,8 @@ class Mode(Enum):
     COPY = "copy"
     #: A module's parameters on the CPU become views of the payload, which must never be written again; they keep
     #: its memory alive. Buffers, which forwards write, are copied; so is what has no plain memory of its own
-    #: (strided, overlapping, on a device). A payload that is read-only or not aligned is copied first, whole.
+    #: (strided, overlapping, on a device). A payload that is read-only or not aligned is copied first, whole. What
+    #: shares a parameter's memory without being in the module (a view kept elsewhere) keeps the old weights.
     MAP = "map"
 
 
@@ -111,15 +112,18 @@ class Target:
                 undo.set(module, live.weights.slots[module], value)
             if staged.extras:
                 live = self._current(staged)
-            mapped = self._map(live, staged, undo)
+            given = self._map(live, staged, undo)
         except BaseException as error:
             undo.all(error)
             raise
         try:
+            mapped = live.mappable if given else {}
             scatter(live.layout, live.tensors, live.copied(mapped), address_of(staged.payload))
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
-        self._live = replace(live, addresses=list(map(Tensor.data_ptr, live.tensors)))
+        if given:
+            live = replace(live, addresses=list(map(Tensor.data_ptr, live.tensors)), given=given)
+        self._live = live
 
     def apply(self, weights: object) -> None:
         """Stage and swap weights at hand, through a buffer of our own, so that they may alias the destination.
@@ -162,19 +166,20 @@ class Target:
         """The destination, validated again if it is no longer what it was."""
         return look_again(self.destination, self._live) or self._validate(staged)
 
-    def _map(self, live: Live, staged: Staged, undo: _Undo) -> dict[int, int]:
-        """Point parameters at the payload; gives those that were."""
+    def _map(self, live: Live, staged: Staged, undo: _Undo) -> list[Tensor] | None:
+        """Point parameters at the payload; gives the memory they have now, or None if none was to be mapped."""
         if self.mode is Mode.COPY or not live.mappable:
-            return {}
+            return None
+        parameters = [live.tensors[index] for index in live.mappable]
         # Out of a caller's inference mode, in which a parameter's data may not be replaced by a normal tensor.
         with torch.inference_mode(False), torch.no_grad():
             found = self._views(live.layout, staged.payload)
-            for index, source in live.mappable.items():
-                parameter = live.tensors[index]
-                undo.data.append((parameter, parameter.data))
-                parameter.data = found[source]
-            torch.autograd.graph.increment_version([live.tensors[index] for index in live.mappable])
-        return live.mappable
+            given = [found[source] for source in live.mappable.values()]
+            undo.remember(parameters, live.given)
+            for parameter, data in zip(parameters, given, strict=True):
+                parameter.data = data
+            torch.autograd.graph.increment_version(parameters)
+        return given
 
     def _views(self, layout: Layout, payload: memoryview) -> list[Tensor]:
         if not _is_mappable(payload):
@@ -192,7 +197,7 @@ class _Undo:
     """How to go back: parameters' old memory, and modules' old extra state."""
 
     def __init__(self) -> None:
-        self.data: list[tuple[Tensor, Tensor]] = []
+        self._data: list[tuple[Tensor, Tensor]] = []
         self._extras: list[tuple[str, ExtraSlot, bytes]] = []
 
     def set(self, module: str, slot: ExtraSlot, value: ExtraState) -> None:
@@ -200,10 +205,15 @@ class _Undo:
         self._extras.append((module, slot, encode_extras({module: slot.get()})))
         slot.set(value)
 
+    def remember(self, parameters: list[Tensor], given: list[Tensor] | None) -> None:
+        """Remember the memory of parameters that are about to get other; `given`: which it is, where that is known."""
+        memory = given or [parameter.data for parameter in parameters]
+        self._data = list(zip(parameters, memory, strict=True))
+
     def all(self, cause: BaseException) -> None:
         """Undo everything, or raise SwapBroken."""
         with torch.inference_mode(False), torch.no_grad():
-            for parameter, data in reversed(self.data):
+            for parameter, data in self._data:
                 parameter.data = data
         for module, slot, before in reversed(self._extras):
             try:

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from data_samples import ARRANGEMENTS, Policy, bits, packed, sample, sampled_dicts, snapshot, trained
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictParams
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ def test_every_bit_of_a_dict_becomes_live(mode: Mode, found: dict[str, tuple[Ten
 
 
 @modes
+@settings(max_examples=20)
 @given(st.integers(0, 1000))
 def test_a_policy_is_served_whole(mode: Mode, seed: int) -> None:
     source, worker = trained(seed), trained(seed + 1)
