@@ -14,65 +14,90 @@ In a worker::
         receiver.receive()                       # between forward passes; True: a new version is live
 """
 
-from weightsync._tables import Delivery, RefusalKind, State
-from weightsync.errors import (
-    AckTimeoutError,
-    ConfigurationError,
-    LayoutError,
-    MissingExtraError,
-    ModelPathError,
-    ProtocolError,
-    RefusedError,
-    StateError,
-    SyncError,
-    TransportError,
-    WeightSyncError,
-    WorkerLostError,
-)
-from weightsync.layout import Layout
-from weightsync.options import OnFailure, OnPending
-from weightsync.receiver import WeightReceiver
-from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
-from weightsync.schemes.base import WeightSyncScheme
-from weightsync.schemes.none import NoWeightSyncScheme
-from weightsync.schemes.pipes import MultiProcessWeightSyncScheme
-from weightsync.schemes.shared import SharedMemWeightSyncScheme
-from weightsync.sender import WeightSender
-from weightsync.strategy import WeightStrategy
-from weightsync.timing import Timeout
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weightsync._tables import Delivery as Delivery
+    from weightsync._tables import RefusalKind as RefusalKind
+    from weightsync._tables import State as State
+    from weightsync.errors import AckTimeoutError as AckTimeoutError
+    from weightsync.errors import ConfigurationError as ConfigurationError
+    from weightsync.errors import LayoutError as LayoutError
+    from weightsync.errors import MissingExtraError as MissingExtraError
+    from weightsync.errors import ModelPathError as ModelPathError
+    from weightsync.errors import ProtocolError as ProtocolError
+    from weightsync.errors import RefusedError as RefusedError
+    from weightsync.errors import StateError as StateError
+    from weightsync.errors import SyncError as SyncError
+    from weightsync.errors import TransportError as TransportError
+    from weightsync.errors import WeightSyncError as WeightSyncError
+    from weightsync.errors import WorkerLostError as WorkerLostError
+    from weightsync.layout import Layout as Layout
+    from weightsync.options import OnFailure as OnFailure
+    from weightsync.options import OnPending as OnPending
+    from weightsync.options import Verify as Verify
+    from weightsync.receiver import WeightReceiver as WeightReceiver
+    from weightsync.report import Evidence as Evidence
+    from weightsync.report import Outcome as Outcome
+    from weightsync.report import OutcomeKind as OutcomeKind
+    from weightsync.report import SyncReport as SyncReport
+    from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
+    from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
+    from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
+    from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
+    from weightsync.sender import WeightSender as WeightSender
+    from weightsync.strategy import WeightStrategy as WeightStrategy
+    from weightsync.timing import Timeout as Timeout
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AckTimeoutError",
-    "ConfigurationError",
-    "Delivery",
-    "Evidence",
-    "Layout",
-    "LayoutError",
-    "MissingExtraError",
-    "ModelPathError",
-    "MultiProcessWeightSyncScheme",
-    "NoWeightSyncScheme",
-    "OnFailure",
-    "OnPending",
-    "Outcome",
-    "OutcomeKind",
-    "ProtocolError",
-    "RefusalKind",
-    "RefusedError",
-    "SharedMemWeightSyncScheme",
-    "State",
-    "StateError",
-    "SyncError",
-    "SyncReport",
-    "Timeout",
-    "TransportError",
-    "WeightReceiver",
-    "WeightSender",
-    "WeightStrategy",
-    "WeightSyncError",
-    "WeightSyncScheme",
-    "WorkerLostError",
-    "__version__",
-]
+# Importing torch and tensordict takes seconds. A name brings its module when it is first asked for, so that the command
+# line, whose `check` needs neither, starts at once.
+_HOMES = {
+    "Delivery": "_tables",
+    "RefusalKind": "_tables",
+    "State": "_tables",
+    "AckTimeoutError": "errors",
+    "ConfigurationError": "errors",
+    "LayoutError": "errors",
+    "MissingExtraError": "errors",
+    "ModelPathError": "errors",
+    "ProtocolError": "errors",
+    "RefusedError": "errors",
+    "StateError": "errors",
+    "SyncError": "errors",
+    "TransportError": "errors",
+    "WeightSyncError": "errors",
+    "WorkerLostError": "errors",
+    "Layout": "layout",
+    "OnFailure": "options",
+    "OnPending": "options",
+    "Verify": "options",
+    "WeightReceiver": "receiver",
+    "Evidence": "report",
+    "Outcome": "report",
+    "OutcomeKind": "report",
+    "SyncReport": "report",
+    "WeightSyncScheme": "schemes.base",
+    "NoWeightSyncScheme": "schemes.none",
+    "MultiProcessWeightSyncScheme": "schemes.pipes",
+    "SharedMemWeightSyncScheme": "schemes.shared",
+    "WeightSender": "sender",
+    "WeightStrategy": "strategy",
+    "Timeout": "timing",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

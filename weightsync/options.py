@@ -28,6 +28,15 @@ class OnPending(enum.Enum):
     SUPERSEDE = "supersede"
 
 
+class Verify(enum.Enum):
+    """What a receiver compares before it applies a version; layout and length always."""
+
+    #: The xxh3-128 digest of all that arrived, too.
+    DIGEST = "digest"
+    #: Nothing else.
+    LAYOUT = "layout"
+
+
 Option = TypeVar("Option", bound=enum.Enum)
 
 

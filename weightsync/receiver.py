@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing.context
 import threading
 import traceback
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
-from weightsync.context import held
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.receiver import Pending, ReceiverDriver
 from weightsync.errors import ConfigurationError, LayoutError, TransportError, WeightSyncError
@@ -22,36 +19,17 @@ from weightsync.messages import Ack, Refusal
 from weightsync.packing import digest, digest_of
 from weightsync.paths import _resolve_model
 from weightsync.protocol import receiver as pure
-from weightsync.strategy import WeightStrategy
-from weightsync.target import Mode, SwapBroken, Target
+from weightsync.side import Side, pipes_travel
+from weightsync.target import SwapBroken, Target
 from weightsync.timing import Deadline, Stopwatch
-from weightsync.transports.base import Link, wait
-from weightsync.transports.fork import forget_after_fork
+from weightsync.transports.base import wait
 from weightsync.transports.user import UserMessages
 from weightsync.weights import layout_of, read_weights
 
 logger = logging.getLogger("weightsync")
 
 
-class Wiring(Protocol):
-    """What a receiver needs of its scheme."""
-
-    @property
-    def strategy(self) -> WeightStrategy:
-        """How weights given by hand are applied to a model."""
-
-    @property
-    def apply_mode(self) -> Mode:
-        """How arrived weights become live."""
-
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        """A link to the sender behind ``endpoint``: a pipe's end, or a context that has one."""
-
-    def user_messages(self, endpoint: Any) -> UserMessages:
-        """The user's own messages on the pipe behind ``endpoint``."""
-
-
-class WeightReceiver:
+class WeightReceiver(Side):
     """Takes in the weights of one model in a worker.
 
     A strict state machine (`state`). Versions are applied in the thread that calls `receive`, whole or not at all;
@@ -61,35 +39,19 @@ class WeightReceiver:
         scheme: the scheme that wires it.
     """
 
-    def __init__(self, scheme: Wiring) -> None:
-        self._scheme = scheme
-        self._model_id = "policy"
-        self._context = held(None)
-        self._model: Any = None
-        self._endpoint: Any = None
-        self._begin()
+    _driver: ReceiverDriver
 
     def _begin(self) -> None:
+        self._model: Any = None
+        self._endpoint: Any = None
         self._driver = ReceiverDriver(self._model_id)
         self._target: Target | None = None
         self._serving = threading.RLock()
         self._inside: int | None = None
         #: Why the last version that was refused did not fit; empty: none was refused.
         self.last_refusal = ""
-        forget_after_fork(self)
 
     # ------------------------------------------------------------------------------------------- wiring
-
-    def set_context(self, context: Any, model_id: str | None = None) -> None:
-        """Say where model paths are resolved (held weakly), and which model is received.
-
-        Raises:
-            StateError: the model's id is given after a handshake was made.
-        """
-        if model_id is not None and model_id != self._model_id:
-            next_state(RECEIVER_ROWS, self.state, ReceiverInput.CONNECT)
-            self._model_id = self._driver.model_id = model_id
-        self._context = held(context)
 
     def register_model(self, model: Any) -> None:
         """Say what the weights are applied to.
@@ -117,7 +79,6 @@ class WeightReceiver:
         self._driver.add_link(self._scheme.lay_link(pipe_or_context, self._model_id, "the sender"))
         self._endpoint = pipe_or_context
 
-    _set_context = set_context
     _register_model = register_model
     _register_worker_transport = register_worker_transport
 
@@ -162,19 +123,25 @@ class WeightReceiver:
             weights: a TensorDict or dict, nested or flat dotted.
 
         Raises:
+            StateError: the receiver is closed.
             ConfigurationError: no model is registered, or an unsupported type of weights.
             LayoutError: they do not fit; nothing was changed.
         """
         target = self._destination()
         with Shield(self._driver.waker.fire), self._driver.lock:
+            next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
             self._driver.pump()
             pending = self._driver.pending
             if pending is not None and pending.update.digest == self._digest_of(weights):
                 self._apply(target)
                 return
             with self._serving:
-                self._scheme.strategy.apply_weights(self._model, weights)
-            self._driver.spoil()
+                try:
+                    self._scheme.strategy.apply_weights(self._model, weights)
+                except SwapBroken:
+                    self._driver.spoil()
+                    raise
+                self._driver.spoil()
             if pending is not None:
                 self._refuse(pending, "other weights were applied by hand", "")
 
@@ -193,25 +160,7 @@ class WeightReceiver:
         with Shield(self._driver.waker.fire):
             self._driver.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # ------------------------------------------------------------------------------------------- reading
-
-    @property
-    def state(self) -> State:
-        """One of the five states."""
-        return self._driver.machine.state
-
-    @property
-    def model_id(self) -> str:
-        """The model whose weights are received."""
-        return self._model_id
 
     @property
     def model(self) -> Any:
@@ -249,30 +198,13 @@ class WeightReceiver:
 
     # -------------------------------------------------------------------------------------------- copies
 
-    def __getstate__(self) -> dict[str, Any]:
-        spawning = multiprocessing.context.get_spawning_popen() is not None
-        return {
-            "scheme": self._scheme,
-            "model_id": self._model_id,
-            "model": self._model if isinstance(self._model, str) else None,
-            "endpoint": self._endpoint if spawning else None,
-        }
+    def _travelling(self) -> tuple[str | None, Any]:
+        return (self._model if isinstance(self._model, str) else None), (self._endpoint if pipes_travel() else None)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._scheme = state["scheme"]
-        self._model_id = state["model_id"]
-        self._context = held(None)
-        self._model = state["model"]
-        self._endpoint = None
-        self._begin()
-        if state["endpoint"] is not None:
-            self.register_worker_transport(state["endpoint"])
-
-    def forget(self) -> None:
-        """Become a copy: called in a forked child, which says no Bye and closes nothing of its parent's."""
-        self._context = held(None)
-        self._model = self._endpoint = None
-        self._begin()
+    def _arrived(self, own: tuple[str | None, Any]) -> None:
+        self._model, endpoint = own
+        if endpoint is not None:
+            self.register_worker_transport(endpoint)
 
     # ----------------------------------------------------------------------------------------- internals
 
@@ -312,32 +244,36 @@ class WeightReceiver:
     def _apply(self, target: Target) -> bool:
         pending, stopwatch = self._driver.pending, Stopwatch()
         assert pending is not None
-        try:
-            digest = self._verified(pending)
-            staged = target.stage(pending.layout, pending.payload, pending.update.extras)
-            with self._serving:
+        # The serving lock is held until `version` names what is live: no reader may see the two differ.
+        with contextlib.ExitStack() as swapping:
+            try:
+                digest = self._verified(pending)
+                staged = target.stage(pending.layout, pending.payload, pending.update.extras)
+                swapping.enter_context(self._serving)
                 target.swap(staged)
-        except SwapBroken as error:
-            self._driver.take(pure.Broken())
-            raise WeightSyncError(
-                f"version {pending.update.version} of {self._model_id!r} was swapped in half and could not be undone: "
-                f"the model serves nothing, the receiver is closed. Cause: {error}"
-            ) from error
-        except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
-            self._refuse(pending, str(error), traceback.format_exc())
-            return False
-        self._driver.take(
-            pure.Applied(
-                Ack(
-                    model_id=self._model_id,
-                    incarnation=pending.update.incarnation,
-                    version=pending.update.version,
-                    digest=digest,
-                    seconds=stopwatch.seconds,
-                )
-            )
-        )
+            except SwapBroken as error:
+                self._driver.break_down()
+                raise self._broken(pending, error) from error
+            except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
+                self._refuse(pending, str(error), traceback.format_exc())
+                return False
+            self._driver.take(pure.Applied(self._ack(pending, digest, stopwatch.seconds)))
         return True
+
+    def _broken(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
+        return WeightSyncError(
+            f"version {pending.update.version} of {self._model_id!r} was swapped in half and could not be undone: "
+            f"the model serves nothing, the receiver is closed. Cause: {error}"
+        )
+
+    def _ack(self, pending: Pending, digest: bytes, seconds: float) -> Ack:
+        return Ack(
+            model_id=self._model_id,
+            incarnation=pending.update.incarnation,
+            version=pending.update.version,
+            digest=digest,
+            seconds=seconds,
+        )
 
     def _verified(self, pending: Pending) -> bytes:
         """The digest of what arrived, if the sender named one."""

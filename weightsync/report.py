@@ -92,9 +92,9 @@ class SyncReport:
     not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        head = f"version {self.version} of {self.model_id!r}" if self.version else f"{self.model_id!r}: nobody to send to"
+        sent = f"version {self.version} of" if self.version else "nothing sent of"
         told = ", ".join(f"worker {worker}: {outcome}" for worker, outcome in self.outcomes.items())
-        return f"{head} [{told}] {self.nbytes} bytes in {self.preparing + self.transferring:.3f} s"
+        return f"{sent} {self.model_id!r} [{told}] {self.nbytes} bytes in {self.preparing + self.transferring:.3f} s"
 
     def __getitem__(self, worker_id: int) -> Outcome:
         return self.outcomes[worker_id]

@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-import multiprocessing.context
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Protocol, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from weightsync._tables import SENDER_ROWS, SenderInput, State
-from weightsync.context import held
 from weightsync.driving.interrupts import Shield
-from weightsync.driving.packing import Packed, Packer
+from weightsync.driving.packing import Packed
 from weightsync.driving.reporter import Reporter
 from weightsync.driving.sender import SenderDriver
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.layout import Layout
 from weightsync.machine import next_state
 from weightsync.options import OnFailure, OnPending, option
 from weightsync.protocol import sender as pure
 from weightsync.report import OutcomeKind, SyncReport
-from weightsync.strategy import WeightStrategy
+from weightsync.side import Side, pipes_travel, require_worker_id
 from weightsync.timing import Deadline, Stopwatch, Timeout, new_incarnation
-from weightsync.transports.base import Link, wait
-from weightsync.transports.fork import forget_after_fork
+from weightsync.transports.base import wait
 from weightsync.transports.user import UserMessages
 
 
-class Wiring(Protocol):
-    """What a sender needs of its scheme."""
-
-    @property
-    def strategy(self) -> WeightStrategy:
-        """How weights are taken from a model."""
-
-    @property
-    def packer(self) -> Packer:
-        """A new packer, with buffers of the kind that the scheme's links carry best."""
-
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        """A link to the worker behind ``endpoint``: a pipe's end, or a context that has one."""
-
-    def user_messages(self, endpoint: Any) -> UserMessages:
-        """The user's own messages on the pipe behind ``endpoint``."""
-
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """The weights that a send with these arguments means."""
-
-    def published(self, model_id: str, weights: Any) -> None:
-        """Called with each version's weights once it is dispatched."""
-
-
-class WeightSender:
+class WeightSender(Side):
     """Sends the weights of one model to its workers.
 
     A strict state machine (`state`): a call that its state does not allow raises `StateError` and changes nothing.
@@ -60,32 +32,15 @@ class WeightSender:
         scheme: the scheme that wires it.
     """
 
-    def __init__(self, scheme: Wiring) -> None:
-        self._scheme = scheme
-        self._model_id = "policy"
-        self._context = held(None)
-        self._fence = 0
-        self._endpoints: dict[int, Any] = {}
-        self._begin()
+    _driver: SenderDriver
 
     def _begin(self) -> None:
+        self._endpoints: dict[int, Any] = {}
         self._driver = SenderDriver(self._model_id)
         self._reporter = Reporter(self._driver)
         self._packer = self._scheme.packer
-        forget_after_fork(self)
 
     # ------------------------------------------------------------------------------------------- wiring
-
-    def set_context(self, context: Any, model_id: str | None = None) -> None:
-        """Say where models are found (held weakly), and which one is sent.
-
-        Raises:
-            StateError: the model's id is given after the links were laid.
-        """
-        if model_id is not None and model_id != self._model_id:
-            next_state(SENDER_ROWS, self.state, SenderInput.CONNECT)
-            self._model_id = self._driver.model_id = model_id
-        self._context = held(context)
 
     def add_worker(self, worker_id: int, pipe_or_context: Any) -> None:
         """Put a worker on the roll, or give one that is on it a new link. Never waits.
@@ -101,8 +56,7 @@ class WeightSender:
             ConfigurationError: no link can be made of it.
         """
         next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
-        if isinstance(worker_id, bool) or not isinstance(worker_id, int) or worker_id < 0:
-            raise ConfigurationError(f"a worker's id is an int of 0 or more, not {worker_id!r}.")
+        worker_id = require_worker_id(worker_id)
         link = self._scheme.lay_link(pipe_or_context, self._model_id, f"worker {worker_id}")
         self._endpoints[worker_id] = pipe_or_context
         with Shield(self._driver.waker.fire):
@@ -121,7 +75,6 @@ class WeightSender:
 
     register_worker = add_worker
     _register_worker = add_worker
-    _set_context = set_context
 
     def connect(self, fence: int | None = None) -> None:
         """Lay the links: each holds our Hello where its worker will find it. Never waits for a worker.
@@ -132,7 +85,7 @@ class WeightSender:
         Raises:
             StateError: the links were laid already, or the sender is closed.
         """
-        incarnation = new_incarnation(max(self._fence, fence or 0))
+        incarnation = new_incarnation(fence or 0)
         with Shield(self._driver.waker.fire), self._driver.lock:
             if self._driver.layout is None:
                 self._driver.layout = self._known_layout()
@@ -142,8 +95,8 @@ class WeightSender:
         """The layout of the registered model, if there is one already."""
         try:
             weights = self._scheme.prepare_weights(None, self._model_id, self._scheme.strategy, self._context())
-        except ConfigurationError:
-            return None
+        except (ConfigurationError, LayoutError):
+            return None  # the first send will say why
         return self._packer.layout_of(weights)
 
     # ------------------------------------------------------------------------------------------ sending
@@ -238,9 +191,11 @@ class WeightSender:
         """
         deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
         with Shield(self._driver.waker.fire) as shield:
-            self._driver.pump()
-            self._driver.take(pure.Wait())
-            return self._wait_for(self._driver.data.version, deadline, failing, shield)
+            with self._driver.lock:
+                self._driver.pump()
+                self._driver.take(pure.Wait())
+                version = self.version
+            return self._wait_for(version, deadline, failing, shield)
 
     def update_weights(self, weights: Any) -> SyncReport:
         """Send weights to all workers: the older name of ``send(weights=weights)``."""
@@ -262,7 +217,7 @@ class WeightSender:
         Raises:
             StateError: nothing is outstanding, or somebody waits for it.
         """
-        with Shield(self._driver.waker.fire):
+        with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             self._driver.take(pure.Abandon())
             return self._reporter.concluded(self.version)
@@ -279,25 +234,7 @@ class WeightSender:
             self._packer.close()
             self._endpoints.clear()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # ------------------------------------------------------------------------------------------- reading
-
-    @property
-    def state(self) -> State:
-        """One of the five states."""
-        return self._driver.machine.state
-
-    @property
-    def model_id(self) -> str:
-        """The model whose weights are sent."""
-        return self._model_id
 
     @property
     def version(self) -> int:
@@ -328,42 +265,26 @@ class WeightSender:
         """The user's own messages on a worker's pipe, with the methods of a connection.
 
         Raises:
+            StateError: the sender is closed.
             ConfigurationError: it is not on the roll, or has no pipe.
         """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
         pure.known(self._driver.data, worker_id)
         return self._scheme.user_messages(self._endpoints[worker_id])
 
     def digest(self) -> bytes:
         """The xxh3-128 digest of the newest version's weights as they travelled, 16 bytes; empty: none is kept."""
         packed = self._driver.packed(self.version)
-        return packed.digest if packed else b""
+        return packed.digested() if packed else b""
 
     # ------------------------------------------------------------------------------------------- copies
 
-    def __getstate__(self) -> dict[str, Any]:
-        spawning = multiprocessing.context.get_spawning_popen() is not None
-        return {
-            "scheme": self._scheme,
-            "model_id": self._model_id,
-            "fence": self._fence,
-            "endpoints": dict(self._endpoints) if spawning else {},
-        }
+    def _travelling(self) -> dict[int, Any]:
+        return dict(self._endpoints) if pipes_travel() else {}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._scheme = state["scheme"]
-        self._model_id = state["model_id"]
-        self._context = held(None)
-        self._fence = state["fence"]
-        self._endpoints = {}
-        self._begin()
-        for worker_id, endpoint in state["endpoints"].items():
+    def _arrived(self, own: dict[int, Any]) -> None:
+        for worker_id, endpoint in own.items():
             self.add_worker(worker_id, endpoint)
-
-    def forget(self) -> None:
-        """Become a copy: called in a forked child, which says no Bye and closes nothing of its parent's."""
-        self._endpoints = {}
-        self._context = held(None)
-        self._begin()
 
     # ----------------------------------------------------------------------------------------- internals
 
@@ -375,29 +296,34 @@ class WeightSender:
         deadline: Deadline,
         pending: OnPending,
     ) -> Packed | None:
-        """Check that the call is allowed and pack the weights; None: the roll is empty."""
-        self._driver.pump()
+        """Check that the call is allowed, pack the weights and make way for them; None: the roll is empty."""
+        with Shield(self._driver.waker.fire):
+            self._driver.pump()
         if self.state is State.UNINITIALIZED and self._endpoints:
             self.connect()
-        if self.state is State.PENDING_ASYNC:
-            self._make_way(deadline, pending)
-        next_state(SENDER_ROWS, self.state, asked)
+        in_the_way = self.state is State.PENDING_ASYNC and pending is not OnPending.RAISE
+        next_state(SENDER_ROWS, State.READY if in_the_way else self.state, asked)
         if targets is None and not self._driver.data.roll:
             return None
         pure.targets_of(self._driver.data, targets)
-        prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, self._context())
-        packed = self._packer.pack(prepared)
-        self._scheme.published(self._model_id, prepared)
-        return packed
+        if in_the_way and pending is OnPending.WAIT:
+            self.wait_async(timeout=deadline.remaining)
+        return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
 
-    def _make_way(self, deadline: Deadline, pending: OnPending) -> None:
-        match pending:
-            case OnPending.WAIT:
-                self.wait_async(timeout=deadline.remaining)
-            case OnPending.SUPERSEDE:
+    def _pack(self, weights: Any, superseding: bool) -> Packed:
+        """Pack the weights. What is outstanding is given up only when nothing can refuse them any more."""
+        # A context that was collected is missed only where it is asked.
+        context = self._context() if weights is None or isinstance(weights, str) else None
+        prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, context)
+        packed = self._packer.pack(prepared)
+        try:
+            self._scheme.published(self._model_id, prepared)
+            if superseding:
                 self._reporter.superseded(self.abandon())
-            case OnPending.RAISE:
-                pass  # the look-up that follows refuses
+        except BaseException:
+            self._packer.handed_over(packed)
+            raise
+        return packed
 
     def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, preparing: float) -> int:
         try:
@@ -430,6 +356,5 @@ class WeightSender:
 def _targets(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if worker_ids is None:
         return None
-    if isinstance(worker_ids, int):
-        return (worker_ids,)
-    return tuple(worker_ids)
+    given = worker_ids if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str) else (worker_ids,)
+    return tuple(require_worker_id(worker_id) for worker_id in given)

@@ -147,7 +147,7 @@ def test_whatever_is_rendered_is_formatted_and_means_the_same(text, tmp_path, ol
     rendered = generate.render(odd, {})["weightsync/_tables.py"]
     (tmp_path / "tables.py").write_text(rendered, encoding="utf-8")
 
-    settings = ["--isolated", "--line-length=110", "--target-version=py311"]
+    settings = ["--isolated", "--line-length=120", "--target-version=py311"]
     ruff = [sys.executable, "-m", "ruff"]
     done = subprocess.run(
         [*ruff, "format", "--diff", *settings, "tables.py"], cwd=tmp_path, capture_output=True, check=False

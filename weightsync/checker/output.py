@@ -19,9 +19,7 @@ _DEPTH = re.compile(r"search is ([\d,]+)")
 _STEP = re.compile(r"^(\d+): (?:Back to state: )?(?:<(.*)>|(.*))$")
 _ACTION = re.compile(r"^(\w+) line \d+, col \d+ to line \d+, col \d+ of module (\w+)$")
 _VARIABLE = re.compile(r"^(?:/\\ )?(\w+) = (.*)$")
-_COVERED = re.compile(
-    r"^<(\w+) line (\d+), col \d+ to line \d+, col \d+ of module (\w+)(?: \([^)]*\))?>: (\d+):(\d+)"
-)
+_COVERED = re.compile(r"^<(\w+) line (\d+), col \d+ to line \d+, col \d+ of module (\w+)(?: \([^)]*\))?>: (\d+):(\d+)")
 _VIOLATED = re.compile(r"^(?:Invariant|Action property|Assumption|Property) (.*?) is (?:violated|false)")
 _ERROR = 1
 _WARNING = 3

@@ -42,7 +42,7 @@ class Job:
 
     Attributes:
         folder: where the modules lie.
-        module: the root module's file name.
+        module: the root module.
         config: the configuration's file name.
         workers: TLC's threads.
         timeout: seconds until it is given up.
@@ -80,7 +80,7 @@ def by_hand(job: Job) -> str:
     """Return the shell line that runs the same by hand, in the model's folder."""
     return (
         f'cd {job.folder} && T=$(mktemp -d) && java -Djava.io.tmpdir=$T -cp "$TLA2TOOLS_JAR" tlc2.TLC'
-        f" -workers {job.workers} -metadir $T -config {job.config} {job.module}"
+        f" -workers {job.workers} -metadir $T -config {job.config} {job.module}.tla"
     )
 
 
@@ -147,17 +147,15 @@ def _command(toolchain: Toolchain, job: Job, folder: str) -> list[str]:
     # A parent that is killed outright cannot tidy up: the kernel then ends the JVM.
     guard = shutil.which("setpriv")
     command = [guard, "--pdeathsig", "KILL"] if guard else []
-    command += [str(toolchain.java), "-XX:+UseParallelGC", f"-Djava.io.tmpdir={folder}"]
+    command += [str(toolchain.java), "-XX:+UseParallelGC", "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
     command += ["-cp", str(toolchain.jar), "tlc2.TLC", "-tool"]
     command += ["-workers", str(job.workers), "-metadir", f"{folder}/meta", "-config", job.config]
     if job.coverage is Coverage.COUNTED:
         command += ["-coverage", "1"]
-    return [*command, job.module]
+    return [*command, f"{job.module}.tla"]
 
 
-def _follow(
-    process: subprocess.Popen[str], progressed: Callable[[Findings], None]
-) -> tuple[Findings, tuple[str, ...]]:
+def _follow(process: subprocess.Popen[str], progressed: Callable[[Findings], None]) -> tuple[Findings, tuple[str, ...]]:
     reader, findings = MessageReader(), Findings()
     assert process.stdout is not None
     with process.stdout:

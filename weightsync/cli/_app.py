@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import Annotated
 
 import typer
 
+from weightsync import __version__
+
 #: The sub-commands, in the order in which help shows them.
-COMMANDS = ("check",)
+COMMANDS = ("demo", "check")
 
 
 def build() -> typer.Typer:
@@ -30,15 +31,8 @@ def build() -> typer.Typer:
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"weightsync {_version()}")
+        typer.echo(f"weightsync {__version__}")
         raise typer.Exit
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("weightsync")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _weightsync(

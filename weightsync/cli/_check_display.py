@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.checker import Configuration, Progress, Verdict
+from weightsync.checker import Configuration, Expected, Progress, Verdict, due
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 24
@@ -118,11 +118,9 @@ def display(console: Console, total: int) -> PlainDisplay:
 
 def _bar(row: _Row) -> ProgressBar:
     pinned = row.configuration.pinned
-    if row.progress is None or pinned is None or row.configuration.violates:
+    if row.progress is None or pinned is None or row.configuration.expected is not Expected.PASS:
         return ProgressBar(total=None, pulse=True, width=_BAR_WIDTH)
-    return ProgressBar(
-        total=pinned.distinct, completed=min(_estimate(row), pinned.distinct), width=_BAR_WIDTH
-    )
+    return ProgressBar(total=pinned.distinct, completed=min(_estimate(row), pinned.distinct), width=_BAR_WIDTH)
 
 
 def _estimate(row: _Row) -> int:
@@ -148,8 +146,8 @@ def verdict_line(verdict: Verdict) -> Text:
     if counts:
         line.append(f"  {counts} distinct states")
     line.append(f"  {_seconds(verdict)}", style="cyan")
-    if verdict.configuration.violates and verdict.as_expected:
-        line.append(f"  violates {verdict.configuration.violates}, as it must", style="dim")
+    if verdict.configuration.expected is not Expected.PASS and verdict.as_expected:
+        line.append(f"  {due(verdict.configuration)}, as it must be", style="dim")
     for complaint in verdict.complaints:
         line.append(f"\n    {complaint}", style="red")
     return line
@@ -187,9 +185,10 @@ def results(verdicts: Iterable[Verdict]) -> Table:
 def listing(configurations: Sequence[Configuration]) -> Table:
     """Return the table of configurations, none of them run."""
     table = Table(header_style="bold")
-    for heading in ("configuration", "set", "must", "guarantees", "what for"):
+    for heading in ("configuration", "kind", "set", "TLC must find", "guarantees", "what for"):
         table.add_column(heading, overflow="fold")
     for found in configurations:
-        must = f"violate {found.violates}" if found.violates else "hold"
-        table.add_row(found.name, found.tier.value, must, " ".join(found.guarantees), Text(found.why))
+        table.add_row(
+            found.name, found.purpose.value, found.tier.value, due(found), " ".join(found.guarantees), Text(found.why)
+        )
     return table

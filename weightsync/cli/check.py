@@ -40,9 +40,7 @@ _TOOL_MISSING = 2
 def check(  # noqa: PLR0917
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="NAME", help="Configurations to run; the quick ones if none.", show_default=False
-        ),
+        typer.Argument(metavar="NAME", help="Configurations to run; the quick ones if none.", show_default=False),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Run every configuration.")] = False,
     show: Annotated[bool, typer.Option("--list", help="Show the configurations, and run none.")] = False,
@@ -68,17 +66,13 @@ def check(  # noqa: PLR0917
     """
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     manifest = Manifest.read(model or find_model())
-    chosen = (
-        manifest.select(names) if names else manifest.tier(Tier.FULL if everything or show else Tier.QUICK)
-    )
+    chosen = manifest.select(names) if names else manifest.tier(Tier.ALL if everything or show else Tier.QUICK)
     if show:
         console.print(listing(chosen))
         return
     verdicts = _run(manifest, chosen, console, Coverage.COUNTED if coverage else Coverage.NOT_COUNTED)
     if report:
-        report.write_text(
-            json.dumps([record(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8"
-        )
+        report.write_text(json.dumps([record(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8")
     if repin:
         verdicts = _pin(manifest, verdicts, console)
     _tell(manifest, verdicts, console)
@@ -89,16 +83,17 @@ def check(  # noqa: PLR0917
         raise typer.Exit(_DIFFERS)
 
 
-def _run(
-    manifest: Manifest, chosen: Sequence[Configuration], console: Console, coverage: Coverage
-) -> list[Verdict]:
+def _run(manifest: Manifest, chosen: Sequence[Configuration], console: Console, coverage: Coverage) -> list[Verdict]:
     try:
         toolchain = find_toolchain()
     except ToolMissingError as error:
         typer.echo(f"weightsync: {error}", err=True)
         raise typer.Exit(_TOOL_MISSING) from error
-    with _ended_by_signals(), display(console, len(chosen)) as shown:
-        return Suite(toolchain, manifest, shown, coverage).run(chosen)
+    try:
+        with _ended_by_signals(), display(console, len(chosen)) as shown:
+            return Suite(toolchain, manifest, shown, coverage).run(chosen)
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
 
 
 @contextlib.contextmanager
@@ -124,9 +119,7 @@ def _pin(manifest: Manifest, verdicts: Sequence[Verdict], console: Console) -> l
     for name, counts in changed.items():
         console.print(f"pinned {name}: {counts.distinct:,} distinct states", markup=False)
     return [
-        replace(verdict, configuration=fresh[verdict.configuration.name], complaints=())
-        if verdict.repin
-        else verdict
+        replace(verdict, configuration=fresh[verdict.configuration.name], complaints=()) if verdict.repin else verdict
         for verdict in verdicts
     ]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsync.extras import encode_extras
 from weightsync.layout import Layout
+from weightsync.options import Verify
 from weightsync.packing import digest, pack
 from weightsync.transports.memory import Buffer, Pool
 from weightsync.weights import layout_of, read_weights
@@ -20,7 +21,7 @@ class Packed:
     layout: Layout
     buffer: Buffer
     extras: bytes
-    #: xxh3-128 of the payload, then of the extra state.
+    #: xxh3-128 of the payload, then of the extra state; empty: not to be verified.
     digest: bytes
 
     @property
@@ -28,11 +29,20 @@ class Packed:
         """Size of the payload in bytes, extra state included."""
         return self.layout.nbytes + len(self.extras)
 
+    def digested(self) -> bytes:
+        """The digest, computed now if it is not to be verified."""
+        return self.digest or digest(self.buffer.view[: self.layout.nbytes], self.extras)
+
 
 class Packer:
-    """Packs the weights of one sender, version after version, by a plan that is made once a layout."""
+    """Packs the weights of one sender, version after version, by a plan that is made once a layout.
 
-    def __init__(self) -> None:
+    Args:
+        verify: whether to digest what is packed.
+    """
+
+    def __init__(self, verify: Verify = Verify.DIGEST) -> None:
+        self._verify = verify
         self._pool = Pool()
         self._lock = threading.Lock()
         self._layout: Layout | None = None
@@ -61,7 +71,8 @@ class Packer:
             buffer.pin(self)
         try:
             pack(read, layout, buffer.view)
-            return Packed(layout, buffer, extras, digest(buffer.view[: layout.nbytes], extras))
+            packed = Packed(layout, buffer, extras, b"")
+            return packed if self._verify is Verify.LAYOUT else replace(packed, digest=packed.digested())
         except BaseException:
             buffer.unpin(self)
             raise

@@ -86,8 +86,15 @@ class ReceiverDriver:
 
     def close(self) -> None:
         """Close for good: every link says Bye and closes, a caller who waits is woken."""
+        self._end(pure.Close())
+
+    def break_down(self) -> None:
+        """Close for good, since the model holds no whole version any more."""
+        self._end(pure.Broken())
+
+    def _end(self, event: pure.Close | pure.Broken) -> None:
         with self.lock:
-            self.take(pure.Close())
+            self.take(event)
             for number in list(self._links):
                 self._close_link(number)
             self.pending = None
@@ -199,6 +206,7 @@ class ReceiverDriver:
             if self.machine.state is State.CLOSED:
                 return
             self.flush()
+            self._finish()
             for number, link in list(self._links.items()):
                 owing = self.machine.state is State.AWAITING_ACK and number == self.data.link
                 if not owing and number in self._links:
@@ -214,7 +222,8 @@ class ReceiverDriver:
         except (ProtocolError, StateError) as error:
             self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, str(error)))
             self._down(number, str(error))
-            raise ProtocolError(str(error)) from error
+            unread = error.unread if isinstance(error, ProtocolError) else b""
+            raise ProtocolError(str(error), unread) from error
         finally:
             self._finish()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from weightsync._tables import State
+from weightsync.driving.backlog import Backlog
 from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.layout import Layout
@@ -40,6 +41,7 @@ class SenderDriver:
         self.layout: Layout | None = None
         self._links: dict[int, tuple[int, Link]] = {}
         self._told: dict[int, bytes] = {}
+        self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
         self._packed: dict[int, Packed] = {}
         self._todo: deque[pure.Effect] = deque()
         self._last_link = 0
@@ -50,9 +52,7 @@ class SenderDriver:
         """Let an event happen, and execute all that follows from it."""
         with self.lock:
             step = self._step(event)
-            while self._todo:
-                self._execute(self._todo.popleft())
-            self._forget()
+            self._finish()
             return step
 
     def _step(self, event: pure.Event) -> pure.Step:
@@ -62,6 +62,11 @@ class SenderDriver:
         if step.input is not None:
             self.machine.fire(step.input)
         return step
+
+    def _finish(self) -> None:
+        while self._todo:
+            self._execute(self._todo.popleft())
+        self._forget()
 
     def dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed) -> int:
         """Send ``packed`` as the next version; returns the version.
@@ -127,8 +132,16 @@ class SenderDriver:
         )
 
     def _update(self, worker: int, link: int, version: int) -> None:
+        if link not in self._links:
+            return
+        delivery = self._links[link][1].delivery
+        # Where answers may be lost, none is proof of anything: a full backlog would never empty.
+        if not delivery.loses and not self._backlogs[link].admit(version):
+            return
         packed = self._packed[version]
-        told = self._told.get(link) == packed.layout.digest
+        # Where an update may come before those sent earlier, or without them, each tells its layout.
+        in_turn = not (delivery.reorders or delivery.loses)
+        told = in_turn and self._told.get(link) == packed.layout.digest
         update = Update(
             model_id=self.model_id,
             incarnation=self.data.incarnation,
@@ -156,6 +169,7 @@ class SenderDriver:
             return
         _, closing = self._links.pop(link)
         self._told.pop(link, None)
+        self._backlogs.pop(link, None)
         bye = Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link")
         try:
             closing.send(bye)
@@ -198,12 +212,21 @@ class SenderDriver:
             case Ack() | Refusal():
                 self._verify(message)
                 yield pure.Answer(worker, number, message)
+                self._catch_up(worker, number, message)
             case Bye():
                 if message.incarnation == self.data.incarnation and worker in self.data.roll:
                     state, reason = self.machine.state, f"said goodbye: {message.reason}"
                     yield from pure.removal(state, self.data, worker, reason)
             case Update():
                 raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
+
+    def _catch_up(self, worker: int, link: int, message: Ack | Refusal) -> None:
+        """Send what waited for this answer."""
+        if link in self._links and message.incarnation == self.data.incarnation:
+            waiting = self._backlogs[link].answered(message.version)
+            if waiting:
+                self._update(worker, link, waiting)
+                self._finish()
 
     def _verify(self, message: Ack | Refusal) -> None:
         """An ack must name the digest of what we sent as that version."""

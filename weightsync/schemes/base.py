@@ -11,6 +11,7 @@ import torch.nn
 from weightsync.context import MISSING, held, optional
 from weightsync.driving.packing import Packer
 from weightsync.errors import ConfigurationError, ModelPathError, StateError
+from weightsync.options import Verify, option
 from weightsync.paths import _resolve_model
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
@@ -28,12 +29,15 @@ class WeightSyncScheme(abc.ABC):
 
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
+        verify: "digest" (default): a receiver compares the digest of what arrived before it applies it; "layout":
+            names, shapes, dtypes and length only.
     """
 
     #: How arrived weights become live.
     apply_mode = Mode.COPY
 
-    def __init__(self, strategy: WeightStrategy | str = "state_dict") -> None:
+    def __init__(self, strategy: WeightStrategy | str = "state_dict", *, verify: Verify | str = Verify.DIGEST) -> None:
+        self._verify = option(Verify, verify)
         self._strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
         self._begin()
 
@@ -110,7 +114,7 @@ class WeightSyncScheme(abc.ABC):
     @property
     def packer(self) -> Packer:
         """A new packer with buffers of the kind that this scheme's links carry best."""
-        return Packer()
+        return Packer(self._verify)
 
     @abc.abstractmethod
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
@@ -143,12 +147,10 @@ class WeightSyncScheme(abc.ABC):
             ConfigurationError: None was given and no model is found.
             ModelPathError: a path does not resolve.
         """
-        context = context if context is not None else self._context()
         found = weights
-        if weights is None:
-            found = self._registered(model_id, context)
-        elif isinstance(weights, str):
-            found = _resolve_model(context, weights)
+        if weights is None or isinstance(weights, str):
+            context = context if context is not None else self._context()
+            found = self._registered(model_id, context) if weights is None else _resolve_model(context, weights)
         return strategy.extract_weights(found) if isinstance(found, torch.nn.Module) else found
 
     def _registered(self, model_id: str, context: Any) -> Any:

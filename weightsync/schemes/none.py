@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Never
 
+from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput
 from weightsync.errors import ConfigurationError, StateError
+from weightsync.machine import next_state
 from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
@@ -29,23 +31,38 @@ class NoSender(WeightSender):
     """Its sends succeed with an empty report; weights are not looked at."""
 
     def send(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
-        """Send nothing."""
-        return self._empty()
+        """Send nothing.
+
+        Raises:
+            StateError: the sender is closed.
+        """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        return self._reporter.empty()
 
     def send_async(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
-        """Send nothing."""
-        return self._empty()
+        """Send nothing.
+
+        Raises:
+            StateError: the sender is closed.
+        """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        return self._reporter.empty()
 
     def wait_async(self, **_: Any) -> SyncReport:
         """Wait for nothing."""
-        return self._empty()
+        return self._reporter.empty()
 
 
 class NoReceiver(WeightReceiver):
     """Never has anything to apply."""
 
     def receive(self, timeout: float | None = 0.001) -> bool:
-        """False, at once."""
+        """False, at once.
+
+        Raises:
+            StateError: the receiver is closed.
+        """
+        next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
         return False
 
     def apply_weights(self, weights: Any) -> None:

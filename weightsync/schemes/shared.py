@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync.errors import LayoutError
+from weightsync.options import Verify
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.strategy import WeightStrategy
 from weightsync.target import Mode
@@ -24,6 +25,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
             receivers do not read it.
         strategy: "tensordict" (default) or "state_dict", or a `WeightStrategy`.
         auto_register: whether a model may be sent that was not registered.
+        verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
     apply_mode = Mode.MAP
@@ -33,8 +35,10 @@ class SharedMemWeightSyncScheme(PipeScheme):
         policy_weights: Mapping[str, Any] | None = None,
         strategy: WeightStrategy | str = "tensordict",
         auto_register: bool = True,
+        *,
+        verify: Verify | str = Verify.DIGEST,
     ) -> None:
-        super().__init__(strategy)
+        super().__init__(strategy, verify=verify)
         self._policy_weights = dict(policy_weights or {})
         self._auto_register = auto_register
 

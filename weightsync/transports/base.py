@@ -7,6 +7,7 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from weightsync._tables import Delivery
@@ -28,6 +29,15 @@ class Received:
     payload: memoryview | None = None
     #: Makes the payload read as it was sent, whatever this process has written over it since.
     refresh: Callable[[], None] = _nothing
+
+
+class Payloads(Enum):
+    """How large payloads travel."""
+
+    #: In shared memory where the link can hand it over, and inline where it cannot.
+    SHARED = "shared"
+    #: With their message, whatever their size.
+    INLINE = "inline"
 
 
 class Link(Protocol):
@@ -107,6 +117,7 @@ class Waker:
         self._lock = threading.RLock()
         self._waiting = 0
         self._closed = False
+        self._pid = os.getpid()
         self._fd: int | None = None
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         forget_after_fork(self)
@@ -118,7 +129,8 @@ class Waker:
     def fire(self) -> None:
         """Wake whoever waits, or the next that will."""
         with self._lock:
-            if self._fd is not None:
+            # A child that closes what it inherited must not wake its parent, with whom it shares the counter.
+            if self._fd is not None and self._pid == os.getpid():
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
-from weightsync.errors import ProtocolError, TransportError
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.transports.base import Waker
 from weightsync.transports.endpoint import Failure, broken, lost, socket_of
 from weightsync.transports.fork import forget_after_fork
@@ -52,7 +52,7 @@ class Channel:
         """
         with _channels_lock:
             channel = _channels.get(id(connection))
-            if channel is None or channel.connection is not connection or connection.closed:
+            if channel is None or channel.connection is not connection:
                 channel = _channels[id(connection)] = cls(connection, socket_of(connection))
             return channel
 
@@ -72,9 +72,11 @@ class Channel:
         """A mailbox for a model, with what has already arrived for it.
 
         Raises:
-            ConfigurationError: the model has one.
+            ConfigurationError: the model has one, or the connection is closed.
         """
         with self._lock:
+            if self._socket is None or self.connection.closed:
+                raise ConfigurationError(f"The connection to {peer} is closed.")
             return self._sorter.register(model_id, peer)
 
     def leave(self, box: Mailbox) -> None:

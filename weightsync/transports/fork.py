@@ -23,9 +23,10 @@ def forget_after_fork(holder: Forgettable) -> None:
 
 
 def _forget_all() -> None:
-    for holder in list(_inherited):
-        holder.forget()
+    holders = list(_inherited)
     _inherited.clear()
+    for holder in holders:
+        holder.forget()
 
 
 os.register_at_fork(after_in_child=_forget_all)

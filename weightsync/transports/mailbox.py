@@ -116,9 +116,7 @@ class Sorter:
             self._strays.append(frame)
         else:
             discard([frame])
-            raise ProtocolError(
-                f"More than {MAX_STRAYS} messages came for models without a link here ({model_id!r})."
-            )
+            raise ProtocolError(f"More than {MAX_STRAYS} messages came for models without a link here ({model_id!r}).")
 
     def signal_all(self) -> None:
         """Wake everybody: something concerns them all."""
@@ -133,6 +131,8 @@ class Sorter:
             self.leave(box)
         discard(self._strays)
         self._strays.clear()
+        if self._user_waker is not None:
+            self._user_waker.close()
 
 
 def discard(frames: Iterable[Frame]) -> None:

@@ -119,9 +119,7 @@ class Mapping:
     def __init__(self, fd: int) -> None:
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
-                raise TransportError(
-                    "The peer's shared memory could shrink under its reader: it is not sealed."
-                )
+                raise TransportError("The peer's shared memory could shrink under its reader: it is not sealed.")
             nbytes = os.fstat(fd).st_size
             self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE)
         except (OSError, ValueError) as error:
@@ -239,9 +237,7 @@ class Pool:
         """
         self._buffers = [buffer for buffer in self._buffers if not buffer.retired]
         free = [buffer for buffer in self._buffers if not buffer.pinned]
-        fitting = sorted(
-            (buffer for buffer in free if buffer.nbytes >= nbytes), key=lambda buffer: buffer.nbytes
-        )
+        fitting = sorted((buffer for buffer in free if buffer.nbytes >= nbytes), key=lambda buffer: buffer.nbytes)
         chosen = fitting[0] if fitting else Buffer(nbytes, self._storage)
         spares = fitting[1 : 1 + SPARE_BUFFERS]
         self._buffers = [buffer for buffer in self._buffers if buffer.pinned]

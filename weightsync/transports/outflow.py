@@ -12,7 +12,7 @@ from typing import Final
 _SHORT: Final = struct.Struct("!i")
 _LONG: Final = struct.Struct("!iQ")
 _SHORT_MAX: Final = 0x7FFFFFFF
-_SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 #: What is written in one call to `Outflow.write`; the rest is for the next, so that no call lasts long.
 _ROUNDS: Final = 256
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -11,7 +10,7 @@ from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Message, SlotRef, Update
-from weightsync.transports.base import Received
+from weightsync.transports.base import Payloads, Received
 from weightsync.transports.channel import Channel
 from weightsync.transports.inflow import Frame
 from weightsync.transports.mailbox import discard
@@ -20,15 +19,6 @@ from weightsync.transports.outflow import Outgoing
 from weightsync.transports.pins import Pins
 from weightsync.transports.sharing import Mapped, Named
 from weightsync.transports.user import UserMessages
-
-
-class Payloads(Enum):
-    """How large payloads travel."""
-
-    #: In shared memory where the connection can hand it over, and inline where it cannot.
-    SHARED = "shared"
-    #: Through the pipe, whatever their size.
-    INLINE = "inline"
 
 
 class PipeLink:
@@ -96,9 +86,7 @@ class PipeLink:
 
     def _send_inline(self, message: Update, payload: Buffer) -> None:
         token = object()
-        frame = Outgoing(
-            wire.encode(message), payload.view[: message.nbytes], done=lambda: payload.unpin(token)
-        )
+        frame = Outgoing(wire.encode(message), payload.view[: message.nbytes], done=lambda: payload.unpin(token))
         payload.pin(token)
         self._channel.put(frame, self._peer)
 
@@ -173,6 +161,7 @@ class PipeLink:
             self._pins.release()
         else:
             self._pins.retire()
+        self._mapped.clear()
         self._channel.leave(self._box)
 
     def _require_open(self) -> None:

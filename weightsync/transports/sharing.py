@@ -61,3 +61,7 @@ class Mapped:
         if len(self._mappings) > MAX_SEGMENTS:
             self._mappings.popitem(last=False)
         return self._mappings[slot.segment]
+
+    def clear(self) -> None:
+        """Map none any more, but for those that something still looks at."""
+        self._mappings.clear()

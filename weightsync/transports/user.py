@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import select
-import time
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from weightsync.errors import TransportError
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.timing import Deadline
 from weightsync.transports.channel import Channel
 from weightsync.transports.outflow import Outgoing
+from weightsync.wire import MAGIC
 
 
 class UserMessages:
@@ -25,12 +26,11 @@ class UserMessages:
 
     def poll(self, timeout: float | None = 0.0) -> bool:
         """Whether `recv` has something to return, or to raise, within ``timeout`` seconds (None: ever)."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(timeout)
         while not self._channel.has_foreign():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            if deadline.passed:
                 return False
-            self._await(left)
+            self._await(deadline.remaining)
         return True
 
     def _await(self, timeout: float | None) -> None:
@@ -80,9 +80,13 @@ class UserMessages:
         """Send bytes, between two frames of ours. Blocks until they have left.
 
         Raises:
+            ConfigurationError: they begin as our own frames do.
             TransportError: the connection is dead or closed.
         """
-        self._put(memoryview(data).cast("B"))
+        view = memoryview(data).cast("B")
+        if bytes(view[: len(MAGIC)]) == MAGIC:
+            raise ConfigurationError(f"Messages that begin with {MAGIC!r} are weightsync's own. Nothing was sent.")
+        self._put(view)
 
     def _put(self, data: memoryview) -> None:
         frame = Outgoing(b"", data)

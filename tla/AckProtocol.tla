@@ -1,0 +1,911 @@
+---------------------------- MODULE AckProtocol ----------------------------
+(***************************************************************************)
+(* The ack protocol: senders, receivers and the links between them.        *)
+(*                                                                         *)
+(* The control state of a sender or receiver moves only through the rows   *)
+(* of Tables.tla.  Each action does what the shipped step does: it names   *)
+(* the input (the guards), looks up the row, and changes the data.  The    *)
+(* names are those of weightsync/protocol/sender.py and receiver.py.       *)
+(*                                                                         *)
+(* A link is <<s, w, k>>: the k-th that sender s laid to worker w.  A      *)
+(* payload is <<incarnation, version, serial>>; serial counts dispatches   *)
+(* and no machine reads it.  It says which weights travelled, so that the  *)
+(* properties need not take the machines' word for it.                     *)
+(***************************************************************************)
+EXTENDS Integers, FiniteSets, Tables
+
+CONSTANTS
+  Senders,     \* 1..n; sender 1 is there from the start, the others are copies or successors
+  Workers,     \* their receivers
+  MaxVersion,  \* dispatches of each sender
+  MaxLink,     \* links that a sender lays to one worker
+  MaxClock,    \* clocks read 1..MaxClock, in any order
+  Reorders,    \* a message may overtake another on its link
+  Duplicates,  \* a message may be handed over again, until its link ends
+  Loses,       \* a message may vanish while its link stays up
+  Lingers,     \* what is on a link when the sender closes its end may still be read, at both ends
+  Features,    \* what may happen: see AllFeatures
+  Without,     \* rules taken out, for the revert tests; {} otherwise
+  Unfair       \* fairness conjuncts taken out; {} otherwise
+
+AllFeatures == {
+  "async",      \* send_async and wait_async
+  "subset",     \* sends that name their targets
+  "deadline",   \* a wait has a deadline
+  "interrupt",  \* an exception leaves the wait
+  "abandon",    \* the caller gives an update up
+  "close",      \* the sender is closed
+  "remove",     \* a worker is taken off the roll
+  "bye",        \* a receiver is closed and says so
+  "refuse",     \* an update does not fit
+  "broken",     \* a swap fails half way
+  "misfit",     \* a handshake does not fit
+  "crash",      \* a worker's process dies; one not yet started again is one that has not yet read anything
+  "wrong",      \* a sender gives up a worker that is well
+  "break",      \* a link breaks between two that are well
+  "copy",       \* copies and successors of senders
+  "death",      \* a sender's process dies
+  "stray"       \* an answer reaches another sender of the same worker
+}
+
+AllRules == {
+  "VersionsNeverReused", "RefusalsRemembered", "LexicographicOrder", "FenceKept", "SameLink", "WaitSettled",
+  "IdleLinksWatched", "UnsentAnswerEndsLink", "LiveTarget", "CloseWakesCaller", "SwapIsOneStep",
+  "PendingNeverEndsItself", "NamesIncarnation", "WholeSwap", "CopyStartsEmpty", "OnlyTargets", "ClosedIsClosed",
+  "JoinCatchesUp", "OneOutstanding", "RefusalIsNoAck"
+}
+
+ASSUME Features \subseteq AllFeatures
+ASSUME Without \subseteq AllRules
+ASSUME \E d \in Deliveries : d.reorders = Reorders /\ d.duplicates = Duplicates /\ d.loses = Loses
+ASSUME RefusalKinds = {"REFUSED", "SUPERSEDED", "STALE", "FENCED"}
+
+VARIABLES
+  sstate,   \* sstate[s]: control state
+  sdata,    \* sdata[s]: what the sender remembers beside it
+  slife,    \* slife[s]: is its process there?
+  blocked,  \* blocked[s]: does a caller stand waiting?
+  rstate,   \* rstate[w]: control state
+  rdata,    \* rdata[w]: what the receiver remembers beside it
+  letters,  \* messages on their way to workers
+  answers,  \* messages on their way to senders
+  gone      \* gone[s][w]: the worker's end of the sender's open link is closed
+
+vars == <<sstate, sdata, slife, blocked, rstate, rdata, letters, answers, gone>>
+sender == <<sstate, sdata, slife, blocked>>
+receiver == <<rstate, rdata>>
+
+-----------------------------------------------------------------------------
+(* Values *)
+
+Max(a, b) == IF a >= b THEN a ELSE b
+Rule(r) == r \notin Without
+May(f) == f \in Features
+
+Incarnations == 0..(MaxClock + Cardinality(Senders))
+Payloads == Incarnations \X (0..MaxVersion) \X (0..MaxVersion)
+NoPayload == <<0, 0, 0>>
+NoLink == <<0, 0>>
+
+SameKey(a, b) == a[2] = b[2] /\ (a[1] = b[1] \/ ~Rule("LexicographicOrder"))
+Less(a, b) ==
+  IF Rule("LexicographicOrder") THEN a[1] < b[1] \/ (a[1] = b[1] /\ a[2] < b[2]) ELSE a[2] < b[2]
+
+Standings == {"NONE", "EXPECTED", "UP", "LOST"}   \* NONE: not on the roll
+Outcomes == {"NONE", "PENDING", "APPLIED", "REFUSED", "LOST", "ABANDONED"}   \* NONE: no target
+
+Entry(link, standing, served, due, catching, fence) ==
+  [link |-> link, standing |-> standing, served |-> served, due |-> due, catching |-> catching, fence |-> fence]
+
+\* What a new, copied or unpickled sender remembers. `out` is the update outstanding, or the last report.
+NewSender == [
+  incarnation |-> 0, version |-> 0, serial |-> 0, dueAll |-> 0,
+  roll |-> [w \in Workers |-> Entry(0, "NONE", 0, 0, 0, 0)],
+  out |-> [version |-> 0, owed |-> [w \in Workers |-> 0], outcomes |-> [w \in Workers |-> "NONE"], did |-> {}]
+]
+
+\* `met` is the highest incarnation met in this life, `live` what each half of the model's tensors is of:
+\* no guard reads either.
+NewReceiver == [
+  link |-> NoLink, fence |-> 0, met |-> 0, decided |-> NoPayload, answer |-> "NONE", pending |-> NoPayload,
+  served |-> NoPayload, live |-> <<NoPayload, NoPayload>>
+]
+
+Letters == [s : Senders, w : Workers, k : 1..MaxLink, v : 0..MaxVersion, p : 0..MaxVersion]   \* v = 0: Hello
+Answers == [s : Senders, w : Workers, k : 1..MaxLink, inc : Incarnations, v : 0..MaxVersion, p : 0..(MaxVersion + 1),
+            kind : {"HELLO", "ACK", "BYE"} \cup RefusalKinds, fence : Incarnations]
+
+Letter(s, w, k, v, p) == [s |-> s, w |-> w, k |-> k, v |-> v, p |-> p]
+Word(s, w, k, key, kind, fence) ==
+  [s |-> s, w |-> w, k |-> k, inc |-> key[1], v |-> key[2], p |-> key[3], kind |-> kind, fence |-> fence]
+
+-----------------------------------------------------------------------------
+(* Derived *)
+
+OnRoll(s) == {w \in Workers : sdata[s].roll[w].standing # "NONE"}
+Connected(s) == sdata[s].incarnation # 0
+
+\* The sender's end of this link is open.
+Open(s, w, k) ==
+  /\ slife[s] = "alive" /\ sstate[s] # Final /\ Connected(s)
+  /\ sdata[s].roll[w].link = k /\ sdata[s].roll[w].standing \in {"EXPECTED", "UP"}
+
+Current(s, w, k) == Open(s, w, k) \/ (~Rule("SameLink") /\ Open(s, w, sdata[s].roll[w].link))
+Owes(s, w) == {x \in Workers : sdata[s].out.owed[x] # 0} \cap {w} # {}
+Owing(s) == {w \in Workers : sdata[s].out.owed[w] # 0}
+OwesOver(s, w, k) == Owes(s, w) /\ (sdata[s].out.owed[w] = k \/ ~Rule("SameLink"))
+
+\* The highest fence that a closed sender was told of: its user hands it to the successor.
+Told == {sdata[t].roll[w].fence : t \in {u \in Senders : sstate[u] = Final}, w \in Workers}
+Hint == CHOOSE f \in Told \cup {0} : \A g \in Told : f >= g
+
+\* First on its link? `p` rises along an ordered link: NothingOvertakes checks that.
+LetterDue(m) == Reorders \/ \A n \in letters : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => m.p <= n.p
+AnswerDue(m) == Reorders \/ \A n \in answers : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => m.p <= n.p
+
+Taken(box, m) == IF Duplicates THEN box ELSE box \ {m}
+LettersBut(w, s, k) == {m \in letters : ~(m.w = w /\ m.s = s /\ m.k = k)}
+
+\* What the sender's closing of its links leaves of what is on them.
+AnswersLeft(s, ws) == IF Lingers THEN answers ELSE {m \in answers : ~(m.s = s /\ m.w \in ws)}
+LettersLeft(s, ws) == IF Lingers THEN letters ELSE {m \in letters : ~(m.s = s /\ m.w \in ws)}
+Posted(box, m) == IF Open(m.s, m.w, m.k) THEN box \cup {m} ELSE box
+
+\* The worker's ends of these links close.
+Gone(ends) == [s \in Senders |-> [w \in Workers |->
+  gone[s][w] \/ (<<s, w, sdata[s].roll[w].link>> \in ends /\ Open(s, w, sdata[s].roll[w].link))]]
+AllEnds(w) == {<<s, w, k>> : s \in Senders, k \in 1..MaxLink}
+
+SenderTo(s, to) == sstate' = [sstate EXCEPT ![s] = to]
+ReceiverTo(w, to) == rstate' = [rstate EXCEPT ![w] = to]
+
+-----------------------------------------------------------------------------
+(* The sender: lives *)
+
+\* copy, deepcopy, pickle, fork, or the trainer's program started again: all give a new machine.
+Copy(s, t) ==
+  /\ May("copy") /\ s # t /\ slife[s] # "unborn" /\ slife[t] = "unborn" /\ \A u \in Senders : u < t => slife[u] # "unborn"
+  /\ slife' = [slife EXCEPT ![t] = "alive"]
+  /\ IF Rule("CopyStartsEmpty") THEN UNCHANGED <<sstate, sdata>>
+     ELSE SenderTo(t, sstate[s]) /\ sdata' = [sdata EXCEPT ![t] = sdata[s]]
+  /\ UNCHANGED <<blocked, receiver, letters, answers, gone>>
+
+\* Kill -9. What is left is what its messages name.
+Die(s) ==
+  /\ May("death") /\ slife[s] = "alive"
+  /\ slife' = [slife EXCEPT ![s] = "dead"]
+  /\ SenderTo(s, Initial)
+  /\ sdata' = [sdata EXCEPT ![s].dueAll = 0, ![s].roll = NewSender.roll, ![s].out = NewSender.out]
+  /\ blocked' = [blocked EXCEPT ![s] = FALSE]
+  /\ answers' = {m \in answers : m.s # s}
+  /\ gone' = [gone EXCEPT ![s] = [w \in Workers |-> FALSE]]
+  /\ letters' = LettersLeft(s, Workers)
+  /\ UNCHANGED receiver
+
+(* The sender: calls *)
+
+Connect(s, clock) ==
+  LET incarnation == Max(clock, Hint + 1) IN
+  /\ slife[s] = "alive" /\ SenderMay(sstate[s], "CONNECT") /\ OnRoll(s) # {}
+  /\ \A t \in Senders : sdata[t].incarnation # incarnation   \* random bits
+  /\ SenderTo(s, SenderNext(sstate[s], "CONNECT"))
+  /\ sdata' = [sdata EXCEPT ![s].incarnation = incarnation]
+  /\ letters' = letters \cup {Letter(s, w, sdata[s].roll[w].link, 0, 0) : w \in {x \in OnRoll(s) : rstate[x] # Final}}
+  /\ gone' = [gone EXCEPT ![s] = [w \in Workers |-> w \in OnRoll(s) /\ rstate[w] = Final]]
+  /\ UNCHANGED <<slife, blocked, receiver, answers>>
+
+\* A link still open is lost first: that step is GiveUp.
+Join(s, w) ==
+  LET entry == sdata[s].roll[w]
+      due == Max(sdata[s].dueAll, entry.due)
+      serial == IF due = sdata[s].version THEN sdata[s].serial ELSE due
+      greeting == {Letter(s, w, entry.link + 1, 0, 0)}
+      update == IF due # 0 /\ Rule("JoinCatchesUp") THEN {Letter(s, w, entry.link + 1, due, serial)} ELSE {} IN
+  /\ slife[s] = "alive" /\ SenderMay(sstate[s], "JOIN")
+  /\ entry.standing \in {"NONE", "LOST"} /\ entry.link < MaxLink
+  /\ SenderTo(s, SenderNext(sstate[s], "JOIN"))
+  /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link + 1, "EXPECTED", 0, due, due, 0)]
+  /\ letters' = IF Connected(s) /\ rstate[w] # Final THEN letters \cup greeting \cup update ELSE letters
+  /\ gone' = [gone EXCEPT ![s][w] = Connected(s) /\ rstate[w] = Final]
+  /\ UNCHANGED <<slife, blocked, receiver, answers>>
+
+\* A link still open is lost first: that step is GiveUp.
+Remove(s, w) ==
+  LET entry == sdata[s].roll[w] IN
+  /\ May("remove") /\ slife[s] = "alive" /\ SenderMay(sstate[s], "REMOVE")
+  /\ entry.standing = "LOST" \/ (entry.standing = "EXPECTED" /\ ~Connected(s))
+  /\ SenderTo(s, SenderNext(sstate[s], "REMOVE"))
+  /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0)]
+  /\ UNCHANGED <<slife, blocked, receiver, letters, answers, gone>>
+
+\* Dispatch the next version to the targets. What is written to a link whose other end is gone goes nowhere.
+Dispatch(s, targets, all, input) ==
+  LET data == sdata[s]
+      live == {w \in targets : data.roll[w].standing # "LOST"}
+      reached == IF Rule("OnlyTargets") THEN live ELSE {w \in OnRoll(s) : data.roll[w].standing # "LOST"}
+      version == data.version + 1 IN
+  /\ slife[s] = "alive" /\ SenderMay(sstate[s], input)
+  /\ targets # {} /\ targets \subseteq OnRoll(s)
+  /\ live # {} \/ ~Rule("LiveTarget")
+  /\ data.serial < MaxVersion
+  /\ SenderTo(s, SenderNext(sstate[s], input))
+  /\ sdata' = [sdata EXCEPT
+       ![s].version = version,
+       ![s].serial = data.serial + 1,
+       ![s].dueAll = IF all THEN version ELSE data.dueAll,
+       ![s].roll = [w \in Workers |->
+          IF w \in targets
+          THEN Entry(data.roll[w].link, data.roll[w].standing, data.roll[w].served, version,
+                     data.roll[w].catching, data.roll[w].fence)
+          ELSE data.roll[w]],
+       ![s].out = [version |-> version,
+                   owed |-> [w \in Workers |-> IF w \in live THEN data.roll[w].link ELSE 0],
+                   outcomes |-> [w \in Workers |-> IF w \in live THEN "PENDING"
+                                                   ELSE IF w \in targets THEN "LOST" ELSE "NONE"],
+                   did |-> {}]]
+  /\ letters' = letters \cup
+       {Letter(s, w, data.roll[w].link, version, data.serial + 1) : w \in {x \in reached : ~gone[s][x]}}
+  /\ blocked' = [blocked EXCEPT ![s] = input = "SEND"]
+  /\ UNCHANGED <<slife, receiver, answers, gone>>
+
+SendAll(s) == /\ TRUE
+              /\ Dispatch(s, OnRoll(s), TRUE, "SEND")
+
+SendTo(s, targets) == /\ May("subset")
+                      /\ Dispatch(s, targets, FALSE, "SEND")
+
+SendAsyncAll(s) == /\ May("async")
+                   /\ Dispatch(s, OnRoll(s), TRUE, "SEND_ASYNC")
+
+SendAsyncTo(s, targets) == /\ May("async") /\ May("subset")
+                           /\ Dispatch(s, targets, FALSE, "SEND_ASYNC")
+
+Wait(s) ==
+  LET input == IF Owing(s) = {} /\ Rule("WaitSettled") THEN "WAIT_SETTLED" ELSE "WAIT" IN
+  /\ slife[s] = "alive" /\ SenderMay(sstate[s], input)
+  /\ SenderTo(s, SenderNext(sstate[s], input))
+  /\ blocked' = [blocked EXCEPT ![s] = input = "WAIT"]
+  /\ sdata' = IF input = "WAIT" THEN sdata ELSE [sdata EXCEPT ![s].out.did = {}]
+  /\ UNCHANGED <<slife, receiver, letters, answers, gone>>
+
+Deadline(s) ==
+  /\ May("deadline") /\ slife[s] = "alive" /\ SenderMay(sstate[s], "DEADLINE")
+  /\ SenderTo(s, SenderNext(sstate[s], "DEADLINE"))
+  /\ blocked' = [blocked EXCEPT ![s] = FALSE]
+  /\ UNCHANGED <<sdata, slife, receiver, letters, answers, gone>>
+
+Interrupted(s) ==
+  /\ May("interrupt") /\ slife[s] = "alive" /\ SenderMay(sstate[s], "INTERRUPTED")
+  /\ SenderTo(s, SenderNext(sstate[s], "INTERRUPTED"))
+  /\ blocked' = [blocked EXCEPT ![s] = FALSE]
+  /\ UNCHANGED <<sdata, slife, receiver, letters, answers, gone>>
+
+GivenUp(s) == [w \in Workers |-> IF w \in Owing(s) THEN "ABANDONED" ELSE sdata[s].out.outcomes[w]]
+Nobody == [w \in Workers |-> 0]
+
+Abandon(s) ==
+  /\ May("abandon") /\ slife[s] = "alive" /\ SenderMay(sstate[s], "ABANDON")
+  /\ SenderTo(s, SenderNext(sstate[s], "ABANDON"))
+  /\ sdata' = [sdata EXCEPT ![s].out.owed = Nobody, ![s].out.outcomes = GivenUp(s), ![s].out.did = {},
+                            ![s].version = IF Rule("VersionsNeverReused") THEN @ ELSE @ - 1]
+  /\ UNCHANGED <<slife, blocked, receiver, letters, answers, gone>>
+
+CloseSender(s) ==
+  /\ May("close") /\ slife[s] = "alive" /\ SenderMay(sstate[s], "CLOSE")
+  /\ SenderTo(s, SenderNext(sstate[s], "CLOSE"))
+  /\ sdata' = [sdata EXCEPT ![s].out.owed = Nobody, ![s].out.outcomes = GivenUp(s), ![s].out.did = {}]
+  /\ blocked' = [blocked EXCEPT ![s] = blocked[s] /\ ~Rule("CloseWakesCaller")]
+  /\ answers' = {m \in answers : m.s # s}
+  /\ gone' = [gone EXCEPT ![s] = [w \in Workers |-> FALSE]]
+  /\ letters' = LettersLeft(s, Workers)
+  /\ UNCHANGED <<slife, receiver>>
+
+(* The sender: messages and losses *)
+
+\* SETTLED if a caller waits and this is the last that owes.
+Settling(s, w, k, otherwise) ==
+  IF sstate[s] = "awaiting_ack" /\ OwesOver(s, w, k) /\ Owing(s) = {w} THEN "SETTLED" ELSE otherwise
+
+\* The sender's state after `input`; a caller who waited is told when it is SETTLED.
+Took(s, input) ==
+  /\ SenderMay(sstate[s], input)
+  /\ IF ~Rule("PendingNeverEndsItself") /\ input = "REPLY" /\ sstate[s] = "pending_async" /\ Cardinality(Owing(s)) = 1
+     THEN SenderTo(s, SenderNext(sstate[s], "WAIT_SETTLED"))
+     ELSE SenderTo(s, SenderNext(sstate[s], input))
+  /\ blocked' = [blocked EXCEPT ![s] = blocked[s] /\ input # "SETTLED"]
+
+\* `out` once w's answer over link k is `outcome`.
+Settled(s, w, k, outcome, input) ==
+  LET out == sdata[s].out IN
+  IF ~OwesOver(s, w, k) THEN out
+  ELSE [version |-> out.version,
+        owed |-> [x \in Workers |-> IF x = w THEN 0 ELSE out.owed[x]],
+        outcomes |-> [x \in Workers |-> IF x = w THEN outcome ELSE out.outcomes[x]],
+        did |-> IF input = "SETTLED" THEN {} ELSE out.did]
+
+\* The link is closed at once, and owes nothing any more.
+Lose(s, w, k, fence, input) ==
+  LET entry == sdata[s].roll[w] IN
+  /\ Took(s, input)
+  /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "LOST", entry.served, entry.due, 0, fence),
+                            ![s].out = Settled(s, w, k, "LOST", input)]
+  /\ gone' = [gone EXCEPT ![s][w] = FALSE]
+
+\* The driver finds the other end closed; over an ordered link, once it has read what came before.
+Notice(s, w) ==
+  LET k == sdata[s].roll[w].link IN
+  /\ Open(s, w, k) /\ gone[s][w]
+  /\ Reorders \/ {m \in answers : m.s = s /\ m.w = w /\ m.k = k} = {}
+  /\ Rule("IdleLinksWatched") \/ Owes(s, w)
+  /\ Lose(s, w, k, 0, Settling(s, w, k, "LOST"))
+  /\ answers' = AnswersLeft(s, {w})
+  /\ letters' = LettersLeft(s, {w})
+  /\ UNCHANGED <<slife, receiver>>
+
+\* The driver gives up a link whose worker is well: a wrong loss, a failed write, or a new link that replaces it.
+GiveUp(s, w) ==
+  LET k == sdata[s].roll[w].link IN
+  /\ May("wrong") /\ Open(s, w, k) /\ ~gone[s][w]
+  /\ Lose(s, w, k, 0, Settling(s, w, k, "LOST"))
+  /\ answers' = AnswersLeft(s, {w})
+  /\ letters' = LettersLeft(s, {w})
+  /\ UNCHANGED <<slife, receiver>>
+
+\* The input that an answer over link k is.
+NameAnswer(s, m) ==
+  LET entry == sdata[s].roll[m.w] IN
+  CASE ~Current(s, m.w, m.k) \/ (m.inc # sdata[s].incarnation /\ Rule("NamesIncarnation")) -> "STALE"
+    [] m.kind = "HELLO" -> IF entry.standing = "EXPECTED" THEN "ARRIVED" ELSE "STALE"
+    [] m.kind \in RefusalKinds /\ m.v = 0 -> Settling(s, m.w, m.k, "LOST")
+    [] OwesOver(s, m.w, m.k) /\ m.v = sdata[s].version -> Settling(s, m.w, m.k, "REPLY")
+    [] m.v = entry.catching /\ m.v # 0 -> "CAUGHT_UP"
+    [] OTHER -> "STALE"
+
+\* What an answer with outcome changes: the link is up, and the worker owes nothing any more.
+Count(s, m, outcome, input) ==
+  LET entry == sdata[s].roll[m.w] IN
+  sdata' = IF input = "STALE" THEN sdata ELSE [sdata EXCEPT
+    ![s].roll[m.w] = Entry(entry.link, "UP", IF outcome = "APPLIED" THEN m.v ELSE entry.served, entry.due,
+                           IF m.v >= entry.catching THEN 0 ELSE entry.catching, entry.fence),
+    ![s].out = IF input = "CAUGHT_UP" THEN @ ELSE Settled(s, m.w, m.k, outcome, input),
+    ![s].version = IF Rule("VersionsNeverReused") \/ outcome # "REFUSED" \/ input # "SETTLED" THEN @ ELSE @ - 1]
+
+AnswerHello(s, w, k) ==
+  \E m \in answers :
+    LET input == NameAnswer(s, m) IN
+    /\ m.s = s /\ m.w = w /\ m.k = k /\ m.kind = "HELLO" /\ AnswerDue(m)
+    /\ Took(s, input)
+    /\ sdata' = IF input = "STALE" THEN sdata ELSE [sdata EXCEPT ![s].roll[w].standing = "UP"]
+    /\ answers' = Taken(answers, m)
+    /\ UNCHANGED <<slife, receiver, letters, gone>>
+
+AnswerAck(s, w, k, v) ==
+  \E m \in answers :
+    LET input == NameAnswer(s, m) IN
+    /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = v /\ m.kind = "ACK" /\ AnswerDue(m)
+    /\ Took(s, input)
+    /\ Count(s, m, "APPLIED", input)
+    /\ answers' = Taken(answers, m)
+    /\ UNCHANGED <<slife, receiver, letters, gone>>
+
+AnswerRefusal(s, w, k, v, kind) ==
+  \E m \in answers :
+    LET input == NameAnswer(s, m) IN
+    /\ v # 0 /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = v /\ m.kind = kind /\ AnswerDue(m)
+    /\ Took(s, input)
+    /\ Count(s, m, IF Rule("RefusalIsNoAck") THEN "REFUSED" ELSE "APPLIED", input)
+    /\ answers' = Taken(answers, m)
+    /\ UNCHANGED <<slife, receiver, letters, gone>>
+
+\* The handshake was rejected: the worker will take nothing from this sender over this link.
+AnswerRejected(s, w, k, kind) ==
+  \E m \in answers :
+    LET input == NameAnswer(s, m) IN
+    /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = 0 /\ m.kind = kind /\ AnswerDue(m)
+    /\ IF input = "STALE" THEN Took(s, input) /\ UNCHANGED <<sdata, gone>>
+       ELSE Lose(s, w, k, IF kind = "FENCED" THEN m.fence ELSE 0, input)
+    /\ answers' = IF input = "STALE" THEN Taken(answers, m) ELSE AnswersLeft(s, {w}) \ {m}
+    /\ letters' = IF input = "STALE" THEN letters ELSE LettersLeft(s, {w})
+    /\ UNCHANGED <<slife, receiver>>
+
+\* Bye: the link is lost, then the worker leaves the roll; two rows, one step.
+AnswerBye(s, w, k) ==
+  \E m \in answers :
+    LET entry == sdata[s].roll[w]
+        input == Settling(s, w, k, "LOST") IN
+    /\ m.s = s /\ m.w = w /\ m.k = k /\ m.kind = "BYE" /\ AnswerDue(m) /\ Open(s, w, k)
+    /\ SenderMay(sstate[s], input) /\ SenderMay(SenderNext(sstate[s], input), "REMOVE")
+    /\ SenderTo(s, SenderNext(SenderNext(sstate[s], input), "REMOVE"))
+    /\ blocked' = [blocked EXCEPT ![s] = blocked[s] /\ input # "SETTLED"]
+    /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0),
+                              ![s].out = Settled(s, w, k, "LOST", input)]
+    /\ gone' = [gone EXCEPT ![s][w] = FALSE]
+    /\ answers' = AnswersLeft(s, {w}) \ {m}
+    /\ letters' = LettersLeft(s, {w})
+    /\ UNCHANGED <<slife, receiver>>
+
+-----------------------------------------------------------------------------
+(* The receiver: messages *)
+
+Link(w) == rdata[w].link
+Newest(w) == IF Less(rdata[w].decided, rdata[w].pending) THEN rdata[w].pending ELSE rdata[w].decided
+
+NameHello(w, s, k) ==
+  CASE sdata[s].incarnation < rdata[w].fence -> "REJECTED"
+    [] rstate[w] = "uninitialized" -> "CONNECT"
+    [] Link(w) = <<s, k>> /\ sdata[s].incarnation = rdata[w].fence -> "DUPLICATE"
+    [] OTHER -> "TAKEOVER"
+
+Rejection(w, s, k, kind) == Word(s, w, k, <<sdata[s].incarnation, 0, 0>>, kind, rdata[w].fence)
+
+HelloArrived(w, s, k) ==
+  LET m == Letter(s, w, k, 0, 0)
+      input == NameHello(w, s, k)
+      incarnation == sdata[s].incarnation
+      old == <<Link(w)[1], w, Link(w)[2]>> IN
+  /\ m \in letters /\ ReceiverMay(rstate[w], input)
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
+  /\ CASE input = "REJECTED" ->
+            /\ letters' = LettersBut(w, s, k)
+            /\ answers' = Posted(answers, Rejection(w, s, k, "FENCED"))
+            /\ gone' = Gone({<<s, w, k>>})
+            /\ UNCHANGED rdata
+       [] input = "DUPLICATE" ->
+            /\ letters' = Taken(letters, m)
+            /\ UNCHANGED <<answers, gone, rdata>>
+       [] OTHER ->
+            /\ rdata' = [rdata EXCEPT ![w].link = <<s, k>>, ![w].fence = incarnation, ![w].met = Max(@, incarnation),
+                                      ![w].pending = NoPayload]
+            /\ letters' = Taken({n \in letters : ~(n.w = w /\ <<n.s, n.k>> = Link(w))}, m)
+            /\ answers' = Posted(answers, Word(s, w, k, <<incarnation, 0, 0>>, "HELLO", 0))
+            /\ gone' = Gone({old})
+  /\ UNCHANGED <<sender>>
+
+\* Another layout, protocol or key.
+Misfit(w, s, k) ==
+  LET m == Letter(s, w, k, 0, 0) IN
+  /\ May("misfit") /\ m \in letters /\ ReceiverMay(rstate[w], "REJECTED") /\ Link(w) # <<s, k>>
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "REJECTED"))
+  /\ letters' = LettersBut(w, s, k)
+  /\ answers' = Posted(answers, Rejection(w, s, k, "REFUSED"))
+  /\ gone' = Gone({<<s, w, k>>})
+  /\ UNCHANGED <<sender, rdata>>
+
+NameUpdate(w, key) ==
+  CASE key[1] < rdata[w].fence -> "STALE"
+    [] SameKey(key, rdata[w].decided) \/ SameKey(key, rdata[w].pending) -> "DUPLICATE"
+    [] Less(key, Newest(w)) -> "STALE"
+    [] rstate[w] = "pending_async" -> "NEWER"
+    [] OTHER -> "UPDATE"
+
+\* Nothing is read from a link before its Hello, and no update in awaiting_ack.
+UpdateArrived(w, s, k, v) ==
+  \E m \in letters :
+    LET key == <<sdata[s].incarnation, v, m.p>>
+        input == NameUpdate(w, key)
+        again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) IN
+    /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ LetterDue(m)
+    /\ Link(w) = <<s, k>> /\ ReceiverMay(rstate[w], input)
+    /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
+    /\ rdata' = IF input \in {"UPDATE", "NEWER"} THEN [rdata EXCEPT ![w].pending = key] ELSE rdata
+    /\ letters' = Taken(letters, m)
+    /\ answers' = CASE input = "STALE" -> Posted(answers, Word(s, w, k, key, "STALE", rdata[w].fence))
+                    [] input = "NEWER" -> Posted(answers, Word(s, w, k, rdata[w].pending, "SUPERSEDED", rdata[w].fence))
+                    [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>, rdata[w].answer, 0))
+                    [] OTHER -> answers
+    /\ UNCHANGED <<sender, gone>>
+
+(* The receiver: its own results *)
+
+\* The sender whose payload this is, if that is outstanding: a note for the properties.
+Did(w, key) == [s \in Senders |->
+  IF key[1] = sdata[s].incarnation /\ key[3] = sdata[s].serial /\ sstate[s] \in {"pending_async", "awaiting_ack"}
+  THEN [sdata[s] EXCEPT !.out.did = @ \cup {w}] ELSE sdata[s]]
+
+Applied(w) ==
+  LET key == rdata[w].pending IN
+  /\ ReceiverMay(rstate[w], "APPLIED")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "APPLIED"))
+  /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload, ![w].decided = key, ![w].answer = "ACK",
+                            ![w].served = key, ![w].live = <<key, key>>]
+  /\ sdata' = Did(w, key)
+  /\ UNCHANGED <<sstate, slife, blocked, letters, answers, gone>>
+
+Refused(w) ==
+  LET key == rdata[w].pending IN
+  /\ May("refuse") /\ ReceiverMay(rstate[w], "REFUSED")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "REFUSED"))
+  /\ rdata' = IF Rule("RefusalsRemembered")
+              THEN [rdata EXCEPT ![w].pending = NoPayload, ![w].decided = key, ![w].answer = "REFUSED"]
+              ELSE [rdata EXCEPT ![w].answer = "REFUSED"]
+  /\ UNCHANGED <<sender, letters, answers, gone>>
+
+Broken(w) ==
+  /\ May("broken") /\ ReceiverMay(rstate[w], "BROKEN")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "BROKEN"))
+  /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload, ![w].served = NoPayload,
+                            ![w].live = <<NoPayload, NoPayload>>]
+  /\ letters' = {m \in letters : m.w # w}
+  /\ gone' = Gone(AllEnds(w))
+  /\ UNCHANGED <<sender, answers>>
+
+\* The answer to what was decided, as it leaves.
+OwnAnswer(w) ==
+  LET key == IF Rule("RefusalsRemembered") \/ rdata[w].answer = "ACK" THEN rdata[w].decided ELSE rdata[w].pending IN
+  Word(Link(w)[1], w, Link(w)[2], key, rdata[w].answer, IF rdata[w].answer = "ACK" THEN 0 ELSE rdata[w].fence)
+
+Answered(w) ==
+  /\ ReceiverMay(rstate[w], "ANSWERED") /\ Link(w) # NoLink
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "ANSWERED"))
+  /\ answers' = Posted(answers, OwnAnswer(w))
+  /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload]
+  /\ UNCHANGED <<sender, letters, gone>>
+
+\* The worker's end of a link closes: the sender's is closed, or ("break") it broke in between, or the answer that
+\* was to leave could not. A link without a handshake, or replaced, only loses what was on it.
+LinkDown(w, s, k) ==
+  LET current == Link(w) = <<s, k>> IN
+  /\ (current \/ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k)
+  /\ ~Open(s, w, k) \/ (May("break") /\ ~gone[s][w])
+  /\ IF current
+     THEN /\ ReceiverMay(rstate[w], "LINK_DOWN")
+          /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
+          /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload,
+                                    ![w].fence = IF Rule("FenceKept") THEN @ ELSE 0]
+     ELSE UNCHANGED <<rstate, rdata>>
+  /\ letters' = LettersBut(w, s, k)
+  /\ gone' = Gone({<<s, w, k>>})
+  /\ UNCHANGED <<sender, answers>>
+
+CloseReceiver(w) ==
+  /\ May("bye") /\ ReceiverMay(rstate[w], "CLOSE")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "CLOSE"))
+  /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
+  /\ letters' = {m \in letters : m.w # w}
+  /\ answers' = IF Link(w) = NoLink THEN answers
+                ELSE Posted(answers, Word(Link(w)[1], w, Link(w)[2], <<rdata[w].fence, 0, MaxVersion + 1>>, "BYE", 0))
+  /\ gone' = Gone(AllEnds(w))
+  /\ UNCHANGED <<sender>>
+
+(* The receiver: lives *)
+
+\* A new life has no fence and no version. Links laid from now on are found by it; those it had are not.
+CrashReceiver(w) ==
+  /\ May("crash") /\ rdata[w] # NewReceiver
+  /\ ReceiverTo(w, Initial)
+  /\ rdata' = [rdata EXCEPT ![w] = NewReceiver]
+  /\ letters' = {m \in letters : m.w # w}
+  /\ gone' = Gone(AllEnds(w))
+  /\ UNCHANGED <<sender, answers>>
+
+-----------------------------------------------------------------------------
+(* The network *)
+
+LoseLetter(s, w, k, v) ==
+  \E m \in letters :
+    /\ Loses /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = v
+    /\ letters' = letters \ {m}
+    /\ UNCHANGED <<sender, receiver, answers, gone>>
+
+LoseAnswer(s, w, k, v, kind) ==
+  \E m \in answers :
+    /\ Loses /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = v /\ m.kind = kind
+    /\ answers' = answers \ {m}
+    /\ UNCHANGED <<sender, receiver, letters, gone>>
+
+\* A store or connection that two senders use: an answer to s comes to t, over its link of the same number.
+Stray(s, t, w, k) ==
+  \E m \in answers :
+    /\ May("stray") /\ s # t /\ m.s = s /\ m.w = w /\ m.k = k /\ Open(t, w, k)
+    /\ m.inc = sdata[s].incarnation
+    /\ answers' = Taken(answers, m) \cup {[s |-> t, w |-> w, k |-> k, inc |-> m.inc, v |-> m.v, p |-> m.p,
+                                            kind |-> m.kind, fence |-> m.fence]}
+    /\ UNCHANGED <<sender, receiver, letters, gone>>
+
+(* Rules taken out *)
+
+\* The swap, but not yet the input APPLIED.
+SwapFirst(w) ==
+  /\ ~Rule("SwapIsOneStep") /\ rstate[w] = "pending_async" /\ rdata[w].served # rdata[w].pending
+  /\ rdata' = [rdata EXCEPT ![w].served = rdata[w].pending, ![w].live = <<rdata[w].pending, rdata[w].pending>>]
+  /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
+
+\* Half of the swap.
+SwapHalf(w) ==
+  /\ ~Rule("WholeSwap") /\ rstate[w] = "pending_async"
+  /\ rdata' = [rdata EXCEPT ![w].live = <<rdata[w].pending, rdata[w].live[2]>>]
+  /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
+
+\* The answer could not be sent, and the link stays.
+DropAnswer(w) ==
+  /\ ~Rule("UnsentAnswerEndsLink") /\ rstate[w] = "awaiting_ack"
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "ANSWERED"))
+  /\ UNCHANGED <<sender, rdata, letters, answers, gone>>
+
+\* A second send while one is outstanding: queued behind it.
+SendAgain(s) ==
+  /\ ~Rule("OneOutstanding") /\ slife[s] = "alive" /\ sstate[s] = "pending_async" /\ sdata[s].serial < MaxVersion
+  /\ sdata' = [sdata EXCEPT ![s].version = @ + 1, ![s].serial = @ + 1, ![s].out.version = @ + 1]
+  /\ UNCHANGED <<sstate, slife, blocked, receiver, letters, answers, gone>>
+
+\* An update is applied in a receiver that is closed.
+ApplyClosed(w) ==
+  /\ ~Rule("ClosedIsClosed") /\ rstate[w] = Final
+  /\ rdata' = [rdata EXCEPT ![w].served = <<rdata[w].fence, MaxVersion, MaxVersion>>]
+  /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
+
+-----------------------------------------------------------------------------
+
+Init ==
+  /\ sstate = [s \in Senders |-> Initial]
+  /\ sdata = [s \in Senders |-> NewSender]
+  /\ slife = [s \in Senders |-> IF s = 1 THEN "alive" ELSE "unborn"]
+  /\ blocked = [s \in Senders |-> FALSE]
+  /\ rstate = [w \in Workers |-> Initial]
+  /\ rdata = [w \in Workers |-> NewReceiver]
+  /\ letters = {} /\ answers = {}
+  /\ gone = [s \in Senders |-> [w \in Workers |-> FALSE]]
+
+Links == 1..MaxLink
+Versions == 1..MaxVersion
+
+Next ==
+  \/ \E s \in Senders, t \in Senders : Copy(s, t)
+  \/ \E s \in Senders : Die(s)
+  \/ \E s \in Senders, c \in 1..MaxClock : Connect(s, c)
+  \/ \E s \in Senders, w \in Workers : Join(s, w)
+  \/ \E s \in Senders, w \in Workers : Remove(s, w)
+  \/ \E s \in Senders : SendAll(s)
+  \/ \E s \in Senders, ws \in SUBSET Workers : SendTo(s, ws)
+  \/ \E s \in Senders : SendAsyncAll(s)
+  \/ \E s \in Senders, ws \in SUBSET Workers : SendAsyncTo(s, ws)
+  \/ \E s \in Senders : Wait(s)
+  \/ \E s \in Senders : Deadline(s)
+  \/ \E s \in Senders : Interrupted(s)
+  \/ \E s \in Senders : Abandon(s)
+  \/ \E s \in Senders : CloseSender(s)
+  \/ \E s \in Senders, w \in Workers : Notice(s, w)
+  \/ \E s \in Senders, w \in Workers : GiveUp(s, w)
+  \/ \E s \in Senders, w \in Workers, k \in Links : AnswerHello(s, w, k)
+  \/ \E s \in Senders, w \in Workers, k \in Links, v \in Versions : AnswerAck(s, w, k, v)
+  \/ \E s \in Senders, w \in Workers, k \in Links, v \in Versions, kind \in RefusalKinds : AnswerRefusal(s, w, k, v, kind)
+  \/ \E s \in Senders, w \in Workers, k \in Links, kind \in RefusalKinds : AnswerRejected(s, w, k, kind)
+  \/ \E s \in Senders, w \in Workers, k \in Links : AnswerBye(s, w, k)
+  \/ \E w \in Workers, s \in Senders, k \in Links : HelloArrived(w, s, k)
+  \/ \E w \in Workers, s \in Senders, k \in Links : Misfit(w, s, k)
+  \/ \E w \in Workers, s \in Senders, k \in Links, v \in Versions : UpdateArrived(w, s, k, v)
+  \/ \E w \in Workers : Applied(w)
+  \/ \E w \in Workers : Refused(w)
+  \/ \E w \in Workers : Broken(w)
+  \/ \E w \in Workers : Answered(w)
+  \/ \E w \in Workers, s \in Senders, k \in Links : LinkDown(w, s, k)
+  \/ \E w \in Workers : CloseReceiver(w)
+  \/ \E w \in Workers : CrashReceiver(w)
+  \/ \E s \in Senders, w \in Workers, k \in Links, v \in 0..MaxVersion : LoseLetter(s, w, k, v)
+  \/ \E s \in Senders, w \in Workers, k \in Links, v \in 0..MaxVersion,
+        kind \in {"HELLO", "ACK", "BYE"} \cup RefusalKinds : LoseAnswer(s, w, k, v, kind)
+  \/ \E s \in Senders, t \in Senders, w \in Workers, k \in Links : Stray(s, t, w, k)
+  \/ \E w \in Workers : SwapFirst(w)
+  \/ \E w \in Workers : SwapHalf(w)
+  \/ \E w \in Workers : DropAnswer(w)
+  \/ \E s \in Senders : SendAgain(s)
+  \/ \E w \in Workers : ApplyClosed(w)
+
+-----------------------------------------------------------------------------
+(* What holds of every state *)
+
+TypeOK ==
+  /\ sstate \in [Senders -> States]
+  /\ slife \in [Senders -> {"unborn", "alive", "dead"}]
+  /\ blocked \in [Senders -> BOOLEAN]
+  /\ rstate \in [Workers -> States]
+  /\ letters \subseteq Letters
+  /\ answers \subseteq Answers
+  /\ gone \in [Senders -> [Workers -> BOOLEAN]]
+  /\ \A s \in Senders :
+       LET d == sdata[s] IN
+       /\ d.incarnation \in Incarnations /\ d.version \in 0..MaxVersion /\ d.serial \in 0..MaxVersion
+       /\ d.dueAll \in 0..d.version /\ d.out.version \in 0..MaxVersion
+       /\ d.out.did \subseteq Workers
+       /\ \A w \in Workers :
+            /\ d.out.owed[w] \in 0..MaxLink /\ d.out.outcomes[w] \in Outcomes
+            /\ d.roll[w].link \in 0..MaxLink /\ d.roll[w].standing \in Standings
+            /\ d.roll[w].served \in 0..MaxVersion /\ d.roll[w].due \in 0..MaxVersion
+            /\ d.roll[w].catching \in 0..MaxVersion /\ d.roll[w].fence \in Incarnations
+  /\ \A w \in Workers :
+       LET d == rdata[w] IN
+       /\ d.link = NoLink \/ (d.link[1] \in Senders /\ d.link[2] \in Links)
+       /\ d.fence \in Incarnations /\ d.met \in Incarnations
+       /\ d.decided \in Payloads /\ d.pending \in Payloads /\ d.served \in Payloads
+       /\ d.live[1] \in Payloads /\ d.live[2] \in Payloads
+       /\ d.answer \in {"NONE", "ACK", "REFUSED"}
+
+\* The data says what the state says.
+Consistent ==
+  /\ \A s \in Senders :
+       /\ (Owing(s) # {} => sstate[s] \in {"pending_async", "awaiting_ack"})
+       /\ (sstate[s] = "uninitialized" => sdata[s].out = NewSender.out)
+       /\ (sstate[s] = "awaiting_ack" => Owing(s) # {} /\ blocked[s])
+       /\ (blocked[s] => sstate[s] = "awaiting_ack")
+       /\ \A w \in Workers :
+            LET link == sdata[s].out.owed[w] IN
+            /\ (link # 0) <=> sdata[s].out.outcomes[w] = "PENDING"
+            /\ link # 0 => Open(s, w, link)                    \* only an open link owes
+            /\ gone[s][w] => Open(s, w, sdata[s].roll[w].link)
+  /\ \A w \in Workers :
+       /\ (rstate[w] \in {"uninitialized", "closed"} <=> Link(w) = NoLink)
+       /\ (rstate[w] = "pending_async" <=> rdata[w].pending # NoPayload)
+       /\ (Link(w) # NoLink => rdata[w].fence = sdata[Link(w)[1]].incarnation)
+       /\ (Link(w) # NoLink /\ Open(Link(w)[1], w, Link(w)[2]) => ~gone[Link(w)[1]][w])
+
+\* A message that may be read has a row, or its reader would call a sound peer broken. Nothing but a Hello of another
+\* incarnation is read in awaiting_ack.
+EveryMessageHasARow ==
+  /\ \A m \in letters : LetterDue(m) /\ rstate[m.w] # "awaiting_ack" =>
+       IF m.v = 0 THEN ReceiverMay(rstate[m.w], NameHello(m.w, m.s, m.k))
+       ELSE Link(m.w) = <<m.s, m.k>> =>
+              ReceiverMay(rstate[m.w], NameUpdate(m.w, <<sdata[m.s].incarnation, m.v, m.p>>))
+  /\ \A m \in answers : m.kind # "BYE" => SenderMay(sstate[m.s], NameAnswer(m.s, m))
+
+\* The order that LetterDue and AnswerDue read off `p` is the order in which messages were sent.
+NothingOvertakes ==
+  [][Reorders \/
+     /\ \A m \in letters' \ letters, n \in letters : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => n.p < m.p
+     /\ \A m \in answers' \ answers, n \in answers : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => n.p < m.p]_vars
+
+\* Control state moves only through the rows.
+OnlyRows ==
+  [][/\ \A s \in Senders : sstate'[s] # sstate[s] =>
+          slife'[s] = "dead" \/ \E row \in SenderRows : row[1] = sstate[s] /\ row[3] = sstate'[s]
+     /\ \A w \in Workers : rstate'[w] # rstate[w] =>
+          rdata'[w] = NewReceiver \/ \E row \in ReceiverRows : row[1] = rstate[w] /\ row[3] = rstate'[w]]_vars
+
+-----------------------------------------------------------------------------
+(* The guarantees *)
+
+Lower(a, b) == a[1] < b[1] \/ (a[1] = b[1] /\ a[2] < b[2])
+IsOutstanding(s) == sstate[s] \in {"pending_async", "awaiting_ack"}
+Counted(s, w) == sdata[s].out.outcomes[w] = "PENDING" /\ sdata'[s].out.outcomes[w] \in {"APPLIED", "REFUSED"}
+Acked(s, w) == sdata'[s].roll[w].served # sdata[s].roll[w].served /\ sdata'[s].roll[w].served # 0
+
+\* G1. An answer counts only for the (incarnation, version), and the weights, that it names.
+AckNamesItsVersion ==
+  [][\A s \in Senders, w \in Workers :
+       /\ Counted(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.inc = sdata[s].incarnation
+                                              /\ m.v = sdata[s].out.version /\ m.p = sdata[s].serial
+       /\ Acked(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.inc = sdata[s].incarnation
+                                            /\ m.v = sdata'[s].roll[w].served]_vars
+
+\* G2. APPLIED is recorded of a worker only after it has served that version, and of a link only by its own ack.
+AckedMeansServed ==
+  [][/\ \A s \in Senders, w \in Workers :
+          /\ Counted(s, w) /\ sdata'[s].out.outcomes[w] = "APPLIED" => w \in sdata[s].out.did
+          /\ Acked(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.k = sdata[s].roll[w].link /\ m.kind = "ACK"
+                                               /\ m.v = sdata'[s].roll[w].served
+     /\ \A m \in answers' \ answers : m.kind = "ACK" =>
+          \/ rdata'[m.w].served = <<m.inc, m.v, m.p>>
+          \/ \E n \in answers : n.w = m.w /\ n.inc = m.inc /\ n.p = m.p /\ n.kind = "ACK"]_vars
+
+\* G3. Whoever looks finds both halves of one version. The serving lock that makes the swap one step is the code's.
+NoTornRead == \A w \in Workers : rdata[w].live[1] = rdata[w].live[2]
+
+\* G4. In one life, a worker's (incarnation, version) only rises, and never starts below an incarnation it has met.
+ServingIsMonotone ==
+  [][\A w \in Workers : LET old == rdata[w].served new == rdata'[w].served IN
+       new # old /\ new # NoPayload => Lower(old, new) /\ new[1] >= rdata[w].met]_vars
+
+\* G5. A dispatch only when nothing is outstanding.
+OneOutstanding ==
+  [][\A s \in Senders : sdata'[s].serial # sdata[s].serial => sstate[s] = "ready" /\ Owing(s) = {}]_vars
+
+\* G6. What is served changes by APPLIED alone, or is given up whole; what was refused is not served.
+RefusalKeepsServing ==
+  /\ \A m \in answers : m.kind \in {"REFUSED", "SUPERSEDED"} /\ m.v # 0 /\ Link(m.w) = <<m.s, m.k>> =>
+       rdata[m.w].served # <<m.inc, m.v, m.p>>
+ServedChangesByApplied ==
+  [][\A w \in Workers : rdata'[w].served # rdata[w].served =>
+       \/ rstate[w] = "pending_async" /\ rstate'[w] = "awaiting_ack" /\ rdata'[w].served = rdata[w].pending
+       \/ rdata'[w].served = NoPayload /\ (rstate'[w] = Final \/ rdata'[w] = NewReceiver)]_vars
+
+\* G7. A version goes to those it was sent to, and behind the Hello of a joiner to whom it was due.
+OnlyTargetsChange ==
+  [][/\ \A m \in letters' \ letters : m.v # 0 =>
+          LET old == sdata[m.s].roll[m.w] new == sdata'[m.s].roll[m.w] out == sdata'[m.s].out IN
+          \/ out.version = m.v /\ out.owed[m.w] = m.k /\ out.outcomes[m.w] = "PENDING"
+          \/ new.link = m.k /\ old.link # m.k /\ m.v = Max(sdata[m.s].dueAll, old.due)
+     /\ \A w \in Workers : LET new == rdata'[w].pending IN
+          new # rdata[w].pending /\ new # NoPayload =>
+            \E m \in letters : m.w = w /\ sdata[m.s].incarnation = new[1] /\ m.v = new[2] /\ m.p = new[3]]_vars
+
+\* G8. A copy is new, and making it changes nothing else.
+CopyOwesNothing ==
+  [][\A t \in Senders : slife[t] = "unborn" /\ slife'[t] # "unborn" =>
+       /\ sstate'[t] = Initial /\ sdata'[t] = NewSender /\ ~blocked'[t]
+       /\ \A s \in Senders \ {t} : sstate'[s] = sstate[s] /\ sdata'[s] = sdata[s] /\ blocked'[s] = blocked[s]
+       /\ UNCHANGED <<receiver, letters, answers, gone>>]_vars
+
+\* G9. Nothing leaves the state closed, and nothing is applied or reported otherwise in it.
+ClosedIsFinal ==
+  [][/\ \A s \in Senders : sstate[s] = Final /\ slife'[s] = "alive" =>
+          sstate'[s] = Final /\ sdata'[s] = sdata[s]
+     /\ \A w \in Workers : rstate[w] = Final /\ rdata'[w] # NewReceiver =>
+          rstate'[w] = Final /\ rdata'[w].served = rdata[w].served]_vars
+
+\* G10. A caller who waits is let go. Under FairClock by the clock alone; under FairWorld without any.
+EverySendEnds == \A s \in Senders : blocked[s] ~> ~blocked[s]
+
+\* G11. An update ends only by telling somebody, and then each target has an outcome; ABANDONED is said of nobody
+\* whose caller did not give up or close; a wait that ends early changes no outcome.
+EverybodyIsToldTheTruth ==
+  [][\A s \in Senders :
+       LET new == sdata'[s].out.outcomes IN
+       /\ IsOutstanding(s) /\ ~IsOutstanding(s)' /\ slife'[s] # "dead" =>
+            /\ (blocked[s] /\ ~blocked'[s]) \/ Wait(s) \/ Abandon(s) \/ CloseSender(s)
+            /\ \A w \in Workers : new[w] # "PENDING" /\ (new[w] = "NONE" <=> sdata[s].out.outcomes[w] = "NONE")
+       /\ \A w \in Workers : new[w] = "ABANDONED" /\ sdata[s].out.outcomes[w] = "PENDING" =>
+            Abandon(s) \/ CloseSender(s)
+       /\ sstate[s] = "awaiting_ack" /\ sstate'[s] = "pending_async" => sdata'[s] = sdata[s]]_vars
+
+\* G12. Once nothing is on its way over a link that stays, its worker has decided the newest version due to it.
+LateJoinerCatchesUp ==
+  Duplicates \/ Loses \/
+  \A s \in Senders, w \in Workers :
+    LET entry == sdata[s].roll[w]
+        k == entry.link
+        due == Max(entry.due, sdata[s].dueAll) IN
+    /\ due # 0 /\ Open(s, w, k) /\ ~gone[s][w] /\ Link(w) = <<s, k>> /\ rstate[w] = "ready"
+    /\ ~\E m \in letters : m.s = s /\ m.w = w /\ m.k = k
+    => ~Lower(rdata[w].decided, <<sdata[s].incarnation, due, 0>>)
+JoinersAnswer == \A s \in Senders, w \in Workers : sdata[s].roll[w].catching # 0 ~> sdata[s].roll[w].catching = 0
+
+\* A link whose other end is closed is found out, so that its worker can come back.
+LossesAreNoticed == \A s \in Senders, w \in Workers : gone[s][w] ~> ~gone[s][w]
+
+-----------------------------------------------------------------------------
+(* The promise *)
+
+Phase(s) ==
+  CASE slife[s] = "dead" -> "dead"
+    [] sstate[s] = "pending_async" -> "outstanding"
+    [] sstate[s] = "awaiting_ack" -> "waited"
+    [] sstate[s] = Final -> "closed"
+    [] OTHER -> "idle"
+
+Promise == INSTANCE WeightSync WITH
+  served <- [w \in Workers |-> <<rdata[w].served[1], rdata[w].served[2]>>],
+  incarnation <- [s \in Senders |-> sdata[s].incarnation],
+  phase <- [s \in Senders |-> Phase(s)],
+  version <- [s \in Senders |-> sdata[s].version],
+  outcome <- [s \in Senders |-> sdata[s].out.outcomes],
+  did <- [s \in Senders |-> sdata[s].out.did]
+
+RefinesWeightSync == Promise!Spec
+
+-----------------------------------------------------------------------------
+(* Fairness *)
+
+Fair(conjunct, set) == IF conjunct \in Unfair THEN {} ELSE set
+
+Reads(w) == \E s \in Senders, k \in Links : HelloArrived(w, s, k) \/ \E v \in Versions : UpdateArrived(w, s, k, v)
+Hears(s, w) == \E k \in Links :
+  \/ AnswerHello(s, w, k)
+  \/ AnswerBye(s, w, k)
+  \/ \E v \in Versions : AnswerAck(s, w, k, v)
+  \/ \E kind \in RefusalKinds : AnswerRejected(s, w, k, kind)
+  \/ \E v \in Versions, kind \in RefusalKinds : AnswerRefusal(s, w, k, v, kind)
+
+\* (a) Time passes.
+FairClock == \A s \in Fair("Deadline", Senders) : WF_vars(Deadline(s))
+
+\* (b) Every message is delivered, every worker arrives, keeps receiving and decides, every loss is noticed.
+FairWorld ==
+  /\ \A w \in Fair("Reads", Workers) : WF_vars(Reads(w))
+  /\ \A w \in Fair("Applied", Workers) : WF_vars(Applied(w))
+  /\ \A w \in Fair("Answered", Workers) : WF_vars(Answered(w))
+  /\ \A s \in Fair("Hears", Senders), w \in Workers : WF_vars(Hears(s, w))
+  /\ \A s \in Fair("Notice", Senders), w \in Workers : WF_vars(Notice(s, w))
+
+Safe == Init /\ [][Next]_vars
+ByTheClock == Safe /\ FairClock
+ByTheWorld == Safe /\ FairWorld
+=============================================================================

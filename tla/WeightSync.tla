@@ -1,0 +1,119 @@
+----------------------------- MODULE WeightSync -----------------------------
+(***************************************************************************)
+(* The promise of weightsync, as a user reads it: which weights each       *)
+(* worker serves, which update each sender has outstanding, and what its   *)
+(* report says of each worker.  No messages, links or acks: AckProtocol    *)
+(* shows how the promise is kept, and TLC checks that each of its steps is *)
+(* a step of this module.                                                  *)
+(***************************************************************************)
+EXTENDS Integers
+
+CONSTANTS Senders, Workers, MaxVersion
+
+VARIABLES
+  served,        \* served[w]: <<incarnation, version>>, whole; <<0, 0>>: none
+  incarnation,   \* incarnation[s]: 0 until the sender connects, then its own
+  phase,         \* phase[s]: idle, outstanding, waited (and a caller is blocked), closed, dead
+  version,       \* version[s]: the newest dispatched
+  outcome,       \* outcome[s][w]: of the update outstanding, or of the last one
+  did            \* did[s]: the workers who have served the update outstanding
+
+vars == <<served, incarnation, phase, version, outcome, did>>
+sender == <<incarnation, phase, version, outcome, did>>
+
+None == <<0, 0>>
+Newer(a, b) == a[1] > b[1] \/ (a[1] = b[1] /\ a[2] > b[2])
+Pending(s) == {w \in Workers : outcome[s][w] = "PENDING"}
+
+Init ==
+  /\ served = [w \in Workers |-> None]
+  /\ incarnation = [s \in Senders |-> 0]
+  /\ phase = [s \in Senders |-> "idle"]
+  /\ version = [s \in Senders |-> 0]
+  /\ outcome = [s \in Senders |-> [w \in Workers |-> "NONE"]]
+  /\ did = [s \in Senders |-> {}]
+
+-----------------------------------------------------------------------------
+
+\* A sender's incarnation is its own, once and for all.
+Connect(s) ==
+  /\ phase[s] = "idle" /\ incarnation[s] = 0
+  /\ incarnation'[s] # 0 /\ \A t \in Senders \ {s} : incarnation'[t] = incarnation[t] /\ incarnation'[s] # incarnation[t]
+  /\ UNCHANGED <<served, phase, version, outcome, did>>
+
+\* G5, G11: nothing is outstanding; a version never used before; somebody may yet answer.
+Send(s, targets, lost, how) ==
+  /\ phase[s] = "idle" /\ incarnation[s] # 0 /\ lost \subseteq targets /\ lost # targets
+  /\ version' = [version EXCEPT ![s] = @ + 1]
+  /\ phase' = [phase EXCEPT ![s] = how]
+  /\ outcome' = [outcome EXCEPT ![s] =
+       [w \in Workers |-> IF w \in lost THEN "LOST" ELSE IF w \in targets THEN "PENDING" ELSE "NONE"]]
+  /\ did' = [did EXCEPT ![s] = {}]
+  /\ UNCHANGED <<served, incarnation>>
+
+\* G4: a worker comes to serve a version that was sent, newer than what it served; a closed or dead sender's too.
+Serve(w, s, v) ==
+  /\ incarnation[s] # 0 /\ v <= version[s] /\ Newer(<<incarnation[s], v>>, served[w])
+  /\ served' = [served EXCEPT ![w] = <<incarnation[s], v>>]
+  /\ did' = IF v = version[s] /\ phase[s] \in {"outstanding", "waited"} THEN [did EXCEPT ![s] = @ \cup {w}] ELSE did
+  /\ UNCHANGED <<incarnation, phase, version, outcome>>
+
+\* Its process died, or a swap could not be undone.
+Forget(w) ==
+  /\ served' = [served EXCEPT ![w] = None]
+  /\ UNCHANGED sender
+
+\* G1, G2: APPLIED only of a worker that has served it. The last answer ends a wait, and nothing but a wait.
+Answer(s, w, o) ==
+  LET ends == phase[s] = "waited" /\ Pending(s) = {w} IN
+  /\ w \in Pending(s) /\ (o = "APPLIED" => w \in did[s])
+  /\ outcome' = [outcome EXCEPT ![s][w] = o]
+  /\ phase' = [phase EXCEPT ![s] = IF ends THEN "idle" ELSE @]
+  /\ did' = [did EXCEPT ![s] = IF ends THEN {} ELSE @]
+  /\ UNCHANGED <<served, incarnation, version>>
+
+\* The caller waits for what is outstanding; if nobody owes any more, the report is there at once.
+Wait(s) ==
+  /\ phase[s] = "outstanding"
+  /\ phase' = [phase EXCEPT ![s] = IF Pending(s) = {} THEN "idle" ELSE "waited"]
+  /\ did' = [did EXCEPT ![s] = IF Pending(s) = {} THEN {} ELSE @]
+  /\ UNCHANGED <<served, incarnation, version, outcome>>
+
+\* A deadline or an exception ends the wait, not the update.
+StopWaiting(s) ==
+  /\ phase[s] = "waited"
+  /\ phase' = [phase EXCEPT ![s] = "outstanding"]
+  /\ UNCHANGED <<served, incarnation, version, outcome, did>>
+
+\* The caller abandons the update, or closes the sender. G9: for good.
+GiveUp(s, to) ==
+  /\ to = "closed" \/ phase[s] = "outstanding"
+  /\ phase[s] \notin {"closed", "dead"}
+  /\ phase' = [phase EXCEPT ![s] = to]
+  /\ outcome' = [outcome EXCEPT ![s] = [w \in Workers |-> IF w \in Pending(s) THEN "ABANDONED" ELSE outcome[s][w]]]
+  /\ did' = [did EXCEPT ![s] = {}]
+  /\ UNCHANGED <<served, incarnation, version>>
+
+\* The trainer's process dies; there is nobody left to tell.
+Die(s) ==
+  /\ phase' = [phase EXCEPT ![s] = "dead"]
+  /\ outcome' = [outcome EXCEPT ![s] = [w \in Workers |-> "NONE"]]
+  /\ did' = [did EXCEPT ![s] = {}]
+  /\ UNCHANGED <<served, incarnation, version>>
+
+-----------------------------------------------------------------------------
+
+Next ==
+  \/ \E s \in Senders : Connect(s) \/ Wait(s) \/ StopWaiting(s) \/ Die(s)
+  \/ \E s \in Senders, how \in {"outstanding", "waited"}, targets \in SUBSET Workers, lost \in SUBSET Workers :
+       Send(s, targets, lost, how)
+  \/ \E s \in Senders, to \in {"idle", "closed"} : GiveUp(s, to)
+  \/ \E s \in Senders, w \in Workers, o \in {"APPLIED", "REFUSED", "LOST"} : Answer(s, w, o)
+  \/ \E w \in Workers, s \in Senders, v \in 1..MaxVersion : Serve(w, s, v)
+  \/ \E w \in Workers : Forget(w)
+
+Spec == Init /\ [][Next]_vars
+
+\* G10. A caller who waits is let go.
+EverySendEnds == \A s \in Senders : phase[s] = "waited" ~> phase[s] # "waited"
+=============================================================================
