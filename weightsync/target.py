@@ -41,6 +41,8 @@ class Staged:
     layout: Layout
     payload: memoryview
     extras: dict[str, ExtraState]
+    #: The destination that it was validated against.
+    live: Live
 
 
 class Target:
@@ -59,14 +61,14 @@ class Target:
         LayoutError: a tensor in it cannot be received (quantised, sparse, uninitialised ...).
     """
 
-    #: A mapped buffer's views are kept for when it comes round again; pools of slots have two or three.
+    #: Of how many payloads the views may be kept (mode MAP), for when they come round again; slots do.
     KEPT_PAYLOADS = 4
 
     def __init__(self, destination: object, mode: Mode = Mode.COPY) -> None:
         self.destination = destination
         self.mode = mode
         self._live = look_at(destination)
-        self._mapped: OrderedDict[tuple[int, Layout], list[Tensor]] = OrderedDict()
+        self._mapped: OrderedDict[tuple[int, Layout], list[Tensor] | None] = OrderedDict()
 
     @property
     def layout(self) -> Layout:
@@ -92,9 +94,7 @@ class Target:
         decoded = decode_extras(extras)
         if tuple(sorted(decoded)) != layout.extras:
             raise ProtocolError(f"Extra state came for {sorted(decoded)}, but the layout names {list(layout.extras)}.")
-        staged = Staged(layout, payload, decoded)
-        self._validate(staged)
-        return staged
+        return Staged(layout, payload, decoded, self._validated(layout, payload))
 
     def swap(self, staged: Staged) -> None:
         """Make all of a staged update live: extra state first, which is put back if anything fails.
@@ -151,20 +151,20 @@ class Target:
         self._live = look_at(self.destination, self._live)
         return self._live
 
-    def _validate(self, staged: Staged) -> Live:
+    def _validated(self, layout: Layout, payload: memoryview) -> Live:
         live = self._look()
-        difference = live.layout.difference(staged.layout)
+        difference = live.layout.difference(layout)
         if difference is not None:
             raise difference
         live.refuse_unwritable()
         if live.sharing.ties or live.sharing.overlaps:
             with torch.inference_mode():
-                live.refuse_disagreement(kept_views(live.layout, address_of(staged.payload)))
+                live.refuse_disagreement(kept_views(live.layout, address_of(payload)))
         return live
 
     def _current(self, staged: Staged) -> Live:
         """The destination, validated again if it is no longer what it was."""
-        return look_again(self.destination, self._live) or self._validate(staged)
+        return look_again(self.destination, staged.live) or self._validated(staged.layout, staged.payload)
 
     def _map(self, live: Live, staged: Staged, undo: _Undo) -> list[Tensor] | None:
         """Point parameters at the payload; gives the memory they have now, or None if none was to be mapped."""
@@ -184,10 +184,12 @@ class Target:
     def _views(self, layout: Layout, payload: memoryview) -> list[Tensor]:
         if not _is_mappable(payload):
             return views(layout, borrowed(address_of(payload), layout.nbytes).clone())
-        # The key cannot come to mean other memory: the kept views hold this one.
+        # Kept only at the second sight: what comes once is let go with the parameters. Where views are kept, the key
+        # cannot come to mean other memory, since they hold this one.
         key = address_of(payload), layout
+        again = key in self._mapped
         found = self._mapped.pop(key, None) or views(layout, owning(payload))
-        self._mapped[key] = found
+        self._mapped[key] = found if again else None
         if len(self._mapped) > self.KEPT_PAYLOADS:
             self._mapped.popitem(last=False)
         return found

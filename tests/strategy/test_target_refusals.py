@@ -121,6 +121,35 @@ def test_a_parameter_replaced_after_staging_gets_the_weights(mode: Mode) -> None
 
 
 @modes
+@pytest.mark.parametrize("shape", [(3, 2), (2, 2)])
+def test_looking_at_the_layout_between_the_phases_does_not_matter(mode: Mode, shape: tuple[int, int]) -> None:
+    source, worker = nn.Linear(2, 2), nn.Linear(2, 2)
+    target = Target(worker, mode)
+    staged = target.stage(*packed(source))
+    worker.weight = nn.Parameter(torch.zeros(shape))
+    assert target.layout is not None
+
+    if shape == (2, 2):
+        target.swap(staged)
+        assert snapshot(worker) == snapshot(source)
+    else:
+        with pytest.raises(LayoutError, match="'weight'"):
+            target.swap(staged)
+
+
+@modes
+def test_staged_updates_may_be_swapped_in_any_order_and_again(mode: Mode) -> None:
+    worker, sources = nn.Linear(2, 2), [nn.Linear(2, 2), nn.Linear(2, 2)]
+    target = Target(worker, mode)
+    staged = [target.stage(*packed(source)) for source in sources]
+
+    for index in (1, 0, 0, 1):
+        target.swap(staged[index])
+
+        assert snapshot(worker) == snapshot(sources[index])
+
+
+@modes
 def test_a_destination_that_no_longer_fits_at_the_swap_is_refused(mode: Mode) -> None:
     worker = nn.Linear(2, 2)
     target = Target(worker, mode)
