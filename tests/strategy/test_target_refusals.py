@@ -7,7 +7,7 @@ import torch
 from data_samples import packed, snapshot, trained
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from weightsync import ConfigurationError, LayoutError, ProtocolError
 from weightsync.extras import encode_extras
@@ -118,6 +118,19 @@ def test_a_parameter_replaced_after_staging_gets_the_weights(mode: Mode) -> None
     target.swap(staged)
 
     assert snapshot(worker) == snapshot(source)
+
+
+@modes
+@pytest.mark.parametrize("values", [torch.ones(2, 2, device="meta"), torch.ones(2, 2).to_sparse()])
+def test_a_parameter_replaced_by_one_without_memory_is_noticed(mode: Mode, values: Tensor) -> None:
+    worker = nn.Linear(2, 2)
+    target = Target(worker, mode)
+    update = packed(nn.Linear(2, 2))
+    target.swap(target.stage(*update))
+    worker.weight = nn.Parameter(values)
+
+    with pytest.raises(LayoutError, match="'weight'"):
+        target.stage(*update)
 
 
 @modes
