@@ -109,11 +109,12 @@ def test_an_unsupported_destination_is_refused(mode: Mode) -> None:
 
 
 @modes
-def test_a_parameter_replaced_after_staging_gets_the_weights(mode: Mode) -> None:
+@pytest.mark.parametrize("replacement", [torch.zeros_like, Tensor.detach])
+def test_a_parameter_replaced_after_staging_gets_the_weights(mode: Mode, replacement) -> None:
     source, worker = nn.Linear(2, 2), nn.Linear(2, 2)
     target = Target(worker, mode)
     staged = target.stage(*packed(source))
-    worker.weight = nn.Parameter(torch.zeros(2, 2))
+    worker.weight = nn.Parameter(replacement(worker.weight))
 
     target.swap(staged)
 
