@@ -1,0 +1,103 @@
+"""Model weights from a trainer to its workers, over a protocol that a model checker has checked.
+
+A scheme makes both sides. In the trainer::
+
+    scheme = SharedMemWeightSyncScheme()
+    scheme.init_on_sender("policy", pipes=trainer_ends, model=policy)
+    report = scheme.get_sender().send()          # returns once every worker serves it, or raises
+
+In a worker::
+
+    scheme.init_on_worker("policy", pipe=worker_end, model=policy)
+    receiver = scheme.get_receiver()
+    while acting:
+        receiver.receive()                       # between forward passes; True: a new version is live
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weightsync._tables import Delivery as Delivery
+    from weightsync._tables import RefusalKind as RefusalKind
+    from weightsync._tables import State as State
+    from weightsync.errors import AckTimeoutError as AckTimeoutError
+    from weightsync.errors import ConfigurationError as ConfigurationError
+    from weightsync.errors import LayoutError as LayoutError
+    from weightsync.errors import MissingExtraError as MissingExtraError
+    from weightsync.errors import ModelPathError as ModelPathError
+    from weightsync.errors import ProtocolError as ProtocolError
+    from weightsync.errors import RefusedError as RefusedError
+    from weightsync.errors import StateError as StateError
+    from weightsync.errors import SyncError as SyncError
+    from weightsync.errors import TransportError as TransportError
+    from weightsync.errors import WeightSyncError as WeightSyncError
+    from weightsync.errors import WorkerLostError as WorkerLostError
+    from weightsync.layout import Layout as Layout
+    from weightsync.options import OnFailure as OnFailure
+    from weightsync.options import OnPending as OnPending
+    from weightsync.options import Verify as Verify
+    from weightsync.receiver import WeightReceiver as WeightReceiver
+    from weightsync.report import Evidence as Evidence
+    from weightsync.report import Outcome as Outcome
+    from weightsync.report import OutcomeKind as OutcomeKind
+    from weightsync.report import SyncReport as SyncReport
+    from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
+    from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
+    from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
+    from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
+    from weightsync.sender import WeightSender as WeightSender
+    from weightsync.strategy import WeightStrategy as WeightStrategy
+    from weightsync.timing import Timeout as Timeout
+
+__version__ = "0.1.0"
+
+# Importing torch and tensordict takes seconds. A name brings its module when it is first asked for, so that the command
+# line, whose `check` needs neither, starts at once.
+_HOMES = {
+    "Delivery": "_tables",
+    "RefusalKind": "_tables",
+    "State": "_tables",
+    "AckTimeoutError": "errors",
+    "ConfigurationError": "errors",
+    "LayoutError": "errors",
+    "MissingExtraError": "errors",
+    "ModelPathError": "errors",
+    "ProtocolError": "errors",
+    "RefusedError": "errors",
+    "StateError": "errors",
+    "SyncError": "errors",
+    "TransportError": "errors",
+    "WeightSyncError": "errors",
+    "WorkerLostError": "errors",
+    "Layout": "layout",
+    "OnFailure": "options",
+    "OnPending": "options",
+    "Verify": "options",
+    "WeightReceiver": "receiver",
+    "Evidence": "report",
+    "Outcome": "report",
+    "OutcomeKind": "report",
+    "SyncReport": "report",
+    "WeightSyncScheme": "schemes.base",
+    "NoWeightSyncScheme": "schemes.none",
+    "MultiProcessWeightSyncScheme": "schemes.pipes",
+    "SharedMemWeightSyncScheme": "schemes.shared",
+    "WeightSender": "sender",
+    "WeightStrategy": "strategy",
+    "Timeout": "timing",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -38,9 +38,10 @@ class WeightSyncError(RuntimeError):
 
 
 def _rebuild(kind: type[WeightSyncError], state: dict[str, Any]) -> WeightSyncError:
-    builtin: type = kind
+    # An exception is made by the builtin that lays out its instances, which is not the first in its MRO.
+    builtin: Any = kind
     while builtin.__module__ != "builtins":
-        builtin = builtin.__base__ or object
+        builtin = builtin.__base__
     error: WeightSyncError = builtin.__new__(kind)
     error.__dict__.update(state)
     error.args = (state["message"],)
@@ -100,7 +101,11 @@ class WorkerLostError(SyncError, ConnectionError):
     """
 
     def __init__(
-        self, message: str, report: Any = None, lost: Mapping[int, str] | None = None, fence: int | None = None
+        self,
+        message: str,
+        report: Any = None,
+        lost: Mapping[int, str] | None = None,
+        fence: int | None = None,
     ) -> None:
         super().__init__(message, report)
         self.lost = dict(lost or {})

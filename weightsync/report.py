@@ -91,6 +91,11 @@ class SyncReport:
     #: Joiners that refused the version they were to catch up with, since the last report.
     not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        sent = f"version {self.version} of" if self.version else "nothing sent of"
+        told = ", ".join(f"worker {worker}: {outcome}" for worker, outcome in self.outcomes.items())
+        return f"{sent} {self.model_id!r} [{told}] {self.nbytes} bytes in {self.preparing + self.transferring:.3f} s"
+
     def __getitem__(self, worker_id: int) -> Outcome:
         return self.outcomes[worker_id]
 

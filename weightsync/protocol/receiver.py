@@ -166,7 +166,8 @@ def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None
         case UpdateArrived():
             return _name_update(state, data, event)
         case LinkDown(link):
-            return ReceiverInput.LINK_DOWN if link == data.link and state is not State.CLOSED else None
+            ours = data.link in (link, None) and state is not State.CLOSED
+            return ReceiverInput.LINK_DOWN if ours else None
         case _:
             return _OWN[type(event)]
 
@@ -191,6 +192,8 @@ def _name_hello(state: State, data: ReceiverData, event: HelloArrived) -> Receiv
 
 
 def _name_update(state: State, data: ReceiverData, event: UpdateArrived) -> ReceiverInput:
+    if state in (State.UNINITIALIZED, State.CLOSED):
+        return ReceiverInput.UPDATE
     if event.incarnation < data.fence:
         return ReceiverInput.STALE
     if event.link != data.link or event.incarnation > data.fence:
@@ -237,17 +240,15 @@ def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[Re
             return replace(data, pending=None, decided=data.pending, answer=answer), _reply(data, answer)
         case Broken():
             return replace(data, link=None, pending=None, served=None), _close(data)
-        case LinkDown():
-            return replace(data, link=None, pending=None), _close(data)
+        case LinkDown(link):
+            return replace(data, link=None, pending=None), (CloseLink(link),)
         case Close():
             return replace(data, link=None, pending=None), _close(data)
         case Answered():
             return data, ()
 
 
-def _greet(
-    named: ReceiverInput, data: ReceiverData, event: HelloArrived
-) -> tuple[ReceiverData, tuple[Effect, ...]]:
+def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tuple[ReceiverData, tuple[Effect, ...]]:
     match named:
         case ReceiverInput.REJECTED:
             return data, _reject(data, event)
@@ -267,9 +268,7 @@ def _reject(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
     return (rejection,) if event.link == data.link else (rejection, CloseLink(event.link))
 
 
-def _take(
-    named: ReceiverInput, data: ReceiverData, event: UpdateArrived
-) -> tuple[ReceiverData, tuple[Effect, ...]]:
+def _take(named: ReceiverInput, data: ReceiverData, event: UpdateArrived) -> tuple[ReceiverData, tuple[Effect, ...]]:
     key = (event.incarnation, event.version)
     match named:
         case ReceiverInput.STALE:

@@ -6,215 +6,70 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from weightsync._tables import SENDER_ROWS, RefusalKind, SenderInput, State
 from weightsync.errors import ConfigurationError, WorkerLostError
 from weightsync.machine import next_state
 from weightsync.messages import Ack, Hello, Refusal
+from weightsync.protocol.sender_values import (
+    Abandon,
+    Answer,
+    Close,
+    CloseLink,
+    Conclude,
+    Connect,
+    Deadline,
+    Dispatch,
+    Effect,
+    Entry,
+    Event,
+    Greet,
+    Interrupted,
+    Join,
+    LinkLost,
+    Outstanding,
+    Remove,
+    Send,
+    SendAsync,
+    SenderData,
+    Standing,
+    Wait,
+)
 from weightsync.report import Evidence, Outcome, OutcomeKind
 
-
-class Standing(enum.Enum):
-    """How a worker's link stands on the roll."""
-
-    #: Nobody has answered over it yet.
-    EXPECTED = "expected"
-    #: Its worker has answered.
-    UP = "up"
-    #: It is closed; what its worker serves is unknown.
-    LOST = "lost"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One worker on the roll."""
-
-    #: The number of its newest link; never used twice by one sender.
-    link: int
-    standing: Standing = Standing.EXPECTED
-    #: Why the link is lost.
-    reason: str = ""
-    #: The fence the worker reported, if it was lost to a newer sender.
-    fence: int = 0
-    #: The version it last acked over this link; 0: none.
-    served: int = 0
-    #: The newest version that was dispatched to all or naming it; 0: none.
-    due: int = 0
-    #: The version that went behind the Hello of this link and is not answered yet; 0: none.
-    catching: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Outstanding:
-    """A version on its way: who still owes an answer, over which link, and what the others became."""
-
-    version: int
-    owed: Mapping[int, int]
-    outcomes: Mapping[int, Outcome]
-
-
-@dataclass(frozen=True, slots=True)
-class SenderData:
-    """All that a sender remembers beside its state."""
-
-    #: 0 until CONNECT.
-    incarnation: int = 0
-    #: The newest version ever dispatched; never used twice.
-    version: int = 0
-    #: The newest version dispatched to all.
-    due_all: int = 0
-    roll: Mapping[int, Entry] = field(default_factory=dict)
-    outstanding: Outstanding | None = None
-    #: Joiners that did not catch up, to be told in the next report.
-    not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)
-    #: Answers that nobody was owed.
-    stale: int = 0
-    #: The driver's own results that were no longer current.
-    late: int = 0
-
-
-# ------------------------------------------------------------------------------------------------ events
-
-
-@dataclass(frozen=True, slots=True)
-class Connect:
-    """The user laid the links, under this incarnation."""
-
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """The user sends to ``targets`` (None: to all) and blocks."""
-
-    targets: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class SendAsync:
-    """The user sends to ``targets`` (None: to all) and goes on."""
-
-    targets: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The user waits for what is outstanding."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """The wait for ``version`` ran out of time."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """The wait for ``version`` was left by an exception."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """The user gives up what is outstanding."""
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """A worker joins on a new link. One still up or expected is lost first: see `joining`."""
-
-    worker: int
-    link: int
-
-
-@dataclass(frozen=True, slots=True)
-class Remove:
-    """A worker leaves the roll. Its link is lost first: see `removal`."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """The user closes the sender."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A message from ``worker`` over ``link``."""
-
-    worker: int
-    link: int
-    message: Hello | Ack | Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class LinkLost:
-    """A link died or was given up."""
-
-    worker: int
-    link: int
-    reason: str
-
-
-Event = (
-    Connect
-    | Send
-    | SendAsync
-    | Wait
-    | Deadline
-    | Interrupted
-    | Abandon
-    | Join
-    | Remove
-    | Close
-    | Answer
-    | LinkLost
-)
-
-# ----------------------------------------------------------------------------------------------- effects
-
-
-@dataclass(frozen=True, slots=True)
-class Greet:
-    """Send a Hello over the link, and behind it version ``due`` if that is not 0."""
-
-    worker: int
-    link: int
-    due: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """Send that version over the link."""
-
-    worker: int
-    link: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class CloseLink:
-    """Close the link."""
-
-    worker: int
-    link: int
-
-
-@dataclass(frozen=True, slots=True)
-class Conclude:
-    """Nothing is outstanding any more: this is what became of it, for whoever asks or waits."""
-
-    outstanding: Outstanding
-    not_caught_up: Mapping[int, Outcome]
-
-
-Effect = Greet | Dispatch | CloseLink | Conclude
+__all__ = [
+    "Abandon",
+    "Answer",
+    "Close",
+    "CloseLink",
+    "Conclude",
+    "Connect",
+    "Deadline",
+    "Dispatch",
+    "Effect",
+    "Entry",
+    "Event",
+    "Greet",
+    "Interrupted",
+    "Join",
+    "LinkLost",
+    "Outstanding",
+    "Remove",
+    "Send",
+    "SendAsync",
+    "SenderData",
+    "Standing",
+    "Step",
+    "Wait",
+    "joining",
+    "known",
+    "name",
+    "removal",
+    "step",
+    "targets_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,8 +193,8 @@ def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[Sender
         case Join(worker, link):
             return _join(data, worker, link)
         case Remove(worker):
-            known(data, worker)
-            return replace(data, roll={w: e for w, e in data.roll.items() if w != worker}), ()
+            rest = {w: e for w, e in data.roll.items() if w != worker}
+            return replace(data, roll=rest), _closing(worker, known(data, worker))
         case Close():
             links = [CloseLink(w, e.link) for w, e in data.roll.items() if e.standing is not Standing.LOST]
             return _abandon(data, "the sender was closed"), tuple(links)
@@ -369,14 +224,25 @@ def known(data: SenderData, worker: int) -> Entry:
     return data.roll[worker]
 
 
-def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[SenderData, tuple[Effect, ...]]:
+def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, Entry]:
+    """The entries of those to send to; None: all.
+
+    Raises:
+        ConfigurationError: a worker id that is not on the roll, or none.
+        WorkerLostError: every target is lost already.
+    """
     chosen = dict.fromkeys(data.roll if targets is None else targets)
     if not chosen:
         raise ConfigurationError("no worker to send to: worker_ids is empty. Nothing was sent or changed.")
     entries = {worker: known(data, worker) for worker in chosen}
+    if all(entry.standing is Standing.LOST for entry in entries.values()):
+        raise _all_lost(entries)
+    return entries
+
+
+def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[SenderData, tuple[Effect, ...]]:
+    entries = targets_of(data, targets)
     lost = {worker: entry for worker, entry in entries.items() if entry.standing is Standing.LOST}
-    if len(lost) == len(entries):
-        raise _all_lost(lost)
     version = data.version + 1
     owed = {worker: entry.link for worker, entry in entries.items() if worker not in lost}
     roll = {w: replace(e, due=version) if w in entries else e for w, e in data.roll.items()}
@@ -411,21 +277,22 @@ def _join(data: SenderData, worker: int, link: int) -> tuple[SenderData, tuple[E
     due = max(data.due_all, before.due if before else 0)
     entry = Entry(link, due=due, catching=due)
     after = replace(data, roll={**data.roll, worker: entry})
-    return after, (Greet(worker, link, due),) if data.incarnation else ()
+    return after, (Greet(worker, link, due),) if data.incarnation else _closing(worker, before)
+
+
+def _closing(worker: int, entry: Entry | None) -> tuple[Effect, ...]:
+    """Before CONNECT a link that is replaced or given up cannot be LOST, but it closes all the same."""
+    return () if entry is None or entry.standing is Standing.LOST else (CloseLink(worker, entry.link),)
 
 
 def _abandon(data: SenderData, reason: str) -> SenderData:
     if data.outstanding is None:
         return data
     given_up = {w: Outcome(kind=OutcomeKind.ABANDONED, reason=reason) for w in data.outstanding.owed}
-    return replace(
-        data, outstanding=Outstanding(data.version, {}, {**data.outstanding.outcomes, **given_up})
-    )
+    return replace(data, outstanding=Outstanding(data.version, {}, {**data.outstanding.outcomes, **given_up}))
 
 
-def _lose(
-    data: SenderData, worker: int, link: int, reason: str, fence: int
-) -> tuple[SenderData, tuple[Effect, ...]]:
+def _lose(data: SenderData, worker: int, link: int, reason: str, fence: int) -> tuple[SenderData, tuple[Effect, ...]]:
     entry = replace(data.roll[worker], standing=Standing.LOST, reason=reason, fence=fence, catching=0)
     after = replace(data, roll={**data.roll, worker: entry})
     return _settle(after, worker, link, _lost(entry)), (CloseLink(worker, link),)
@@ -445,13 +312,13 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
         reason = message.reason or message.kind.name
         return _lose(data, worker, link, f"{message.kind.name}: {reason}", message.fence)
     entry = replace(data.roll[worker], standing=Standing.UP)
+    if isinstance(message, Hello):
+        return replace(data, roll={**data.roll, worker: entry}), ()
     if message.version >= entry.catching:
         entry = replace(entry, catching=0)
     if isinstance(message, Ack):
         entry = replace(entry, served=message.version)
     after = replace(data, roll={**data.roll, worker: entry})
-    if isinstance(message, Hello):
-        return after, ()
     outcome = _outcome(message)
     if named is not SenderInput.CAUGHT_UP:
         return _settle(after, worker, link, outcome), ()

@@ -1,0 +1,67 @@
+# Everything happens in .venv, which the first target that needs it makes. Another Python: make test PYTHON=python3.12
+
+PYTHON ?= python3
+DEMO ?= --scheme shared --workers 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Newer than what it was installed from, or the environment is brought up to date.
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install test demo check check-all lint format generate clean
+
+help:
+	@echo 'make test       lint, types, tests, and the quick set of the model checker'
+	@echo 'make demo       train CartPole while workers act with the synchronised policy'
+	@echo 'make check      the quick set of the model checker'
+	@echo 'make check-all  all of it'
+	@echo 'make lint       generated files, ruff, mypy, import-linter'
+	@echo 'make format     let ruff format and fix'
+	@echo 'make generate   render tables and docs from spec/protocol.toml'
+	@echo 'make install    only make .venv'
+	@echo 'make clean      remove .venv and caches'
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, and this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'No venv could be made (Debian: apt-get install python3-venv).'; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	# Compiled now: importing torch from sources takes three times as long, in each of many processes.
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt -b constraints.txt -e '.[dev]'
+	@touch $@
+
+# Without Java or Maven `weightsync check` exits with 2. Outside CI that is said, loudly, and the rest counts.
+test: lint
+	$(BIN)/pytest
+	@$(BIN)/weightsync check; code=$$?; \
+	if [ $$code -eq 2 ] && [ -z "$$CI" ]; then echo '*** The model was NOT CHECKED: see the line above. ***'; else exit $$code; fi
+
+demo: $(INSTALLED)
+	$(BIN)/weightsync demo $(DEMO)
+
+check: $(INSTALLED)
+	$(BIN)/weightsync check
+
+check-all: $(INSTALLED)
+	$(BIN)/weightsync check --all
+
+lint: $(INSTALLED)
+	$(BIN)/python spec/generate.py --check
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+generate: $(INSTALLED)
+	$(BIN)/python spec/generate.py
+
+clean:
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,53 @@
+"""Profiles, the forkserver that all tests share, and the checks that nothing outlives a test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.context
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("dev", max_examples=50, stateful_step_count=30, deadline=None)
+settings.register_profile(
+    "ci",
+    max_examples=300,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("nightly", max_examples=5000, stateful_step_count=100, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Starts processes in milliseconds: its server has torch and weightsync imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tensordict", "weightsync.schemes.shared", "weightsync.schemes.none"])
+    return context
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_a_test() -> Iterator[None]:
+    """No process, no thread of ours and no name in shared memory stays behind."""
+    names, threads = _shared_names(), set(threading.enumerate())
+    yield
+    for child in multiprocessing.active_children():
+        child.join(5)
+        assert not child.is_alive(), f"{child} outlived the test"
+    assert _shared_names() <= names
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(5)
+        assert not thread.is_alive(), f"{thread} outlived the test"
+
+
+def _shared_names() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}

@@ -1,0 +1,119 @@
+"""The error tree: its bases, its pickling, and what its messages tell."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from weightsync import errors
+from weightsync.report import Outcome, OutcomeKind, SyncReport
+
+
+def report(**kinds: OutcomeKind) -> SyncReport:
+    outcomes = {int(name[1:]): Outcome(kind=kind, reason=f"why{name}") for name, kind in kinds.items()}
+    return SyncReport(model_id="policy", version=3, incarnation=9, outcomes=outcomes)
+
+
+EXAMPLES = [
+    errors.WeightSyncError("what happened"),
+    errors.StateError("sender", "closed", "SEND", ["CLOSE"], "Make a new one."),
+    errors.SyncError("mixed", report(w0=OutcomeKind.LOST, w1=OutcomeKind.REFUSED)),
+    errors.AckTimeoutError("late", report(w0=OutcomeKind.TIMED_OUT), [0]),
+    errors.WorkerLostError("gone", None, {1: "killed"}, 7),
+    errors.RefusedError("no", None, {1: "misfit"}),
+    errors.ConfigurationError("bad"),
+    errors.ModelPathError("no such part", "a.b", "b"),
+    errors.MissingExtraError("cli", "The command line"),
+    errors.LayoutError("differs", ["a"], ["b"], {"c": "shape"}),
+    errors.ProtocolError("broken", b"\x00"),
+    errors.TransportError("cut"),
+]
+
+#: The types that the reference documents stay bases of ours.
+BASES = {
+    errors.WeightSyncError: (RuntimeError,),
+    errors.AckTimeoutError: (errors.SyncError, TimeoutError),
+    errors.WorkerLostError: (errors.SyncError, ConnectionError),
+    errors.RefusedError: (errors.SyncError,),
+    errors.ConfigurationError: (ValueError,),
+    errors.ModelPathError: (AttributeError,),
+    errors.MissingExtraError: (ImportError,),
+    errors.LayoutError: (KeyError, ValueError),
+    errors.TransportError: (ConnectionError,),
+}
+
+
+def test_every_error_has_an_example() -> None:
+    declared = {each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)}
+
+    assert {type(example) for example in EXAMPLES} == declared
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_each_survives_pickling_and_copying(error: errors.WeightSyncError) -> None:
+    for clone in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(clone) is type(error)
+        assert vars(clone) == vars(error)
+        assert str(clone) == str(error) == error.message
+
+
+@pytest.mark.parametrize(("kind", "bases"), BASES.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_the_documented_types_stay_bases(kind: type, bases: tuple[type, ...]) -> None:
+    for base in (*bases, errors.WeightSyncError, RuntimeError):
+        assert issubclass(kind, base)
+
+
+def test_a_state_error_says_who_where_what_and_what_else() -> None:
+    message = str(errors.StateError("sender", "closed", "SEND", ["CLOSE"], "Make a new one."))
+
+    assert message == (
+        "sender is closed: SEND is refused there, and nothing has changed (allowed: CLOSE). Make a new one."
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (OutcomeKind.TIMED_OUT, errors.AckTimeoutError),
+        (OutcomeKind.LOST, errors.WorkerLostError),
+        (OutcomeKind.REFUSED, errors.RefusedError),
+        (OutcomeKind.ABANDONED, errors.SyncError),
+    ],
+)
+def test_failures_of_one_kind_have_their_own_error(kind: OutcomeKind, error: type[errors.SyncError]) -> None:
+    told = report(w0=OutcomeKind.APPLIED, w1=kind)
+
+    with pytest.raises(error) as caught:
+        told.raise_on_failure()
+
+    assert type(caught.value) is error
+    assert caught.value.report is told
+    assert "version 3 of 'policy' did not reach 1 of 2 workers" in str(caught.value)
+    assert "worker 1" in str(caught.value)
+    assert "whyw1" in str(caught.value)
+
+
+def test_failures_of_several_kinds_have_the_common_one() -> None:
+    with pytest.raises(errors.SyncError) as caught:
+        report(w0=OutcomeKind.LOST, w1=OutcomeKind.REFUSED).raise_on_failure()
+
+    assert type(caught.value) is errors.SyncError
+
+
+def test_g11_only_applied_pending_and_skipped_do_not_raise() -> None:
+    report(w0=OutcomeKind.APPLIED, w1=OutcomeKind.PENDING, w2=OutcomeKind.SKIPPED).raise_on_failure()
+
+    assert not report(w0=OutcomeKind.APPLIED, w1=OutcomeKind.PENDING).ok
+    assert report(w0=OutcomeKind.APPLIED).ok
+
+
+def test_a_fenced_worker_s_error_carries_the_fence_to_rise_above() -> None:
+    outcome = Outcome(kind=OutcomeKind.LOST, reason="FENCED", fence=12)
+    told = SyncReport(model_id="policy", version=1, incarnation=9, outcomes={0: outcome})
+
+    with pytest.raises(errors.WorkerLostError) as caught:
+        told.raise_on_failure()
+
+    assert caught.value.fence == 12

@@ -1,0 +1,87 @@
+"""A copy of a machine is a new machine (G8), and nothing keeps a machine alive."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+
+from weightsync._tables import State
+
+COPIERS = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda machine: pickle.loads(pickle.dumps(machine)),
+    "oldest pickle": lambda machine: pickle.loads(pickle.dumps(machine, protocol=0)),
+}
+
+
+@pytest.fixture(params=COPIERS.values(), ids=COPIERS.keys())
+def duplicate(request):
+    return request.param
+
+
+def test_a_copy_is_uninitialized_and_the_original_untouched(role, state, duplicate):
+    original = role.at(state)
+
+    copied = duplicate(original)
+
+    assert type(copied) is type(original)
+    assert copied.state is State.UNINITIALIZED
+    assert original.state is state
+    assert copied.lock is not original.lock
+
+
+def test_a_copy_and_its_original_move_apart(role, duplicate):
+    original = role.at(State.READY)
+    copied = duplicate(original)
+
+    copied.fire(role.inputs.CLOSE)
+    assert (original.state, copied.state) == (State.READY, State.CLOSED)
+
+    second = duplicate(original)
+    original.fire(role.inputs.CLOSE)
+    assert (original.state, second.state) == (State.CLOSED, State.UNINITIALIZED)
+
+
+def test_listeners_stay_with_the_original(role, duplicate):
+    told = []
+    original = role.machine()
+    original.observe(lambda *step: told.append(step))
+
+    duplicate(original).fire(role.inputs.CLOSE)
+
+    assert told == []
+
+
+def test_a_machine_can_be_copied_while_its_lock_is_held(role, duplicate):
+    original = role.at(State.READY)
+
+    with original.lock:
+        copied = duplicate(original)
+
+    assert copied.lock.acquire(blocking=False)
+
+
+def test_a_pickle_carries_no_table(role):
+    assert len(pickle.dumps(role.at(State.READY))) < 100
+
+
+def test_the_shared_machine_knows_no_model(role, state):
+    machine = role.at(state)
+
+    assert machine.shared is role.machine().shared
+    assert machine.shared.models == []
+
+
+def test_nothing_keeps_a_machine_alive(role):
+    machine = role.at(State.READY)
+    watch = weakref.ref(machine)
+
+    del machine
+    gc.collect()
+
+    assert watch() is None

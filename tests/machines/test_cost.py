@@ -1,0 +1,74 @@
+"""A step costs few instructions. Counted, not timed, so that a busy machine does not make it fail."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+import transitions
+
+from weightsync._tables import SENDER_ROWS, SenderInput, State
+from weightsync.machine import SenderMachine
+
+
+def instructions(call: Callable[[], object]) -> int:
+    """How many bytecode instructions a call executes, those of the functions it calls among them."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.fixture
+def machine():
+    machine = SenderMachine()
+    machine.fire(SenderInput.CONNECT)
+    return machine
+
+
+def test_the_count_is_the_same_each_time(machine):
+    def call():
+        return machine.fire(SenderInput.STALE)
+
+    assert instructions(call) == instructions(call) > 0
+
+
+def test_a_step_is_short(machine):
+    assert instructions(lambda: machine.fire(SenderInput.STALE)) <= 80
+
+
+def test_a_step_that_a_listener_is_told_of_is_short(machine):
+    machine.observe(lambda before, step, after: None)
+
+    assert instructions(lambda: machine.fire(SenderInput.STALE)) <= 130
+
+
+def test_a_step_is_a_tenth_of_the_stock_machines(machine):
+    class Model:
+        pass
+
+    model = Model()
+    transitions.Machine(
+        model=model,
+        states=State,
+        initial=State.READY,
+        auto_transitions=False,
+        transitions=[
+            {"trigger": step.value, "source": source, "dest": target} for (source, step), target in SENDER_ROWS.items()
+        ],
+    )
+
+    assert 10 * instructions(lambda: machine.fire(SenderInput.STALE)) <= instructions(model.STALE)

@@ -1,0 +1,176 @@
+"""A machine moves by the rows of `protocol.toml` and by nothing else: every state times every input."""
+
+from __future__ import annotations
+
+import pytest
+import transitions
+
+from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
+from weightsync.errors import StateError
+from weightsync.machine import LeanEvent, ReceiverMachine, SenderMachine, next_state
+
+
+class Model:
+    """A model for the stock machine."""
+
+    state: State
+
+
+def test_the_generated_rows_are_those_of_the_file(role):
+    rows = {"sender": SENDER_ROWS, "receiver": RECEIVER_ROWS}[role.name]
+
+    assert role.rows == dict(rows)
+
+
+def test_a_row_leads_where_the_file_says(row):
+    role, state, step = row
+    machine = role.at(state)
+    steps = []
+    machine.observe(lambda *told: steps.append(told))
+
+    wanted = role.rows[state, step]
+    assert machine.fire(step) is wanted
+    assert machine.state is wanted
+    assert steps == [(state, step, wanted)]
+
+
+def test_where_there_is_no_row_nothing_changes(gap):
+    role, state, step = gap
+    machine = role.at(state)
+    steps = []
+    machine.observe(lambda *told: steps.append(told))
+
+    with pytest.raises(StateError):
+        machine.fire(step)
+    assert machine.state is state
+    assert steps == []
+
+
+def test_a_refusal_says_who_where_what_and_what_else(gap):
+    role, state, step = gap
+    with pytest.raises(StateError) as caught:
+        role.at(state).fire(step)
+
+    error = caught.value
+    allowed = tuple(each.value for source, each in role.rows if source is state)
+    assert (error.machine, error.state, error.asked, error.allowed) == (
+        role.name,
+        state.value,
+        step.value,
+        allowed,
+    )
+
+
+def test_after_a_refusal_every_row_is_still_there(gap):
+    role, state, step = gap
+    for allowed in (each for source, each in role.rows if source is state):
+        machine = role.at(state)
+        with pytest.raises(StateError):
+            machine.fire(step)
+
+        assert machine.fire(allowed) is role.rows[state, allowed]
+
+
+def test_the_stock_machine_agrees(pair):
+    role, state, step = pair
+    lean = role.at(state)
+    model = Model()
+    stock = transitions.Machine(
+        model=model,
+        states=State,
+        initial=state,
+        auto_transitions=False,
+        transitions=[
+            {"trigger": event.name, "source": each.source, "dest": each.dest}
+            for event in lean.shared.events.values()
+            for each in lean.shared.get_transitions(event.name)
+        ],
+    )
+    assert type(next(iter(stock.events.values()))) is transitions.Event
+
+    try:
+        model.trigger(step.value)
+        expected = model.state
+    except transitions.MachineError:
+        expected = None
+    try:
+        found = lean.fire(step)
+    except StateError:
+        found = None
+
+    assert expected is found
+    assert model.state is lean.state
+
+
+def test_the_pure_look_up_finds_what_the_machine_does(row):
+    role, state, step = row
+    machine = role.at(state)
+
+    assert next_state(machine.rows, state, step) is machine.fire(step)
+
+
+def test_the_pure_look_up_refuses_as_the_machine_does(gap):
+    role, state, step = gap
+    machine = role.at(state)
+
+    with pytest.raises(StateError) as by_machine:
+        machine.fire(step)
+    with pytest.raises(StateError) as by_look_up:
+        next_state(machine.rows, state, step)
+    assert str(by_machine.value) == str(by_look_up.value)
+
+
+def test_every_input_is_a_lean_event_without_callbacks(role):
+    shared = role.machine().shared
+
+    assert list(shared.events) == [step.value for step in role.inputs]
+    assert all(type(event) is LeanEvent for event in shared.events.values())
+    assert not any(each.before or each.after or each.conditions or each.prepare for each in shared.get_transitions())
+
+
+def test_a_machine_starts_uninitialized(role):
+    assert role.machine().state is State.UNINITIALIZED
+
+
+def test_nobody_can_set_the_state(role, state):
+    machine = role.at(state)
+
+    with pytest.raises(AttributeError):
+        machine.state = State.READY
+    with pytest.raises(AttributeError):
+        machine.shared.set_state(State.READY, machine)
+    with pytest.raises(AttributeError):
+        machine.to_ready()
+    assert machine.state is state
+
+
+def test_the_library_can_trigger_by_name():
+    machine = SenderMachine()
+
+    assert machine.shared.events["CONNECT"].trigger(machine) is True
+    assert machine.state is State.READY
+    with pytest.raises(StateError):
+        machine.shared.events["CONNECT"].trigger(machine)
+
+
+@pytest.mark.parametrize("model", [ReceiverMachine(), Model()], ids=["other role", "no machine"])
+def test_an_event_refuses_what_is_not_of_its_role(model):
+    with pytest.raises(TypeError, match="CONNECT"):
+        SenderMachine.shared.events["CONNECT"].trigger(model)
+
+
+def test_an_event_takes_no_arguments():
+    machine = SenderMachine()
+
+    with pytest.raises(TypeError, match="CONNECT"):
+        machine.shared.events["CONNECT"].trigger(machine, "anything")
+    assert machine.state is State.UNINITIALIZED
+
+
+def test_an_input_of_the_other_role_is_no_input():
+    machine = SenderMachine()
+
+    with pytest.raises(KeyError):
+        machine.fire(ReceiverInput.CONNECT)
+    assert machine.state is State.UNINITIALIZED
+    assert SenderInput.CONNECT != ReceiverInput.CONNECT

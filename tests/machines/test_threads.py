@@ -1,0 +1,113 @@
+"""Threads that fire at once take one row each, one after the other; none is taken twice."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from weightsync._tables import SenderInput, State
+from weightsync.errors import StateError
+from weightsync.machine import SenderMachine
+
+THREADS = 8
+
+
+@pytest.fixture(autouse=True)
+def frequent_switches():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def together(work: Callable[[int], None]) -> None:
+    """Run it in all threads, from the same moment on; what one raises is raised here."""
+    barrier = threading.Barrier(THREADS)
+
+    def run(number: int) -> None:
+        barrier.wait()
+        work(number)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(run, range(THREADS)))
+
+
+def sends_that_succeed(machine: SenderMachine) -> int:
+    succeeded = []
+
+    def send(number: int) -> None:
+        with contextlib.suppress(StateError):
+            succeeded.append(machine.fire(SenderInput.SEND))
+
+    together(send)
+    return len(succeeded)
+
+
+class SlowTargets(dict):
+    """Rows whose look-up lets every other thread in."""
+
+    def get(self, key, default=None):
+        found = super().get(key, default)
+        time.sleep(0.005)
+        return found
+
+
+@pytest.fixture
+def slow_look_up(monkeypatch):
+    event = SenderMachine.shared.events["SEND"]
+    monkeypatch.setattr(event, "_targets", SlowTargets(event._targets))
+
+
+def test_one_send_of_many_succeeds():
+    for _ in range(50):
+        machine = SenderMachine()
+        machine.fire(SenderInput.CONNECT)
+
+        assert sends_that_succeed(machine) == 1
+        assert machine.state is State.AWAITING_ACK
+
+
+@pytest.mark.usefixtures("slow_look_up")
+def test_one_send_of_many_succeeds_however_slow_the_look_up():
+    machine = SenderMachine()
+    machine.fire(SenderInput.CONNECT)
+
+    assert sends_that_succeed(machine) == 1
+
+
+@pytest.mark.usefixtures("slow_look_up")
+def test_without_the_lock_this_would_be_seen():
+    machine = SenderMachine()
+    machine.fire(SenderInput.CONNECT)
+    machine.lock = contextlib.nullcontext()
+
+    assert sends_that_succeed(machine) > 1
+
+
+def test_all_steps_of_all_threads_make_one_chain(role):
+    machine, chain, taken = role.machine(), [], [0] * THREADS
+    machine.observe(lambda *step: chain.append(step))
+    inputs = [step for step in role.inputs if step.value not in ("CLOSE", "BROKEN")]
+
+    def hammer(number: int) -> None:
+        choose = random.Random(number)
+        for _ in range(300):
+            with contextlib.suppress(StateError):
+                machine.fire(choose.choice(inputs))
+                taken[number] += 1
+
+    together(hammer)
+
+    assert len(chain) == sum(taken) > 0
+    assert chain[0][0] is State.UNINITIALIZED
+    assert all(earlier[2] is later[0] for earlier, later in itertools.pairwise(chain))
+    assert all(role.rows[before, step] is after for before, step, after in chain)
+    assert chain[-1][2] is machine.state

@@ -1,0 +1,192 @@
+"""The receiver's guards, rule by rule: which input an event is, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from weightsync._tables import ReceiverInput, RefusalKind, State
+from weightsync.errors import ProtocolError, StateError
+from weightsync.messages import Ack, Refusal
+from weightsync.protocol import receiver as pure
+
+
+@dataclass
+class Receiver:
+    """The pure half with somewhere to keep its value."""
+
+    state: State = State.UNINITIALIZED
+    data: pure.ReceiverData = field(default_factory=pure.ReceiverData)
+
+    def take(self, event: pure.Event) -> pure.Step:
+        step = pure.step(self.state, self.data, event)
+        self.state, self.data = step.to, step.data
+        return step
+
+    def applies(self, incarnation: int, version: int) -> None:
+        self.take(pure.UpdateArrived(self.data.link or 0, incarnation, version))
+        self.take(pure.Applied(ack(incarnation, version)))
+        self.take(pure.Answered())
+
+
+def ack(incarnation: int, version: int) -> Ack:
+    return Ack(model_id="policy", incarnation=incarnation, version=version)
+
+
+def refusal(incarnation: int, version: int) -> Refusal:
+    return Refusal(model_id="policy", incarnation=incarnation, version=version, kind=RefusalKind.REFUSED)
+
+
+@pytest.fixture
+def receiver() -> Receiver:
+    """Ready, on link 1 with incarnation 5."""
+    receiver = Receiver()
+    assert receiver.take(pure.HelloArrived(1, 5)).effects == (pure.Greet(1),)
+    return receiver
+
+
+def test_an_update_is_served_once_it_is_applied(receiver: Receiver) -> None:
+    receiver.take(pure.UpdateArrived(1, 5, 1))
+
+    assert (receiver.state, receiver.data.served) == (State.PENDING_ASYNC, None)
+    step = receiver.take(pure.Applied(ack(5, 1)))
+
+    assert step.effects == (pure.Reply(1, ack(5, 1)),)
+    assert receiver.data.served == (5, 1)
+
+
+def test_a_hello_once_more_is_a_duplicate(receiver: Receiver) -> None:
+    assert receiver.take(pure.HelloArrived(1, 5)).input is ReceiverInput.DUPLICATE
+
+
+def test_the_version_decided_last_gets_the_very_same_answer(receiver: Receiver) -> None:
+    receiver.applies(5, 1)
+
+    step = receiver.take(pure.UpdateArrived(1, 5, 1))
+
+    assert (step.input, step.effects) == (ReceiverInput.DUPLICATE, (pure.Reply(1, ack(5, 1)),))
+
+
+def test_g6_a_duplicate_of_a_refused_version_is_not_applied(receiver: Receiver) -> None:
+    receiver.take(pure.UpdateArrived(1, 5, 1))
+    receiver.take(pure.Refused(refusal(5, 1)))
+    receiver.take(pure.Answered())
+
+    step = receiver.take(pure.UpdateArrived(1, 5, 1))
+
+    assert (step.input, step.effects) == (ReceiverInput.DUPLICATE, (pure.Reply(1, refusal(5, 1)),))
+    assert (receiver.state, receiver.data.served) == (State.READY, None)
+
+
+def test_the_pending_version_once_more_is_nothing_to_do(receiver: Receiver) -> None:
+    receiver.take(pure.UpdateArrived(1, 5, 1))
+
+    step = receiver.take(pure.UpdateArrived(1, 5, 1))
+
+    assert (step.input, step.effects) == (ReceiverInput.DUPLICATE, ())
+
+
+def test_a_newer_version_supersedes_the_pending_one(receiver: Receiver) -> None:
+    receiver.take(pure.UpdateArrived(1, 5, 1))
+
+    step = receiver.take(pure.UpdateArrived(1, 5, 2))
+
+    assert step.input is ReceiverInput.NEWER
+    assert step.effects == (pure.Tell(1, (5, 1), RefusalKind.SUPERSEDED),)
+    assert receiver.data.pending == (5, 2)
+
+
+def test_g4_an_older_version_is_stale(receiver: Receiver) -> None:
+    receiver.applies(5, 2)
+
+    step = receiver.take(pure.UpdateArrived(1, 5, 1))
+
+    assert (step.input, step.effects) == (ReceiverInput.STALE, (pure.Tell(1, (5, 1), RefusalKind.STALE),))
+
+
+def test_g4_a_sender_below_the_fence_is_rejected_also_after_the_link_went_down(receiver: Receiver) -> None:
+    receiver.take(pure.LinkDown(1))
+
+    step = receiver.take(pure.HelloArrived(2, 4))
+
+    assert step.input is ReceiverInput.REJECTED
+    reject, close = step.effects
+    assert isinstance(reject, pure.Reject)
+    assert (reject.kind, close) == (RefusalKind.FENCED, pure.CloseLink(2))
+
+
+def test_g4_an_update_below_the_fence_is_stale(receiver: Receiver) -> None:
+    assert receiver.take(pure.UpdateArrived(1, 4, 9)).input is ReceiverInput.STALE
+
+
+def test_a_restarted_trainers_small_version_is_newer(receiver: Receiver) -> None:
+    receiver.applies(5, 9)
+    receiver.take(pure.HelloArrived(2, 6))
+
+    assert receiver.take(pure.UpdateArrived(2, 6, 1)).input is ReceiverInput.UPDATE
+
+
+def test_a_takeover_closes_the_old_link_drops_what_was_pending_and_keeps_what_is_served(
+    receiver: Receiver,
+) -> None:
+    receiver.applies(5, 1)
+    receiver.take(pure.UpdateArrived(1, 5, 2))
+
+    step = receiver.take(pure.HelloArrived(2, 6))
+
+    assert (step.input, step.effects) == (ReceiverInput.TAKEOVER, (pure.CloseLink(1), pure.Greet(2)))
+    assert (receiver.data.pending, receiver.data.served) == (None, (5, 1))
+
+
+def test_a_misfit_is_rejected_with_its_reason(receiver: Receiver) -> None:
+    step = receiver.take(pure.HelloArrived(2, 6, "shape differs"))
+
+    assert step.input is ReceiverInput.REJECTED
+    assert isinstance(step.effects[0], pure.Reject)
+    assert step.effects[0].reason == "shape differs"
+    assert receiver.data.link == 1
+
+
+@pytest.mark.parametrize(("link", "incarnation"), [(2, 5), (1, 6)])
+def test_an_update_without_a_handshake_breaks_the_protocol(receiver: Receiver, link: int, incarnation: int) -> None:
+    with pytest.raises(ProtocolError):
+        receiver.take(pure.UpdateArrived(link, incarnation, 1))
+
+
+def test_the_loss_of_a_link_that_is_not_in_force_is_late(receiver: Receiver) -> None:
+    assert receiver.take(pure.LinkDown(2)).input is None
+
+
+def test_what_was_decided_is_kept_across_links(receiver: Receiver) -> None:
+    receiver.applies(5, 1)
+    receiver.take(pure.LinkDown(1))
+    receiver.take(pure.HelloArrived(2, 5))
+
+    assert receiver.take(pure.UpdateArrived(2, 5, 1)).effects == (pure.Reply(2, ack(5, 1)),)
+
+
+def test_broken_serves_nothing_and_is_final(receiver: Receiver) -> None:
+    receiver.applies(5, 1)
+    receiver.take(pure.UpdateArrived(1, 5, 2))
+
+    step = receiver.take(pure.Broken())
+
+    assert (step.to, step.effects, receiver.data.served) == (State.CLOSED, (pure.CloseLink(1),), None)
+    with pytest.raises(StateError):
+        receiver.take(pure.UpdateArrived(1, 5, 3))
+
+
+def test_g9_close_keeps_what_is_served(receiver: Receiver) -> None:
+    receiver.applies(5, 1)
+    receiver.take(pure.UpdateArrived(1, 5, 2))
+    receiver.take(pure.Close())
+
+    assert (receiver.state, receiver.data.served, receiver.data.pending) == (State.CLOSED, (5, 1), None)
+    assert receiver.take(pure.Close()).to is State.CLOSED
+
+
+def test_spoiled_by_hand_nothing_is_served(receiver: Receiver) -> None:
+    receiver.applies(5, 1)
+
+    assert pure.spoiled(receiver.data).served is None

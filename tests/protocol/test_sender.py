@@ -1,0 +1,292 @@
+"""The sender's guards, rule by rule: which input an event is, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from weightsync._tables import RefusalKind, SenderInput, State
+from weightsync.errors import ConfigurationError, StateError, WorkerLostError
+from weightsync.messages import Ack, Hello, Refusal
+from weightsync.protocol import sender as pure
+from weightsync.report import OutcomeKind
+
+INCARNATION = 7
+
+
+@dataclass
+class Sender:
+    """The pure half with somewhere to keep its value."""
+
+    state: State = State.UNINITIALIZED
+    data: pure.SenderData = field(default_factory=pure.SenderData)
+
+    def take(self, event: pure.Event) -> pure.Step:
+        step = pure.step(self.state, self.data, event)
+        self.state, self.data = step.to, step.data
+        return step
+
+    def hears(self, worker: int, message: Hello | Ack | Refusal, link: int | None = None) -> pure.Step:
+        return self.take(pure.Answer(worker, link or self.data.roll[worker].link, message))
+
+
+def hello() -> Hello:
+    return Hello(model_id="policy", incarnation=INCARNATION)
+
+
+def ack(version: int, incarnation: int = INCARNATION) -> Ack:
+    return Ack(model_id="policy", incarnation=incarnation, version=version)
+
+
+def refusal(version: int, kind: RefusalKind = RefusalKind.REFUSED, fence: int = INCARNATION) -> Refusal:
+    return Refusal(model_id="policy", incarnation=INCARNATION, version=version, kind=kind, reason="why", fence=fence)
+
+
+@pytest.fixture
+def sender() -> Sender:
+    """Ready, with workers 0 and 1 up on links 1 and 2."""
+    sender = Sender()
+    for worker in (0, 1):
+        sender.take(pure.Join(worker, worker + 1))
+    sender.take(pure.Connect(INCARNATION))
+    for worker in (0, 1):
+        sender.hears(worker, hello())
+    return sender
+
+
+def test_connect_greets_every_worker_on_the_roll() -> None:
+    sender = Sender()
+    sender.take(pure.Join(0, 1))
+
+    step = sender.take(pure.Connect(INCARNATION))
+
+    assert step.effects == (pure.Greet(0, 1, 0),)
+    assert sender.data.roll[0].standing is pure.Standing.EXPECTED
+
+
+def test_the_first_answer_is_arrived_and_the_next_is_stale(sender: Sender) -> None:
+    sender.take(pure.Join(2, 3))
+
+    assert sender.hears(2, hello()).input is SenderInput.ARRIVED
+    assert sender.data.roll[2].standing is pure.Standing.UP
+    assert sender.hears(2, hello()).input is SenderInput.STALE
+
+
+def test_the_last_answer_settles_while_a_caller_waits(sender: Sender) -> None:
+    sender.take(pure.Send(None))
+
+    assert sender.hears(0, ack(1)).input is SenderInput.REPLY
+    step = sender.hears(1, ack(1))
+
+    assert step.input is SenderInput.SETTLED
+    assert sender.state is State.READY
+    (concluded,) = step.effects
+    assert isinstance(concluded, pure.Conclude)
+    assert [o.kind for o in concluded.outstanding.outcomes.values()] == [OutcomeKind.APPLIED] * 2
+
+
+def test_pending_async_never_ends_by_itself(sender: Sender) -> None:
+    sender.take(pure.SendAsync(None))
+    sender.hears(0, ack(1))
+    sender.take(pure.LinkLost(1, 2, "died"))
+
+    assert sender.state is State.PENDING_ASYNC
+    assert sender.take(pure.Wait()).input is SenderInput.WAIT_SETTLED
+    assert sender.state is State.READY
+
+
+@pytest.mark.parametrize("stranger", [ack(2), ack(1, incarnation=6), refusal(2)])
+def test_g1_an_answer_to_anything_else_is_stale(sender: Sender, stranger: Ack | Refusal) -> None:
+    sender.take(pure.Send((0,)))
+
+    assert sender.hears(0, stranger).input is SenderInput.STALE
+    assert sender.data.outstanding is not None
+    assert sender.data.outstanding.owed == {0: 1}
+
+
+def test_g1_a_second_answer_is_stale(sender: Sender) -> None:
+    sender.take(pure.Send(None))
+    sender.hears(0, ack(1))
+
+    assert sender.hears(0, ack(1)).input is SenderInput.STALE
+    assert sender.data.stale == 1
+
+
+def test_g2_an_answer_over_the_link_of_a_former_life_does_not_count(sender: Sender) -> None:
+    sender.take(pure.SendAsync((0, 1)))
+    for event in pure.joining(sender.state, sender.data, 0, 9):
+        sender.take(event)
+
+    assert sender.hears(0, ack(1), link=1).input is SenderInput.STALE
+    assert sender.hears(0, ack(1), link=9).input is SenderInput.CAUGHT_UP
+    assert sender.data.outstanding is not None
+    assert sender.data.outstanding.outcomes[0].kind is OutcomeKind.LOST
+
+
+def test_versions_are_never_used_twice(sender: Sender) -> None:
+    sender.take(pure.SendAsync(None))
+    sender.take(pure.Abandon())
+    sender.take(pure.Send((0,)))
+
+    assert sender.data.version == 2
+    assert sender.hears(0, ack(1)).input is SenderInput.STALE
+
+
+def test_g5_a_second_send_is_refused(sender: Sender) -> None:
+    sender.take(pure.SendAsync(None))
+    before = sender.data
+
+    for event in (pure.Send(None), pure.SendAsync(None)):
+        with pytest.raises(StateError):
+            sender.take(event)
+
+    assert sender.data == before
+
+
+def test_g7_only_targets_are_sent_to(sender: Sender) -> None:
+    step = sender.take(pure.Send((1,)))
+
+    assert step.effects == (pure.Dispatch(1, 2, 1),)
+    assert sender.data.roll[0].due == 0
+
+
+def test_a_lost_target_is_told_at_once_and_owes_nothing(sender: Sender) -> None:
+    sender.take(pure.LinkLost(0, 1, "died"))
+
+    sender.take(pure.Send(None))
+
+    assert sender.data.outstanding is not None
+    assert sender.data.outstanding.owed == {1: 2}
+    assert sender.data.outstanding.outcomes[0].reason == "died"
+
+
+def test_no_send_without_a_live_target(sender: Sender) -> None:
+    for worker in (0, 1):
+        sender.take(pure.LinkLost(worker, worker + 1, "died"))
+
+    with pytest.raises(WorkerLostError) as caught:
+        sender.take(pure.Send(None))
+
+    assert caught.value.lost == {0: "died", 1: "died"}
+    assert (sender.state, sender.data.version) == (State.READY, 0)
+
+
+@pytest.mark.parametrize("targets", [(), (5,), (0, 5)])
+def test_no_target_or_an_unknown_one_is_refused(sender: Sender, targets: tuple[int, ...]) -> None:
+    before = sender.data
+
+    with pytest.raises(ConfigurationError):
+        sender.take(pure.Send(targets))
+
+    assert sender.data == before
+
+
+def test_a_loss_of_a_replaced_or_lost_link_is_late(sender: Sender) -> None:
+    for event in pure.joining(sender.state, sender.data, 0, 9):
+        sender.take(event)
+
+    assert sender.take(pure.LinkLost(0, 1, "eof")).input is None
+    assert sender.data.late == 1
+    assert sender.data.roll[0].standing is pure.Standing.EXPECTED
+
+
+def test_a_deadline_of_a_wait_that_has_ended_is_late(sender: Sender) -> None:
+    sender.take(pure.Send((0,)))
+    sender.hears(0, ack(1))
+
+    assert sender.take(pure.Deadline(1)).input is None
+
+
+def test_after_a_deadline_the_answer_still_counts(sender: Sender) -> None:
+    sender.take(pure.Send((0,)))
+    sender.take(pure.Deadline(1))
+
+    assert sender.state is State.PENDING_ASYNC
+    assert sender.hears(0, ack(1)).input is SenderInput.REPLY
+
+
+@pytest.mark.parametrize("kind", [RefusalKind.FENCED, RefusalKind.REFUSED])
+def test_a_refused_handshake_loses_the_link(sender: Sender, kind: RefusalKind) -> None:
+    sender.take(pure.Join(2, 3))
+    sender.take(pure.Send((0, 2)))
+
+    step = sender.hears(2, refusal(0, kind, fence=9))
+
+    assert step.input is SenderInput.LOST
+    assert pure.CloseLink(2, 3) in step.effects
+    assert sender.data.roll[2].fence == 9
+
+
+def test_a_refusal_that_names_a_higher_fence_loses_the_link(sender: Sender) -> None:
+    sender.take(pure.Send((0,)))
+
+    step = sender.hears(0, refusal(1, RefusalKind.STALE, fence=INCARNATION + 1))
+
+    assert step.input is SenderInput.SETTLED
+    assert sender.data.roll[0].standing is pure.Standing.LOST
+
+
+def test_g12_a_joiner_gets_what_is_due_to_it_and_owes_nothing(sender: Sender) -> None:
+    sender.take(pure.SendAsync(None))
+    sender.take(pure.Abandon())
+    sender.take(pure.SendAsync((0,)))
+
+    step = sender.take(pure.Join(2, 3))
+
+    assert step.effects == (pure.Greet(2, 3, 1),)
+    assert sender.data.outstanding is not None
+    assert 2 not in sender.data.outstanding.owed
+    assert sender.hears(2, ack(1)).input is SenderInput.CAUGHT_UP
+    assert sender.data.roll[2].served == 1
+
+
+def test_g12_a_worker_that_rejoins_gets_the_newest_that_named_it(sender: Sender) -> None:
+    sender.take(pure.SendAsync(None))
+    sender.take(pure.Abandon())
+    sender.take(pure.SendAsync((0,)))
+
+    *_, joined = [sender.take(event) for event in pure.joining(sender.state, sender.data, 0, 9)]
+
+    assert joined.effects == (pure.Greet(0, 9, 2),)
+
+
+def test_a_joiner_that_refuses_is_told_in_the_next_report(sender: Sender) -> None:
+    sender.take(pure.SendAsync(None))
+    sender.take(pure.Abandon())
+    sender.take(pure.Join(2, 3))
+    sender.hears(2, refusal(1))
+    sender.take(pure.Send((0,)))
+
+    (concluded,) = sender.hears(0, ack(2)).effects
+
+    assert isinstance(concluded, pure.Conclude)
+    assert concluded.not_caught_up[2].kind is OutcomeKind.REFUSED
+    assert sender.data.not_caught_up == {}
+
+
+def test_removal_settles_what_the_worker_owed(sender: Sender) -> None:
+    sender.take(pure.Send((0,)))
+
+    lost, removed = (sender.take(event) for event in pure.removal(sender.state, sender.data, 0, "removed"))
+
+    assert (lost.input, removed.input) == (SenderInput.SETTLED, SenderInput.REMOVE)
+    assert 0 not in sender.data.roll
+    with pytest.raises(ConfigurationError):
+        pure.removal(sender.state, sender.data, 0, "again")
+
+
+def test_close_abandons_what_is_owed_and_is_final(sender: Sender) -> None:
+    sender.take(pure.Send(None))
+    sender.hears(0, ack(1))
+
+    step = sender.take(pure.Close())
+
+    *closed, concluded = step.effects
+    assert closed == [pure.CloseLink(0, 1), pure.CloseLink(1, 2)]
+    assert isinstance(concluded, pure.Conclude)
+    assert concluded.outstanding.outcomes[1].kind is OutcomeKind.ABANDONED
+    assert sender.take(pure.Close()).to is State.CLOSED
+    with pytest.raises(StateError):
+        sender.take(pure.Send(None))
+    assert sender.hears(0, ack(1)).input is None

@@ -1,0 +1,38 @@
+"""Puts the generator, which is no part of the package, on the path, and a copy of its inputs on the disk."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "spec"))
+
+#: Everything that the generator reads or writes.
+FILES = ("spec/protocol.toml", "weightsync/_tables.py", "tla/Tables.tla", "docs/protocol.md", "README.md")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def text() -> str:
+    """The contents of `protocol.toml`."""
+    return (ROOT / "spec" / "protocol.toml").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the repository's protocol files, which the generator takes for the repository."""
+    for name in FILES:
+        if (ROOT / name).exists():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    monkeypatch.setattr("generate.ROOT", tmp_path)
+    return tmp_path

@@ -1,0 +1,73 @@
+"""TLC for the tests that need it, and the small model that they run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tlc_support import Recorder
+
+from weightsync.checker.manifest import Manifest
+from weightsync.checker.output import Findings, MessageReader
+from weightsync.checker.process import Ending, Job, Outcome, TlcRun
+from weightsync.checker.toolchain import Toolchain, ToolMissingError, find_toolchain
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def toolchain() -> Toolchain:
+    """Java and TLC. Where they cannot be had the test is skipped, in CI it fails."""
+    try:
+        return find_toolchain()
+    except ToolMissingError as error:
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must check the checker: {error}")
+        pytest.skip(f"NOT CHECKED: {error}")
+
+
+@pytest.fixture
+def specs(tmp_path: Path) -> Path:
+    """A copy of the small model, free to be changed."""
+    return Path(shutil.copytree(HERE / "specs", tmp_path / "specs"))
+
+
+@pytest.fixture
+def captured() -> Callable[[str], tuple[Findings, tuple[str, ...]]]:
+    """Reads what TLC once said, by name."""
+
+    def read(name: str) -> tuple[Findings, tuple[str, ...]]:
+        reader, findings = MessageReader(), Findings()
+        for line in (HERE / "captured" / f"{name}.txt").read_text().splitlines(keepends=True):
+            message = reader.feed(line)
+            if message is not None:
+                findings.take(message)
+        return findings, tuple(reader.loose)
+
+    return read
+
+
+@pytest.fixture
+def run_fault(toolchain: Toolchain) -> Callable[[str, int], Outcome]:
+    """Runs one of the models that TLC is known to get wrong."""
+
+    def run(name: str, workers: int) -> Outcome:
+        job = Job(HERE / "faults", name, f"{name}.cfg", workers=workers, timeout=60)
+        outcome = TlcRun(toolchain, job).run(lambda _: None)
+        assert outcome.ending is Ending.EXITED
+        return outcome
+
+    return run
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def manifest(specs: Path) -> Manifest:
+    return Manifest.read(specs)

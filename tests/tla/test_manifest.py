@@ -1,0 +1,95 @@
+"""The manifest's reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weightsync.checker import Counts, Manifest, Purpose, Tier, find_model, pin
+from weightsync.errors import ConfigurationError
+
+ENTRY = """\
+[[configuration]]
+name = "A"
+module = "M"
+kind = "proof"
+set = "quick"
+expected = "pass"
+covers = "this"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "manifest.toml").write_text(text)
+    return folder
+
+
+def test_an_entry_is_read_whole(manifest: Manifest) -> None:
+    [larger] = manifest.select(["HoldsLarger"])
+
+    assert (larger.module, larger.config, larger.purpose) == ("Counter", "HoldsLarger.cfg", Purpose.PROOF)
+    assert (larger.tier, larger.violates, larger.guarantees, larger.workers) == (Tier.ALL, None, ("G1",), 2)
+    assert Counts(2003, 2002, 2002) == larger.pinned
+    assert manifest.bounds.startswith("Counter counts to 3")
+
+
+def test_tiers_choose(manifest: Manifest) -> None:
+    assert [found.name for found in manifest.tier(Tier.QUICK)] == ["Holds", "TooSmall"]
+    assert manifest.configurations == manifest.tier(Tier.ALL)
+
+
+def test_an_unknown_name_is_refused(manifest: Manifest) -> None:
+    with pytest.raises(ConfigurationError, match="No configuration is named Bad, Worse: weightsync check --list"):
+        manifest.select(["Holds", "Worse", "Bad"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no"),
+        ("[[configuration]", "cannot be read"),
+        (ENTRY + ENTRY, "names A twice"),
+        (ENTRY.replace("covers", "reason"), "Configuration A has unknown keys"),
+        (ENTRY.replace('module = "M"\n', ""), "Configuration A lacks 'module'"),
+        (ENTRY.replace("quick", "sometimes"), "Configuration A is wrong .*'sometimes'"),
+        (ENTRY + "distinct = 3\n", "Configuration A lacks 'generated'"),
+        (ENTRY.replace("pass", "deadlock"), "Configuration A is wrong .* a proof passes, and nothing else does"),
+        (ENTRY.replace("proof", "canary"), "Configuration A is wrong .* a proof passes, and nothing else does"),
+        (ENTRY + 'violates = "P"\n', "Configuration A is wrong .* violates is given where"),
+        (ENTRY.replace("proof", "canary").replace("pass", "safety"), "Configuration A is wrong .* violates is given"),
+    ],
+)
+def test_a_wrong_manifest_is_refused_and_the_culprit_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Manifest.read(write(tmp_path, text))
+
+
+def test_a_folder_without_manifest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        Manifest.read(tmp_path)
+
+
+def test_pinning_keeps_comments_and_order(tmp_path: Path) -> None:
+    other = ENTRY.replace('"A"', '"B"') + "generated = 1\ndistinct = 1\n"
+    text = f"# head\n[bounds]\ntext = 'b'\n\n{ENTRY}generated = 1 # old\ndistinct = 1\ndepth = 1\n\n# about B\n{other}"
+    manifest = Manifest.read(write(tmp_path, text))
+
+    pin(manifest, {"A": Counts(12, 11, None)})
+
+    counted = f"# head\n[bounds]\ntext = 'b'\n\n{ENTRY}generated = 12\ndistinct = 11\n\n# about B\n{other}"
+    assert counted == (tmp_path / "manifest.toml").read_text()
+
+
+@pytest.mark.parametrize("place", ["tla", "weightsync/tla"])
+def test_the_model_lies_beside_the_package_or_in_it(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / place
+    folder.mkdir(parents=True)
+    write(folder, ENTRY)
+
+    assert find_model(tmp_path / "weightsync") == folder
+
+
+def test_a_package_without_model_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No model lies in"):
+        find_model(tmp_path / "weightsync")

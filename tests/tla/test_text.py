@@ -1,0 +1,154 @@
+"""What is told from a model's text: traps of TLC, temporal properties, the property that a place belongs to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weightsync.checker.text import Config, Library, Module, config_traps, traps, without_comments
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def library() -> Library:
+    return Library(HERE / "specs")
+
+
+def test_comments_are_blanked_and_all_else_stays_in_its_place() -> None:
+    text = 'a (* x (* y *)\n z *) b \\* c\n"\\* (* kept" d'
+
+    assert without_comments(text) == "a             \n      b     \n" + '"\\* (* kept" d'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x' = [[i \\in S |-> 0] EXCEPT ![2] = 1]",
+        "x' = [[i \\in S |-> [j \\in S |-> 0]] EXCEPT ![2][1] = 1]",
+        "x' = [ [i \\in S |-> f[i]]\n       EXCEPT ![2] = 1]",
+        "x' = Tail([i \\in S |-> 0])",
+        "x' = Append([i \\in S |-> f[i]], 1)",
+        "LET zeros == [i \\in S |-> 0] IN x' = [zeros EXCEPT ![2] = 1]",
+        "LET zeros(T) == [i \\in T |-> 0] IN x' = SubSeq(zeros(S), 1, 2)",
+    ],
+)
+def test_what_tlc_gets_wrong_is_refused(line: str) -> None:
+    found = list(traps(Module("M", f"A == {line}")))
+
+    assert len(found) == 1
+    assert found[0].startswith("M.tla line 1: ")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x' = [x EXCEPT ![2] = 1]",
+        "x' = [x EXCEPT ![2] = [i \\in S |-> 0]]",
+        "x' = [i \\in S |-> [x[i] EXCEPT !.a = 1]]",
+        "x' = Append(x, [a |-> 1])",
+        "x' = Tail(x)",
+        "x' = [i \\in S |-> 0]",
+        "LET m == [a |-> 1, b |-> 2] IN x' = [m EXCEPT !.a = 2]",
+    ],
+)
+def test_what_tlc_gets_right_passes(line: str) -> None:
+    assert list(traps(Module("M", f"A == {line}"))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "temporal"),
+    [
+        ("Rises", False),
+        ("BothWays", False),
+        ("Refines", False),
+        ("Ends", True),
+        ("Settles", True),
+        ("Spec", True),
+    ],
+)
+def test_temporal_properties_are_known(library: Library, name: str, temporal: bool) -> None:
+    assert temporal is library.is_temporal("Counter", name)
+
+
+@pytest.mark.parametrize(
+    ("body", "temporal"),
+    [
+        ("x = <<>>", False),
+        ("[]a /\\ [][N]_v", False),
+        ("[](a \\/ b) /\\ []c", False),
+        ("[](a \\/ []b)", True),
+        ("[]~[]a", True),
+        ("a => []b", True),
+        ("a ~> b", True),
+        ("<>[]a", True),
+        ("SF_v(A)", True),
+    ],
+)
+def test_temporal_operators_are_known(tmp_path: Path, body: str, temporal: bool) -> None:
+    (tmp_path / "M.tla").write_text(f"---- MODULE M ----\nP == {body}\n====\n")
+
+    assert temporal is Library(tmp_path).is_temporal("M", "P")
+
+
+def test_nested_boxes_are_temporal() -> None:
+    assert Library(HERE / "faults").is_temporal("TwoWorkers", "LitOnce")
+
+
+def test_a_place_belongs_to_the_properties_made_of_it(library: Library) -> None:
+    listed = ("TypeOK", "BothWays", "Rises", "Overpromises", "Refines")
+
+    in_both = library.owners("Counter", listed, "line 41, col 23 to line 41, col 34 of module Counter")
+    in_promise = library.owners("Counter", listed, "line 6, col 25 to line 6, col 37 of module Promise")
+
+    assert in_both == ("BothWays",)
+    assert in_promise == ("Overpromises", "Refines")
+    assert library.owners("Counter", listed, "somewhere") == ()
+
+
+def test_all_modules_in_use_are_found(library: Library) -> None:
+    assert {"Counter", "Promise"} == {module.name for module in library.closure("Counter")}
+
+
+def test_a_module_may_define_nothing() -> None:
+    assert Module("M", "---- MODULE M ----\nEXTENDS Naturals\nASSUME TRUE\n====\n").definitions == {}
+
+
+def test_extended_modules_are_seen_through(tmp_path: Path) -> None:
+    (tmp_path / "A.tla").write_text("---- MODULE A ----\nEXTENDS Naturals,\n        B\nP == Q\n====\n")
+    (tmp_path / "B.tla").write_text("---- MODULE B ----\nINSTANCE C\nQ == R(1)\n====\n")
+    (tmp_path / "C.tla").write_text("---- MODULE C ----\nLOCAL R(x) == <>(x = 1)\n====\n")
+
+    assert Library(tmp_path).is_temporal("A", "P")
+    assert {"A", "B", "C"} == {module.name for module in Library(tmp_path).closure("A")}
+
+
+@pytest.mark.parametrize(
+    ("extra", "workers", "count"),
+    [("", 1, 0), ("", 2, 1), ("SYMMETRY Perms", 1, 1), ("VIEW v", 1, 1), ("SYMMETRY Perms\nVIEW v", 2, 3)],
+)
+def test_temporal_properties_need_one_worker_and_the_whole_state(
+    library: Library, tmp_path: Path, extra: str, workers: int, count: int
+) -> None:
+    (tmp_path / "X.cfg").write_text(f"SPECIFICATION Spec\nPROPERTY Rises Ends\n{extra}\n")
+
+    found = list(config_traps(library, "Counter", Config.read(tmp_path / "X.cfg"), workers))
+
+    assert count == len(found)
+    assert all(trap.startswith("Ends: ") for trap in found)
+
+
+def test_safety_may_have_more_workers(library: Library, tmp_path: Path) -> None:
+    (tmp_path / "X.cfg").write_text("SPECIFICATION Spec\nINVARIANTS TypeOK\nPROPERTIES Rises\nVIEW v\n")
+
+    assert list(config_traps(library, "Counter", Config.read(tmp_path / "X.cfg"), 2)) == []
+
+
+def test_a_configuration_file_is_read_by_keyword(tmp_path: Path) -> None:
+    (tmp_path / "X.cfg").write_text("\\* PROPERTY No\nINVARIANTS A B\n  C\nINVARIANT D\nPROPERTIES E\n(* F *)\n")
+
+    config = Config.read(tmp_path / "X.cfg")
+
+    assert config.invariants == ("A", "B", "C", "D")
+    assert config.properties == ("E",)

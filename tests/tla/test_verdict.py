@@ -1,0 +1,167 @@
+"""When a run counts as expected: exit code, counts and the very property violated, all three."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weightsync.checker.manifest import Configuration, Manifest
+from weightsync.checker.output import Counts, Findings
+from weightsync.checker.process import Ending, Job, Outcome
+from weightsync.checker.text import Library
+from weightsync.checker.verdict import Verdict, explain, judge, vacuity
+
+Captured = Callable[[str], tuple[Findings, tuple[str, ...]]]
+
+
+class Court:
+    """Judges captured runs as if a configuration had just given them."""
+
+    def __init__(self, specs: Path, captured: Captured) -> None:
+        self._manifest = Manifest.read(specs)
+        self._library = Library(specs)
+        self._captured = captured
+
+    def configuration(self, name: str) -> Configuration:
+        return self._manifest.select([name])[0]
+
+    def judge(
+        self,
+        configuration: Configuration,
+        run: str,
+        exit_code: int | None,
+        ending: Ending = Ending.EXITED,
+    ) -> Verdict:
+        findings, loose = self._captured(run)
+        job = Job(self._manifest.folder, configuration.module, configuration.config, configuration.workers)
+        return judge(configuration, job, Outcome(ending, exit_code, findings, 1.5, loose), self._library)
+
+
+@pytest.fixture
+def court(specs: Path, captured: Captured) -> Court:
+    return Court(specs, captured)
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "exit_code"),
+    [
+        ("Holds", "holds_with_coverage", 0),
+        ("TooSmall", "invariant", 12),
+        ("AlwaysFalse", "initial_state", 12),
+        ("WrongWayInside", "action_property_by_place", 13),
+        ("Unfair", "stuttering", 13),
+        ("Stuck", "deadlock", 11),
+        ("FalseAssumption", "assumptions", 10),
+    ],
+)
+def test_what_is_expected_passes(court: Court, name: str, run: str, exit_code: int) -> None:
+    verdict = court.judge(court.configuration(name), run, exit_code)
+
+    assert verdict.complaints == ()
+    assert verdict.as_expected
+
+
+@pytest.mark.parametrize("changed", [{"generated": 7}, {"distinct": 6}, {"depth": 4}])
+def test_another_count_fails_and_says_how_to_repin(court: Court, changed: dict[str, int]) -> None:
+    pinned = replace(Counts(6, 5, 5), **changed)
+    configuration = replace(court.configuration("Holds"), pinned=pinned)
+
+    verdict = court.judge(configuration, "holds_with_coverage", 0)
+
+    assert len(verdict.complaints) == 1
+    assert "weightsync check --pin Holds" in verdict.complaints[0]
+    assert Counts(6, 5, 5) == verdict.repin
+
+
+def test_a_configuration_that_holds_must_have_counts_pinned(court: Court) -> None:
+    verdict = court.judge(replace(court.configuration("Holds"), pinned=None), "holds_with_coverage", 0)
+
+    assert verdict.complaints == ("no counts are pinned; pin what TLC counts now by weightsync check --pin Holds",)
+    assert Counts(6, 5, 5) == verdict.repin
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "exit_code", "said"),
+    [
+        ("Holds", "invariant", 12, "everything should hold, and TLC found Small violated (exit code 12)"),
+        ("Holds", "invariant", 0, "everything should hold, and TLC found Small violated (exit code 0)"),
+        ("Holds", "holds_with_coverage", 255, "no verdict: TLC exited with 255: nothing"),
+        (
+            "Holds",
+            "syntax_error",
+            150,
+            "no verdict: TLC exited with 150: Parsing or semantic analysis failed. / ***Parse",
+        ),
+        ("Holds", "evaluation", 75, "no verdict: TLC exited with 75: TLC threw an unexpected exception."),
+        ("Holds", "no_such_invariant", 151, "no verdict: TLC exited with 151: The invariant Typo specified"),
+        (
+            "TooSmall",
+            "holds_with_coverage",
+            0,
+            "TLC should find Small violated, and found no error (exit code 0)",
+        ),
+        ("TooSmall", "initial_state", 12, "TLC should find Small violated, and found Never violated"),
+        ("TooSmall", "invariant", 0, "TLC found Small violated, but exited with 0 where 12 is due"),
+        (
+            "TooSmall",
+            "syntax_error",
+            150,
+            "TLC should find Small violated, and said: Parsing or semantic analysis",
+        ),
+        ("Stuck", "stuttering", 13, "TLC should find a deadlock, and found "),
+    ],
+)
+def test_anything_else_fails(court: Court, name: str, run: str, exit_code: int, said: str) -> None:
+    verdict = court.judge(court.configuration(name), run, exit_code)
+
+    assert verdict.complaints[0].startswith(said)
+    assert len(verdict.complaints) == 1
+    assert verdict.repin is None
+
+
+def test_a_run_without_an_end_is_no_verdict(court: Court) -> None:
+    verdict = court.judge(court.configuration("Holds"), "progress", None, Ending.TIMED_OUT)
+
+    assert verdict.complaints == ("no verdict: timed out after 2 s (753,571 distinct states so far, 0 in the queue)",)
+
+
+def test_two_temporal_properties_cannot_be_told_apart(court: Court) -> None:
+    configuration = replace(court.configuration("Unfair"), config="UnfairTwice.cfg")
+
+    verdict = court.judge(configuration, "stuttering", 13)
+
+    assert "Ends or Settles" in verdict.complaints[0]
+    assert "give each a configuration of its own" in verdict.complaints[0]
+
+
+def test_temporal_properties_checked_by_two_workers_do_not_count(court: Court) -> None:
+    verdict = court.judge(replace(court.configuration("Holds"), workers=2), "holds_with_coverage", 0)
+
+    assert verdict.complaints == ("temporal properties were checked by 2 workers, which can miss a violation",)
+
+
+def test_the_explanation_tells_the_counterexample_and_how_to_go_on(court: Court) -> None:
+    told = "\n".join(explain(court.judge(court.configuration("Holds"), "invariant", 12)))
+
+    assert "3. Up\n         n = 2" in told
+    assert "weightsync check Holds" in told
+    assert "-workers 1 -metadir $T -config Holds.cfg Counter.tla" in told
+
+
+def test_an_action_that_nobody_takes_is_told(court: Court) -> None:
+    holds = court.judge(court.configuration("Holds"), "holds_with_coverage", 0)
+
+    assert list(vacuity([holds], [])) == ["Counter.Reset (line 23) is never taken by any proof"]
+    assert list(vacuity([], [])) == []
+
+
+def test_a_planted_action_is_for_reverts_alone(court: Court) -> None:
+    holds = court.judge(court.configuration("Holds"), "holds_with_coverage", 0)
+
+    assert list(vacuity([holds], ["Reset"])) == []
+    assert list(vacuity([holds], ["Reset", "Up"])) == [
+        "Counter.Up (line 12) is planted for reverts, and proofs take it"
+    ]

@@ -1,0 +1,23 @@
+"""What several tests of the checker share."""
+
+from __future__ import annotations
+
+from weightsync.checker.manifest import Configuration
+from weightsync.checker.output import Progress
+from weightsync.checker.verdict import Verdict
+
+
+class Recorder:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def started(self, configuration: Configuration) -> None:
+        self.told.append(("started", configuration.name))
+
+    def progressed(self, configuration: Configuration, progress: Progress) -> None:
+        self.told.append(("progressed", configuration.name))
+
+    def ended(self, verdict: Verdict) -> None:
+        self.told.append(("ended", verdict.configuration.name))

@@ -1,0 +1,59 @@
+"""What the tests of the links share."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.forkserver import _forkserver
+from multiprocessing.resource_tracker import _resource_tracker
+
+import pytest
+
+from weightsync.transports.pipe import PipeLink
+
+Pair = tuple[PipeLink, PipeLink]
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_is_left() -> Iterator[None]:
+    """Whatever a test opened is closed when it ends."""
+    before = descriptors()
+    yield
+    if set(descriptors()) - set(before):
+        gc.collect()
+
+    assert {fd: name for fd, name in descriptors().items() if fd not in before} == {}
+
+
+def descriptors() -> dict[int, str]:
+    """The open descriptors of this process, but for those that multiprocessing's own helpers keep."""
+    helpers = {_forkserver._forkserver_alive_fd, _resource_tracker._fd}
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+    return {fd: name for fd, name in found.items() if fd not in helpers}
+
+
+@pytest.fixture
+def laid() -> Iterator[Callable[..., Pair]]:
+    """Makes two links that are each other's peer, and closes them."""
+    links: list[PipeLink] = []
+
+    def lay(model_id: str = "policy", ends: tuple[Connection, Connection] | None = None, **options: object) -> Pair:
+        first, second = ends or multiprocessing.Pipe()
+        pair = (
+            PipeLink(first, model_id, peer="worker 0", **options),
+            PipeLink(second, model_id, peer="the trainer", **options),
+        )
+        links.extend(pair)
+        return pair
+
+    yield lay
+    for link in links:
+        link.close()

@@ -1,0 +1,479 @@
+"""Links over a pipe, both ends in one process."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import wire_strategies as strategies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightsync import wire
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.messages import Ack, Bye, Hello, SlotRef, Update
+from weightsync.transports.base import Payloads, Waker, wait
+from weightsync.transports.memory import Buffer, Pool, Storage
+from weightsync.transports.pipe import PipeLink
+
+HELLO = Hello(model_id="policy", incarnation=2**70, version=0, pid=0)
+
+
+def ack(version: int, model_id: str = "policy") -> Ack:
+    return Ack(model_id=model_id, incarnation=1, version=version)
+
+
+def update(version: int, nbytes: int = 0, model_id: str = "policy") -> Update:
+    return Update(model_id=model_id, incarnation=1, version=version, layout_digest=b"", nbytes=nbytes)
+
+
+def filled(nbytes: int, storage: Storage = Storage.HEAP, seed: int = 1) -> Buffer:
+    buffer = Buffer(nbytes, storage)
+    pattern = bytes((seed * 31 + index * 7) % 256 for index in range(min(nbytes, 251)))
+    buffer.view[:nbytes] = (pattern * (nbytes // max(len(pattern), 1) + 1))[:nbytes]
+    return buffer
+
+
+def narrow(connection) -> None:
+    """Let next to nothing fit into the socket, so that every frame leaves in pieces."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+
+def exchange(sender: PipeLink, receiver: PipeLink, count: int) -> list:
+    received = []
+    while len(received) < count:
+        sender.flush()
+        received += receiver.receive()
+    return received
+
+
+def frame(message, payload: bytes = b"") -> bytes:
+    control = wire.encode(message)
+    return struct.pack("!i", len(control) + len(payload)) + control + payload
+
+
+# ------------------------------------------------------------------------------------------- what travels
+
+
+def test_messages_arrive_in_order_in_both_directions(laid):
+    first, second = laid()
+    for version in range(20):
+        first.send(update(version))
+        second.send(ack(version))
+
+    assert [update(version) for version in range(20)] == [r.message for r in second.receive()]
+    assert [ack(version) for version in range(20)] == [r.message for r in first.receive()]
+    assert first.receive() + second.receive() == []
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 65_535, 65_536, 65_537, 300_000])
+@pytest.mark.parametrize("payloads", Payloads)
+@pytest.mark.parametrize("storage", Storage)
+def test_payloads_arrive_whole_and_writable(laid, nbytes, payloads, storage):
+    first, second = laid(payloads=payloads)
+    buffer = filled(nbytes, storage)
+    first.send(update(1, nbytes), buffer)
+    (received,) = exchange(first, second, 1)
+
+    assert bytes(buffer.view[:nbytes]) == received.payload
+    assert not received.payload.readonly
+    shared = payloads is Payloads.SHARED and storage is Storage.SEGMENTS and nbytes >= 65_536
+    assert shared == (received.message.slot is not None)
+    assert shared == buffer.pinned
+
+
+def test_a_buffer_may_be_larger_than_its_payload(laid):
+    first, second = laid()
+    for storage in Storage:
+        buffer = filled(200_000, storage)
+        first.send(update(1, 100_000), buffer)
+
+        assert bytes(buffer.view[:100_000]) == exchange(first, second, 1)[0].payload
+
+
+def test_an_update_without_its_bytes_is_refused(laid):
+    first, second = laid()
+    for buffer in (None, Buffer(10)):
+        with pytest.raises(ConfigurationError, match="without its 11 bytes"):
+            first.send(update(1, 11), buffer)
+    with pytest.raises(ConfigurationError, match="does not fit the wire"):
+        first.send(replace(update(1), digest=b"short"))
+
+    assert second.receive() == []
+
+
+def test_a_landing_is_not_used_again_while_somebody_looks_at_it(laid):
+    first, second = laid(payloads=Payloads.INLINE)
+    kept = []
+    for seed in range(6):
+        first.send(update(seed, 200_000), filled(200_000, seed=seed))
+        (received,) = exchange(first, second, 1)
+        kept.append((received.payload[10:], bytes(filled(200_000, seed=seed).view[10:])))
+
+    assert all(view == content for view, content in kept)
+
+
+def test_a_landing_is_used_again_when_nobody_does(laid):
+    first, second = laid(payloads=Payloads.INLINE)
+    places = set()
+    for version in range(6):
+        first.send(update(version, 200_000), filled(200_000))
+        places.add(id(exchange(first, second, 1)[0].payload.obj))
+
+    assert len(places) == 1
+
+
+# ---------------------------------------------------------------------------------------- partial frames
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("ours"), strategies.acks),
+            st.tuples(st.just("payload"), st.integers(1, 200_000)),
+            st.tuples(
+                st.just("user"),
+                st.binary(max_size=300).filter(lambda data: not data.startswith(wire.MAGIC))
+                | st.integers(60_000, 150_000),
+            ),
+        ),
+        max_size=8,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_frames_come_out_the_same_however_they_are_cut(frames, random):
+    reading, writing = multiprocessing.Pipe()
+    link = PipeLink(reading, "m")
+    stream, ours, users = b"", [], []
+    for kind, what in frames:
+        if kind == "ours":
+            message = replace(what, model_id="m")
+            stream += frame(message)
+            ours.append((message, None))
+        elif kind == "payload":
+            message, payload = update(1, what, "m"), bytes([what % 256]) * what
+            stream += frame(message, payload)
+            ours.append((message, payload))
+        else:
+            content = what if isinstance(what, bytes) else b"u" * what
+            stream += struct.pack("!i", len(content)) + content
+            users.append(content)
+    received, position = [], 0
+    while position < len(stream):
+        size = random.choice([1, 3, 75, 1000, 70_000, 200_000])
+        position += os.write(writing.fileno(), stream[position : position + min(size, 100_000)])
+        received += link.receive()
+
+    assert ours == [(r.message, r.payload) for r in received]
+    assert users == [link.user.recv_bytes() for _ in users]
+    assert not link.user.poll()
+    link.close()
+    writing.close()
+
+
+@pytest.mark.parametrize("payloads", Payloads)
+def test_a_narrow_pipe_carries_everything_piece_by_piece(laid, payloads):
+    ends = multiprocessing.Pipe()
+    narrow(ends[0])
+    first, second = laid(ends=ends, payloads=payloads)
+    buffers = [filled(100_000, Storage.SEGMENTS, seed) for seed in range(4)]
+    for version, buffer in enumerate(buffers):
+        first.send(replace(update(version, 100_000), layout=bytes(50_000)), buffer)
+        first.send(ack(version))
+
+    assert first.wants_write() is not None
+    received = exchange(first, second, 8)
+    assert [r.message.version for r in received] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [bytes(buffer.view) for buffer in buffers] == [bytes(r.payload) for r in received[::2]]
+    assert first.wants_write() is None
+    assert first.flush()
+
+
+def test_a_large_payload_never_blocks_its_sender_and_stays_pinned_until_it_left(laid):
+    first, second = laid(payloads=Payloads.INLINE)
+    nbytes = 64 * 2**20
+    buffer = filled(nbytes)
+    first.send(update(1, nbytes), buffer)
+    assert buffer.pinned
+    assert not first.flush()
+    received = []
+
+    def read_slowly() -> None:
+        waker = Waker()
+        while not received:
+            wait(waker, [second], 0.1)
+            received.extend(second.receive())
+            time.sleep(0.0005)
+
+    reader = threading.Thread(target=read_slowly)
+    reader.start()
+    waker, longest = Waker(), 0.0
+    while first.wants_write() is not None:
+        wait(waker, [first], 1.0)
+        begun = time.monotonic()
+        first.flush()
+        longest = max(longest, time.monotonic() - begun)
+    reader.join()
+
+    assert buffer.view[:nbytes] == received[0].payload
+    assert not buffer.pinned
+    assert longest < 1.0
+
+
+def test_an_outgoing_payload_is_not_copied(laid):
+    first, second = laid(payloads=Payloads.INLINE)
+    buffer = filled(2**20)
+    first.send(update(1, 2**20), buffer)
+    buffer.view[-4:] = b"late"
+
+    assert exchange(first, second, 1)[0].payload[-4:] == b"late"
+
+
+def test_close_cuts_an_unfinished_frame_and_lets_its_payload_go(laid):
+    first, second = laid(payloads=Payloads.INLINE)
+    buffer = filled(2**20)
+    first.send(ack(1))
+    first.send(update(2, 2**20), buffer)
+    first.close()
+
+    assert not buffer.pinned
+    assert not buffer.retired
+    assert [ack(1)] == [r.message for r in second.receive()]
+    with pytest.raises(TransportError, match="the trainer was closed by the other end"):
+        second.receive()
+
+
+# -------------------------------------------------------------------------------------------- bad frames
+
+
+def spoiled(how: str) -> bytes:
+    data = bytearray(frame(ack(2)))
+    if how == "negative length":
+        return struct.pack("!i", -2) + bytes(data[4:])
+    if how == "frame too short":
+        return struct.pack("!i", 40) + bytes(data[4:44])
+    if how == "frame too long":
+        return struct.pack("!i", len(data) - 4 + 7) + bytes(data[4:]) + bytes(7)
+    if how == "payload that nobody announced":
+        return frame(ack(2), b"payload")
+    if how == "unknown segment":
+        update_ = Update(model_id="policy", incarnation=1, version=2, layout_digest=b"", nbytes=3)
+        return frame(replace(update_, slot=SlotRef(segment=99)))
+    data[{"kind": 20, "incarnation": 40, "body": -1}[how]] ^= 0x10
+    return bytes(data)
+
+
+BAD = [
+    "negative length",
+    "frame too short",
+    "frame too long",
+    "payload that nobody announced",
+    "unknown segment",
+    "kind",
+    "incarnation",
+    "body",
+]
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_malformed_frames_are_a_protocol_error_behind_what_came_before(laid, how):
+    first, second = laid()
+    first.send(ack(1))
+    os.write(first._channel.connection.fileno(), spoiled(how) + frame(ack(3)))
+
+    assert [ack(1)] == [r.message for r in second.receive()]
+    assert [second] == wait(Waker(), [second], 1.0)
+    for _ in range(2):
+        with pytest.raises(ProtocolError) as caught:
+            second.receive()
+    assert caught.value.unread or how == "unknown segment"
+    second.send(Bye(model_id="policy", incarnation=1, reason="a last word"))
+    assert first.receive()[0].message.reason == "a last word"
+
+
+def test_another_protocol_version_is_a_protocol_error_that_names_both(laid):
+    first, second = laid()
+    data = bytearray(frame(HELLO))
+    data[8:10] = struct.pack("!H", 7)
+    os.write(first._channel.connection.fileno(), bytes(data))
+
+    with pytest.raises(ProtocolError, match=r"From the trainer: .* version 7, this process version 1"):
+        second.receive()
+
+
+def test_a_length_that_lies_allocates_nothing(laid):
+    first, second = laid()
+    os.write(first._channel.connection.fileno(), struct.pack("!iQ", -1, 2**62) + b"not ours" * 100)
+
+    assert second.receive() == []
+    assert len(second._channel._inflow._filling.grown) < 2**20
+
+
+# ------------------------------------------------------------------------------------------------- ends
+
+
+def test_what_was_readable_comes_before_the_end(laid):
+    first, second = laid()
+    for version in range(5):
+        first.send(ack(version))
+    first.close()
+
+    assert len(second.receive()) == 5
+    for _ in range(2):
+        with pytest.raises(TransportError, match="the trainer"):
+            second.receive()
+    with pytest.raises(TransportError, match="the trainer"):
+        second.send(ack(9))
+
+
+def test_a_peer_that_leaves_unread_bytes_behind_is_lost_after_its_last_words(laid):
+    first, second = laid()
+    second.send(ack(1))
+    first.send(ack(2))
+    first.close()
+    with pytest.raises(TransportError, match="Cannot write to the trainer"):
+        second.send(ack(3))
+
+    assert [ack(2)] == [r.message for r in second.receive()]
+    with pytest.raises(TransportError):
+        second.receive()
+
+
+def test_a_link_is_closed_for_good(laid):
+    first, _ = laid()
+    first.close()
+    first.close()
+
+    for use in (first.receive, first.flush, lambda: first.send(ack(1))):
+        with pytest.raises(TransportError, match="closed"):
+            use()
+    assert first.waitables() == []
+    assert first.wants_write() is None
+    first.watch(os.getpid(), 0)
+
+
+def test_a_connection_closed_by_its_owner_ends_the_link(laid):
+    ends = multiprocessing.Pipe()
+    first, second = laid(ends=ends)
+    ends[0].close()
+
+    with pytest.raises(TransportError, match="closed"):
+        first.send(ack(1))
+    with pytest.raises(TransportError, match="closed"):
+        first.receive()
+    first.close()
+    with pytest.raises(TransportError, match="closed by the other end"):
+        second.receive()
+
+
+def test_the_blocking_mode_that_the_user_shares_is_untouched(laid):
+    ends = multiprocessing.Pipe()
+    socket.setdefaulttimeout(5.0)
+    try:
+        first, second = laid(ends=ends)
+    finally:
+        socket.setdefaulttimeout(None)
+    first.send(update(1, 2**20), filled(2**20))
+    second.receive()
+
+    assert [fcntl.fcntl(end.fileno(), fcntl.F_GETFL) & os.O_NONBLOCK for end in ends] == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------- bad wiring
+
+
+def test_a_one_way_pipe_is_refused_with_what_to_do():
+    ends = multiprocessing.Pipe(duplex=False)
+    for end in ends:
+        with pytest.raises(ConfigurationError, match=r"multiprocessing\.Pipe\(duplex=True\)"):
+            PipeLink(end, "policy")
+        end.close()
+
+
+def test_what_is_no_connection_is_refused_by_type():
+    with pytest.raises(ConfigurationError, match=r"A str is no connection: .*Pipe\(duplex=True\)"):
+        PipeLink("pipe", "policy")
+
+
+def test_a_closed_connection_is_refused():
+    first, second = multiprocessing.Pipe()
+    first.close()
+    second.close()
+    with pytest.raises(ConfigurationError, match="closed"):
+        PipeLink(first, "policy")
+
+
+def test_two_links_of_one_model_over_one_connection_are_refused(laid):
+    ends = multiprocessing.Pipe()
+    laid(ends=ends)
+    with pytest.raises(ConfigurationError, match="'policy' already has a link"):
+        PipeLink(ends[0], "policy")
+
+
+# ---------------------------------------------------------------------------------------------- waiting
+
+
+def test_wait_names_the_links_that_have_something(laid):
+    one, two = laid(), laid()
+    two[0].send(ack(1))
+
+    assert [two[1]] == wait(Waker(), [one[1], two[1]], 1.0)
+    two[1].receive()
+    assert wait(Waker(), [one[1], two[1]], 0.0) == []
+
+
+def test_wait_is_over_when_the_waker_fires_before_or_during(laid):
+    _, second = laid()
+    waker = Waker()
+    waker.fire()
+    waker.fire()
+    assert wait(waker, [second], None) == []
+    threading.Timer(0.05, waker.fire).start()
+    assert wait(waker, [second], None) == []
+    assert wait(waker, [second], 0.01) == []
+
+
+def test_a_waker_that_is_closed_ends_every_wait(laid):
+    _, second = laid()
+    waker = Waker()
+    threading.Timer(0.05, waker.close).start()
+    assert wait(waker, [second], None) == []
+    assert wait(waker, [second], None) == []
+    waker.fire()
+    waker.clear()
+    waker.close()
+
+    assert waker.fileno() == -1
+
+
+def test_room_to_write_ends_a_wait(laid):
+    first, second = laid(payloads=Payloads.INLINE)
+    first.send(update(1, 2**20), filled(2**20))
+    assert wait(Waker(), [first], 0.0) == []
+    second.receive()
+
+    assert [first] == wait(Waker(), [first], 1.0)
+
+
+def test_a_pool_serves_version_after_version(laid):
+    first, second = laid()
+    pool = Pool()
+    for version in range(1, 12):
+        buffer = pool.acquire(100_000)
+        buffer.view[:] = bytes([version]) * 100_000
+        first.send(update(version, 100_000), buffer)
+        (received,) = second.receive()
+        assert bytes([version]) * 100_000 == received.payload
+        second.send(ack(version))
+        first.receive()
+
+    assert pool.statistics() == (2, 1, 2, 200_000)

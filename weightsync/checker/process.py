@@ -1,0 +1,187 @@
+"""One run of TLC: a JVM with folders of its own, which are gone when it is, however it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from weightsync.checker.output import Findings, MessageReader
+from weightsync.checker.toolchain import Toolchain
+
+#: What the names of a run's temporary folders start with.
+FOLDER_PREFIX = "weightsync-tlc-"
+
+
+class Ending(Enum):
+    """How a run of TLC ended."""
+
+    EXITED = "exited"
+    TIMED_OUT = "timed out"
+    STOPPED = "stopped"
+
+
+class Coverage(Enum):
+    """Whether TLC counts how often each action is taken. It is slower then."""
+
+    COUNTED = "counted"
+    NOT_COUNTED = "not counted"
+
+
+class Size(Enum):
+    """How long a run is thought to take; the JVM is set for it."""
+
+    #: Seconds: half of them go into the JVM's optimising compiler, so it is left out.
+    SMALL = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+    LARGE = ("-XX:+UseParallelGC",)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run.
+
+    Attributes:
+        folder: where the modules lie.
+        module: the root module.
+        config: the configuration's file name.
+        workers: TLC's threads.
+        timeout: seconds until it is given up.
+        coverage: whether actions are counted.
+        size: how long it is thought to take.
+    """
+
+    folder: Path
+    module: str
+    config: str
+    workers: int = 1
+    timeout: float = 600.0
+    coverage: Coverage = Coverage.NOT_COUNTED
+    size: Size = Size.LARGE
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+        ending: how it ended.
+        exit_code: TLC's, if it exited.
+        findings: what its messages said.
+        seconds: how long it took, the JVM's start included.
+        loose: its last lines outside of any message; parse errors stand there.
+    """
+
+    ending: Ending
+    exit_code: int | None
+    findings: Findings
+    seconds: float
+    loose: tuple[str, ...] = ()
+
+
+def by_hand(job: Job) -> str:
+    """Return the shell line that runs the same by hand, in the model's folder."""
+    return (
+        f'cd {job.folder} && T=$(mktemp -d) && java -Djava.io.tmpdir=$T -cp "$TLA2TOOLS_JAR" tlc2.TLC'
+        f" -workers {job.workers} -metadir $T -config {job.config} {job.module}.tla"
+    )
+
+
+class TlcRun:
+    """One run. `run` blocks until it has ended; `stop`, from any thread, ends it early."""
+
+    def __init__(self, toolchain: Toolchain, job: Job) -> None:
+        self._toolchain = toolchain
+        self._job = job
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._ending = Ending.EXITED
+
+    def run(self, progressed: Callable[[Findings], None]) -> Outcome:
+        """Run TLC to its end.
+
+        Args:
+            progressed: called with the findings so far, whenever TLC says how far it is.
+        """
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
+            process = self._start(folder)
+            if process is None:
+                return Outcome(Ending.STOPPED, None, Findings(), 0.0)
+            deadline = threading.Timer(self._job.timeout, self._end, [Ending.TIMED_OUT])
+            deadline.start()
+            try:
+                findings, loose = _follow(process, progressed)
+            finally:
+                deadline.cancel()
+                _kill(process)
+            exit_code = process.returncode if self._ending is Ending.EXITED else None
+            return Outcome(self._ending, exit_code, findings, time.monotonic() - started, loose)
+
+    def stop(self) -> None:
+        """End the run now: its JVM is killed, and `run` returns soon."""
+        self._end(Ending.STOPPED)
+
+    def _end(self, ending: Ending) -> None:
+        with self._lock:
+            self._ending = ending
+            if self._process is not None:
+                _kill(self._process)
+
+    def _start(self, folder: str) -> subprocess.Popen[str] | None:
+        with self._lock:
+            if self._ending is not Ending.EXITED:
+                return None
+            self._process = subprocess.Popen(
+                _command(self._toolchain, self._job, folder),
+                cwd=self._job.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,
+            )
+            return self._process
+
+
+def _command(toolchain: Toolchain, job: Job, folder: str) -> list[str]:
+    # A parent that is killed outright cannot tidy up: the kernel then ends the JVM.
+    guard = shutil.which("setpriv")
+    command = [guard, "--pdeathsig", "KILL"] if guard else []
+    command += [str(toolchain.java), *job.size.value, "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
+    command += ["-cp", str(toolchain.jar), "tlc2.TLC", "-tool"]
+    command += ["-workers", str(job.workers), "-metadir", f"{folder}/meta", "-config", job.config]
+    if job.coverage is Coverage.COUNTED:
+        command += ["-coverage", "1"]
+    return [*command, f"{job.module}.tla"]
+
+
+def _follow(process: subprocess.Popen[str], progressed: Callable[[Findings], None]) -> tuple[Findings, tuple[str, ...]]:
+    reader, findings = MessageReader(), Findings()
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            message = reader.feed(line)
+            if message is not None:
+                findings.take(message)
+                progressed(findings)
+    process.wait()
+    return findings, tuple(reader.loose)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+    process.wait()

@@ -1,0 +1,208 @@
+"""What a run of TLC means: its exit code, its counts and the very property violated must be as expected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from weightsync.checker.manifest import Configuration, Expected
+from weightsync.checker.output import Counts, Kind, Step, Violation
+from weightsync.checker.process import Ending, Job, Outcome, by_hand
+from weightsync.checker.text import Config, Library
+
+#: How violations of statements without a name are called.
+_NAMELESS = {Kind.DEADLOCK: "a deadlock", Kind.ASSUMPTION: "a false assumption", Kind.ASSERTION: "a false assertion"}
+_SHOWN = {Expected.DEADLOCK: "a deadlock", Expected.ASSUMPTION: "a false assumption"}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one configuration.
+
+    Attributes:
+        configuration: which.
+        job: what was run.
+        outcome: what TLC gave; None if it was not run, since the text has a trap.
+        found: what TLC found amiss, in words.
+        complaints: what is not as expected; empty if all is.
+        repin: the counts seen, if nothing but the pinned ones is the matter, so that `--pin` may set them.
+    """
+
+    configuration: Configuration
+    job: Job
+    outcome: Outcome | None
+    found: tuple[str, ...]
+    complaints: tuple[str, ...]
+    repin: Counts | None = None
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether everything is as expected."""
+        return not self.complaints
+
+    @property
+    def summary(self) -> str:
+        """One or two words for a table."""
+        if not self.as_expected:
+            return "DIFFERS"
+        return "holds" if self.configuration.expected is Expected.PASS else due(self.configuration)
+
+
+def due(configuration: Configuration) -> str:
+    """Return what TLC must find, in words."""
+    if configuration.violates:
+        return _violated([configuration.violates])
+    return _SHOWN.get(configuration.expected, "no error")
+
+
+def _violated(names: Sequence[str]) -> str:
+    return f"{' or '.join(names)} violated"
+
+
+def judge(configuration: Configuration, job: Job, outcome: Outcome, library: Library) -> Verdict:
+    """Compare what TLC gave with what it must give."""
+    config = Config.read(job.folder / job.config)
+    words = (_worded(violation, configuration, config, library) for violation in outcome.findings.violations)
+    found = tuple(dict.fromkeys(words))
+    complaints = list(_complaints(configuration, outcome, found))
+    counts = outcome.findings.counts
+    recount = () if complaints else tuple(_recounted(configuration, counts))
+    repin = counts if recount else None
+    return Verdict(configuration, job, outcome, found, (*complaints, *recount), repin)
+
+
+def _worded(violation: Violation, configuration: Configuration, config: Config, library: Library) -> str:
+    if violation.kind in _NAMELESS:
+        return _NAMELESS[violation.kind]
+    if violation.subject.isidentifier():
+        return _violated([violation.subject])
+    root = configuration.module
+    if violation.kind is Kind.TEMPORAL:
+        # TLC does not say which.
+        temporal = [name for name in config.properties if library.is_temporal(root, name)]
+        return _violated(temporal or config.properties)
+    listed = (*config.invariants, *config.properties)
+    return _violated(library.owners(root, listed, violation.subject) or [violation.subject])
+
+
+def _complaints(configuration: Configuration, outcome: Outcome, found: Sequence[str]) -> Iterator[str]:
+    findings = outcome.findings
+    if outcome.ending is not Ending.EXITED:
+        yield f"no verdict: {outcome.ending.value} after {outcome.seconds:.0f} s{_so_far(outcome)}"
+        return
+    if findings.temporal and configuration.workers != 1:
+        workers = configuration.workers
+        yield f"temporal properties were checked by {workers} workers, which can miss a violation"
+    if configuration.expected is Expected.PASS:
+        yield from _should_hold(outcome, found)
+    else:
+        yield from _should_fail(configuration, outcome, found)
+
+
+def _so_far(outcome: Outcome) -> str:
+    progress = outcome.findings.progress
+    if progress is None:
+        return ""
+    return f" ({progress.distinct:,} distinct states so far, {progress.queue:,} in the queue)"
+
+
+def _should_hold(outcome: Outcome, found: Sequence[str]) -> Iterator[str]:
+    findings = outcome.findings
+    if found:
+        yield f"everything should hold, and TLC found {', '.join(found)} (exit code {outcome.exit_code})"
+    elif outcome.exit_code != 0 or not findings.completed or findings.errors:
+        yield f"no verdict: TLC exited with {outcome.exit_code}: {_said(outcome)}"
+    elif findings.counts is None:
+        yield "no verdict: TLC gave no counts"
+
+
+def _should_fail(configuration: Configuration, outcome: Outcome, found: Sequence[str]) -> Iterator[str]:
+    wanted, code = due(configuration), configuration.expected.exit_code
+    if not found:
+        said = "found no error" if outcome.findings.completed else f"said: {_said(outcome)}"
+        yield f"TLC should find {wanted}, and {said} (exit code {outcome.exit_code})"
+    elif tuple(found) != (wanted,):
+        yield f"TLC should find {wanted}, and found {', '.join(found)} (exit code {outcome.exit_code}){_hint(found)}"
+    elif outcome.exit_code != code:
+        yield f"TLC found {wanted}, but exited with {outcome.exit_code} where {code} is due"
+
+
+def _hint(found: Sequence[str]) -> str:
+    if any(" or " in name for name in found):
+        return " (TLC does not say which: give each a configuration of its own)"
+    return ""
+
+
+def _said(outcome: Outcome) -> str:
+    lines = [*outcome.findings.errors, *outcome.loose]
+    return " / ".join(" ".join(line.split()) for line in lines)[:2000] or "nothing"
+
+
+def _recounted(configuration: Configuration, counts: Counts | None) -> Iterator[str]:
+    pinned = configuration.pinned
+    if pinned is None:
+        if configuration.expected is Expected.PASS:
+            yield f"no counts are pinned; {_REPIN} {configuration.name}"
+        return
+    differing = [
+        f"{name} is {_shown(counts, name)} and {_shown(pinned, name)} is pinned"
+        for name in ("generated", "distinct", "depth")
+        if getattr(pinned, name) is not None and getattr(pinned, name) != getattr(counts, name, None)
+    ]
+    if differing:
+        yield (
+            f"the state graph is another one: {'; '.join(differing)}. "
+            "The model, the table or TLC has changed: look at what did (git diff tla spec), "
+            f"and if it is meant, {_REPIN} {configuration.name}"
+        )
+
+
+_REPIN = "pin what TLC counts now by weightsync check --pin"
+
+
+def _shown(counts: Counts | None, name: str) -> str:
+    value = getattr(counts, name, None)
+    return "unknown" if value is None else f"{value:,}"
+
+
+def explain(verdict: Verdict) -> Iterator[str]:
+    """Yield the lines that tell what is not as expected, and how to run it by hand."""
+    yield f"{verdict.configuration.name}: {verdict.configuration.why}"
+    for complaint in verdict.complaints:
+        yield f"  {complaint}"
+    if verdict.outcome is not None:
+        for line in story(verdict.outcome.findings.trace):
+            yield f"    {line}"
+    yield f"  again:   weightsync check {verdict.configuration.name}"
+    yield f"  by hand: {by_hand(verdict.job)}"
+
+
+def story(trace: Iterable[Step]) -> Iterator[str]:
+    """Yield a counterexample, each step with the variables that it changed."""
+    before: dict[str, str] = {}
+    for step in trace:
+        yield f"{step.number}. {step.action}"
+        for name, value in step.values.items():
+            if before.get(name) != value:
+                yield f"     {name} = {' '.join(value.split())}"
+        before = step.values or before
+
+
+def vacuity(verdicts: Iterable[Verdict], planted: Sequence[str]) -> Iterator[str]:
+    """Yield each action whose steps are not as they should be over all proofs together.
+
+    Args:
+        verdicts: of runs that counted their actions.
+        planted: actions that only the reverts may take; every other must be taken by some proof.
+    """
+    taken: dict[tuple[str, str, int], int] = {}
+    for verdict in verdicts:
+        if verdict.configuration.expected is Expected.PASS and verdict.outcome is not None:
+            for action in verdict.outcome.findings.actions:
+                place = action.module, action.name, action.line
+                taken[place] = taken.get(place, 0) + action.taken
+    for (module, name, line), count in taken.items():
+        if name in planted and count:
+            yield f"{module}.{name} (line {line}) is planted for reverts, and proofs take it"
+        elif name not in planted and not count:
+            yield f"{module}.{name} (line {line}) is never taken by any proof"

@@ -1,0 +1,141 @@
+"""``weightsync check``: the model is checked by TLC, and what it says is compared with what it must say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from weightsync.checker import (
+    Configuration,
+    Coverage,
+    Manifest,
+    Purpose,
+    Suite,
+    Tier,
+    ToolMissingError,
+    Verdict,
+    explain,
+    find_model,
+    find_toolchain,
+    pin,
+    record,
+    vacuity,
+)
+from weightsync.cli._check_display import display, listing, results, summary
+
+_PLAIN_WIDTH = 120
+_DIFFERS = 1
+_TOOL_MISSING = 2
+
+
+def check(  # noqa: PLR0917
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Configurations to run; the quick ones if none.", show_default=False),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Run every configuration.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="Show the configurations, and run none.")] = False,
+    coverage: Annotated[
+        bool,
+        typer.Option("--coverage", help="Run the proofs alone, and fail if they never take some action."),
+    ] = False,
+    repin: Annotated[
+        bool,
+        typer.Option("--pin", help="Write the counts seen into the manifest, where all else is as expected."),
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all that was found to a file.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FOLDER", help="Check another model than our own.")
+    ] = None,
+) -> None:
+    """Check the protocol's model with TLC.
+
+    Each configuration's verdict must be the expected one, found with the pinned number of states.
+    Exit code 0 if all are, 1 if one differs, 2 if Java or TLC is missing.
+    """
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    manifest = Manifest.read(model or find_model())
+    chosen = manifest.select(names) if names else manifest.tier(Tier.ALL if everything or show else Tier.QUICK)
+    if show:
+        console.print(listing(chosen))
+        return
+    if coverage:
+        chosen = tuple(found for found in chosen if found.purpose is Purpose.PROOF)
+    started = time.monotonic()
+    verdicts = _run(manifest, chosen, console, Coverage.COUNTED if coverage else Coverage.NOT_COUNTED)
+    if report:
+        report.write_text(json.dumps([record(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8")
+    if repin:
+        verdicts = _pin(manifest, verdicts, console)
+    _tell(manifest, verdicts, time.monotonic() - started, console)
+    vacuous = tuple(vacuity(verdicts, manifest.planted)) if coverage else ()
+    for line in vacuous:
+        console.print(line, markup=False)
+    if vacuous or not all(verdict.as_expected for verdict in verdicts):
+        raise typer.Exit(_DIFFERS)
+
+
+def _run(manifest: Manifest, chosen: Sequence[Configuration], console: Console, coverage: Coverage) -> list[Verdict]:
+    try:
+        with _ended_by_signals():
+            toolchain = find_toolchain()
+            with display(console, len(chosen)) as shown:
+                return Suite(toolchain, manifest, shown, coverage).run(chosen)
+    except ToolMissingError as error:
+        typer.echo(f"weightsync: {error}", err=True)
+        raise typer.Exit(_TOOL_MISSING) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the command the way an interrupt does, so that no JVM is left."""
+
+    def end(number: int, _frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _pin(manifest: Manifest, verdicts: Sequence[Verdict], console: Console) -> list[Verdict]:
+    """Pin what was counted wherever nothing else is the matter."""
+    seen = {verdict.configuration.name: verdict.repin for verdict in verdicts}
+    changed = {name: counts for name, counts in seen.items() if counts is not None}
+    fresh = {found.name: found for found in pin(manifest, changed).configurations}
+    for name, counts in changed.items():
+        console.print(f"pinned {name}: {counts.distinct:,} distinct states", markup=False)
+    return [
+        replace(verdict, configuration=fresh[verdict.configuration.name], complaints=()) if verdict.repin else verdict
+        for verdict in verdicts
+    ]
+
+
+def _tell(manifest: Manifest, verdicts: Sequence[Verdict], seconds: float, console: Console) -> None:
+    console.print(results(verdicts))
+    console.print(summary(verdicts, seconds))
+    if manifest.bounds:
+        console.print(manifest.bounds, markup=False, highlight=False)
+    for verdict in verdicts:
+        if not verdict.as_expected:
+            console.print()
+            for line in explain(verdict):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)

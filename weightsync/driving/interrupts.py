@@ -1,0 +1,68 @@
+"""Signals are deferred over what must not be cut in two: a dispatch to all targets, a swap."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+#: Signals whose Python handlers may raise in the middle of anything.
+DEFERRED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGALRM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
+
+class Shield:
+    """Records signals instead of handling them; `deliver` and the end of the block hand them to their handlers.
+
+    Python runs signal handlers in the main thread only, so in any other thread this does nothing. Signals that
+    have no Python handler (ignored, or default action) keep their meaning.
+
+    Args:
+        wake: called when a signal is recorded, so that a blocking wait inside the block returns.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._previous: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._recorded: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            try:
+                for signum in DEFERRED:
+                    handler = signal.getsignal(signum)
+                    if callable(handler):
+                        self._previous[signum] = handler
+                        signal.signal(signum, self._record)
+            except BaseException:
+                self._restore()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Call the handlers of the signals recorded so far; what a handler raises is raised here."""
+        while self._recorded:
+            signum, frame = self._recorded.pop(0)
+            self._previous[signum](signum, frame)
+
+    def _record(self, signum: int, frame: FrameType | None) -> None:
+        self._recorded.append((signum, frame))
+        self._wake()
+
+    def _restore(self) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)

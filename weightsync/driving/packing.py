@@ -1,0 +1,87 @@
+"""Packs weights into buffers: the sender's side of the data path."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weightsync.extras import encode_extras
+from weightsync.layout import Layout
+from weightsync.options import Verify
+from weightsync.packing import digest, pack
+from weightsync.transports.memory import Buffer, Pool
+from weightsync.weights import layout_of, read_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One version's weights as they travel."""
+
+    layout: Layout
+    buffer: Buffer
+    extras: bytes
+    #: xxh3-128 of the payload, then of the extra state; empty: not to be verified.
+    digest: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the payload in bytes, extra state included."""
+        return self.layout.nbytes + len(self.extras)
+
+    def digested(self) -> bytes:
+        """The digest, computed now if it is not to be verified."""
+        return self.digest or digest(self.buffer.view[: self.layout.nbytes], self.extras)
+
+
+class Packer:
+    """Packs the weights of one sender, version after version, by a plan that is made once a layout.
+
+    Args:
+        verify: whether to digest what is packed.
+    """
+
+    def __init__(self, verify: Verify = Verify.DIGEST) -> None:
+        self._verify = verify
+        self._pool = Pool()
+        self._lock = threading.Lock()
+        self._layout: Layout | None = None
+
+    def layout_of(self, weights: Any) -> Layout:
+        """The layout of weights, without packing them.
+
+        Raises:
+            ConfigurationError, LayoutError: they cannot be sent.
+        """
+        self._layout = layout_of(read_weights(weights), self._layout)
+        return self._layout
+
+    def pack(self, weights: Any) -> Packed:
+        """Copy weights into a buffer that nobody reads. It stays ours until `handed_over`.
+
+        Raises:
+            ConfigurationError, LayoutError: they cannot be sent.
+            TransportError: there is not enough memory.
+        """
+        read = read_weights(weights)
+        layout = self._layout = layout_of(read, self._layout)
+        extras = encode_extras(read.extras())
+        with self._lock:
+            buffer = self._pool.acquire(layout.nbytes)
+            buffer.pin(self)
+        try:
+            pack(read, layout, buffer.view)
+            packed = Packed(layout, buffer, extras, b"")
+            return packed if self._verify is Verify.LAYOUT else replace(packed, digest=packed.digested())
+        except BaseException:
+            buffer.unpin(self)
+            raise
+
+    def handed_over(self, packed: Packed) -> None:
+        """Whoever reads the packed weights has pinned them; we let go."""
+        packed.buffer.unpin(self)
+
+    def close(self) -> None:
+        """Let all buffers go; what workers map stays theirs."""
+        with self._lock:
+            self._pool.close()

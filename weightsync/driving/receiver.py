@@ -1,0 +1,270 @@
+"""The receiver's driver: reads its links, applies what is pending, and sends every answer the table asks for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weightsync._tables import RefusalKind, State
+from weightsync.errors import ProtocolError, StateError, TransportError
+from weightsync.layout import Layout
+from weightsync.machine import ReceiverMachine
+from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.protocol import receiver as pure
+from weightsync.transports.base import Link, Received, Waker
+from weightsync.transports.liveness import own_identity
+
+logger = logging.getLogger("weightsync")
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The version that has arrived and is not applied yet."""
+
+    update: Update
+    layout: Layout
+    payload: memoryview
+    #: Makes the payload read as it was sent, whatever this process has written over it.
+    refresh: Callable[[], None]
+
+
+class ReceiverDriver:
+    """One receiver's machine, data and links.
+
+    Its methods take the lock and never block. A link whose peer breaks the protocol goes down, and the
+    `ProtocolError` is raised.
+
+    Args:
+        model_id: the model whose weights are received.
+    """
+
+    def __init__(self, model_id: str) -> None:
+        self.model_id = model_id
+        self.lock = threading.RLock()
+        self.machine = ReceiverMachine()
+        self.data = pure.ReceiverData()
+        self.waker = Waker()
+        #: What the model expects; None: no model yet.
+        self.layout: Layout | None = None
+        self.pending: Pending | None = None
+        #: Why the last link ended; empty: none has.
+        self.ended = ""
+        self._links: dict[int, Link] = {}
+        self._layouts: dict[bytes, Layout] = {}
+        self._todo: deque[pure.Effect] = deque()
+        self._last_link = 0
+
+    # ------------------------------------------------------------------------------------------- events
+
+    def take(self, event: pure.Event) -> pure.Step:
+        """Let an event happen, and execute all that follows from it."""
+        with self.lock:
+            step = self._step(event)
+            self._finish()
+            return step
+
+    def _step(self, event: pure.Event) -> pure.Step:
+        step = pure.step(self.machine.state, self.data, event)
+        self.data = step.data
+        self._todo.extend(step.effects)
+        if step.input is not None:
+            self.machine.fire(step.input)
+        return step
+
+    def add_link(self, link: Link) -> None:
+        """Listen on one more link; the handshake decides which is in force."""
+        with self.lock:
+            self._last_link += 1
+            self._links[self._last_link] = link
+            self.ended = ""
+
+    def close(self) -> None:
+        """Close for good: every link says Bye and closes, a caller who waits is woken."""
+        self._end(pure.Close())
+
+    def break_down(self) -> None:
+        """Close for good, since the model holds no whole version any more."""
+        self._end(pure.Broken())
+
+    def _end(self, event: pure.Close | pure.Broken) -> None:
+        with self.lock:
+            self.take(event)
+            for number in list(self._links):
+                self._close_link(number)
+            self.pending = None
+            self.waker.fire()
+
+    def spoil(self) -> None:
+        """Somebody wrote other weights into the model by hand: no version is served any more."""
+        with self.lock:
+            self.data = pure.spoiled(self.data)
+
+    # ------------------------------------------------------------------------------------------ effects
+
+    def _execute(self, effect: pure.Effect) -> None:
+        match effect:
+            case pure.Greet(link):
+                self._write(link, self._hello())
+            case pure.Reject(link, incarnation, kind, reason):
+                logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
+                self.ended = f"its handshake was refused: {reason}"
+                self._write(link, self._refusal((incarnation, 0), kind, reason))
+            case pure.Tell(link, key, kind):
+                self._write(link, self._refusal(key, kind, _REASONS[kind]))
+            case pure.Reply(link, answer):
+                self._write(link, answer)
+                self.flush()
+            case pure.CloseLink(link):
+                self._close_link(link)
+
+    def _hello(self) -> Hello:
+        pid, started = own_identity()
+        served = self.data.served
+        return Hello(
+            model_id=self.model_id,
+            incarnation=self.data.fence,
+            version=served[1] if served and served[0] == self.data.fence else 0,
+            layout_digest=self.layout.digest if self.layout else b"",
+            pid=pid,
+            started=started,
+            fence=self.data.fence,
+        )
+
+    def _refusal(self, key: pure.Key, kind: RefusalKind, reason: str) -> Refusal:
+        return Refusal(
+            model_id=self.model_id,
+            incarnation=key[0],
+            version=key[1],
+            kind=kind,
+            reason=reason,
+            fence=self.data.fence,
+        )
+
+    def _write(self, link: int, message: Message) -> None:
+        if link not in self._links:
+            return
+        try:
+            self._links[link].send(message)
+        except TransportError as error:
+            self._down(link, str(error))
+
+    def _down(self, link: int, reason: str) -> None:
+        """The link is gone: a loss of the one in force is the machine's, another is only closed."""
+        self.ended = reason
+        step = self._step(pure.LinkDown(link))
+        if step.input is None:
+            self._close_link(link)
+
+    def _close_link(self, link: int) -> None:
+        if link not in self._links:
+            return
+        closing = self._links.pop(link)
+        try:
+            closing.send(
+                Bye(
+                    model_id=self.model_id,
+                    incarnation=self.data.fence,
+                    reason="the receiver closed this link",
+                )
+            )
+        except TransportError:
+            pass  # it is being closed because it failed
+        finally:
+            closing.close()
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def links(self) -> list[Link]:
+        """The links that are open."""
+        with self.lock:
+            return list(self._links.values())
+
+    def flush(self) -> None:
+        """Write what waits to be written; an answer that has left is ANSWERED."""
+        for number, link in list(self._links.items()):
+            try:
+                gone = link.flush()
+            except TransportError as error:
+                self._down(number, str(error))
+                continue
+            if gone and number == self.data.link and self.machine.state is State.AWAITING_ACK:
+                self._step(pure.Answered())
+
+    def pump(self) -> None:
+        """Write what waits, take in what has arrived. The link in force is not read while an answer is owed.
+
+        Raises:
+            ProtocolError: a peer broke the protocol; its link is down.
+        """
+        with self.lock:
+            if self.machine.state is State.CLOSED:
+                return
+            self.flush()
+            self._finish()
+            for number, link in list(self._links.items()):
+                owing = self.machine.state is State.AWAITING_ACK and number == self.data.link
+                if not owing and number in self._links:
+                    self._read(number, link)
+
+    def _read(self, number: int, link: Link) -> None:
+        try:
+            for received in link.receive():
+                if number in self._links:
+                    self._heard(number, link, received)
+        except TransportError as error:
+            self._down(number, str(error))
+        except (ProtocolError, StateError) as error:
+            self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, str(error)))
+            self._down(number, str(error))
+            unread = error.unread if isinstance(error, ProtocolError) else b""
+            raise ProtocolError(str(error), unread) from error
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        while self._todo:
+            self._execute(self._todo.popleft())
+        if self.data.pending is None:
+            self.pending = None
+
+    def _heard(self, number: int, link: Link, received: Received) -> None:
+        message = received.message
+        match message:
+            case Hello():
+                link.watch(message.pid, message.started)
+                self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
+            case Update():
+                self._update(number, message, received)
+            case Bye():
+                if message.incarnation == self.data.fence or number != self.data.link:
+                    self._down(number, f"the sender said goodbye: {message.reason}")
+            case Ack() | Refusal():
+                raise ProtocolError(f"a sender sent {type(message).__name__}; only receivers send it.")
+
+    def _misfit(self, hello: Hello) -> str:
+        if self.layout is None or not hello.layout or hello.layout_digest == self.layout.digest:
+            return ""
+        difference = self.layout.difference(Layout.decode(hello.layout))
+        return str(difference) if difference else ""
+
+    def _update(self, number: int, update: Update, received: Received) -> None:
+        if update.layout:
+            told = Layout.decode(update.layout)
+            self._layouts = {told.digest: told}
+        layout = self._layouts.get(update.layout_digest)
+        if layout is None or layout.nbytes != update.nbytes:
+            raise ProtocolError(f"version {update.version} names a layout or a size that this link has not carried.")
+        before = self.data.pending
+        self.take(pure.UpdateArrived(number, update.incarnation, update.version))
+        if self.data.pending not in (None, before):
+            payload = received.payload if received.payload is not None else memoryview(b"")
+            self.pending = Pending(update, layout, payload, received.refresh)
+
+
+_REASONS = {
+    RefusalKind.SUPERSEDED: "a newer version arrived before this one was applied",
+    RefusalKind.STALE: "a newer version, or a newer sender, has been met already",
+}

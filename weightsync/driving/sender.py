@@ -1,0 +1,260 @@
+"""The sender's driver: takes events, executes their effects over the links, feeds the results back."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+from weightsync._tables import State
+from weightsync.driving.backlog import Backlog
+from weightsync.driving.packing import Packed
+from weightsync.errors import ProtocolError, TransportError
+from weightsync.layout import Layout
+from weightsync.machine import SenderMachine
+from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.protocol import sender as pure
+from weightsync.transports.base import Link, Waker
+from weightsync.transports.liveness import own_identity
+from weightsync.transports.memory import Buffer
+
+
+class SenderDriver:
+    """One sender's machine, data and links.
+
+    All its methods take the lock, never block and never raise for a link's sake: a link that fails is LOST. They
+    raise what the pure half raises (a call refused), and then nothing has changed.
+
+    Args:
+        model_id: the model whose weights are sent.
+    """
+
+    def __init__(self, model_id: str) -> None:
+        self.model_id = model_id
+        self.lock = threading.RLock()
+        self.machine = SenderMachine()
+        self.data = pure.SenderData()
+        self.waker = Waker()
+        #: What became of updates that nobody has asked about since they ended.
+        self.concluded: dict[int, pure.Conclude] = {}
+        #: The layout of the newest version, or the model's before there is one.
+        self.layout: Layout | None = None
+        self._links: dict[int, tuple[int, Link]] = {}
+        self._told: dict[int, bytes] = {}
+        self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
+        self._packed: dict[int, Packed] = {}
+        self._todo: deque[pure.Effect] = deque()
+        self._last_link = 0
+
+    # ------------------------------------------------------------------------------------------- events
+
+    def take(self, event: pure.Event) -> pure.Step:
+        """Let an event happen, and execute all that follows from it."""
+        with self.lock:
+            step = self._step(event)
+            self._finish()
+            return step
+
+    def _step(self, event: pure.Event) -> pure.Step:
+        step = pure.step(self.machine.state, self.data, event)
+        self.data = step.data
+        self._todo.extend(step.effects)
+        if step.input is not None:
+            self.machine.fire(step.input)
+        return step
+
+    def _finish(self) -> None:
+        while self._todo:
+            self._execute(self._todo.popleft())
+        self._forget()
+
+    def dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed) -> int:
+        """Send ``packed`` as the next version; returns the version.
+
+        Raises:
+            StateError, ConfigurationError, WorkerLostError: refused; nothing was sent, no version was used.
+        """
+        with self.lock:
+            version = self.data.version + 1
+            self._packed[version] = packed
+            packed.buffer.pin(self)
+            try:
+                self.take(event)
+            except BaseException:
+                if self.data.version < version:
+                    self._release(version)
+                raise
+            self.layout = packed.layout
+            return version
+
+    def join(self, worker: int, link: Link) -> None:
+        """Put a worker on the roll on a new link, or give it a new one."""
+        with self.lock:
+            self._last_link += 1
+            events = pure.joining(self.machine.state, self.data, worker, self._last_link)
+            self._links[self._last_link] = (worker, link)
+            for event in events:
+                self.take(event)
+
+    def remove(self, worker: int, reason: str) -> None:
+        """Take a worker off the roll; its link is closed."""
+        with self.lock:
+            for event in pure.removal(self.machine.state, self.data, worker, reason):
+                self.take(event)
+
+    # ------------------------------------------------------------------------------------------ effects
+
+    def _execute(self, effect: pure.Effect) -> None:
+        match effect:
+            case pure.Greet(worker, link, due):
+                self._write(worker, link, self._hello(due))
+                if due:
+                    self._update(worker, link, due)
+            case pure.Dispatch(worker, link, version):
+                self._update(worker, link, version)
+            case pure.CloseLink(_, link):
+                self._close_link(link)
+            case pure.Conclude():
+                self.concluded[effect.outstanding.version] = effect
+                self.waker.fire()
+
+    def _hello(self, due: int) -> Hello:
+        pid, started = own_identity()
+        layout = self.layout
+        return Hello(
+            model_id=self.model_id,
+            incarnation=self.data.incarnation,
+            version=due,
+            layout_digest=layout.digest if layout else b"",
+            layout=layout.encode() if layout else b"",
+            pid=pid,
+            started=started,
+        )
+
+    def _update(self, worker: int, link: int, version: int) -> None:
+        if link not in self._links:
+            return
+        delivery = self._links[link][1].delivery
+        # Where answers may be lost, none is proof of anything: a full backlog would never empty.
+        if not delivery.loses and not self._backlogs[link].admit(version):
+            return
+        packed = self._packed[version]
+        # Where an update may come before those sent earlier, or without them, each tells its layout.
+        in_turn = not (delivery.reorders or delivery.loses)
+        told = in_turn and self._told.get(link) == packed.layout.digest
+        update = Update(
+            model_id=self.model_id,
+            incarnation=self.data.incarnation,
+            version=version,
+            layout_digest=packed.layout.digest,
+            layout=b"" if told else packed.layout.encode(),
+            digest=packed.digest,
+            nbytes=packed.layout.nbytes,
+            extras=packed.extras,
+        )
+        self._write(worker, link, update, packed.buffer)
+        self._told[link] = packed.layout.digest
+
+    def _write(self, worker: int, link: int, message: Message, payload: Buffer | None = None) -> None:
+        if link not in self._links:
+            return
+        try:
+            self._links[link][1].send(message, payload)
+        except (TransportError, ProtocolError) as error:
+            self._step(pure.LinkLost(worker, link, str(error)))
+
+    def _close_link(self, link: int) -> None:
+        """Say Bye as far as it goes at once, and close. A shared connection stays open for its other models."""
+        if link not in self._links:
+            return
+        _, closing = self._links.pop(link)
+        self._told.pop(link, None)
+        self._backlogs.pop(link, None)
+        bye = Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link")
+        try:
+            closing.send(bye)
+        except TransportError:
+            pass  # it is being closed because it failed
+        finally:
+            closing.close()
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def links(self) -> list[Link]:
+        """The links that are open."""
+        with self.lock:
+            return [link for _, link in self._links.values()]
+
+    def pump(self) -> None:
+        """Write what waits to be written, take in all that has arrived."""
+        with self.lock:
+            if self.machine.state in (State.UNINITIALIZED, State.CLOSED):
+                return
+            for number, (worker, link) in list(self._links.items()):
+                for event in self._hear(worker, number, link):
+                    self.take(event)
+
+    def _hear(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
+        """The events that a link has for us now, its death last."""
+        try:
+            link.flush()
+            for received in link.receive():
+                if number in self._links:
+                    yield from self._events(worker, number, link, received.message)
+        except (TransportError, ProtocolError) as error:
+            yield pure.LinkLost(worker, number, str(error))
+
+    def _events(self, worker: int, number: int, link: Link, message: Message) -> Iterator[pure.Event]:
+        match message:
+            case Hello():
+                link.watch(message.pid, message.started)
+                yield pure.Answer(worker, number, message)
+            case Ack() | Refusal():
+                self._verify(message)
+                yield pure.Answer(worker, number, message)
+                self._catch_up(worker, number, message)
+            case Bye():
+                if message.incarnation == self.data.incarnation and worker in self.data.roll:
+                    state, reason = self.machine.state, f"said goodbye: {message.reason}"
+                    yield from pure.removal(state, self.data, worker, reason)
+            case Update():
+                raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
+
+    def _catch_up(self, worker: int, link: int, message: Ack | Refusal) -> None:
+        """Send what waited for this answer."""
+        if link in self._links and message.incarnation == self.data.incarnation:
+            waiting = self._backlogs[link].answered(message.version)
+            if waiting:
+                self._update(worker, link, waiting)
+                self._finish()
+
+    def _verify(self, message: Ack | Refusal) -> None:
+        """An ack must name the digest of what we sent as that version."""
+        packed = self._packed.get(message.version)
+        if not isinstance(message, Ack) or packed is None or message.incarnation != self.data.incarnation:
+            return
+        if packed.digest and message.digest != packed.digest:
+            raise ProtocolError(
+                f"an ack of version {message.version} names digest {message.digest.hex()}, which is not that of what "
+                f"was sent ({packed.digest.hex()}). The link is taken down."
+            )
+
+    # ----------------------------------------------------------------------------------------- retained
+
+    def _forget(self) -> None:
+        """Release the versions that are due to nobody any more."""
+        due = {self.data.due_all, *(entry.due for entry in self.data.roll.values())}
+        if self.data.outstanding is not None:
+            due.add(self.data.outstanding.version)
+        if self.machine.state is State.CLOSED:
+            due = set()
+        for version in [version for version in self._packed if version not in due]:
+            if version <= self.data.version:
+                self._release(version)
+
+    def _release(self, version: int) -> None:
+        self._packed.pop(version).buffer.unpin(self)
+
+    def packed(self, version: int) -> Packed | None:
+        """The version's weights as they travelled, while they are due to anybody."""
+        return self._packed.get(version)

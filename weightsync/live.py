@@ -1,0 +1,128 @@
+"""A destination as it is now: its tensors in the layout's order, how they share memory, what a swap does to each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import is_
+
+from torch import Tensor, nn
+
+from weightsync.errors import LayoutError
+from weightsync.layout import Layout
+from weightsync.sharing import Sharing, agrees, same_bits, sharing_of
+from weightsync.weights import Weights, layout_of, ordered, read_live
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Live:
+    """The tensors of a destination, and a plan for changing them.
+
+    Attributes:
+        weights: what was read: holds the owners of the extra state.
+        tensors: in the layout's order.
+        addresses: of the tensors' memory.
+        sharing: who shares memory with whom.
+        mappable: parameters that may be made views of other memory, with the one whose view they take: their own,
+            or that of the first of those they are tied to.
+        given: the memory that mapped parameters have, in the order of `mappable`, if it was given by us.
+    """
+
+    weights: Weights
+    layout: Layout
+    tensors: list[Tensor]
+    addresses: list[int]
+    sharing: Sharing
+    mappable: dict[int, int]
+    given: list[Tensor] | None = None
+
+    def copied(self, mapped: dict[int, int]) -> Sequence[int]:
+        """The tensors to copy into where `mapped` are mapped: each memory once."""
+        if not mapped and not self.sharing.ties:
+            return range(len(self.tensors))
+        twins = {index for tie in self.sharing.ties for index in tie[1:]}
+        return [index for index in range(len(self.tensors)) if index not in mapped and index not in twins]
+
+    def refuse_unwritable(self) -> None:
+        """Raise LayoutError for a tensor with many elements in one place."""
+        for index in self.sharing.expanded:
+            name = self.layout.entries[index].name
+            raise LayoutError(
+                f"'{name}' of the destination is expanded, several of its elements are one place in memory, and "
+                "cannot be written: .clone() it.",
+                mismatched={name: "expanded"},
+            )
+
+    def refuse_disagreement(self, values: list[Tensor]) -> None:
+        """Raise LayoutError if tensors that share memory are to get different values."""
+        for tie in self.sharing.ties:
+            for twin in tie[1:]:
+                if not same_bits(values[tie[0]], values[twin]):
+                    self._disagree((tie[0], twin), "are tied")
+        for overlap in self.sharing.overlaps:
+            if not agrees([self.tensors[index] for index in overlap], [values[index] for index in overlap]):
+                self._disagree(overlap, "share memory")
+
+    def _disagree(self, indices: Iterable[int], how: str) -> None:
+        names = [self.layout.entries[index].name for index in indices]
+        listed = ", ".join(f"'{name}'" for name in names)
+        raise LayoutError(
+            f"{listed} {how} in the destination, but their values differ in the weights.",
+            mismatched=dict.fromkeys(names, f"{how} in the destination, with different values"),
+        )
+
+
+def look_at(destination: object, before: Live | None = None) -> Live:
+    """Read the destination; where it still holds the very tensors of `before`, at the very places, that is the plan.
+
+    Raises:
+        ConfigurationError: the destination, or a value in it, is of an unsupported type.
+        LayoutError: a tensor in it cannot be received (quantised, sparse, uninitialised ...).
+    """
+    weights = read_live(destination)
+    same = _again(weights, before) if before else None
+    if same is not None:
+        return same
+    # Tensor by tensor: the quick way leaves it to the copy to find that one is sparse or on the meta device.
+    layout = layout_of(weights)
+    if before and before.layout == layout:
+        layout = before.layout
+    tensors = ordered(weights, layout)
+    sharing = sharing_of(tensors)
+    mappable = _mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
+    return Live(weights, layout, tensors, list(map(Tensor.data_ptr, tensors)), sharing, mappable)
+
+
+def look_again(destination: object, before: Live) -> Live | None:
+    """Read the destination once more; None if it no longer holds the very tensors, at the very places."""
+    return _again(read_live(destination), before)
+
+
+def _again(weights: Weights, before: Live) -> Live | None:
+    if weights.tensors.keys() != before.weights.tensors.keys() or weights.slots.keys() != before.weights.slots.keys():
+        return None
+    # A tensor that gets another shape or dtype without moving (by resize_() or set_()) is not noticed here; copying
+    # into it then fails aloud.
+    tensors = ordered(weights, before.layout)
+    if all(map(is_, tensors, before.tensors)) and list(map(Tensor.data_ptr, tensors)) == before.addresses:
+        return replace(before, weights=weights)
+    return None
+
+
+def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
+    shared = {index for overlap in sharing.overlaps for index in overlap}
+    able = {index for index, tensor in enumerate(tensors) if index not in shared and _is_mappable(tensor)}
+    sources = {index: index for index in able}
+    for tie in sharing.ties:
+        for index in tie:
+            # All of a tie or none: one that is copied would otherwise part from one that is mapped.
+            sources.pop(index, None)
+            if able.issuperset(tie):
+                sources[index] = tie[0]
+    return sources
+
+
+def _is_mappable(tensor: Tensor) -> bool:
+    # A parameter made in inference mode breaks when it is given normal data.
+    plain = type(tensor) is nn.Parameter and tensor.is_cpu and not tensor.is_inference()
+    return plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

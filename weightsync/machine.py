@@ -1,0 +1,192 @@
+"""The machines: one shared, strict `transitions.Machine` per role, built from the tables.
+
+A stock trigger of `transitions` costs about ten microseconds and runs callbacks in the middle of a step.
+`LeanEvent`, put in by the library's own extension point, takes a lock, looks up one row, sets the state and
+tells the listeners. No model is ever registered with a shared machine: none is kept alive by it, and a copy
+of one never acts on its original.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Final, Generic, TypeVar
+
+import transitions
+
+from weightsync._tables import INITIAL, RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
+from weightsync.errors import StateError
+
+Input = TypeVar("Input", SenderInput, ReceiverInput)
+
+#: Told of each step, in order: (state before, input, state after).
+Listener = Callable[[State, Input, State], None]
+
+_ROLES: Final[Mapping[type, str]] = {SenderInput: "sender", ReceiverInput: "receiver"}
+
+
+def next_state(rows: Mapping[tuple[State, Input], State], state: State, input: Input) -> State:
+    """The state that a row leads to.
+
+    Args:
+        rows: the table of a role.
+        state: the state it is in.
+        input: what happens to it.
+
+    Returns:
+        The state it is in afterwards.
+
+    Raises:
+        StateError: there is no such row.
+    """
+    after = rows.get((state, input))
+    if after is None:
+        raise _refusal(rows, state, input)
+    return after
+
+
+def _refusal(rows: Mapping[tuple[State, Input], State], state: State, input: Input) -> StateError:
+    allowed = [each.value for source, each in rows if source is state]
+    return StateError(_ROLES[type(input)], state.value, input.value, allowed)
+
+
+class LeanEvent(transitions.Event):
+    """One input: the states it may be taken in, and where it leads from each."""
+
+    def __init__(self, name: str, machine: transitions.Machine) -> None:
+        super().__init__(name, machine)
+        self._targets: dict[State, State] = {}
+
+    def add_transition(self, transition: transitions.Transition) -> None:
+        """Take in one row."""
+        super().add_transition(transition)
+        self._targets[State[transition.source]] = State[str(transition.dest)]
+
+    def trigger(self, model: object, *args: object, **kwargs: object) -> bool:
+        """How `transitions` spells `fire`. It takes no arguments, since there is no callback to see them."""
+        if not isinstance(model, RoleMachine) or model.shared is not self.machine or args or kwargs:
+            raise TypeError(f"{self.name} takes a machine of its own role and no arguments")
+        model.fire(model.inputs(self.name))
+        return True
+
+    def take(self, model: RoleMachine[Input], input: Input) -> State:
+        """Move one machine by one row and tell its listeners; `RoleMachine.fire` is the way in."""
+        with model.lock:
+            before = model._state
+            after = self._targets.get(before)
+            if after is None:
+                raise _refusal(model.rows, before, input)
+            if model._listeners:
+                model._move_and_tell(before, input, after)
+            else:
+                model._state = after
+        return after
+
+
+def _shared(rows: Mapping[tuple[State, Input], State]) -> transitions.Machine:
+    return _StrictMachine(
+        model=None,
+        states=State,
+        initial=INITIAL,
+        transitions=[
+            {"trigger": input.value, "source": source, "dest": target} for (source, input), target in rows.items()
+        ],
+        auto_transitions=False,
+        ignore_invalid_triggers=False,
+    )
+
+
+class _StrictMachine(transitions.Machine):
+    event_cls = LeanEvent
+
+
+def _events(shared: transitions.Machine, inputs: type[Input]) -> dict[Input, LeanEvent]:
+    events = {input: shared.events[input.value] for input in inputs}
+    return {input: event for input, event in events.items() if isinstance(event, LeanEvent)}
+
+
+class RoleMachine(Generic[Input]):
+    """Where one sender or one receiver stands, and the only way to move it.
+
+    A copy, shallow, deep or pickled, is a new machine: `uninitialized`, unobserved, with a lock of its own.
+    """
+
+    __slots__ = ("__weakref__", "_listeners", "_state", "_telling", "lock")
+
+    #: The `transitions.Machine` of this role.
+    shared: ClassVar[transitions.Machine]
+    #: The table of this role, and its inputs.
+    rows: Mapping[tuple[State, Input], State]
+    inputs: type[Input]
+    _events: Mapping[Input, LeanEvent]
+
+    def __init__(self) -> None:
+        #: Held for each step. Whoever names an input by looking at more than the state holds it until `fire`.
+        self.lock = threading.RLock()
+        self._state = INITIAL
+        self._listeners: list[Listener[Input]] = []
+        self._telling = False
+
+    @property
+    def state(self) -> State:
+        """Where it stands."""
+        return self._state
+
+    def fire(self, input: Input) -> State:
+        """Take an input: one row, as one step under the lock.
+
+        Args:
+            input: what happens to this machine.
+
+        Returns:
+            The state it is in now.
+
+        Raises:
+            StateError: there is no row for it in this state; nothing has changed, and no listener was told.
+            Exception: what a listener raises; the step is taken, and listeners behind that one were not told.
+        """
+        return self._events[input].take(self, input)
+
+    def observe(self, listener: Listener[Input]) -> None:
+        """Tell a listener of each step from now on, in order and under the lock. It must not fire."""
+        with self.lock:
+            self._listeners.append(listener)
+
+    def _move_and_tell(self, before: State, input: Input, after: State) -> None:
+        if self._telling:
+            raise RuntimeError(f"a listener fired {input.value}: listeners are told of steps, they take none")
+        self._state = after
+        self._telling = True
+        try:
+            for listener in self._listeners:
+                listener(before, input, after)
+        finally:
+            self._telling = False
+
+    def __reduce__(self) -> tuple[type[RoleMachine[Input]], tuple[()]]:
+        return type(self), ()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._state.value}>"
+
+
+class SenderMachine(RoleMachine[SenderInput]):
+    """The machine of one sender."""
+
+    __slots__ = ()
+
+    shared = _shared(SENDER_ROWS)
+    rows = SENDER_ROWS
+    inputs = SenderInput
+    _events = _events(shared, SenderInput)
+
+
+class ReceiverMachine(RoleMachine[ReceiverInput]):
+    """The machine of one receiver."""
+
+    __slots__ = ()
+
+    shared = _shared(RECEIVER_ROWS)
+    rows = RECEIVER_ROWS
+    inputs = ReceiverInput
+    _events = _events(shared, ReceiverInput)

@@ -1,0 +1,50 @@
+"""Model paths: ``"policy"``, ``"env.value_net"``, ``"env.transform[0]"``, ``"a[0][1].b"``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from weightsync.errors import ConfigurationError, ModelPathError
+
+_PATH = re.compile(r"[^.\[\]\s]+(\[-?\d+\])*(\.[^.\[\]\s]+(\[-?\d+\])*)*")
+_PART = re.compile(r"[^.\[\]]+|\[-?\d+\]")
+
+
+def _resolve_model(context: object, path: str) -> Any:
+    """Follow a path of attributes and integer indices from a context.
+
+    Args:
+        context: where the path begins.
+        path: attribute names, joined by dots, each with any number of indices.
+
+    Raises:
+        ConfigurationError: there is no context, or it was collected.
+        ModelPathError: the path is malformed, or a part of it (which the error names) does not resolve, or it leads
+            to None.
+    """
+    if context is None:
+        raise ConfigurationError(f"The model path '{path}' needs a context, and there is none, or it was collected.")
+    if not _PATH.fullmatch(path):
+        raise ModelPathError(
+            f"'{path}' is not a model path: write names joined by dots, with indices in brackets, as in "
+            "'env.transform[0]'.",
+            path,
+            path,
+        )
+    found: Any = context
+    for match in _PART.finditer(path):
+        found = _step(found, match.group(), path, path[: match.start()].rstrip("."))
+    if found is None:
+        raise ModelPathError(f"'{path}' is None: there is no model there.", path, path)
+    return found
+
+
+def _step(parent: Any, part: str, path: str, before: str) -> Any:
+    try:
+        return parent[int(part[1:-1])] if part.startswith("[") else getattr(parent, part)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        where = f"'{before}'" if before else "the context"
+        kind = type(parent).__name__
+        message = f"The part '{part}' of the model path '{path}' does not resolve on {where} (a {kind}): {error}"
+        raise ModelPathError(message, path, part) from error

@@ -1,0 +1,111 @@
+"""`NoWeightSyncScheme`: for workers that need no weights."""
+
+from __future__ import annotations
+
+from typing import Any, Never
+
+from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput
+from weightsync.errors import ConfigurationError, StateError
+from weightsync.machine import next_state
+from weightsync.receiver import WeightReceiver
+from weightsync.report import SyncReport
+from weightsync.schemes.base import WeightSyncScheme
+from weightsync.sender import WeightSender
+
+
+class NoTransport:
+    """Swallows what is sent, and never has anything."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Do nothing."""
+
+    def receive_weights(self, timeout: float | None = 1.0) -> None:
+        """Nothing ever comes."""
+
+    def check_connection(self) -> bool:
+        """True: there is nothing that could be down."""
+        return True
+
+
+class NoSender(WeightSender):
+    """Its sends succeed with an empty report; weights are not looked at."""
+
+    def send(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
+        """Send nothing.
+
+        Raises:
+            StateError: the sender is closed.
+        """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        return self._reporter.empty()
+
+    def send_async(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
+        """Send nothing.
+
+        Raises:
+            StateError: the sender is closed.
+        """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        return self._reporter.empty()
+
+    def wait_async(self, **_: Any) -> SyncReport:
+        """Wait for nothing."""
+        return self._reporter.empty()
+
+
+class NoReceiver(WeightReceiver):
+    """Never has anything to apply."""
+
+    def receive(self, timeout: float | None = 0.001) -> bool:
+        """False, at once.
+
+        Raises:
+            StateError: the receiver is closed.
+        """
+        next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
+        return False
+
+    def apply_weights(self, weights: Any) -> None:
+        """Write weights into the registered model; there is nobody to answer to."""
+        if self._model is None:
+            raise ConfigurationError("no model is registered: call register_model() first.")
+        self._scheme.strategy.apply_weights(self._model, weights)
+
+
+class NoWeightSyncScheme(WeightSyncScheme):
+    """Moves nothing: for workers without a model, or with one that never changes."""
+
+    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """Make a sender that needs nothing; all other arguments are ignored."""
+        if self._sender is not None:
+            raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
+        self._sender = self.create_sender()
+        self._sender.set_context(None, model_id)
+        self._sender.connect()
+
+    def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """Make a receiver that needs nothing; all other arguments are ignored."""
+        if self._receiver is not None:
+            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
+        self._receiver = self.create_receiver()
+        self._receiver.set_context(None, model_id)
+
+    def create_sender(self) -> WeightSender:
+        """A sender that sends nothing."""
+        return NoSender(self)
+
+    def create_receiver(self) -> WeightReceiver:
+        """A receiver that receives nothing."""
+        return NoReceiver(self)
+
+    def create_transport(self, pipe_or_context: Any = None) -> NoTransport:
+        """A transport that swallows what it is given."""
+        return NoTransport()
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Never:
+        """There are no links.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("NoWeightSyncScheme lays no links: use another scheme to reach workers.")

@@ -1,0 +1,71 @@
+"""`SharedMemWeightSyncScheme`: workers map the weights, one copy a host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weightsync.errors import LayoutError
+from weightsync.options import Verify
+from weightsync.schemes.pipes import PipeScheme
+from weightsync.strategy import WeightStrategy
+from weightsync.target import Mode
+
+
+class SharedMemWeightSyncScheme(PipeScheme):
+    """Over shared memory: the trainer writes a version into a slot once, and every worker on the host maps it.
+
+    A slot is written again only when each worker that was given it has acked a newer version, or is known to be dead.
+    So no forward pass sees a torn model, and a worker changes version only in its own `receive()`. Parameters of a
+    module on the CPU become views of the slot; do not keep references to their memory across `receive()`. Buffers,
+    and all destinations that are not modules, are copied out.
+
+    Args:
+        policy_weights: model id to a TensorDict or dict that is to hold the newest version after each send. The
+            receivers do not read it.
+        strategy: "tensordict" (default) or "state_dict", or a `WeightStrategy`.
+        auto_register: whether a model may be sent that was not registered.
+        verify: "digest" or "layout": see `WeightSyncScheme`.
+    """
+
+    apply_mode = Mode.MAP
+
+    def __init__(
+        self,
+        policy_weights: Mapping[str, Any] | None = None,
+        strategy: WeightStrategy | str = "tensordict",
+        auto_register: bool = True,
+        *,
+        verify: Verify | str = Verify.DIGEST,
+    ) -> None:
+        super().__init__(strategy, verify=verify)
+        self._policy_weights = dict(policy_weights or {})
+        self._auto_register = auto_register
+
+    @property
+    def policy_weights(self) -> dict[str, Any]:
+        """The registered copy targets, by model id."""
+        return self._policy_weights
+
+    def register_shared_weights(self, model_id: str, weights: Any) -> None:
+        """Register a copy target: a TensorDict or dict that holds the model's newest version after each send."""
+        self._policy_weights[model_id] = weights
+
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+        """The weights that a send means: see `WeightSyncScheme.prepare_weights`.
+
+        Raises:
+            LayoutError: (a KeyError) the model is not registered and ``auto_register`` is off.
+        """
+        if not self._auto_register and model_id not in self._policy_weights:
+            raise LayoutError(
+                f"model {model_id!r} is not registered and auto_register is off; registered are "
+                f"{sorted(self._policy_weights)}. Nothing was sent: call register_shared_weights() first."
+            )
+        return super().prepare_weights(weights, model_id, strategy, context)
+
+    def published(self, model_id: str, weights: Any) -> None:
+        """Copy a version into the model's registered copy target, if it has one."""
+        target = self._policy_weights.get(model_id)
+        if target is not None:
+            self.strategy.apply_weights(target, weights)

@@ -1,0 +1,365 @@
+"""`WeightSender`: sends the weights of one model to its workers, and says what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from weightsync._tables import SENDER_ROWS, SenderInput, State
+from weightsync.driving.interrupts import Shield
+from weightsync.driving.packing import Packed
+from weightsync.driving.reporter import Reporter
+from weightsync.driving.sender import SenderDriver
+from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.layout import Layout
+from weightsync.machine import next_state
+from weightsync.options import OnFailure, OnPending, option
+from weightsync.protocol import sender as pure
+from weightsync.report import OutcomeKind, SyncReport
+from weightsync.side import Side, pipes_travel, require_worker_id
+from weightsync.timing import Deadline, Stopwatch, Timeout, new_incarnation
+from weightsync.transports.base import wait
+from weightsync.transports.user import UserMessages
+
+
+class WeightSender(Side):
+    """Sends the weights of one model to its workers.
+
+    A strict state machine (`state`): a call that its state does not allow raises `StateError` and changes nothing.
+    Safe to use from several threads. A pickled, copied or forked sender is `uninitialized` and owes nothing.
+
+    Args:
+        scheme: the scheme that wires it.
+    """
+
+    _driver: SenderDriver
+
+    def _begin(self) -> None:
+        self._endpoints: dict[int, Any] = {}
+        self._driver = SenderDriver(self._model_id)
+        self._reporter = Reporter(self._driver)
+        self._packer = self._scheme.packer
+
+    # ------------------------------------------------------------------------------------------- wiring
+
+    def add_worker(self, worker_id: int, pipe_or_context: Any) -> None:
+        """Put a worker on the roll, or give one that is on it a new link. Never waits.
+
+        A joiner gets the newest version that is due to it right behind the handshake.
+
+        Args:
+            worker_id: its id, 0 or more.
+            pipe_or_context: our end of a duplex `multiprocessing.Pipe`, or an object whose ``.pipe`` is that.
+
+        Raises:
+            StateError: the sender is closed.
+            ConfigurationError: no link can be made of it.
+        """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        worker_id = require_worker_id(worker_id)
+        link = self._scheme.lay_link(pipe_or_context, self._model_id, f"worker {worker_id}")
+        self._endpoints[worker_id] = pipe_or_context
+        with Shield(self._driver.waker.fire):
+            self._driver.join(worker_id, link)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Take a worker off the roll and close its link; if it owed, its outcome is LOST.
+
+        Raises:
+            StateError: the sender is closed.
+            ConfigurationError: it is not on the roll.
+        """
+        with Shield(self._driver.waker.fire):
+            self._driver.remove(worker_id, "removed from the roll")
+        self._endpoints.pop(worker_id, None)
+
+    register_worker = add_worker
+    _register_worker = add_worker
+
+    def connect(self, fence: int | None = None) -> None:
+        """Lay the links: each holds our Hello where its worker will find it. Never waits for a worker.
+
+        Args:
+            fence: the incarnation to rise above, as a `WorkerLostError` of a fenced sender carries it.
+
+        Raises:
+            StateError: the links were laid already, or the sender is closed.
+        """
+        incarnation = new_incarnation(fence or 0)
+        with Shield(self._driver.waker.fire), self._driver.lock:
+            if self._driver.layout is None:
+                self._driver.layout = self._known_layout()
+            self._driver.take(pure.Connect(incarnation))
+
+    def _known_layout(self) -> Layout | None:
+        """The layout of the registered model, if there is one already."""
+        try:
+            weights = self._scheme.prepare_weights(None, self._model_id, self._scheme.strategy, self._context())
+        except (ConfigurationError, LayoutError):
+            return None  # the first send will say why
+        return self._packer.layout_of(weights)
+
+    # ------------------------------------------------------------------------------------------ sending
+
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+        on_pending: OnPending | str = OnPending.RAISE,
+    ) -> SyncReport:
+        """Send weights as the next version and wait until every target has answered or is lost.
+
+        The caller may change its tensors once this returned or raised.
+
+        Args:
+            weights: an `nn.Module`, a TensorDict, a dict (nested or flat dotted), a model path such as
+                ``"env.transform[0]"``, or None: the registered model's.
+            worker_ids: one or several ids on the roll; None: all.
+            timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+            on_failure: "raise", or "report": return the report whatever is in it.
+            on_pending: "raise", "wait" or "supersede", if an update is outstanding.
+
+        Returns:
+            What became of it, worker by worker. With an empty roll: an empty report; nothing happened.
+
+        Raises:
+            StateError: not in this state; nothing changed.
+            ConfigurationError: an empty list of workers, an unknown id, weights of an unsupported type.
+            LayoutError: weights that cannot travel; nothing was sent.
+            AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
+            WorkerLostError, RefusedError, SyncError: it did not reach everybody; everybody else was served.
+        """
+        deadline, failing, stopwatch = Deadline(timeout), option(OnFailure, on_failure), Stopwatch()
+        targets = _targets(worker_ids)
+        packed = self._prepare(SenderInput.SEND, weights, targets, deadline, option(OnPending, on_pending))
+        if packed is None:
+            return self._reporter.empty()
+        with Shield(self._driver.waker.fire) as shield:
+            version = self._dispatch(pure.Send(targets), packed, stopwatch.seconds)
+            return self._wait_for(version, deadline, failing, shield)
+
+    def send_async(
+        self,
+        weights: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        *,
+        on_pending: OnPending | str = OnPending.RAISE,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+    ) -> SyncReport:
+        """Send weights as the next version and go on; `wait_async` tells what became of it.
+
+        The caller may change its tensors once this returned: a snapshot was taken.
+
+        Args:
+            weights: as for `send`.
+            worker_ids: as for `send`.
+            on_pending: "raise", "wait" or "supersede", if an update is outstanding.
+            timeout: seconds that ``on_pending="wait"`` may wait; otherwise unused, since nothing is waited for.
+
+        Returns:
+            The report so far: PENDING for each worker that owes an answer.
+
+        Raises:
+            As `send`, but for the outcomes.
+        """
+        deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), _targets(worker_ids)
+        packed = self._prepare(SenderInput.SEND_ASYNC, weights, targets, deadline, option(OnPending, on_pending))
+        if packed is None:
+            return self._reporter.empty()
+        with Shield(self._driver.waker.fire):
+            self._dispatch(pure.SendAsync(targets), packed, stopwatch.seconds)
+            return self._reporter.so_far(OutcomeKind.PENDING)
+
+    def wait_async(
+        self,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+    ) -> SyncReport:
+        """Wait until every target of the outstanding update has answered or is lost.
+
+        Args:
+            timeout: seconds, of its own; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+            on_failure: "raise" or "report".
+
+        Raises:
+            StateError: nothing is outstanding, or another thread waits already.
+            AckTimeoutError, WorkerLostError, RefusedError, SyncError: as for `send`.
+        """
+        deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
+        with Shield(self._driver.waker.fire) as shield:
+            with self._driver.lock:
+                self._driver.pump()
+                self._driver.take(pure.Wait())
+                version = self.version
+            return self._wait_for(version, deadline, failing, shield)
+
+    def update_weights(self, weights: Any) -> SyncReport:
+        """Send weights to all workers: the older name of ``send(weights=weights)``."""
+        return self.send(weights=weights)
+
+    def poll(self) -> SyncReport | None:
+        """Take in all that has arrived, without waiting.
+
+        Returns:
+            What is known of the outstanding update (PENDING for those who owe), or None if none is outstanding.
+
+        Raises:
+            StateError: the sender is closed.
+        """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        with Shield(self._driver.waker.fire):
+            self._driver.pump()
+            return self._reporter.so_far(OutcomeKind.PENDING) if self._driver.data.outstanding else None
+
+    def abandon(self) -> SyncReport:
+        """Give the outstanding update up. Workers that owe may have applied it, or may yet: ABANDONED.
+
+        Raises:
+            StateError: nothing is outstanding, or somebody waits for it.
+        """
+        with Shield(self._driver.waker.fire), self._driver.lock:
+            self._driver.pump()
+            self._driver.take(pure.Abandon())
+            return self._reporter.concluded(self.version)
+
+    # -------------------------------------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """Close for good: links close, a caller who waits is woken, what is outstanding is ABANDONED.
+
+        Closing twice is allowed. Buffers are freed; what the workers serve stays.
+        """
+        with Shield(self._driver.waker.fire):
+            self._driver.take(pure.Close())
+            self._packer.close()
+            self._endpoints.clear()
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    @property
+    def version(self) -> int:
+        """The newest version ever dispatched; 0: none."""
+        return self._driver.data.version
+
+    @property
+    def incarnation(self) -> int:
+        """This sender's incarnation; 0 before its links are laid."""
+        return self._driver.data.incarnation
+
+    @property
+    def roll(self) -> Mapping[int, pure.Entry]:
+        """Each worker's entry: how its link stands, which version it last acked."""
+        return dict(self._driver.data.roll)
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The ids on the roll."""
+        return tuple(self._driver.data.roll)
+
+    @property
+    def stale_answers(self) -> int:
+        """How many answers came that nobody was owed."""
+        return self._driver.data.stale
+
+    def pipe(self, worker_id: int) -> UserMessages:
+        """The user's own messages on a worker's pipe, with the methods of a connection.
+
+        Raises:
+            StateError: the sender is closed.
+            ConfigurationError: it is not on the roll, or has no pipe.
+        """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        pure.known(self._driver.data, worker_id)
+        return self._scheme.user_messages(self._endpoints[worker_id])
+
+    def digest(self) -> bytes:
+        """The xxh3-128 digest of the newest version's weights as they travelled, 16 bytes; empty: none is kept."""
+        packed = self._driver.packed(self.version)
+        return packed.digested() if packed else b""
+
+    # ------------------------------------------------------------------------------------------- copies
+
+    def _travelling(self) -> dict[int, Any]:
+        return dict(self._endpoints) if pipes_travel() else {}
+
+    def _arrived(self, own: dict[int, Any]) -> None:
+        for worker_id, endpoint in own.items():
+            self.add_worker(worker_id, endpoint)
+
+    # ----------------------------------------------------------------------------------------- internals
+
+    def _prepare(
+        self,
+        asked: SenderInput,
+        weights: Any,
+        targets: tuple[int, ...] | None,
+        deadline: Deadline,
+        pending: OnPending,
+    ) -> Packed | None:
+        """Check that the call is allowed, pack the weights and make way for them; None: the roll is empty."""
+        with Shield(self._driver.waker.fire):
+            self._driver.pump()
+        unlaid = self.state is State.UNINITIALIZED and bool(self._endpoints)
+        in_the_way = self.state is State.PENDING_ASYNC and pending is not OnPending.RAISE
+        next_state(SENDER_ROWS, State.READY if in_the_way or unlaid else self.state, asked)
+        if targets is None and not self._driver.data.roll:
+            return None
+        pure.targets_of(self._driver.data, targets)
+        if unlaid:
+            self.connect()
+        if in_the_way and pending is OnPending.WAIT:
+            self.wait_async(timeout=deadline.remaining)
+        return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
+
+    def _pack(self, weights: Any, superseding: bool) -> Packed:
+        """Pack the weights. What is outstanding is given up only when nothing can refuse them any more."""
+        # A context that was collected is missed only where it is asked.
+        context = self._context() if weights is None or isinstance(weights, str) else None
+        prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, context)
+        packed = self._packer.pack(prepared)
+        try:
+            self._scheme.published(self._model_id, prepared)
+            if superseding:
+                self._reporter.superseded(self.abandon())
+        except BaseException:
+            self._packer.handed_over(packed)
+            raise
+        return packed
+
+    def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, preparing: float) -> int:
+        try:
+            version = self._driver.dispatch(event, packed)
+        finally:
+            self._packer.handed_over(packed)
+        self._reporter.dispatched(preparing)
+        return version
+
+    def _wait_for(self, version: int, deadline: Deadline, failing: OnFailure, shield: Shield) -> SyncReport:
+        try:
+            while not self._reporter.is_over(version) and not deadline.passed:
+                shield.deliver()
+                wait(self._driver.waker, self._driver.links(), deadline.remaining)
+                self._driver.pump()
+        except BaseException:
+            self._driver.take(pure.Interrupted(version))
+            raise
+        with self._driver.lock:
+            if self._reporter.is_over(version):
+                report = self._reporter.concluded(version)
+            else:
+                self._driver.take(pure.Deadline(version))
+                report = self._reporter.so_far(OutcomeKind.TIMED_OUT)
+        if failing is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED):
+            report.raise_on_failure()
+        return report
+
+
+def _targets(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if worker_ids is None:
+        return None
+    given = worker_ids if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str) else (worker_ids,)
+    return tuple(require_worker_id(worker_id) for worker_id in given)

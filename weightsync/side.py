@@ -1,0 +1,123 @@
+"""What a sender and a receiver have in common: a scheme, a model, a context, and how they are copied and forked."""
+
+from __future__ import annotations
+
+import abc
+import multiprocessing.context
+import operator
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from weightsync._tables import State
+from weightsync.context import held
+from weightsync.driving.receiver import ReceiverDriver
+from weightsync.driving.sender import SenderDriver
+from weightsync.errors import ConfigurationError, StateError
+from weightsync.transports.fork import forget_after_fork
+from weightsync.wiring import Wiring
+
+
+class Side(abc.ABC):
+    """One side of the protocol.
+
+    A pickled, copied or deep-copied side is `uninitialized`: it carries its configuration, owes nothing and is owed
+    nothing; pipe ends travel only while multiprocessing spawns a process. In a forked child every inherited side
+    counts as a copy.
+
+    Args:
+        scheme: the scheme that wires it.
+    """
+
+    _driver: SenderDriver | ReceiverDriver
+
+    def __init__(self, scheme: Wiring) -> None:
+        self._scheme = scheme
+        self._model_id = "policy"
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._context: Callable[[], Any] = held(None)
+        self._begin()
+        forget_after_fork(self)
+
+    @abc.abstractmethod
+    def _begin(self) -> None:
+        """Become `uninitialized`, with nothing but the scheme and the model's id."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close for good."""
+
+    def set_context(self, context: Any, model_id: str | None = None) -> None:
+        """Say where models are found (held weakly), and which one is meant.
+
+        Raises:
+            StateError: another model's id is given after the links were laid.
+        """
+        if model_id is not None and model_id != self._model_id:
+            if self.state is not State.UNINITIALIZED:
+                raise StateError(type(self).__name__, self.state.value, "set_context(model_id=...)", ["CLOSE"])
+            self._model_id = self._driver.model_id = model_id
+        self._context = held(context)
+
+    _set_context = set_context
+
+    @property
+    def state(self) -> State:
+        """One of the five states."""
+        return self._driver.machine.state
+
+    @property
+    def model_id(self) -> str:
+        """The name of the model, the same on both sides."""
+        return self._model_id
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"scheme": self._scheme, "model_id": self._model_id, "own": self._travelling()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._scheme = state["scheme"]
+        self._model_id = state["model_id"]
+        self._start_over()
+        self._arrived(state["own"])
+
+    @abc.abstractmethod
+    def _travelling(self) -> Any:
+        """What else a copy carries."""
+
+    @abc.abstractmethod
+    def _arrived(self, own: Any) -> None:
+        """Take in what `_travelling` gave."""
+
+    def forget(self) -> None:
+        """Become a copy: called in a forked child, which says no Bye and closes nothing of its parent's."""
+        self._start_over()
+
+
+def pipes_travel() -> bool:
+    """Whether a process is being spawned just now: a copied connection would share its descriptor otherwise."""
+    return multiprocessing.context.get_spawning_popen() is not None
+
+
+def require_worker_id(worker_id: Any) -> int:
+    """The worker's id as an int: numpy's are taken too.
+
+    Raises:
+        ConfigurationError: it is not an int of 0 or more.
+    """
+    try:
+        number = -1 if isinstance(worker_id, bool) else operator.index(worker_id)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigurationError(f"a worker's id is an int of 0 or more, not {worker_id!r}. Nothing has changed.")
+    return number

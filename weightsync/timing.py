@@ -1,0 +1,79 @@
+"""The only module that reads a clock: timeouts at the API, deadlines inside, seconds in reports, incarnations."""
+
+from __future__ import annotations
+
+import enum
+import os
+import secrets
+import time
+
+from weightsync.errors import ConfigurationError
+
+ENVIRONMENT = "WEIGHTSYNC_TIMEOUT"
+SECONDS = 60.0
+_DAY = 86400.0
+
+
+class Timeout(enum.Enum):
+    """The value of ``timeout=`` that stands for the default."""
+
+    #: `WEIGHTSYNC_TIMEOUT` in seconds if that is set, else 60.
+    DEFAULT = "default"
+
+
+def seconds(timeout: float | Timeout | None) -> float | None:
+    """The seconds that a ``timeout=`` argument means; None: for ever.
+
+    Raises:
+        ConfigurationError: it is negative or not a number, in the argument or in the environment.
+    """
+    if timeout is None:
+        return None
+    value: float | str = os.environ.get(ENVIRONMENT, SECONDS) if isinstance(timeout, Timeout) else timeout
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not number >= 0:
+        source = f"the environment's {ENVIRONMENT}" if isinstance(timeout, Timeout) else "timeout="
+        raise ConfigurationError(f"{source} is {value!r}: it must be seconds, 0 or more (None waits for ever).")
+    return number
+
+
+class Deadline:
+    """A point in monotonic time, or never.
+
+    Args:
+        timeout: as `seconds` takes it.
+    """
+
+    def __init__(self, timeout: float | Timeout | None) -> None:
+        allowed = seconds(timeout)
+        self._at = None if allowed is None else time.monotonic() + allowed
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds left, never below 0; None: for ever. At most a day, which poll(2) can count: then look again."""
+        return None if self._at is None else min(max(0.0, self._at - time.monotonic()), _DAY)
+
+    @property
+    def passed(self) -> bool:
+        """Whether time is up."""
+        return self._at is not None and time.monotonic() >= self._at
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._started
+
+
+def new_incarnation(fence: int) -> int:
+    """An incarnation above ``fence``: nanoseconds since the epoch, then 32 random bits against ties."""
+    return (max(time.time_ns(), (fence >> 32) + 1) << 32) | secrets.randbits(32)

@@ -1,0 +1,250 @@
+"""Frames read from a socket that the user's own messages share, as `multiprocessing.connection` frames them.
+
+A frame is a 4-byte big-endian signed length, or -1 and an 8-byte one, then that many bytes. Those that begin
+with our magic are ours; all others are the user's own and are passed through unread. Nothing here blocks, and
+the socket's blocking mode, which the user's own descriptor shares, is never touched.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import socket
+import struct
+from collections import deque
+from typing import Final, NamedTuple
+
+from weightsync import wire
+from weightsync.errors import TransportError
+from weightsync.messages import Message
+from weightsync.transports.memory import anonymous
+
+_SHORT: Final = struct.Struct("!i")
+_LONG: Final = struct.Struct("!iQ")
+_CHUNK_NBYTES: Final = 64 * 1024
+_SPARE_LANDINGS: Final = 2
+_MAX_DESCRIPTORS: Final = 8
+# Plain numbers: flags of an enum take a microsecond to test.
+_RECEIVE_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED: Final = int(socket.MSG_CTRUNC)
+_ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+
+
+class Frame(NamedTuple):
+    """A frame of ours, whole."""
+
+    message: Message
+    payload: memoryview | None
+    descriptors: tuple[int, ...]
+
+
+class Foreign(NamedTuple):
+    """A frame of the user's own, whole and unread."""
+
+    data: bytearray
+
+
+class _Filling:
+    """Bytes being gathered, in memory that grows with what has arrived: a length that lies costs nothing."""
+
+    def __init__(self, nbytes: int, memory: memoryview | None = None) -> None:
+        self.nbytes = nbytes
+        self.filled = 0
+        self.grown = bytearray()
+        self._memory = memory
+
+    @property
+    def missing(self) -> int:
+        return self.nbytes - self.filled
+
+    def room(self) -> memoryview:
+        if self._memory is not None:
+            return self._memory[self.filled :]
+        if self.filled == len(self.grown):
+            self.grown.extend(bytes(min(self.missing, max(len(self.grown), _CHUNK_NBYTES))))
+        return memoryview(self.grown)[self.filled :]
+
+    def take(self, source: memoryview) -> int:
+        """Copy what fits from ``source``; how much that was."""
+        taken = 0
+        while taken < len(source) and self.missing:
+            with self.room() as room:
+                nbytes = min(len(room), len(source) - taken)
+                room[:nbytes] = source[taken : taken + nbytes]
+            self.filled += nbytes
+            taken += nbytes
+        return taken
+
+
+class Inflow:
+    """The reading half of a socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._chunk = memoryview(bytearray(_CHUNK_NBYTES))
+        self._start = 0
+        self._end = 0
+        self._descriptors: deque[int] = deque()
+        self._filling: _Filling | None = None
+        self._head: wire.Head | None = None
+        self._message: Message | None = None
+        self._payload: memoryview | None = None
+        self._landings: deque[mmap.mmap] = deque(maxlen=_SPARE_LANDINGS)
+
+    def read(self) -> bool:
+        """Read once; whether there may be more at once.
+
+        Raises:
+            BlockingIOError: nothing to read now.
+            EOFError: the peer's end is closed.
+            OSError: the connection broke.
+        """
+        if self._filling is not None:
+            with self._filling.room() as room:
+                nbytes = self._receive(room)
+                self._filling.filled += nbytes
+                return nbytes == len(room)
+        if self._end == len(self._chunk):
+            self._compact()
+        room = self._chunk[self._end :]
+        nbytes = self._receive(room)
+        self._end += nbytes
+        return nbytes == len(room)
+
+    def _compact(self) -> None:
+        kept = bytes(self._chunk[self._start : self._end])
+        self._chunk[: len(kept)] = kept
+        self._start, self._end = 0, len(kept)
+
+    def _receive(self, room: memoryview) -> int:
+        nbytes, ancillary, flags, _ = self._socket.recvmsg_into([room], _ANCILLARY_NBYTES, _RECEIVE_FLAGS)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors = array.array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                self._descriptors.extend(descriptors)
+        if flags & _TRUNCATED:
+            raise TransportError("A descriptor of shared memory was lost on its way: too many open files.")
+        if nbytes == 0:
+            raise EOFError
+        return nbytes
+
+    def next(self) -> Frame | Foreign | None:
+        """The next whole frame of what was read; None if there is none.
+
+        Raises:
+            ProtocolError: malformed bytes.
+            TransportError: no memory for a payload.
+        """
+        if self._filling is None:
+            whole = self._whole()
+            if whole is not None or not self._begin():
+                return whole
+        while self._filling is not None:
+            self._start += self._filling.take(self._chunk[self._start : self._end])
+            if self._start == self._end:
+                self._start = self._end = 0
+            if self._filling.missing:
+                return None
+            whole = self._advance(self._filling)
+            if whole is not None:
+                return whole
+        return None
+
+    def _whole(self) -> Frame | Foreign | None:
+        """The frame at the head of the chunk, if it lies there whole: most do."""
+        content = self._start + _SHORT.size
+        if content > self._end:
+            return None
+        (nbytes,) = _SHORT.unpack_from(self._chunk, self._start)
+        if not 0 <= nbytes <= self._end - content:
+            return None
+        frame = self._chunk[content : content + nbytes]
+        self._start = content + nbytes
+        if self._start == self._end:
+            self._start = self._end = 0
+        if bytes(frame[: len(wire.MAGIC)]) != wire.MAGIC:
+            return Foreign(bytearray(frame))
+        head = _checked(frame, nbytes)
+        message = wire.decode_with(head, frame[: head.control_nbytes])
+        payload = memoryview(bytearray(frame[head.control_nbytes :])) if head.payload_nbytes else None
+        return Frame(message, payload, self._claim(head, frame))
+
+    def _begin(self) -> bool:
+        """Start on the frame at the head of the chunk, once enough of it is there to know what it is."""
+        read = self._chunk[self._start : self._end]
+        if len(read) < _SHORT.size:
+            return False
+        skip, (nbytes,) = _SHORT.size, _SHORT.unpack_from(read)
+        if nbytes == -1:
+            if len(read) < _LONG.size:
+                return False
+            skip, (_, nbytes) = _LONG.size, _LONG.unpack_from(read)
+        if nbytes < 0:
+            raise wire.malformed(f"A frame claims {nbytes} bytes", read)
+        content = read[skip : skip + nbytes]
+        if len(content) < min(len(wire.MAGIC), nbytes):
+            return False
+        if bytes(content[: len(wire.MAGIC)]) == wire.MAGIC:
+            if len(content) < min(wire.HEADER_NBYTES, nbytes):
+                return False
+            self._head = _checked(content, nbytes)
+            nbytes = self._head.control_nbytes
+        self._start += skip
+        self._filling = _Filling(nbytes)
+        return True
+
+    def _advance(self, filled: _Filling) -> Frame | Foreign | None:
+        """What a part that is whole now makes: a frame, or the wait for its payload."""
+        self._filling = None
+        if self._head is None:
+            return Foreign(filled.grown)
+        if self._message is None:
+            self._message = wire.decode_with(self._head, filled.grown)
+            if self._head.payload_nbytes:
+                self._payload = self._land(self._head.payload_nbytes)
+                self._filling = _Filling(self._head.payload_nbytes, self._payload)
+                return None
+        frame = Frame(self._message, self._payload, self._claim(self._head, filled.grown))
+        self._head = self._message = self._payload = None
+        return frame
+
+    def _claim(self, head: wire.Head, control: wire.Readable) -> tuple[int, ...]:
+        if not head.descriptors:
+            return ()
+        if head.descriptors > len(self._descriptors):
+            raise wire.malformed(f"A frame came without its {head.descriptors} descriptors", control)
+        return tuple(self._descriptors.popleft() for _ in range(head.descriptors))
+
+    def _land(self, nbytes: int) -> memoryview:
+        """Memory for a payload: pages touched before, once nobody refers to them."""
+        if nbytes < _CHUNK_NBYTES:
+            return memoryview(bytearray(nbytes))
+        landing = next((known for known in self._landings if len(known) >= nbytes and _unused(known)), None)
+        if landing is None:
+            landing = anonymous(nbytes)
+            self._landings.append(landing)
+        return memoryview(landing)[:nbytes]
+
+    def close(self) -> None:
+        """Close descriptors that no frame has claimed."""
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+
+def _checked(content: memoryview, nbytes: int) -> wire.Head:
+    """The header at the start of ``content``, which belongs to a frame of ``nbytes`` bytes."""
+    head = wire.peek(content)
+    if head.control_nbytes + head.payload_nbytes != nbytes:
+        raise wire.malformed(f"A frame of {nbytes} bytes says that it has others", content)
+    return head
+
+
+def _unused(memory: mmap.mmap) -> bool:
+    """Whether no view of it is left: only then can it be resized, here to the size it has."""
+    try:
+        memory.resize(len(memory))
+    except BufferError:
+        return False
+    return True

@@ -1,0 +1,87 @@
+"""Whether a peer's process lives. Siblings inherit pipe ends, so the end of a stream may never come."""
+
+from __future__ import annotations
+
+import os
+import select
+from functools import lru_cache
+from pathlib import Path
+
+from weightsync.transports.fork import forget_after_fork
+
+
+def own_identity() -> tuple[int, int]:
+    """This process's id and its start in clock ticks since boot: what a Hello says of its speaker."""
+    pid = os.getpid()
+    return pid, _own_start(pid)
+
+
+@lru_cache(maxsize=1)
+def _own_start(pid: int) -> int:
+    return started_at(pid) or 0
+
+
+def started_at(pid: int) -> int | None:
+    """When process ``pid`` started, in clock ticks since boot; None if that cannot be read."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The second field is the program's name in parentheses, and may hold spaces and parentheses itself.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+class ProcessWatch:
+    """One process, and whether it is dead.
+
+    In a forked child an inherited watch is over: it says neither.
+
+    Args:
+        pid: its id.
+        started: its start as `own_identity` told it: another start is another process. 0: not known.
+    """
+
+    def __init__(self, pid: int, started: int) -> None:
+        self.pid = pid
+        self._started = started
+        self._fd = -1
+        self._dead = False
+        try:
+            self._fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._dead = True
+        else:
+            # Read after the pidfd was opened: from here on the number can no longer change its meaning.
+            found = started_at(pid)
+            self._dead = bool(started) and found is not None and found != started
+            forget_after_fork(self)
+
+    def fileno(self) -> int:
+        """Readable once the process is dead; -1 if there is nothing to wait for."""
+        return self._fd
+
+    @property
+    def dead(self) -> bool:
+        """Whether the process has died."""
+        if not self._dead and self._fd >= 0:
+            poller = select.poll()
+            poller.register(self._fd, select.POLLIN)
+            self._dead = bool(poller.poll(0))
+        return self._dead
+
+    def names(self, pid: int, started: int) -> bool:
+        """Whether it watches that very process."""
+        return (self.pid, self._started) == (pid, started)
+
+    def close(self) -> None:
+        """Watch no longer. Closing twice is allowed."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def forget(self) -> None:
+        """In a forked child: watch no longer."""
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,142 @@
+"""Frames sorted by whom they are for: several models, and the user, may share a connection."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.transports.base import Waker
+from weightsync.transports.inflow import Foreign, Frame
+
+#: Frames kept for models that nobody has registered yet.
+MAX_STRAYS: Final = 64
+
+
+class Mailbox:
+    """What has arrived for one model and was not collected yet."""
+
+    def __init__(self, model_id: str, peer: str) -> None:
+        self.model_id = model_id
+        self.peer = peer
+        self.frames: deque[Frame] = deque()
+        self.waker = Waker()
+        self._signalled = False
+
+    def waitables(self) -> list[int]:
+        """The descriptor that `signal` makes readable."""
+        return [self.waker.fileno()]
+
+    def signal(self) -> None:
+        """Make its waker readable: there is something that its owner has not read from the socket itself."""
+        if not self._signalled:
+            self._signalled = True
+            self.waker.fire()
+
+    def collect(self) -> list[Frame]:
+        """Take everything out."""
+        if self._signalled:
+            self._signalled = False
+            self.waker.clear()
+        frames = list(self.frames)
+        self.frames.clear()
+        return frames
+
+
+class Sorter:
+    """The mailboxes of one connection. Used under its lock."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[str, Mailbox] = {}
+        self._strays: deque[Frame] = deque()
+        self._left: set[str] = set()
+        self.foreign: deque[Foreign] = deque()
+        self._user_waker: Waker | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._boxes)
+
+    def user_waker(self) -> Waker:
+        """Fired for each message of the user's own, once somebody has asked for it."""
+        if self._user_waker is None:
+            self._user_waker = Waker()
+        return self._user_waker
+
+    def register(self, model_id: str, peer: str) -> Mailbox:
+        """A mailbox for a model, with what has already arrived for it.
+
+        Raises:
+            ConfigurationError: the model has one.
+        """
+        if model_id in self._boxes:
+            raise ConfigurationError(
+                f"Model {model_id!r} already has a link over this connection: close that one first."
+            )
+        box = self._boxes[model_id] = Mailbox(model_id, peer)
+        self._left.discard(model_id)
+        box.frames.extend(frame for frame in self._strays if frame.message.model_id == model_id)
+        self._strays = deque(frame for frame in self._strays if frame.message.model_id != model_id)
+        if box.frames:
+            box.signal()
+        return box
+
+    def leave(self, box: Mailbox) -> bool:
+        """Drop a mailbox, and what comes for its model from now on; False if it had left already."""
+        if self._boxes.get(box.model_id) is not box:
+            return False
+        del self._boxes[box.model_id]
+        self._left.add(box.model_id)
+        discard(box.frames)
+        box.frames.clear()
+        box.waker.close()
+        return True
+
+    def sort(self, frame: Frame | Foreign, reader: Mailbox | None) -> None:
+        """Put a frame where it belongs, and wake its owner unless that is who reads.
+
+        Raises:
+            ProtocolError: too many frames for models that nobody has registered.
+        """
+        if isinstance(frame, Foreign):
+            self.foreign.append(frame)
+            if self._user_waker is not None:
+                self._user_waker.fire()
+            return
+        model_id = frame.message.model_id
+        box = self._boxes.get(model_id)
+        if box is not None:
+            box.frames.append(frame)
+            if box is not reader:
+                box.signal()
+        elif model_id in self._left:
+            discard([frame])
+        elif len(self._strays) < MAX_STRAYS:
+            self._strays.append(frame)
+        else:
+            discard([frame])
+            raise ProtocolError(f"More than {MAX_STRAYS} messages came for models without a link here ({model_id!r}).")
+
+    def signal_all(self) -> None:
+        """Wake everybody: something concerns them all."""
+        for box in self._boxes.values():
+            box.signal()
+        if self._user_waker is not None:
+            self._user_waker.fire()
+
+    def clear(self) -> None:
+        """Drop all mailboxes and what lies in them; the user's own messages stay."""
+        for box in list(self._boxes.values()):
+            self.leave(box)
+        discard(self._strays)
+        self._strays.clear()
+        if self._user_waker is not None:
+            self._user_waker.close()
+
+
+def discard(frames: Iterable[Frame]) -> None:
+    """Close the descriptors of frames that nobody will open."""
+    for frame in frames:
+        for descriptor in frame.descriptors:
+            os.close(descriptor)

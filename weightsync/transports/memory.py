@@ -1,0 +1,259 @@
+"""Payload buffers, in shared memory where it pays, and the rule for when they may be written again.
+
+A `Segment` is anonymous memory of the kernel (memfd): it never has a name, travels as a file descriptor, and
+is freed when the last process that maps it is gone, however that process ended. The trainer maps it shared
+and writes; a worker maps it private, so that one that writes over its parameters changes only its own copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import mmap
+import os
+from collections.abc import Hashable
+from enum import Enum
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from weightsync.errors import TransportError
+from weightsync.transports.fork import forget_after_fork
+
+#: Below this a payload is cheaper to write into the pipe than to find in a segment.
+INLINE_BELOW_NBYTES: Final = 64 * 1024
+#: Unpinned buffers that a pool keeps beside the one it hands out: two alternate in a steady run.
+SPARE_BUFFERS: Final = 1
+
+_F_SEAL_FUTURE_WRITE: Final = 0x10
+_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_numbers = itertools.count(1)
+
+
+class Storage(Enum):
+    """Where a pool's buffers lie."""
+
+    #: Large ones in segments that another process can map.
+    SEGMENTS = "segments"
+    #: All in this process's own memory.
+    HEAP = "heap"
+
+
+class Segment:
+    """Shared memory without a name, mapped for writing by the process that made it.
+
+    In a forked child an inherited segment is gone: the memory is the parent's.
+
+    Args:
+        nbytes: its size; it never changes.
+
+    Raises:
+        TransportError: there is not enough memory, or no file descriptor left.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = -1
+        self.number = next(_numbers)
+        self.nbytes = nbytes
+        self._view: memoryview | None = None
+        try:
+            self._allocate()
+        except OSError as error:
+            raise TransportError(f"No shared memory for {nbytes} bytes: {error.strerror}.") from error
+        forget_after_fork(self)
+
+    def _allocate(self) -> None:
+        _require_memory(self.nbytes)
+        self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # Allocated now, a lack of memory is an error here and not a SIGBUS at the first write.
+        os.posix_fallocate(self.fd, 0, self.nbytes)
+        shared = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._view = memoryview(shared)
+        # Whoever is handed the descriptor can neither resize the memory nor map it to write to it.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+
+    @property
+    def view(self) -> memoryview:
+        """All of it, writable.
+
+        Raises:
+            TransportError: in a forked child.
+        """
+        if self._view is None:
+            raise TransportError("This shared memory belongs to the process that this one was forked from.")
+        return self._view
+
+    def forget(self) -> None:
+        """In a forked child: let go of the memory."""
+        self._view = None
+        self._close()
+
+    def _close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self._close()
+
+
+def _require_memory(nbytes: int) -> None:
+    # The kernel's tmpfs would sooner call the out-of-memory killer than refuse.
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable" and int(value.split()[0]) * 1024 < nbytes:
+                raise OSError(0, f"only {value.strip()} are available")
+
+
+class Mapping:
+    """A peer's segment, mapped private: reads see the peer's writes, writes stay in this process.
+
+    Args:
+        fd: the segment's descriptor; the caller still closes it.
+
+    Raises:
+        TransportError: it cannot be mapped, or is not a sealed segment.
+    """
+
+    def __init__(self, fd: int) -> None:
+        try:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
+                raise TransportError("The peer's shared memory could shrink under its reader: it is not sealed.")
+            nbytes = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE)
+        except (OSError, ValueError) as error:
+            if isinstance(error, TransportError):
+                raise
+            raise TransportError(f"The peer's shared memory cannot be mapped: {error}.") from error
+        self.view = memoryview(self._map)
+
+    def remap(self) -> None:
+        """Drop this process's own pages: everything reads as the peer wrote it."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return len(self._map)
+
+
+class Buffer:
+    """Memory for one payload, and who may still be reading it.
+
+    Args:
+        nbytes: how much it must hold.
+        storage: where it lies.
+    """
+
+    def __init__(self, nbytes: int, storage: Storage = Storage.HEAP) -> None:
+        self.segment: Segment | None = None
+        self._heap: memoryview | None = None
+        if storage is Storage.SEGMENTS and nbytes >= INLINE_BELOW_NBYTES:
+            self.segment = Segment(nbytes)
+        else:
+            self._heap = memoryview(anonymous(nbytes))[:nbytes]
+        self._pins: set[Hashable] = set()
+        self._retired = False
+
+    @property
+    def view(self) -> memoryview:
+        """The whole buffer, writable."""
+        if self._heap is not None:
+            return self._heap
+        assert self.segment is not None
+        return self.segment.view
+
+    @property
+    def nbytes(self) -> int:
+        """How much it can hold."""
+        return self.segment.nbytes if self.segment is not None else len(self.view)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether somebody may still be reading it."""
+        return bool(self._pins)
+
+    @property
+    def retired(self) -> bool:
+        """Whether it may never be written again."""
+        return self._retired
+
+    def pin(self, token: Hashable) -> None:
+        """Keep it from being written; pinning twice with one token is once."""
+        self._pins.add(token)
+
+    def unpin(self, token: Hashable) -> None:
+        """Take back `pin`; an unknown token is ignored."""
+        self._pins.discard(token)
+
+    def retire(self) -> None:
+        """Never write it again: somebody who cannot be asked may be reading it."""
+        self._retired = True
+
+
+def anonymous(nbytes: int) -> mmap.mmap:
+    """Fresh memory of this process alone, aligned to a page.
+
+    Raises:
+        TransportError: there is not enough memory.
+    """
+    try:
+        heap = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise TransportError(f"No memory for a payload of {nbytes} bytes: {error}.") from error
+    with contextlib.suppress(OSError):
+        heap.madvise(mmap.MADV_HUGEPAGE)
+    return heap
+
+
+class PoolStatistics(NamedTuple):
+    """What a pool holds."""
+
+    buffers: int
+    pinned: int
+    segments: int
+    nbytes: int
+
+
+class Pool:
+    """The payload buffers of one sender. Used under its driver's lock.
+
+    Args:
+        storage: where its buffers lie.
+    """
+
+    def __init__(self, storage: Storage = Storage.SEGMENTS) -> None:
+        self._storage = storage
+        self._buffers: list[Buffer] = []
+
+    def acquire(self, nbytes: int) -> Buffer:
+        """A buffer of at least ``nbytes`` bytes that nobody reads: one used before, or a new one.
+
+        It is the caller's to write until the next `acquire`; pin it (`Link.send` does) to keep it longer.
+
+        Raises:
+            TransportError: there is not enough memory. The pool is as before.
+        """
+        self._buffers = [buffer for buffer in self._buffers if not buffer.retired]
+        free = [buffer for buffer in self._buffers if not buffer.pinned]
+        fitting = sorted((buffer for buffer in free if buffer.nbytes >= nbytes), key=lambda buffer: buffer.nbytes)
+        chosen = fitting[0] if fitting else Buffer(nbytes, self._storage)
+        spares = fitting[1 : 1 + SPARE_BUFFERS]
+        self._buffers = [buffer for buffer in self._buffers if buffer.pinned]
+        self._buffers += [chosen, *spares]
+        return chosen
+
+    def statistics(self) -> PoolStatistics:
+        """What it holds now; retired buffers are no longer its own."""
+        held = [buffer for buffer in self._buffers if not buffer.retired]
+        return PoolStatistics(
+            buffers=len(held),
+            pinned=sum(buffer.pinned for buffer in held),
+            segments=sum(buffer.segment is not None for buffer in held),
+            nbytes=sum(buffer.nbytes for buffer in held),
+        )
+
+    def close(self) -> None:
+        """Let all buffers go; each is freed when nobody maps it any more."""
+        self._buffers.clear()

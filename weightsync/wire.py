@@ -1,0 +1,297 @@
+"""The words of the protocol as bytes: a versioned fixed header, then a body of explicit lengths. No pickle.
+
+    offset  size  header field (big-endian)
+         0     4  magic, ``b"WSYN"``
+         4     2  protocol version
+         6     2  zero
+         8     8  xxh3-64 of all that follows
+        16     1  kind of message
+        17     1  number of file descriptors that travel with the frame
+        18     1  size of the digest: 0 or 16
+        19     1  zero
+        20     4  size of the body
+        24     8  size of the payload that follows the body
+        32    16  incarnation
+        48     8  version
+        56    16  digest (of an update's payload, or of what an ack confirms)
+
+The body is a fixed part, which each kind of message has its own of: the lengths of its fields, the model's id
+first, then its numbers; behind it the fields. Header and body together are the *control part*; a flipped bit
+anywhere in it is noticed. The payload is not covered: it has its digest.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import xxhash
+
+from weightsync._tables import PROTOCOL_VERSION, RefusalKind
+from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.messages import Ack, Bye, Hello, Message, Refusal, SlotRef, Update
+
+MAGIC: Final = b"WSYN"
+HEADER_NBYTES: Final = 72
+#: A layout of a hundred thousand tensors takes about 10 MiB; what claims more than this is refused unread.
+MAX_BODY_NBYTES: Final = 256 * 2**20
+#: What `ProtocolError.unread` keeps of a malformed frame.
+MAX_UNREAD_NBYTES: Final = 64 * 1024
+
+_HEADER: Final = struct.Struct("!4sHHQBBBBIQ16sQ16s")
+_FIRST: Final = struct.Struct("!4sH")
+_START: Final = struct.Struct("!4sHHQ")
+_COVERED: Final = struct.Struct("!BBBBIQ16sQ16s")
+_HELLO: Final = struct.Struct("!HHIQQ16s")
+_UPDATE: Final = struct.Struct("!HHIIQBQ")
+_ACK: Final = struct.Struct("!Hd")
+_REFUSAL: Final = struct.Struct("!HBII16s")
+_BYE: Final = struct.Struct("!HI")
+_DIGEST_SIZES: Final = (0, 16)
+_REFUSALS: Final = tuple(RefusalKind)
+
+Readable = bytes | bytearray | memoryview
+
+
+class Head(NamedTuple):
+    """A header, not yet checked against its body."""
+
+    magic: bytes
+    protocol: int
+    zero: int
+    checksum: int
+    kind: int
+    descriptors: int
+    digest_nbytes: int
+    pad: int
+    body_nbytes: int
+    payload_nbytes: int
+    incarnation: bytes
+    version: int
+    digest: bytes
+
+    @property
+    def control_nbytes(self) -> int:
+        """Size of header and body."""
+        return HEADER_NBYTES + self.body_nbytes
+
+
+def inline_nbytes(message: Message) -> int:
+    """The size of the payload that follows ``message`` in its frame; 0 if it has none, or in a slot."""
+    return message.nbytes if isinstance(message, Update) and message.slot is None else 0
+
+
+def encode(message: Message, descriptors: int = 0) -> bytes:
+    """The control part of ``message``; its payload, if it travels inline, is to follow.
+
+    Args:
+        message: what to say.
+        descriptors: how many file descriptors travel with the frame.
+
+    Raises:
+        ConfigurationError: a field does not fit the wire (a digest that is not 16 bytes, a number out of
+            range, a layout above 256 MiB). Nothing was written.
+    """
+    try:
+        return _encode(message, descriptors)
+    except (struct.error, OverflowError, ValueError) as error:
+        raise ConfigurationError(
+            f"A {type(message).__name__} of model {message.model_id!r} does not fit the wire: {error}."
+        ) from error
+
+
+def _encode(message: Message, descriptors: int) -> bytes:
+    kind, version, digest, body = _body_of(message, message.model_id.encode())
+    if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
+        raise ValueError(f"its body takes {len(body)} bytes, its digest {len(digest)}")
+    numbers = kind, descriptors, len(digest), 0, len(body), inline_nbytes(message)
+    covered = _COVERED.pack(*numbers, _wide(message.incarnation), version, digest) + body
+    return _START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
+
+
+def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
+    """Kind, version, digest and body."""
+    match message:
+        case Update():
+            fields = name, message.layout_digest, message.layout, message.extras
+            slot = (0, 0) if message.slot is None else (1, message.slot.segment)
+            fixed = _UPDATE.pack(*map(len, fields), message.nbytes, *slot)
+            return 2, message.version, message.digest, b"".join((fixed, *fields))
+        case Ack():
+            return 3, message.version, message.digest, _ACK.pack(len(name), message.seconds) + name
+        case Hello():
+            told = name, message.layout_digest, message.layout
+            fixed = _HELLO.pack(*map(len, told), message.pid, message.started, _wide(message.fence))
+            return 1, message.version, b"", b"".join((fixed, *told))
+        case Refusal():
+            said = _prose(message.reason), _prose(message.remote_traceback)
+            kind = _REFUSALS.index(message.kind)
+            fixed = _REFUSAL.pack(len(name), kind, *map(len, said), _wide(message.fence))
+            return 4, message.version, b"", b"".join((fixed, name, *said))
+        case Bye():
+            reason = _prose(message.reason)
+            return 5, 0, b"", b"".join((_BYE.pack(len(name), len(reason)), name, reason))
+
+
+def _prose(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")
+
+
+def _wide(value: int) -> bytes:
+    return value.to_bytes(16, "big")
+
+
+def peek(data: Readable) -> Head:
+    """Read a header alone, so that the rest of its frame can be awaited.
+
+    Raises:
+        ProtocolError: not a header of ours, of another protocol version, or of a body beyond all bounds.
+    """
+    if len(data) < HEADER_NBYTES:
+        _require_ours(data)
+        raise malformed(f"A frame ends after {len(data)} bytes of its header's {HEADER_NBYTES}", data)
+    head = Head._make(_HEADER.unpack_from(data))
+    if head.magic != MAGIC or head.protocol != PROTOCOL_VERSION or head.zero:
+        _require_ours(data)
+        raise malformed("A header is malformed", data)
+    if head.body_nbytes > MAX_BODY_NBYTES:
+        raise malformed(f"A frame claims a body of {head.body_nbytes} bytes", data)
+    return head
+
+
+def _require_ours(data: Readable) -> None:
+    """Magic and version come first in every version of the protocol, whatever follows them."""
+    if len(data) < _FIRST.size:
+        return
+    magic, protocol = _FIRST.unpack_from(data)
+    if magic != MAGIC:
+        raise malformed("A frame does not start as ours do", data)
+    if protocol != PROTOCOL_VERSION:
+        raise malformed(
+            f"The peer speaks protocol version {protocol}, this process version {PROTOCOL_VERSION}: "
+            "install the same release of weightsync at both ends",
+            data,
+        )
+
+
+def decode(data: Readable) -> Message:
+    """Read a control part, whole and nothing else.
+
+    Raises:
+        ProtocolError: it is truncated, too long, corrupted, not ours, or of another protocol version (which
+            the error names); ``.unread`` holds its bytes.
+    """
+    return decode_with(peek(data), data)
+
+
+def decode_with(head: Head, data: Readable) -> Message:
+    """`decode`, where the header has been read before."""
+    if head.control_nbytes != len(data):
+        raise malformed(f"A frame of {head.control_nbytes} bytes came with {len(data)}", data)
+    covered = bytes(data[_START.size :])
+    if xxhash.xxh3_64_intdigest(covered) != head.checksum:
+        raise malformed("A frame was corrupted on its way: its checksum does not fit", data)
+    try:
+        if head.digest_nbytes not in _DIGEST_SIZES or head.pad:
+            raise ValueError(f"a digest of {head.digest_nbytes} bytes")
+        message = _READERS[head.kind](head, covered[_COVERED.size :])
+    except (struct.error, LookupError, ValueError) as error:
+        raise malformed(f"A frame's fields are malformed: {error}", data) from error
+    if head.payload_nbytes != inline_nbytes(message):
+        raise malformed(f"A frame announces {head.payload_nbytes} bytes, its message others", data)
+    return message
+
+
+def malformed(what: str, data: Readable) -> ProtocolError:
+    """The error for bytes that are ours to read but make no sense."""
+    return ProtocolError(f"{what}.", unread=bytes(data[:MAX_UNREAD_NBYTES]))
+
+
+def _cut(body: bytes, position: int, *sizes: int) -> list[bytes]:
+    """The fields that follow the fixed part, which must fill the body."""
+    if position + sum(sizes) != len(body):
+        raise ValueError(f"fields of {sum(sizes)} bytes in {len(body) - position}")
+    fields = []
+    for size in sizes:
+        fields.append(body[position : position + size])
+        position += size
+    return fields
+
+
+def _int(field: bytes) -> int:
+    return int.from_bytes(field, "big")
+
+
+def _read_hello(head: Head, body: bytes) -> Hello:
+    named, digested, laid_out, pid, started, fence = _HELLO.unpack_from(body)
+    name, layout_digest, layout = _cut(body, _HELLO.size, named, digested, laid_out)
+    return Hello(
+        model_id=name.decode(),
+        incarnation=_int(head.incarnation),
+        version=head.version,
+        layout_digest=layout_digest,
+        layout=layout,
+        pid=pid,
+        started=started,
+        fence=_int(fence),
+    )
+
+
+def _read_update(head: Head, body: bytes) -> Update:
+    named, digested, laid_out, extra, nbytes, placed, segment = _UPDATE.unpack_from(body)
+    name, layout_digest, layout, extras = _cut(body, _UPDATE.size, named, digested, laid_out, extra)
+    if placed > 1:
+        raise ValueError(f"{placed} slots")
+    return Update(
+        model_id=name.decode(),
+        incarnation=_int(head.incarnation),
+        version=head.version,
+        layout_digest=layout_digest,
+        layout=layout,
+        digest=head.digest[: head.digest_nbytes],
+        nbytes=nbytes,
+        extras=extras,
+        slot=SlotRef(segment=segment) if placed else None,
+    )
+
+
+def _read_ack(head: Head, body: bytes) -> Ack:
+    named, seconds = _ACK.unpack_from(body)
+    (name,) = _cut(body, _ACK.size, named)
+    return Ack(
+        model_id=name.decode(),
+        incarnation=_int(head.incarnation),
+        version=head.version,
+        digest=head.digest[: head.digest_nbytes],
+        seconds=seconds,
+    )
+
+
+def _read_refusal(head: Head, body: bytes) -> Refusal:
+    named, kind, reasoned, traced, fence = _REFUSAL.unpack_from(body)
+    name, reason, remote_traceback = _cut(body, _REFUSAL.size, named, reasoned, traced)
+    return Refusal(
+        model_id=name.decode(),
+        incarnation=_int(head.incarnation),
+        version=head.version,
+        kind=_REFUSALS[kind],
+        reason=reason.decode(),
+        remote_traceback=remote_traceback.decode(),
+        fence=_int(fence),
+    )
+
+
+def _read_bye(head: Head, body: bytes) -> Bye:
+    named, reasoned = _BYE.unpack_from(body)
+    name, reason = _cut(body, _BYE.size, named, reasoned)
+    return Bye(model_id=name.decode(), incarnation=_int(head.incarnation), reason=reason.decode())
+
+
+_READERS: Final[dict[int, Callable[[Head, bytes], Message]]] = {
+    1: _read_hello,
+    2: _read_update,
+    3: _read_ack,
+    4: _read_refusal,
+    5: _read_bye,
+}
