@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import itertools
+import mmap
 
 import pytest
 import torch
 from data_samples import ARRANGEMENTS, Policy, bits, packed, sample, sampled_dicts, snapshot, trained
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictParams
 from torch import Tensor, nn
 
-from weightsync.packing import digest
+from weightsync.packing import digest, pack
 from weightsync.target import Mode, Target
 from weightsync.tensors import DTYPE_NAMES
+from weightsync.weights import read_weights
 
 modes = pytest.mark.parametrize("mode", Mode)
 
@@ -41,6 +43,7 @@ def test_every_bit_of_a_dict_becomes_live(mode: Mode, found: dict[str, tuple[Ten
 
 
 @modes
+@settings(max_examples=20)
 @given(st.integers(0, 1000))
 def test_a_policy_is_served_whole(mode: Mode, seed: int) -> None:
     source, worker = trained(seed), trained(seed + 1)
@@ -161,6 +164,29 @@ def test_a_mapped_payload_lives_as_long_as_it_is_served() -> None:
         target.release()
 
         assert worker.weight.unique().tolist() == [value]
+
+
+def test_slots_that_come_round_again_are_mapped_again_and_single_payloads_let_go() -> None:
+    worker = nn.Linear(3, 3)
+    target = Target(worker, Mode.MAP)
+    layout = target.layout
+    slots = [mmap.mmap(-1, layout.nbytes) for _ in range(2)]
+    for value in range(6):
+        source = nn.Linear(3, 3)
+        pack(read_weights(source), layout, memoryview(slots[value % 2]))
+        target.swap(target.stage(layout, memoryview(slots[value % 2])))
+
+        assert snapshot(worker) == snapshot(source)
+        assert worker.bias.data_ptr() == torch.frombuffer(slots[value % 2], dtype=torch.uint8).data_ptr()
+
+    single = mmap.mmap(-1, layout.nbytes)
+    target.swap(target.stage(layout, memoryview(single)))
+    target.swap(target.stage(*packed(nn.Linear(3, 3))))
+    single.close()  # BufferError, if anybody still held it
+    with pytest.raises(BufferError):
+        slots[0].close()
+    target.release()
+    slots[0].close()
 
 
 def test_a_copied_payload_is_free_after_the_swap() -> None:

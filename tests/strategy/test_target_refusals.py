@@ -7,7 +7,7 @@ import torch
 from data_samples import packed, snapshot, trained
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from weightsync import ConfigurationError, LayoutError, ProtocolError
 from weightsync.extras import encode_extras
@@ -79,16 +79,16 @@ def test_payloads_and_extras_that_belie_their_layout_are_refused(mode: Mode) -> 
     assert snapshot(worker) == before
 
 
+TARGET, UPDATE = Target(trained(1)), packed(trained(2))[:2]
+SERVED = TARGET.digest()
+
+
 @given(st.binary(max_size=40))
 def test_arbitrary_extras_change_nothing(extras: bytes) -> None:
-    worker = trained(1)
-    before = snapshot(worker)
-    layout, payload, _ = packed(trained(2))
-
     with pytest.raises(ProtocolError):
-        Target(worker).stage(layout, payload, extras)
+        TARGET.stage(*UPDATE, extras)
 
-    assert snapshot(worker) == before
+    assert TARGET.digest() == SERVED
 
 
 @modes
@@ -109,15 +109,58 @@ def test_an_unsupported_destination_is_refused(mode: Mode) -> None:
 
 
 @modes
-def test_a_parameter_replaced_after_staging_gets_the_weights(mode: Mode) -> None:
+@pytest.mark.parametrize("replacement", [torch.zeros_like, Tensor.detach])
+def test_a_parameter_replaced_after_staging_gets_the_weights(mode: Mode, replacement) -> None:
     source, worker = nn.Linear(2, 2), nn.Linear(2, 2)
     target = Target(worker, mode)
     staged = target.stage(*packed(source))
-    worker.weight = nn.Parameter(torch.zeros(2, 2))
+    worker.weight = nn.Parameter(replacement(worker.weight))
 
     target.swap(staged)
 
     assert snapshot(worker) == snapshot(source)
+
+
+@modes
+@pytest.mark.parametrize("values", [torch.ones(2, 2, device="meta"), torch.ones(2, 2).to_sparse()])
+def test_a_parameter_replaced_by_one_without_memory_is_noticed(mode: Mode, values: Tensor) -> None:
+    worker = nn.Linear(2, 2)
+    target = Target(worker, mode)
+    update = packed(nn.Linear(2, 2))
+    target.swap(target.stage(*update))
+    worker.weight = nn.Parameter(values)
+
+    with pytest.raises(LayoutError, match="'weight'"):
+        target.stage(*update)
+
+
+@modes
+@pytest.mark.parametrize("shape", [(3, 2), (2, 2)])
+def test_looking_at_the_layout_between_the_phases_does_not_matter(mode: Mode, shape: tuple[int, int]) -> None:
+    source, worker = nn.Linear(2, 2), nn.Linear(2, 2)
+    target = Target(worker, mode)
+    staged = target.stage(*packed(source))
+    worker.weight = nn.Parameter(torch.zeros(shape))
+    assert target.layout is not None
+
+    if shape == (2, 2):
+        target.swap(staged)
+        assert snapshot(worker) == snapshot(source)
+    else:
+        with pytest.raises(LayoutError, match="'weight'"):
+            target.swap(staged)
+
+
+@modes
+def test_staged_updates_may_be_swapped_in_any_order_and_again(mode: Mode) -> None:
+    worker, sources = nn.Linear(2, 2), [nn.Linear(2, 2), nn.Linear(2, 2)]
+    target = Target(worker, mode)
+    staged = [target.stage(*packed(source)) for source in sources]
+
+    for index in (1, 0, 0, 1):
+        target.swap(staged[index])
+
+        assert snapshot(worker) == snapshot(sources[index])
 
 
 @modes
