@@ -83,7 +83,10 @@ def look_at(destination: object, before: Live | None = None) -> Live:
     same = _again(weights, before) if before else None
     if same is not None:
         return same
-    layout = layout_of(weights, before.layout if before else None)
+    # Tensor by tensor: the quick way leaves it to the copy to find that one is sparse or on the meta device.
+    layout = layout_of(weights)
+    if before and before.layout == layout:
+        layout = before.layout
     tensors = ordered(weights, layout)
     sharing = sharing_of(tensors)
     mappable = _mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}

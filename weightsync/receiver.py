@@ -253,8 +253,8 @@ class WeightReceiver(Side):
         if not self._driver.links():
             if self._driver.ended:
                 raise TransportError(
-                    f"model {self._model_id!r} has no sender any more: {self._driver.ended.rstrip('.')}. It keeps version "
-                    f"{self.version}; register_worker_transport() gives it a new link."
+                    f"model {self._model_id!r} has no sender any more: {self._driver.ended.rstrip('.')}. It keeps "
+                    f"version {self.version}; register_worker_transport() gives it a new link."
                 )
             next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
 

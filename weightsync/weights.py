@@ -221,7 +221,7 @@ def layout_of(weights: Weights, known: Layout | None = None) -> Layout:
     return known if known is not None and known == found else found
 
 
-_shape, _dtype, _strided = attrgetter("shape"), attrgetter("dtype"), attrgetter("layout")
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 def _fits(weights: Weights, known: Layout) -> bool:

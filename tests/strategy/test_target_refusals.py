@@ -7,7 +7,7 @@ import torch
 from data_samples import packed, snapshot, trained
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from weightsync import ConfigurationError, LayoutError, ProtocolError
 from weightsync.extras import encode_extras
@@ -109,15 +109,29 @@ def test_an_unsupported_destination_is_refused(mode: Mode) -> None:
 
 
 @modes
-def test_a_parameter_replaced_after_staging_gets_the_weights(mode: Mode) -> None:
+@pytest.mark.parametrize("replacement", [torch.zeros_like, Tensor.detach])
+def test_a_parameter_replaced_after_staging_gets_the_weights(mode: Mode, replacement) -> None:
     source, worker = nn.Linear(2, 2), nn.Linear(2, 2)
     target = Target(worker, mode)
     staged = target.stage(*packed(source))
-    worker.weight = nn.Parameter(torch.zeros(2, 2))
+    worker.weight = nn.Parameter(replacement(worker.weight))
 
     target.swap(staged)
 
     assert snapshot(worker) == snapshot(source)
+
+
+@modes
+@pytest.mark.parametrize("values", [torch.ones(2, 2, device="meta"), torch.ones(2, 2).to_sparse()])
+def test_a_parameter_replaced_by_one_without_memory_is_noticed(mode: Mode, values: Tensor) -> None:
+    worker = nn.Linear(2, 2)
+    target = Target(worker, mode)
+    update = packed(nn.Linear(2, 2))
+    target.swap(target.stage(*update))
+    worker.weight = nn.Parameter(values)
+
+    with pytest.raises(LayoutError, match="'weight'"):
+        target.stage(*update)
 
 
 @modes
