@@ -206,7 +206,11 @@ class WeightSender(Side):
 
         Returns:
             What is known of the outstanding update (PENDING for those who owe), or None if none is outstanding.
+
+        Raises:
+            StateError: the sender is closed.
         """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
         with Shield(self._driver.waker.fire):
             self._driver.pump()
             return self._reporter.so_far(OutcomeKind.PENDING) if self._driver.data.outstanding else None
@@ -299,13 +303,14 @@ class WeightSender(Side):
         """Check that the call is allowed, pack the weights and make way for them; None: the roll is empty."""
         with Shield(self._driver.waker.fire):
             self._driver.pump()
-        if self.state is State.UNINITIALIZED and self._endpoints:
-            self.connect()
+        unlaid = self.state is State.UNINITIALIZED and bool(self._endpoints)
         in_the_way = self.state is State.PENDING_ASYNC and pending is not OnPending.RAISE
-        next_state(SENDER_ROWS, State.READY if in_the_way else self.state, asked)
+        next_state(SENDER_ROWS, State.READY if in_the_way or unlaid else self.state, asked)
         if targets is None and not self._driver.data.roll:
             return None
         pure.targets_of(self._driver.data, targets)
+        if unlaid:
+            self.connect()
         if in_the_way and pending is OnPending.WAIT:
             self.wait_async(timeout=deadline.remaining)
         return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)

@@ -330,9 +330,9 @@ def test_weights_of_every_kind_arrive(scheme_class: Any, kind: str, strategy: st
         assert b.get_receiver().digest() == a.get_sender().digest()
 
 
-def test_update_weights_is_the_older_name_of_send(pair: Pair) -> None:
-    with pytest.raises(AckTimeoutError), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WEIGHTSYNC_TIMEOUT", "0")
+def test_update_weights_is_the_older_name_of_send(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "0")
+    with pytest.raises(AckTimeoutError):
         pair.sender.update_weights(small(9.0))
     assert pair.receiver.receive(timeout=0)
 

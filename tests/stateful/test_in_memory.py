@@ -23,7 +23,7 @@ from weightsync.transports.base import Payloads
 T = TypeVar("T")
 
 #: The share of the profile's examples that each delivery gets.
-SHARES = {Delivery.ORDERED: 1.0, Delivery.REORDERED: 0.2, Delivery.AT_LEAST_ONCE: 0.3, Delivery.BEST_EFFORT: 0.2}
+SHARES = {Delivery.ORDERED: 1.0, Delivery.REORDERED: 0.3, Delivery.AT_LEAST_ONCE: 0.4, Delivery.BEST_EFFORT: 0.3}
 
 NUMBERS = st.integers(0, 63)
 WAYS = ("pickle", "copy", "deepcopy")
@@ -108,17 +108,34 @@ class Actions:
 
     def by_hand(self, a: int, b: int) -> None:
         worker = self._worker(a)
-        arrived = worker.model.arrived
+        arrived = worker.model.arrived if worker.model.pending else None
         content = arrived if arrived is not None and b % 2 else self.world.fresh(fits=b % 8 != 0)
         self.world.apply_by_hand(worker, content)
 
     def close_worker(self, a: int, b: int) -> None:
-        self.world.close_worker(self._worker(a))
+        if b % 4 == 0:
+            self.world.close_worker(self._worker(a))
+        else:
+            self.receive(a, b)
+
+    def half_answered(self, a: int, b: int) -> None:
+        """A worker decides, and its answer does not leave."""
+        worker = self._worker(a)
+        for cable in self.world.cables:
+            if cable.worker is worker:
+                self.world.clog(cable, True)
+        if b % 2:
+            self.send_async(a - a % 4 + 1, 1)
+        self.world.deliver_all()
+        self.world.receive(worker)
 
     def crash_worker(self, a: int, b: int) -> None:
         worker = self._worker(a)
-        self.world.crash_worker(worker, one((*WAYS, "made"), b))
-        for trainer in self.world.trainers[-1:] if b % 8 < 4 else ():
+        if worker.model.state != "closed" and b % 4 == 3:
+            self.receive(a, b)
+            return
+        self.world.crash_worker(worker, one((*WAYS, "made"), a + b))
+        for trainer in self.world.trainers[-1:] if b % 4 else ():
             self.world.add(trainer, worker.id)
 
     def _worker(self, number: int) -> Worker:
@@ -155,11 +172,14 @@ class Actions:
 
     def close(self, a: int, b: int) -> None:
         self.world.close(self._trainer(a))
+        if b % 4:
+            self.copy_trainer(0, b)
 
     def crash_trainer(self, a: int, b: int) -> None:
         able = [trainer for trainer in self.world.trainers if trainer is not self.world.waiting]
         if able and len(self.world.trainers) > 1:
-            self.world.crash_trainer(one(able, a))
+            over = [trainer for trainer in able if trainer.model.state == "closed"]
+            self.world.crash_trainer(one(over or able, a))
 
     def copy_trainer(self, a: int, b: int) -> None:
         """A copy; then, mostly, one with links of its own, which takes the workers over."""
@@ -170,6 +190,8 @@ class Actions:
             copied = self.world.trainers[-1]
             for id in self.world.workers if b % 4 else ():
                 self.world.add(copied, id)
+            if b % 8 > 1:
+                self.connect(1, b)
 
     def clock(self, a: int, b: int) -> None:
         """The clocks of trainers on other machines are not ours: some are behind."""
@@ -188,9 +210,9 @@ def named(names: Sequence[str]) -> st.SearchStrategy[str]:
 
 
 NETWORK = ("deliver", "deliver", "deliver_all", "round_trip", "drop", "duplicate", "cut", "clog")
-WORKERS = ("receive", "receive", "listen", "mood", "by_hand", "crash_worker", "close_worker")
-TRAINERS = ("send_async", "send_no_time", "wait_no_time", "poll", "abandon", "add", "remove", "connect")
-RARELY = ("close", "crash_trainer", "copy_trainer", "clock", "connect", "crash_worker")
+WORKERS = ("receive", "receive", "listen", "mood", "by_hand", "crash_worker", "close_worker", "half_answered")
+TRAINERS = ("send_async", "send_async", "send_no_time", "wait_no_time", "poll", "abandon", "add", "remove")
+RARELY = ("clock", "crash_worker", "connect", "close_worker", "copy_trainer", "crash_trainer", "close")
 DURING_A_WAIT = ("deliver", "deliver_all", "round_trip", "receive", *NETWORK, *WORKERS, *TRAINERS, *RARELY)
 
 
@@ -203,13 +225,15 @@ class Walk(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
 
-    @initialize(shared=st.booleans(), mapped=st.booleans(), workers=st.integers(0, 3))
-    def begin(self, shared: bool, mapped: bool, workers: int) -> None:
+    @initialize(shared=st.booleans(), mapped=st.booleans(), workers=st.integers(0, 3), connected=st.integers(0, 7))
+    def begin(self, shared: bool, mapped: bool, workers: int, connected: int) -> None:
         payloads = Payloads.SHARED if shared else Payloads.INLINE
         self.world = World(self.delivery, payloads, Mode.MAP if mapped else Mode.COPY, self.patch)
         self.actions = Actions(self.world)
         for id in range(workers):
             self.world.add(self.world.trainers[0], id)
+        if connected and workers:
+            self.world.connect(self.world.trainers[0])
 
     def _do(self, name: str, a: int, b: int) -> None:
         getattr(self.actions, name)(a, b)
@@ -230,9 +254,13 @@ class Walk(RuleBasedStateMachine):
     def trainer(self, name: str, a: int, b: int) -> None:
         self._do(name, a, b)
 
-    @rule(name=named(RARELY), a=NUMBERS, b=NUMBERS)
-    def rarely(self, name: str, a: int, b: int) -> None:
-        self._do(name, a, b)
+    @rule(a=NUMBERS, b=NUMBERS)
+    def send(self, a: int, b: int) -> None:
+        self._do("send_async", a, b)
+
+    @rule(name=named(RARELY), a=NUMBERS, b=NUMBERS, luck=st.integers(0, 3))
+    def rarely(self, name: str, a: int, b: int, luck: int) -> None:
+        self._do(name if luck == 0 else "round_trip", a, b)
 
     @rule(
         script=st.lists(st.tuples(named(DURING_A_WAIT), NUMBERS, NUMBERS), max_size=5),

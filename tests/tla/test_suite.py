@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tlc_support import Recorder
 
-from weightsync.checker import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, never_taken, pin
+from weightsync.checker import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, pin, vacuity
 from weightsync.checker.process import Ending, Job, TlcRun
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
@@ -143,7 +143,7 @@ def test_coverage_finds_the_action_that_is_never_taken(
 ) -> None:
     verdicts = Suite(toolchain, manifest, recorder, Coverage.COUNTED).run(manifest.select(["Holds", "HoldsLarger"]))
 
-    assert never_taken(verdicts) == ("Counter.Reset (line 23)",)
+    assert list(vacuity(verdicts, [])) == ["Counter.Reset (line 23) is never taken by any proof"]
 
 
 def test_a_run_that_is_stopped_leaves_nothing(

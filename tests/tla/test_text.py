@@ -111,6 +111,10 @@ def test_all_modules_in_use_are_found(library: Library) -> None:
     assert {"Counter", "Promise"} == {module.name for module in library.closure("Counter")}
 
 
+def test_a_module_may_define_nothing() -> None:
+    assert Module("M", "---- MODULE M ----\nEXTENDS Naturals\nASSUME TRUE\n====\n").definitions == {}
+
+
 def test_extended_modules_are_seen_through(tmp_path: Path) -> None:
     (tmp_path / "A.tla").write_text("---- MODULE A ----\nEXTENDS Naturals,\n        B\nP == Q\n====\n")
     (tmp_path / "B.tla").write_text("---- MODULE B ----\nINSTANCE C\nQ == R(1)\n====\n")

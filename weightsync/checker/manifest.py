@@ -108,11 +108,13 @@ class Manifest:
         folder: where the model lies.
         configurations: in the order of the file.
         bounds: what the bounds leave out, as printed below the verdicts.
+        planted: actions that only the reverts may take.
     """
 
     folder: Path
     configurations: tuple[Configuration, ...]
     bounds: str
+    planted: tuple[str, ...]
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -132,7 +134,8 @@ class Manifest:
         if twice or not found:
             what = f"names {', '.join(sorted(twice))} twice" if twice else "has no [[configuration]]"
             raise ConfigurationError(f"The manifest {folder / MANIFEST} {what}.")
-        return cls(folder, found, str(document.get("bounds", {}).get("text", "")).strip())
+        bounds = str(document.get("bounds", {}).get("text", "")).strip()
+        return cls(folder, found, bounds, tuple(document.get("coverage", {}).get("planted", ())))
 
     def select(self, names: Iterable[str]) -> tuple[Configuration, ...]:
         """Return the configurations of these names, in the order of the file.

@@ -36,6 +36,14 @@ class Coverage(Enum):
     NOT_COUNTED = "not counted"
 
 
+class Size(Enum):
+    """How long a run is thought to take; the JVM is set for it."""
+
+    #: Seconds: half of them go into the JVM's optimising compiler, so it is left out.
+    SMALL = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+    LARGE = ("-XX:+UseParallelGC",)
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What to run.
@@ -47,6 +55,7 @@ class Job:
         workers: TLC's threads.
         timeout: seconds until it is given up.
         coverage: whether actions are counted.
+        size: how long it is thought to take.
     """
 
     folder: Path
@@ -55,6 +64,7 @@ class Job:
     workers: int = 1
     timeout: float = 600.0
     coverage: Coverage = Coverage.NOT_COUNTED
+    size: Size = Size.LARGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +157,7 @@ def _command(toolchain: Toolchain, job: Job, folder: str) -> list[str]:
     # A parent that is killed outright cannot tidy up: the kernel then ends the JVM.
     guard = shutil.which("setpriv")
     command = [guard, "--pdeathsig", "KILL"] if guard else []
-    command += [str(toolchain.java), "-XX:+UseParallelGC", "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
+    command += [str(toolchain.java), *job.size.value, "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
     command += ["-cp", str(toolchain.jar), "tlc2.TLC", "-tool"]
     command += ["-workers", str(job.workers), "-metadir", f"{folder}/meta", "-config", job.config]
     if job.coverage is Coverage.COUNTED:

@@ -129,7 +129,7 @@ class Module:
     def definitions(self) -> dict[str, Definition]:
         """Its definitions by name."""
         starts = list(_DEFINITION.finditer(self.text))
-        ends = [start.start() for start in starts[1:]] + [len(self.text)]
+        ends = [*(start.start() for start in starts), len(self.text)][1:]
         found = {}
         for start, end in zip(starts, ends, strict=True):
             first = self.text.count("\n", 0, start.start()) + 1

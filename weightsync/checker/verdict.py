@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from weightsync.checker.manifest import Configuration, Expected
-from weightsync.checker.output import Action, Counts, Kind, Step, Violation
+from weightsync.checker.output import Counts, Kind, Step, Violation
 from weightsync.checker.process import Ending, Job, Outcome, by_hand
 from weightsync.checker.text import Config, Library
 
@@ -25,7 +25,7 @@ class Verdict:
         outcome: what TLC gave; None if it was not run, since the text has a trap.
         found: what TLC found amiss, in words.
         complaints: what is not as expected; empty if all is.
-        repin: whether nothing but the pinned counts is the matter, so that `--pin` may set them.
+        repin: the counts seen, if nothing but the pinned ones is the matter, so that `--pin` may set them.
     """
 
     configuration: Configuration
@@ -67,7 +67,7 @@ def judge(configuration: Configuration, job: Job, outcome: Outcome, library: Lib
     complaints = list(_complaints(configuration, outcome, found))
     counts = outcome.findings.counts
     recount = () if complaints else tuple(_recounted(configuration, counts))
-    repin = counts if recount or not complaints else None
+    repin = counts if recount else None
     return Verdict(configuration, job, outcome, found, (*complaints, *recount), repin)
 
 
@@ -188,16 +188,21 @@ def story(trace: Iterable[Step]) -> Iterator[str]:
         before = step.values or before
 
 
-def never_taken(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
-    """Return the actions that no configuration of those that hold ever took, as `Module.Action`."""
+def vacuity(verdicts: Iterable[Verdict], planted: Sequence[str]) -> Iterator[str]:
+    """Yield each action whose steps are not as they should be over all proofs together.
+
+    Args:
+        verdicts: of runs that counted their actions.
+        planted: actions that only the reverts may take; every other must be taken by some proof.
+    """
     taken: dict[tuple[str, str, int], int] = {}
     for verdict in verdicts:
         if verdict.configuration.expected is Expected.PASS and verdict.outcome is not None:
             for action in verdict.outcome.findings.actions:
-                place = _place(action)
+                place = action.module, action.name, action.line
                 taken[place] = taken.get(place, 0) + action.taken
-    return tuple(f"{module}.{name} (line {line})" for (module, name, line), count in taken.items() if not count)
-
-
-def _place(action: Action) -> tuple[str, str, int]:
-    return action.module, action.name, action.line
+    for (module, name, line), count in taken.items():
+        if name in planted and count:
+            yield f"{module}.{name} (line {line}) is planted for reverts, and proofs take it"
+        elif name not in planted and not count:
+            yield f"{module}.{name} (line {line}) is never taken by any proof"

@@ -132,7 +132,7 @@ def _estimate(row: _Row) -> int:
 
 def _states(row: _Row) -> str:
     if row.progress is None:
-        return "starting"
+        return "exploring"
     if not row.progress.queue:
         return f"{row.progress.distinct:,} states, checking temporal properties"
     return f"{row.progress.distinct:,} states, {row.progress.queue:,} in the queue (at {row.at:.0f} s)"
@@ -180,6 +180,13 @@ def results(verdicts: Iterable[Verdict]) -> Table:
             " ".join(verdict.configuration.guarantees),
         )
     return table
+
+
+def summary(verdicts: Sequence[Verdict], seconds: float) -> Text:
+    """Return the one line that counts."""
+    right = sum(verdict.as_expected for verdict in verdicts)
+    line = f"{right} of {len(verdicts)} configurations are as expected, in {seconds:.0f} s."
+    return Text(line, style="bold green" if right == len(verdicts) else "bold red")
 
 
 def listing(configurations: Sequence[Configuration]) -> Table:

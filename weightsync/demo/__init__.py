@@ -10,8 +10,8 @@ It uses nothing of weightsync but what any user has.
 
 from weightsync.demo.board import Board, Phase, SyncView, View, WorkerView
 from weightsync.demo.fleet import Body
-from weightsync.demo.proof import Fate, Result, Verdict
 from weightsync.demo.job import run
+from weightsync.demo.proof import Fate, Result, Verdict
 from weightsync.demo.settings import Casualty, SchemeName, Settings, SyncMode
 
 __all__ = [

@@ -18,6 +18,7 @@ from weightsync.demo.settings import (
     START_TIMEOUT,
     STAYS_SOLVED,
     UPDATES_AFTER_LOSS,
+    WORKER_TIMEOUT,
     Casualty,
     Settings,
 )
@@ -90,7 +91,7 @@ class _Run:
         until = time.monotonic() + self._settings.seconds
         self._intake.begin()
         solved = 0
-        while not self._sync.everybody_lost:
+        while not self._sync.nobody_left:
             chunks, staleness = self._intake.gather(lambda: self._sender.version, until)
             if time.monotonic() >= until:
                 break
@@ -123,7 +124,8 @@ class _Run:
     def _prove(self) -> list[Fate]:
         """Send the last weights, and let everybody who is left prove to serve them."""
         everybody = range(self._settings.workers)
-        self._sync.send(self._training.policy)
+        self._sync.send(self._training.policy, WORKER_TIMEOUT)
         proofs = self._intake.proofs(frozenset(everybody) - self._sync.lost.keys())
         expected = Proof(self._sender.version, self._sender.digest())
-        return judge(everybody, self._killed, self._sync.lost, proofs, expected)
+        lost = dict.fromkeys(self._intake.gone, "its process has ended") | dict(self._sync.lost)
+        return judge(everybody, self._killed & self._sync.lost.keys(), lost, proofs, expected)

@@ -63,10 +63,7 @@ class ReceiverDriver:
         """Let an event happen, and execute all that follows from it."""
         with self.lock:
             step = self._step(event)
-            while self._todo:
-                self._execute(self._todo.popleft())
-            if self.data.pending is None:
-                self.pending = None
+            self._finish()
             return step
 
     def _step(self, event: pure.Event) -> pure.Step:
@@ -230,6 +227,8 @@ class ReceiverDriver:
     def _finish(self) -> None:
         while self._todo:
             self._execute(self._todo.popleft())
+        if self.data.pending is None:
+            self.pending = None
 
     def _heard(self, number: int, link: Link, received: Received) -> None:
         message = received.message
