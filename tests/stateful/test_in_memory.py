@@ -109,7 +109,12 @@ class Actions:
     def by_hand(self, a: int, b: int) -> None:
         worker = self._worker(a)
         arrived = worker.model.arrived if worker.model.pending else None
-        content = arrived if arrived is not None and b % 2 else self.world.fresh(fits=b % 8 != 0)
+        if arrived is None and self.world.mode is Mode.MAP:
+            # Between processes a mapping is private; here, to write into it would be to write into everybody's.
+            self.receive(a, b)
+            return
+        mapped = self.world.mode is Mode.MAP
+        content = arrived if arrived is not None and (b % 2 or mapped) else self.world.fresh(fits=b % 8 != 0)
         self.world.apply_by_hand(worker, content)
 
     def close_worker(self, a: int, b: int) -> None:

@@ -246,7 +246,7 @@ class World:
         """Call both, and compare what becomes of it."""
         expected = _outcome(model)
         found = _outcome(real)
-        assert _told(found) == _told(expected)
+        assert _told(found) == _told(expected), f"{found!r}, where the model has {expected!r}"
         return found
 
     def blocking(self, real: Callable[[], Any], model: Generator[None, None, Any]) -> Any:
@@ -258,7 +258,7 @@ class World:
             expected = _outcome(self._ended)
         finally:
             self._blocked, self._interrupted = outer, interrupted
-        assert _told(found) == _told(expected)
+        assert _told(found) == _told(expected), f"{found!r}, where the model has {expected!r}"
         return found
 
     def _ended(self) -> Any:
