@@ -199,13 +199,13 @@ def _curve(view: View, width: int, spare: int) -> list[Text]:
 
 def _machines(view: View) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for heading in ("machine", "state"):
-        table.add_column(heading, min_width=13)
+    table.add_column("machine", min_width=9)
+    table.add_column("state", min_width=13)
     for heading in ("version", "behind"):
         table.add_column(heading, justify="right")
     table.add_column("link", min_width=8)
     for heading in ("steps", "episodes"):
-        table.add_column(heading, justify="right", min_width=9)
+        table.add_column(heading, justify="right", min_width=8)
     table.add_row("trainer", _styled(view.sender_state), str(view.version), "", "", f"{view.steps:,}", "")
     for worker in view.workers:
         table.add_row(*_machine(worker))
