@@ -125,9 +125,7 @@ def described(message: messages.Message) -> reference.Message:
         case messages.Hello():
             return reference.Message("Hello", message.incarnation, message.version, "", message.fence)
         case messages.Refusal():
-            return reference.Message(
-                "Refusal", message.incarnation, message.version, message.kind.name, message.fence
-            )
+            return reference.Message("Refusal", message.incarnation, message.version, message.kind.name, message.fence)
         case messages.Bye():
             return reference.Message("Bye", message.incarnation)
         case _:
@@ -234,9 +232,7 @@ def check_g11(raises: bool, found: Any) -> None:
 class World:
     """Everything there is, twice."""
 
-    def __init__(
-        self, delivery: Delivery, payloads: Payloads, mode: Mode, patch: pytest.MonkeyPatch
-    ) -> None:
+    def __init__(self, delivery: Delivery, payloads: Payloads, mode: Mode, patch: pytest.MonkeyPatch) -> None:
         self.delivery, self.payloads, self.mode = delivery, payloads, mode
         self.clock = Clock()
         for name in ("time", "secrets"):
@@ -663,4 +659,3 @@ def _model_receiver(model: reference.Receiver) -> dict[str, Any]:
         "pending": model.pending,
         "links": len(model.open),
     }
-
