@@ -56,7 +56,7 @@ class WeightSender(Side):
             ConfigurationError: no link can be made of it.
         """
         next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
-        require_worker_id(worker_id)
+        worker_id = require_worker_id(worker_id)
         link = self._scheme.lay_link(pipe_or_context, self._model_id, f"worker {worker_id}")
         self._endpoints[worker_id] = pipe_or_context
         with Shield(self._driver.waker.fire):
@@ -191,9 +191,11 @@ class WeightSender(Side):
         """
         deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
         with Shield(self._driver.waker.fire) as shield:
-            self._driver.pump()
-            self._driver.take(pure.Wait())
-            return self._wait_for(self._driver.data.version, deadline, failing, shield)
+            with self._driver.lock:
+                self._driver.pump()
+                self._driver.take(pure.Wait())
+                version = self.version
+            return self._wait_for(version, deadline, failing, shield)
 
     def update_weights(self, weights: Any) -> SyncReport:
         """Send weights to all workers: the older name of ``send(weights=weights)``."""
@@ -204,7 +206,11 @@ class WeightSender(Side):
 
         Returns:
             What is known of the outstanding update (PENDING for those who owe), or None if none is outstanding.
+
+        Raises:
+            StateError: the sender is closed.
         """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
         with Shield(self._driver.waker.fire):
             self._driver.pump()
             return self._reporter.so_far(OutcomeKind.PENDING) if self._driver.data.outstanding else None
@@ -215,7 +221,7 @@ class WeightSender(Side):
         Raises:
             StateError: nothing is outstanding, or somebody waits for it.
         """
-        with Shield(self._driver.waker.fire):
+        with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             self._driver.take(pure.Abandon())
             return self._reporter.concluded(self.version)
@@ -263,8 +269,10 @@ class WeightSender(Side):
         """The user's own messages on a worker's pipe, with the methods of a connection.
 
         Raises:
+            StateError: the sender is closed.
             ConfigurationError: it is not on the roll, or has no pipe.
         """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
         pure.known(self._driver.data, worker_id)
         return self._scheme.user_messages(self._endpoints[worker_id])
 
@@ -292,29 +300,35 @@ class WeightSender(Side):
         deadline: Deadline,
         pending: OnPending,
     ) -> Packed | None:
-        """Check that the call is allowed and pack the weights; None: the roll is empty."""
-        self._driver.pump()
-        if self.state is State.UNINITIALIZED and self._endpoints:
-            self.connect()
-        if self.state is State.PENDING_ASYNC:
-            self._make_way(deadline, pending)
-        next_state(SENDER_ROWS, self.state, asked)
+        """Check that the call is allowed, pack the weights and make way for them; None: the roll is empty."""
+        with Shield(self._driver.waker.fire):
+            self._driver.pump()
+        unlaid = self.state is State.UNINITIALIZED and bool(self._endpoints)
+        in_the_way = self.state is State.PENDING_ASYNC and pending is not OnPending.RAISE
+        next_state(SENDER_ROWS, State.READY if in_the_way or unlaid else self.state, asked)
         if targets is None and not self._driver.data.roll:
             return None
         pure.targets_of(self._driver.data, targets)
-        prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, self._context())
-        packed = self._packer.pack(prepared)
-        self._scheme.published(self._model_id, prepared)
-        return packed
+        if unlaid:
+            self.connect()
+        if in_the_way and pending is OnPending.WAIT:
+            self.wait_async(timeout=deadline.remaining)
+        return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
 
-    def _make_way(self, deadline: Deadline, pending: OnPending) -> None:
-        match pending:
-            case OnPending.WAIT:
-                self.wait_async(timeout=deadline.remaining)
-            case OnPending.SUPERSEDE:
+    def _pack(self, weights: Any, superseding: bool) -> Packed:
+        """Pack the weights. What is outstanding is given up only when nothing can refuse them any more."""
+        # A context that was collected is missed only where it is asked.
+        context = self._context() if weights is None or isinstance(weights, str) else None
+        prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, context)
+        packed = self._packer.pack(prepared)
+        try:
+            self._scheme.published(self._model_id, prepared)
+            if superseding:
                 self._reporter.superseded(self.abandon())
-            case OnPending.RAISE:
-                pass  # the look-up that follows refuses
+        except BaseException:
+            self._packer.handed_over(packed)
+            raise
+        return packed
 
     def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, preparing: float) -> int:
         try:
@@ -347,7 +361,5 @@ class WeightSender(Side):
 def _targets(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if worker_ids is None:
         return None
-    targets = tuple(worker_ids) if isinstance(worker_ids, Iterable) else (worker_ids,)
-    for worker_id in targets:
-        require_worker_id(worker_id)
-    return targets
+    given = worker_ids if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str) else (worker_ids,)
+    return tuple(require_worker_id(worker_id) for worker_id in given)

@@ -260,7 +260,14 @@ class Sender:
     ) -> Generator[None, None, Report]:
         deadline = self._deadline(timeout)
         self.pump()
-        if self.state == "uninitialized" and self.seats:
+        unlaid = self.state == "uninitialized" and bool(self.seats)
+        in_the_way = self.state == "pending_async" and on_pending != "raise"
+        if not unlaid and not in_the_way:
+            self._allow("ready")
+        if targets is None and not self.seats:
+            return Report(None, {}, {}, {}, {})
+        self._chosen(targets)
+        if unlaid:
             self.connect(incarnation())
         if self.state == "pending_async" and on_pending == "wait":
             left = None if deadline is None else max(0.0, deadline - self.now())
@@ -271,19 +278,21 @@ class Sender:
                 if kind == "ABANDONED":
                     self.given_up[worker] = (*self.given_up.get(worker, ()), given_up.version or 0)
         self._allow("ready")
-        if targets is None and not self.seats:
-            return Report(None, {}, {}, {}, {})
         self._dispatch(to, targets, content)
         if to == "pending_async":
             return self._so_far("PENDING")
         return (yield from self._block(self.version, deadline, raises))
 
-    def _dispatch(self, to: str, targets: list[int] | None, content: Content) -> None:
+    def _chosen(self, targets: list[int] | None) -> list[int]:
         chosen = list(dict.fromkeys(self.seats if targets is None else targets))
         if not chosen or any(worker not in self.seats for worker in chosen):
             raise Raised("ConfigurationError")
         if all(self.seats[worker].standing == "lost" for worker in chosen):
             raise Raised("WorkerLostError", None, max(self.seats[worker].fence for worker in chosen) or None)
+        return chosen
+
+    def _dispatch(self, to: str, targets: list[int] | None, content: Content) -> None:
+        chosen = self._chosen(targets)
         self.state = to
         self.version += 1
         self.contents[self.version] = content
@@ -325,6 +334,7 @@ class Sender:
         return report.judged(raises)
 
     def poll(self) -> Report | None:
+        self._allow("uninitialized", "ready", "pending_async", "awaiting_ack")
         self.pump()
         return None if self.outstanding is None else self._so_far("PENDING")
 

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import _forkserver
+from multiprocessing.resource_tracker import _resource_tracker
 
 import pytest
 
@@ -23,18 +25,19 @@ def no_descriptor_is_left() -> Iterator[None]:
     if set(descriptors()) - set(before):
         gc.collect()
 
-    assert {} == {fd: name for fd, name in descriptors().items() if fd not in before}
+    assert {fd: name for fd, name in descriptors().items() if fd not in before} == {}
 
 
 def descriptors() -> dict[int, str]:
     """The open descriptors of this process, but for those that multiprocessing's own helpers keep."""
+    helpers = {_forkserver._forkserver_alive_fd, _resource_tracker._fd}
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:
             continue
-    return found
+    return {fd: name for fd, name in found.items() if fd not in helpers}
 
 
 @pytest.fixture

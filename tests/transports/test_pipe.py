@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from weightsync import wire
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.messages import Ack, Bye, Hello, Update
+from weightsync.messages import Ack, Bye, Hello, SlotRef, Update
 from weightsync.transports.base import Payloads, Waker, wait
 from weightsync.transports.memory import Buffer, Pool, Storage
 from weightsync.transports.pipe import PipeLink
@@ -71,7 +71,7 @@ def test_messages_arrive_in_order_in_both_directions(laid):
 
     assert [update(version) for version in range(20)] == [r.message for r in second.receive()]
     assert [ack(version) for version in range(20)] == [r.message for r in first.receive()]
-    assert [] == first.receive() + second.receive()
+    assert first.receive() + second.receive() == []
 
 
 @pytest.mark.parametrize("nbytes", [1, 100, 65_535, 65_536, 65_537, 300_000])
@@ -107,7 +107,7 @@ def test_an_update_without_its_bytes_is_refused(laid):
     with pytest.raises(ConfigurationError, match="does not fit the wire"):
         first.send(replace(update(1), digest=b"short"))
 
-    assert [] == second.receive()
+    assert second.receive() == []
 
 
 def test_a_landing_is_not_used_again_while_somebody_looks_at_it(laid):
@@ -128,7 +128,7 @@ def test_a_landing_is_used_again_when_nobody_does(laid):
         first.send(update(version, 200_000), filled(200_000))
         places.add(id(exchange(first, second, 1)[0].payload.obj))
 
-    assert 1 == len(places)
+    assert len(places) == 1
 
 
 # ---------------------------------------------------------------------------------------- partial frames
@@ -140,7 +140,11 @@ def test_a_landing_is_used_again_when_nobody_does(laid):
         st.one_of(
             st.tuples(st.just("ours"), strategies.acks),
             st.tuples(st.just("payload"), st.integers(1, 200_000)),
-            st.tuples(st.just("user"), st.binary(max_size=300).filter(lambda data: not data.startswith(wire.MAGIC)) | st.integers(60_000, 150_000)),
+            st.tuples(
+                st.just("user"),
+                st.binary(max_size=300).filter(lambda data: not data.startswith(wire.MAGIC))
+                | st.integers(60_000, 150_000),
+            ),
         ),
         max_size=8,
     ),
@@ -188,7 +192,7 @@ def test_a_narrow_pipe_carries_everything_piece_by_piece(laid, payloads):
 
     assert first.wants_write() is not None
     received = exchange(first, second, 8)
-    assert [0, 0, 1, 1, 2, 2, 3, 3] == [r.message.version for r in received]
+    assert [r.message.version for r in received] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [bytes(buffer.view) for buffer in buffers] == [bytes(r.payload) for r in received[::2]]
     assert first.wants_write() is None
     assert first.flush()
@@ -231,7 +235,7 @@ def test_an_outgoing_payload_is_not_copied(laid):
     first.send(update(1, 2**20), buffer)
     buffer.view[-4:] = b"late"
 
-    assert b"late" == exchange(first, second, 1)[0].payload[-4:]
+    assert exchange(first, second, 1)[0].payload[-4:] == b"late"
 
 
 def test_close_cuts_an_unfinished_frame_and_lets_its_payload_go(laid):
@@ -263,8 +267,6 @@ def spoiled(how: str) -> bytes:
         return frame(ack(2), b"payload")
     if how == "unknown segment":
         update_ = Update(model_id="policy", incarnation=1, version=2, layout_digest=b"", nbytes=3)
-        from weightsync.messages import SlotRef
-
         return frame(replace(update_, slot=SlotRef(segment=99)))
     data[{"kind": 20, "incarnation": 40, "body": -1}[how]] ^= 0x10
     return bytes(data)
@@ -295,7 +297,7 @@ def test_malformed_frames_are_a_protocol_error_behind_what_came_before(laid, how
             second.receive()
     assert caught.value.unread or how == "unknown segment"
     second.send(Bye(model_id="policy", incarnation=1, reason="a last word"))
-    assert "a last word" == first.receive()[0].message.reason
+    assert first.receive()[0].message.reason == "a last word"
 
 
 def test_another_protocol_version_is_a_protocol_error_that_names_both(laid):
@@ -312,7 +314,7 @@ def test_a_length_that_lies_allocates_nothing(laid):
     first, second = laid()
     os.write(first._channel.connection.fileno(), struct.pack("!iQ", -1, 2**62) + b"not ours" * 100)
 
-    assert [] == second.receive()
+    assert second.receive() == []
     assert len(second._channel._inflow._filling.grown) < 2**20
 
 
@@ -325,7 +327,7 @@ def test_what_was_readable_comes_before_the_end(laid):
         first.send(ack(version))
     first.close()
 
-    assert 5 == len(second.receive())
+    assert len(second.receive()) == 5
     for _ in range(2):
         with pytest.raises(TransportError, match="the trainer"):
             second.receive()
@@ -354,7 +356,7 @@ def test_a_link_is_closed_for_good(laid):
     for use in (first.receive, first.flush, lambda: first.send(ack(1))):
         with pytest.raises(TransportError, match="closed"):
             use()
-    assert [] == first.waitables()
+    assert first.waitables() == []
     assert first.wants_write() is None
     first.watch(os.getpid(), 0)
 
@@ -383,7 +385,7 @@ def test_the_blocking_mode_that_the_user_shares_is_untouched(laid):
     first.send(update(1, 2**20), filled(2**20))
     second.receive()
 
-    assert [0, 0] == [fcntl.fcntl(end.fileno(), fcntl.F_GETFL) & os.O_NONBLOCK for end in ends]
+    assert [fcntl.fcntl(end.fileno(), fcntl.F_GETFL) & os.O_NONBLOCK for end in ends] == [0, 0]
 
 
 # ------------------------------------------------------------------------------------------- bad wiring
@@ -426,7 +428,7 @@ def test_wait_names_the_links_that_have_something(laid):
 
     assert [two[1]] == wait(Waker(), [one[1], two[1]], 1.0)
     two[1].receive()
-    assert [] == wait(Waker(), [one[1], two[1]], 0.0)
+    assert wait(Waker(), [one[1], two[1]], 0.0) == []
 
 
 def test_wait_is_over_when_the_waker_fires_before_or_during(laid):
@@ -434,29 +436,29 @@ def test_wait_is_over_when_the_waker_fires_before_or_during(laid):
     waker = Waker()
     waker.fire()
     waker.fire()
-    assert [] == wait(waker, [second], None)
+    assert wait(waker, [second], None) == []
     threading.Timer(0.05, waker.fire).start()
-    assert [] == wait(waker, [second], None)
-    assert [] == wait(waker, [second], 0.01)
+    assert wait(waker, [second], None) == []
+    assert wait(waker, [second], 0.01) == []
 
 
 def test_a_waker_that_is_closed_ends_every_wait(laid):
     _, second = laid()
     waker = Waker()
     threading.Timer(0.05, waker.close).start()
-    assert [] == wait(waker, [second], None)
-    assert [] == wait(waker, [second], None)
+    assert wait(waker, [second], None) == []
+    assert wait(waker, [second], None) == []
     waker.fire()
     waker.clear()
     waker.close()
 
-    assert -1 == waker.fileno()
+    assert waker.fileno() == -1
 
 
 def test_room_to_write_ends_a_wait(laid):
     first, second = laid(payloads=Payloads.INLINE)
     first.send(update(1, 2**20), filled(2**20))
-    assert [] == wait(Waker(), [first], 0.0)
+    assert wait(Waker(), [first], 0.0) == []
     second.receive()
 
     assert [first] == wait(Waker(), [first], 1.0)
@@ -474,4 +476,4 @@ def test_a_pool_serves_version_after_version(laid):
         second.send(ack(version))
         first.receive()
 
-    assert (2, 1, 2, 200_000) == pool.statistics()
+    assert pool.statistics() == (2, 1, 2, 200_000)

@@ -6,10 +6,10 @@ import struct
 from dataclasses import replace
 
 import pytest
+import wire_strategies as strategies
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-import wire_strategies as strategies
 
 from weightsync import wire
 from weightsync._tables import PROTOCOL_VERSION, RefusalKind
@@ -140,11 +140,11 @@ def test_what_does_not_fit_the_wire_is_a_configuration_error(misfit):
 def test_a_reason_that_is_no_unicode_still_travels():
     refusal = replace(EXAMPLES[4], remote_traceback="file \udcff.py")
 
-    assert "file \\udcff.py" == wire.decode(wire.encode(refusal)).remote_traceback
+    assert wire.decode(wire.encode(refusal)).remote_traceback == "file \\udcff.py"
 
 
 def test_unread_keeps_a_bounded_part():
     with pytest.raises(ProtocolError) as caught:
         wire.decode(bytes(10**6))
 
-    assert wire.MAX_UNREAD_NBYTES == len(caught.value.unread)
+    assert len(caught.value.unread) == wire.MAX_UNREAD_NBYTES

@@ -220,7 +220,8 @@ class ReceiverDriver:
         except (ProtocolError, StateError) as error:
             self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, str(error)))
             self._down(number, str(error))
-            raise ProtocolError(str(error)) from error
+            unread = error.unread if isinstance(error, ProtocolError) else b""
+            raise ProtocolError(str(error), unread) from error
         finally:
             self._finish()
 

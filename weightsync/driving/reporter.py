@@ -42,7 +42,8 @@ class Reporter:
         """What became of a version that `is_over`; tells it once."""
         concluded = self._driver.concluded.pop(version)
         report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up)
-        self._given_up = {w: versions for w, versions in self._given_up.items() if w not in report.outcomes}
+        told = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
+        self._given_up = {w: versions for w, versions in self._given_up.items() if w not in told}
         return report
 
     def so_far(self, owing: OutcomeKind) -> SyncReport:

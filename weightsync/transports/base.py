@@ -117,6 +117,7 @@ class Waker:
         self._lock = threading.RLock()
         self._waiting = 0
         self._closed = False
+        self._pid = os.getpid()
         self._fd: int | None = None
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         forget_after_fork(self)
@@ -128,7 +129,8 @@ class Waker:
     def fire(self) -> None:
         """Wake whoever waits, or the next that will."""
         with self._lock:
-            if self._fd is not None:
+            # A child that closes what it inherited must not wake its parent, with whom it shares the counter.
+            if self._fd is not None and self._pid == os.getpid():
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:

@@ -131,6 +131,8 @@ class Sorter:
             self.leave(box)
         discard(self._strays)
         self._strays.clear()
+        if self._user_waker is not None:
+            self._user_waker.close()
 
 
 def discard(frames: Iterable[Frame]) -> None:

@@ -1,0 +1,316 @@
+"""Several models, and the user's own messages, over one connection."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+
+import pytest
+
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.messages import Ack, Bye, Update
+from weightsync.transports.base import Payloads, Waker, wait
+from weightsync.transports.channel import Channel
+from weightsync.transports.mailbox import MAX_STRAYS
+from weightsync.transports.memory import Buffer, Storage
+from weightsync.transports.pipe import PipeLink
+from weightsync.transports.user import UserMessages
+
+
+def ack(version: int, model_id: str = "policy") -> Ack:
+    return Ack(model_id=model_id, incarnation=1, version=version)
+
+
+def versions(link: PipeLink) -> list[int]:
+    return [received.message.version for received in link.receive()]
+
+
+@pytest.fixture
+def ends():
+    pair = multiprocessing.Pipe()
+    yield pair
+    for end in pair:
+        end.close()
+
+
+# --------------------------------------------------------------------------------------- several models
+
+
+def test_each_link_gets_its_own_model_whoever_reads(laid, ends):
+    actor, critic = laid("actor", ends), laid("critic", ends)
+    for version in range(3):
+        actor[0].send(ack(version, "actor"))
+        critic[0].send(ack(version + 10, "critic"))
+
+    assert versions(actor[1]) == [0, 1, 2]
+    assert versions(critic[1]) == [10, 11, 12]
+
+
+def test_a_link_whose_frame_another_took_is_woken(laid, ends):
+    actor, critic = laid("actor", ends), laid("critic", ends)
+    waker, woken = Waker(), []
+    waiter = threading.Thread(target=lambda: woken.extend(wait(waker, [critic[1]], 10.0)))
+    critic[0].send(ack(1, "critic"))
+    assert versions(actor[1]) == []
+    waiter.start()
+    waiter.join()
+
+    assert [critic[1]] == woken
+    assert versions(critic[1]) == [1]
+    assert wait(waker, [critic[1]], 0.0) == []
+
+
+def test_two_threads_wait_for_two_models(laid, ends):
+    pairs = {name: laid(name, ends) for name in ("actor", "critic")}
+    heard = {name: [] for name in pairs}
+
+    def listen(name: str) -> None:
+        waker = Waker()
+        while len(heard[name]) < 200:
+            assert wait(waker, [pairs[name][1]], 10.0)
+            heard[name] += versions(pairs[name][1])
+
+    threads = [threading.Thread(target=listen, args=(name,)) for name in pairs]
+    for thread in threads:
+        thread.start()
+    for version in range(200):
+        for name, (first, _) in pairs.items():
+            first.send(ack(version, name))
+            while not first.flush():
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+
+    assert {name: list(range(200)) for name in pairs} == heard
+
+
+def test_the_connection_closes_with_its_last_link(laid, ends):
+    actor, critic = laid("actor", ends), laid("critic", ends)
+    actor[0].close()
+    assert not ends[0].closed
+    critic[0].send(ack(1, "critic"))
+    assert versions(critic[1]) == [1]
+    critic[0].close()
+
+    assert ends[0].closed
+    for link in (actor[1], critic[1]):
+        with pytest.raises(TransportError, match="closed by the other end"):
+            link.receive()
+
+
+def test_a_frame_that_a_closed_link_began_is_finished_for_the_others(laid, ends):
+    actor = laid("actor", ends, payloads=Payloads.INLINE)
+    critic = laid("critic", ends)
+    buffer = Buffer(2**20)
+    update = Update(model_id="actor", incarnation=1, version=1, layout_digest=b"", nbytes=2**20)
+    actor[0].send(update, buffer)
+    critic[0].send(ack(2, "critic"))
+    actor[0].close()
+    assert buffer.pinned
+    received = []
+    while not received:
+        critic[0].flush()
+        received = versions(critic[1])
+
+    assert received == [2]
+    assert versions(actor[1]) == [1]
+    assert not buffer.pinned
+
+
+def test_frames_for_a_model_not_yet_registered_are_kept_for_it(laid, ends):
+    actor = PipeLink(ends[0], "actor"), PipeLink(ends[1], "actor")
+    late = PipeLink(ends[0], "late")
+    buffer = Buffer(100_000, Storage.SEGMENTS)
+    buffer.view[:5] = b"hello"
+    late.send(ack(1, "late"))
+    late.send(Update(model_id="late", incarnation=1, version=2, layout_digest=b"", nbytes=100_000), buffer)
+    assert versions(actor[1]) == []
+    other = PipeLink(ends[1], "late")
+
+    assert [other] == wait(Waker(), [other], 1.0)
+    _, received = other.receive()
+    assert received.payload[:5] == b"hello"
+    for link in (*actor, late, other):
+        link.close()
+
+
+def test_frames_for_models_that_nobody_registers_are_bounded(laid, ends):
+    first, second = laid("policy", ends)
+    nobody = PipeLink(ends[0], "nobody")
+    for version in range(MAX_STRAYS + 1):
+        nobody.send(ack(version, "nobody"))
+    with pytest.raises(ProtocolError, match=f"More than {MAX_STRAYS} messages .*'nobody'"):
+        second.receive()
+    nobody.close()
+    first.close()
+
+
+def test_frames_for_a_model_whose_link_was_closed_are_dropped(laid, ends):
+    actor, critic = laid("actor", ends), laid("critic", ends)
+    critic[1].close()
+    buffer = Buffer(100_000, Storage.SEGMENTS)
+    for version in range(MAX_STRAYS + 1):
+        update = Update(model_id="critic", incarnation=1, version=version, layout_digest=b"", nbytes=100_000)
+        critic[0].send(update, buffer)
+        assert versions(actor[1]) == []
+    again = PipeLink(ends[1], "critic")
+    critic[0].send(ack(7, "critic"))
+
+    assert versions(again) == [7]
+    again.close()
+
+
+def test_a_link_that_is_dropped_unclosed_leaves_nothing(ends):
+    link = PipeLink(ends[0], "policy")
+    link.send(ack(1))
+    del link
+
+    assert not ends[0].closed
+
+
+# ------------------------------------------------------------------------------------------- the user's
+
+
+def test_the_users_messages_come_out_in_order_and_unchanged(laid, ends):
+    first, second = laid("policy", ends)
+    objects = [{"a": 1}, b"bytes", "x" * 20_000, list(range(10_000)), None]
+    for version, value in enumerate(objects):
+        first.user.send(value)
+        first.send(ack(version))
+    first.user.send_bytes(b"raw")
+
+    assert versions(second) == [0, 1, 2, 3, 4]
+    assert objects == [second.user.recv() for _ in objects]
+    assert second.user.recv_bytes() == b"raw"
+    assert not second.user.poll()
+
+
+@pytest.mark.parametrize("size", [0, 1, 16_384, 16_385, 150_000])
+def test_a_plain_connection_and_ours_understand_each_other(ends, size):
+    link = PipeLink(ends[0], "policy")
+    plain = ends[1]
+    link.user.send_bytes(b"u" * size)
+    assert b"u" * size == plain.recv_bytes()
+    link.user.send({"size": size})
+    assert {"size": size} == plain.recv()
+    plain.send(["object", size])
+    plain.send_bytes(b"p" * size)
+
+    assert link.user.poll(1.0)
+    assert ["object", size] == link.user.recv()
+    assert b"p" * size == link.user.recv_bytes()
+    link.close()
+
+
+def test_foreign_pickles_are_not_unpickled_by_the_link(laid, ends):
+    _, second = laid("policy", ends)
+    ends[0].send_bytes(b"\x80\x05no pickle at all.")
+
+    assert second.receive() == []
+    with pytest.raises(pickle.UnpicklingError):
+        second.user.recv()
+
+
+def test_messages_that_begin_as_ours_are_refused_at_the_source(laid, ends):
+    first, second = laid("policy", ends)
+    with pytest.raises(ConfigurationError, match="weightsync's own"):
+        first.user.send_bytes(b"WSYN and more")
+
+    assert not second.user.poll()
+
+
+def test_poll_waits_as_long_as_it_is_told(laid, ends):
+    first, second = laid("policy", ends)
+    begun = time.monotonic()
+    assert not second.user.poll(0.05)
+    assert time.monotonic() - begun >= 0.045
+    threading.Timer(0.05, lambda: first.user.send("late")).start()
+
+    assert second.user.poll(10.0)
+    assert second.user.recv() == "late"
+
+
+def test_messages_of_ours_do_not_end_a_poll_for_the_users(laid, ends):
+    first, second = laid("policy", ends)
+    threading.Timer(0.02, lambda: first.send(ack(1))).start()
+
+    assert not second.user.poll(0.1)
+    assert versions(second) == [1]
+
+
+def test_a_poll_is_woken_when_a_link_takes_the_users_message(laid, ends):
+    first, second = laid("policy", ends)
+    heard = []
+    listener = threading.Thread(target=lambda: heard.append(second.user.recv()))
+    listener.start()
+    deadline = time.monotonic() + 10
+    first.user.send("mine")
+    while listener.is_alive() and time.monotonic() < deadline:
+        second.receive()
+    listener.join()
+
+    assert heard == ["mine"]
+
+
+def test_a_large_message_of_the_users_blocks_until_it_has_left(laid, ends):
+    first, second = laid("policy", ends)
+    big = os.urandom(3 * 2**20)
+    sender = threading.Thread(target=lambda: first.user.send_bytes(big))
+    sender.start()
+    sender.join(0.05)
+    assert sender.is_alive()
+    first.send(ack(1))
+
+    assert big == second.user.recv_bytes()
+    sender.join()
+    while not (heard := versions(second)):
+        first.flush()
+    assert heard == [1]
+
+
+def test_the_end_of_the_connection_is_the_end_of_file_for_the_user(laid, ends):
+    first, second = laid("policy", ends)
+    first.user.send("last")
+    first.close()
+
+    assert second.user.poll()
+    assert second.user.recv() == "last"
+    assert second.user.poll()
+    with pytest.raises(EOFError):
+        second.user.recv()
+    with pytest.raises(TransportError):
+        second.user.send("nobody")
+
+
+def test_the_users_messages_survive_the_last_link(laid, ends):
+    first, second = laid("policy", ends)
+    user = second.user
+    first.user.send("kept")
+    second.receive()
+    second.close()
+
+    assert user.recv() == "kept"
+    with pytest.raises(EOFError):
+        user.recv()
+
+
+def test_the_users_messages_need_no_link(ends):
+    user = UserMessages(Channel.of(ends[0]))
+    ends[1].send("before")
+    assert user.recv() == "before"
+    link = PipeLink(ends[0], "policy")
+    ends[1].send("after")
+
+    assert link.user.recv() == "after"
+    link.close()
+
+
+def test_a_last_word_gets_through_before_the_connection_closes(laid, ends):
+    first, second = laid("policy", ends)
+    first.send(Bye(model_id="policy", incarnation=1, reason="done"))
+    first.close()
+
+    assert second.receive()[0].message.reason == "done"

@@ -1,0 +1,313 @@
+"""Segments, buffers, pools, and the pins that keep a payload from being written while somebody reads it."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from weightsync._tables import RefusalKind
+from weightsync.errors import ProtocolError, TransportError
+from weightsync.messages import Ack, Refusal, SlotRef, Update
+from weightsync.transports.memory import SPARE_BUFFERS, Buffer, Mapping, Pool, Segment, Storage
+from weightsync.transports.pins import Pins
+from weightsync.transports.sharing import MAX_SEGMENTS, Mapped, Named
+
+LARGE = 100_000
+
+
+def update(version: int, incarnation: int = 1) -> Update:
+    return Update(model_id="m", incarnation=incarnation, version=version, layout_digest=b"", nbytes=LARGE)
+
+
+def ack(version: int, incarnation: int = 1) -> Ack:
+    return Ack(model_id="m", incarnation=incarnation, version=version)
+
+
+def refusal(version: int, kind: RefusalKind = RefusalKind.REFUSED, incarnation: int = 1) -> Refusal:
+    return Refusal(model_id="m", incarnation=incarnation, version=version, kind=kind)
+
+
+# ---------------------------------------------------------------------------------------------- segments
+
+
+def test_a_segment_has_no_name_and_no_permission_to_change():
+    segment = Segment(LARGE)
+
+    assert "/memfd:" in os.readlink(f"/proc/self/fd/{segment.fd}")
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 10)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 2 * LARGE)
+    with pytest.raises(PermissionError):
+        mmap.mmap(segment.fd, LARGE, flags=mmap.MAP_SHARED)
+    assert not os.get_inheritable(segment.fd)
+
+
+def test_a_segments_pages_exist_before_the_first_write():
+    segment = Segment(64 * 4096)
+
+    assert os.fstat(segment.fd).st_blocks * 512 >= 64 * 4096
+
+
+@pytest.mark.parametrize("nbytes", [2**50, 2**62])
+def test_too_little_memory_is_an_error_and_no_signal(nbytes):
+    with pytest.raises(TransportError, match="shared memory") as caught:
+        Segment(nbytes)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_mapping_reads_the_peers_writes_and_keeps_its_own():
+    segment = Segment(3 * 4096)
+    mapping = Mapping(segment.fd)
+    segment.view[:5] = b"first"
+    assert mapping.view[:5] == b"first"
+    mapping.view[:5] = b"wrong"
+    mapping.view[2 * 4096 : 2 * 4096 + 3] = b"own"
+
+    assert segment.view[:5] == b"first"
+    segment.view[4096:4100] = b"next"
+    assert mapping.view[4096:4100] == b"next"
+    mapping.remap()
+    assert bytes(segment.view) == bytes(mapping.view)
+
+
+def test_what_is_not_sealed_is_not_mapped():
+    fd = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    with pytest.raises(TransportError, match="not sealed"):
+        Mapping(fd)
+    os.close(fd)
+    reading, writing = os.pipe()
+    with pytest.raises(TransportError, match="cannot be mapped"):
+        Mapping(reading)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_views_outlive_whatever_made_them():
+    pool = Pool()
+    buffer = pool.acquire(LARGE)
+    mapping = Mapping(buffer.segment.fd)
+    written, read = buffer.view[10:20], mapping.view[10:20]
+    pool.close()
+    del buffer, mapping, pool
+    gc.collect()
+    written[:] = b"still here"
+
+    assert read == b"still here"
+
+
+def test_a_segment_is_freed_with_its_last_view():
+    before = set(os.listdir("/proc/self/fd"))
+    buffer = Buffer(LARGE, Storage.SEGMENTS)
+    view = buffer.view
+    del buffer, view
+
+    assert before == set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, LARGE])
+def test_a_heap_buffer_holds_what_it_is_asked_to(nbytes):
+    buffer = Buffer(nbytes)
+
+    assert (nbytes, nbytes, None) == (buffer.nbytes, len(buffer.view), buffer.segment)
+
+
+# -------------------------------------------------------------------------------------------------- pool
+
+
+@settings(max_examples=60, stateful_step_count=40)
+class Pools(RuleBasedStateMachine):
+    """A pool against the rule: what somebody may read is never handed out."""
+
+    buffers = Bundle("buffers")
+    pins = Bundle("pins")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pool(Storage.HEAP)
+        self.pinned: dict[int, set[int]] = {}
+        self.retired: set[int] = set()
+        self.known: dict[int, Buffer] = {}
+
+    @rule(target=buffers, nbytes=st.integers(0, 5000))
+    def acquire(self, nbytes):
+        buffer = self.pool.acquire(nbytes)
+        assert not self.pinned.get(id(buffer))
+        assert id(buffer) not in self.retired
+        assert buffer.nbytes >= nbytes
+        self.known[id(buffer)] = buffer
+        return buffer
+
+    @rule(target=pins, buffer=buffers, token=st.integers(0, 5))
+    def pin(self, buffer, token):
+        buffer.pin(token)
+        self.pinned.setdefault(id(buffer), set()).add(token)
+        return (buffer, token)
+
+    @rule(pin=consumes(pins))
+    def unpin(self, pin):
+        buffer, token = pin
+        buffer.unpin(token)
+        self.pinned[id(buffer)].discard(token)
+
+    @rule(buffer=buffers)
+    def retire(self, buffer):
+        buffer.retire()
+        self.retired.add(id(buffer))
+
+    @rule(target=buffers)
+    def close(self):
+        self.pool.close()
+        return multiple()
+
+    @invariant()
+    def holds_little_more_than_what_is_pinned(self):
+        statistics = self.pool.statistics()
+        pinned = [key for key, tokens in self.pinned.items() if tokens and key not in self.retired]
+        assert statistics.pinned <= len(pinned)
+        assert statistics.buffers <= len(self.known)
+
+
+TestPools = Pools.TestCase
+
+
+def test_a_pool_prefers_the_smallest_that_fits_and_keeps_one_spare():
+    pool = Pool(Storage.HEAP)
+    made = [pool.acquire(size) for size in (300, 100, 200)]
+    kept = []
+    for size in (300, 100, 200, 400):
+        buffer = pool.acquire(size)
+        buffer.pin("held")
+        kept.append(buffer)
+    for buffer in kept:
+        buffer.unpin("held")
+
+    assert kept[1] is pool.acquire(90)
+    assert pool.statistics().buffers == 1 + SPARE_BUFFERS
+    assert made
+
+
+def test_a_retired_buffer_is_never_seen_again():
+    pool = Pool()
+    first = pool.acquire(LARGE)
+    first.retire()
+
+    assert first is not pool.acquire(LARGE)
+    assert pool.statistics().segments == 1
+
+
+# -------------------------------------------------------------------------------------------------- pins
+
+
+def test_a_payload_stays_pinned_until_a_newer_version_is_acked():
+    pins, old, new = Pins(), Buffer(1), Buffer(1)
+    pins.hold(update(1), old)
+    pins.answered(ack(1))
+    assert old.pinned
+    pins.hold(update(2), new)
+    assert old.pinned
+    pins.answered(ack(2))
+
+    assert (old.pinned, new.pinned) == (False, True)
+
+
+def test_versions_compare_within_their_incarnation_first():
+    pins, old, new = Pins(), Buffer(1), Buffer(1)
+    pins.hold(update(9, incarnation=1), old)
+    pins.hold(update(1, incarnation=2), new)
+    pins.answered(ack(1, incarnation=2))
+
+    assert (old.pinned, new.pinned) == (False, True)
+
+
+@pytest.mark.parametrize("kind", RefusalKind)
+def test_a_refusal_frees_what_it_names_and_nothing_else(kind):
+    pins, served, refused = Pins(), Buffer(1), Buffer(1)
+    pins.hold(update(1), served)
+    pins.answered(ack(1))
+    pins.hold(update(2), refused)
+    pins.answered(refusal(2, kind))
+
+    assert (served.pinned, refused.pinned) == (True, False)
+
+
+def test_a_refusal_of_what_was_acked_frees_nothing():
+    pins, served = Pins(), Buffer(1)
+    pins.hold(update(1), served)
+    pins.answered(ack(1))
+    pins.answered(refusal(1, RefusalKind.STALE))
+
+    assert served.pinned
+
+
+def test_two_links_pin_one_buffer_each_for_itself():
+    first, second, buffer = Pins(), Pins(), Buffer(1)
+    for pins in (first, second):
+        pins.hold(update(1), buffer)
+    first.release()
+    assert buffer.pinned
+    second.release()
+
+    assert not buffer.pinned
+
+
+def test_a_worker_that_cannot_be_asked_keeps_its_buffers_for_ever():
+    pins, pool = Pins(), Pool(Storage.HEAP)
+    buffer = pool.acquire(10)
+    pins.hold(update(1), buffer)
+    pins.retire()
+
+    assert (buffer.pinned, buffer.retired) == (False, True)
+    assert buffer is not pool.acquire(10)
+
+
+# ----------------------------------------------------------------------------------------------- sharing
+
+
+@settings(max_examples=60, stateful_step_count=40)
+class Sharing(RuleBasedStateMachine):
+    """Both ends' lists of segments stay in step, whatever is named in whatever order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named, self.mapped = Named(), Mapped()
+        self.segments = [Segment(4096) for _ in range(MAX_SEGMENTS + 3)]
+        for segment in self.segments:
+            segment.view[:8] = segment.number.to_bytes(8, "big")
+
+    @rule(index=st.integers(0, MAX_SEGMENTS + 2))
+    def name(self, index):
+        segment = self.segments[index]
+        descriptors = tuple(map(os.dup, self.named.missing(segment)))
+        self.named.name(segment)
+        mapping = self.mapped.find(SlotRef(segment=segment.number), descriptors)
+        assert segment.number.to_bytes(8, "big") == mapping.view[:8]
+
+    @invariant()
+    def bounded(self):
+        assert len(self.named._numbers) <= MAX_SEGMENTS
+        assert list(self.named._numbers) == list(self.mapped._mappings)
+
+
+TestSharing = Sharing.TestCase
+
+
+def test_a_segment_that_was_never_passed_is_a_protocol_error():
+    with pytest.raises(ProtocolError, match="segment 7"):
+        Mapped().find(SlotRef(segment=7), ())
+
+
+def test_seals_are_those_that_the_kernel_reports():
+    segment = Segment(4096)
+    seals = fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS)
+
+    assert fcntl.F_SEAL_SHRINK & seals
+    assert fcntl.F_SEAL_SEAL & seals

@@ -1,0 +1,360 @@
+"""Links between real processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import pytest
+import transport_workers as workers
+
+from weightsync.errors import TransportError
+from weightsync.messages import Ack, Bye, Hello, Update
+from weightsync.transports.base import Payloads, Waker, wait
+from weightsync.transports.liveness import ProcessWatch, own_identity, started_at
+from weightsync.transports.memory import Pool
+from weightsync.transports.pipe import PipeLink
+
+FORK = multiprocessing.get_context("fork")
+_unheard: WeakKeyDictionary[PipeLink, list] = WeakKeyDictionary()
+BYE = Bye(model_id=workers.MODEL, incarnation=1)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable]:
+    """Starts a process with one end of a pipe; gives it and our link over the other end."""
+    begun: list[tuple[multiprocessing.Process, PipeLink | None]] = []
+
+    def begin(target: Callable, *args: object, context=FORK, keep: tuple[Connection, ...] = (), **options: object):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(theirs, *args), daemon=True)
+        process.start()
+        if theirs not in keep:
+            theirs.close()
+        link = PipeLink(ours, workers.MODEL, peer="worker 0", **options)
+        begun.append((process, link))
+        return process, link
+
+    yield begin
+    for process, link in begun:
+        link.close()
+        process.kill()
+        process.join()
+        process.close()
+
+
+def hear(link: PipeLink, count: int = 1) -> list:
+    """The next messages; the peer is watched from its Hello on."""
+    waker, heard = Waker(), _unheard.setdefault(link, [])
+    while len(heard) < count:
+        assert wait(waker, [link], 90.0)
+        link.flush()
+        heard += [received.message for received in link.receive()]
+    _unheard[link] = heard[count:]
+    for message in heard[:count]:
+        if isinstance(message, Hello):
+            link.watch(message.pid, message.started)
+    return heard[:count]
+
+
+def ending(link: PipeLink) -> tuple[list, str, float]:
+    """What still comes, why the link ends, and after how long."""
+    waker, heard, begun = Waker(), [], time.monotonic()
+    while True:
+        assert wait(waker, [link], 30.0)
+        try:
+            heard += link.receive()
+        except TransportError as error:
+            return heard, str(error), time.monotonic() - begun
+
+
+def update(version: int, nbytes: int) -> Update:
+    return Update(model_id=workers.MODEL, incarnation=1, version=version, layout_digest=b"", nbytes=nbytes)
+
+
+def publish(link: PipeLink, pool: Pool, version: int, nbytes: int) -> None:
+    buffer = pool.acquire(nbytes)
+    buffer.view[:nbytes] = bytes([version % 256]) * nbytes
+    link.send(update(version, nbytes), buffer)
+
+
+def answered(link: PipeLink, version: int, *, shared: bool) -> None:
+    assert [Ack(model_id=workers.MODEL, incarnation=1, version=version)] == hear(link)
+    assert link.user.poll(30.0)
+    assert ("acked", version, shared) == link.user.recv()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("payloads", Payloads)
+def test_versions_travel_and_are_acked(start, request, method, payloads):
+    context = FORK if method == "fork" else request.getfixturevalue("forkserver")
+    process, link = start(workers.echo, context=context, payloads=payloads)
+    pool = Pool()
+    assert isinstance(hear(link)[0], Hello)
+    for version in range(1, 10):
+        publish(link, pool, version, 1000 if version == 5 else 300_000)
+        answered(link, version, shared=payloads is Payloads.SHARED and version != 5)
+    link.send(BYE)
+    process.join(10)
+
+    assert process.exitcode == 0
+
+
+def test_versions_travel_to_a_spawned_process(start):
+    process, link = start(workers.echo, context=multiprocessing.get_context("spawn"))
+    pool = Pool()
+    for version in (1, 2, 3):
+        publish(link, pool, version, 300_000)
+    assert isinstance(hear(link)[0], Hello)
+    answered(link, 1, shared=True)
+    assert [message.version for message in hear(link, 2)] == [2, 3]
+    link.send(BYE)
+    process.join(30)
+
+    assert process.exitcode == 0
+
+
+def test_a_killed_peer_is_noticed_at_once_though_a_sibling_holds_its_end(start):
+    ours, theirs = FORK.Pipe()
+    victim = FORK.Process(target=workers.stay, args=(theirs,), daemon=True)
+    victim.start()
+    sibling = FORK.Process(target=workers.hold, args=(theirs,), daemon=True)
+    sibling.start()
+    link = PipeLink(ours, workers.MODEL, peer="worker 3")
+    hear(link)
+    os.kill(victim.pid, signal.SIGKILL)
+    heard, why, seconds = ending(link)
+
+    assert heard == []
+    assert f"worker 3 has ended: process {victim.pid} is dead" in why
+    assert seconds < 1.0
+    link.close()
+    theirs.close()
+    for process in (victim, sibling):
+        process.kill()
+        process.join()
+        process.close()
+
+
+def test_a_killed_peers_last_words_are_heard(start):
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=workers.last_words, args=(theirs,), daemon=True)
+    process.start()
+    link = PipeLink(ours, workers.MODEL)
+    process.join()
+    pid, started = process.pid, 0
+    link.watch(pid, started)
+    heard, why, _ = ending(link)
+
+    assert list(range(50)) == [received.message.version for received in heard[1:]]
+    assert f"process {pid} is dead" in why
+    link.close()
+    theirs.close()
+    process.close()
+
+
+def test_what_a_dead_worker_held_is_free_and_what_a_living_one_may_hold_is_retired(start):
+    process, link = start(workers.stay)
+    _, other = start(workers.stay)
+    pool = Pool()
+    for each in (link, other):
+        hear(each)
+    held, retired = pool.acquire(300_000), None
+    link.send(update(1, 300_000), held)
+    retired = pool.acquire(300_000)
+    other.send(update(1, 300_000), retired)
+    assert held is not retired
+    process.kill()
+    process.join()
+    ending(link)
+    link.close()
+    other.close()
+
+    assert [(buffer.pinned, buffer.retired) for buffer in (held, retired)] == [(False, False), (False, True)]
+    assert held is pool.acquire(300_000)
+
+
+def test_a_dead_trainers_memory_stays_readable_and_leaves_no_name(start):
+    names = set(os.listdir("/dev/shm"))
+    _, link = start(workers.trainer_that_dies, 300_000)
+    received = []
+    while len(received) < 2:
+        wait(Waker(), [link], 30.0)
+        received += link.receive()
+    link.watch(received[0].message.pid, received[0].message.started)
+    link.user.send("die")
+    ending(link)
+
+    assert received[1].payload == b"t" * 300_000
+    assert names == set(os.listdir("/dev/shm"))
+
+
+# -------------------------------------------------------------------------------------------------- fork
+
+
+def in_a_fork(check: Callable[[], None]) -> None:
+    """Run ``check`` in a forked child; what it raises fails the test."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            check()
+            code = 0
+        except BaseException as error:  # noqa: BLE001
+            sys.stderr.write(f"in the child: {error!r}\n")
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_an_inherited_link_is_dead_in_the_child_and_alive_in_the_parent(laid):
+    first, second = laid()
+    waker, buffer = Waker(), Pool().acquire(300_000)
+    first.send(update(1, 300_000), buffer)
+    first.user.send("kept")
+
+    def check() -> None:
+        for use in (first.receive, second.receive, first.flush, lambda: first.send(BYE)):
+            with pytest.raises(TransportError, match="inherited over a fork"):
+                use()
+        with pytest.raises(TransportError, match="forked from"):
+            buffer.view[:1]
+        waker.fire()
+        for link in (first, second):
+            assert link.waitables() == [-1] or not link.waitables()
+            link.close()
+
+    in_a_fork(check)
+
+    assert wait(waker, [first], 0.0) == []
+    assert [update(1, 300_000).version] == [received.message.version for received in second.receive()]
+    assert second.user.recv() == "kept"
+    second.send(BYE)
+    assert [received.message for received in first.receive()] == [BYE]
+
+
+def test_a_child_makes_links_of_its_own_over_what_it_inherits():
+    ends = multiprocessing.Pipe()
+    mine = PipeLink(ends[0], workers.MODEL)
+
+    def check() -> None:
+        link = PipeLink(ends[1], workers.MODEL)
+        workers.hello(link)
+        wait(Waker(), [link], 10.0)
+        assert [received.message for received in link.receive()] == [BYE]
+
+    mine.send(BYE)
+    in_a_fork(check)
+
+    assert isinstance(hear(mine)[0], Hello)
+    mine.close()
+    ends[1].close()
+
+
+def test_a_fork_while_another_thread_uses_the_link_does_not_hang(laid):
+    first, second = laid()
+    stop = threading.Event()
+
+    def talk() -> None:
+        while not stop.is_set():
+            first.send(BYE)
+            second.receive()
+
+    talker = threading.Thread(target=talk)
+    talker.start()
+    try:
+        for _ in range(10):
+            in_a_fork(first.close)
+    finally:
+        stop.set()
+        talker.join()
+
+    assert first.flush()
+
+
+# ---------------------------------------------------------------------------------------------- liveness
+
+
+def test_a_process_knows_its_own_identity():
+    pid, started = own_identity()
+
+    assert (os.getpid(), started_at(os.getpid())) == (pid, started)
+    in_a_fork(lambda: None if own_identity() != (pid, started) else pytest.fail("the parent's"))
+
+
+def test_a_living_process_is_alive_and_another_of_its_number_is_not():
+    pid, started = own_identity()
+    living, reused, unknown = ProcessWatch(pid, started), ProcessWatch(pid, started + 1), ProcessWatch(pid, 0)
+
+    assert [watch.dead for watch in (living, reused, unknown)] == [False, True, False]
+
+
+def test_a_process_that_is_gone_is_dead():
+    process = FORK.Process(target=int)
+    process.start()
+    watch = ProcessWatch(process.pid, 0)
+    process.join()
+
+    assert watch.dead
+    assert ProcessWatch(process.pid, 0).dead
+    process.close()
+
+
+def test_a_dead_peer_named_by_a_hello_ends_the_wait(laid):
+    process = FORK.Process(target=int)
+    process.start()
+    process.join()
+    first, _ = laid()
+    first.watch(process.pid, 5)
+    _, why, seconds = ending(first)
+
+    assert f"process {process.pid} is dead" in why
+    assert seconds < 1.0
+    process.close()
+
+
+def test_names_with_spaces_and_parentheses_do_not_confuse_the_start(tmp_path: Path):
+    program = tmp_path / "a b) (c"
+    program.symlink_to("/bin/sleep")
+    pid = os.spawnv(os.P_NOWAIT, str(program), ["sleep", "30"])
+    try:
+        assert started_at(pid) >= own_identity()[1]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+# ------------------------------------------------------------------------------------------------- torn
+
+
+def test_readers_never_see_two_versions_at_once(start):
+    pool, nbytes, waker = Pool(), 256 * 1024, Waker()
+    links = [start(workers.check_torn, linger)[1] for linger in (0.0, 0.002)]
+    for link in links:
+        hear(link)
+    acked = [0] * len(links)
+    for version in range(1, 200):
+        buffer = pool.acquire(nbytes)
+        buffer.view[:] = bytes([version % 251]) * nbytes
+        for link in links:
+            link.send(update(version, nbytes), buffer)
+        while min(acked) < version - 3:
+            ready = wait(waker, links, 30.0)
+            assert ready
+            for link in ready:
+                for received in link.receive():
+                    acked[links.index(link)] = received.message.version
+    for link in links:
+        link.send(BYE)
+        assert link.user.poll(30.0)
+        assert link.user.recv() == 0
+
+    assert pool.statistics().segments <= 8

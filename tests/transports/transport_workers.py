@@ -1,0 +1,104 @@
+"""What the processes of the tests run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+
+from weightsync.errors import TransportError
+from weightsync.messages import Ack, Bye, Hello, Update
+from weightsync.transports.base import Waker, wait
+from weightsync.transports.liveness import own_identity
+from weightsync.transports.memory import Pool
+from weightsync.transports.pipe import PipeLink
+
+MODEL = "policy"
+
+
+def hello(link: PipeLink) -> None:
+    pid, started = own_identity()
+    link.send(Hello(model_id=MODEL, incarnation=1, pid=pid, started=started))
+
+
+def echo(connection: Connection) -> None:
+    """Ack each update, told by the payload's first byte whether it is the right one, until a Bye or the end."""
+    link, waker = PipeLink(connection, MODEL, peer="the trainer"), Waker()
+    hello(link)
+    while True:
+        wait(waker, [link], 10.0)
+        try:
+            received = link.receive()
+        except TransportError:
+            return
+        for one in received:
+            if isinstance(one.message, Bye):
+                link.close()
+                return
+            if isinstance(one.message, Update):
+                whole = bytes(one.payload) == bytes([one.message.version % 256]) * one.message.nbytes
+                one.payload[:3] = b"own"
+                one.refresh()
+                link.send(Ack(model_id=MODEL, incarnation=1, version=one.message.version if whole else 0))
+                link.user.send(("acked", one.message.version, one.message.slot is not None))
+
+
+def stay(connection: Connection) -> None:
+    """Say Hello and then nothing more."""
+    link = PipeLink(connection, MODEL)
+    hello(link)
+    signal.pause()
+
+
+def hold(*connections: Connection) -> None:
+    """Keep ends of pipes open, as siblings do that inherit them."""
+    signal.pause()
+    del connections
+
+
+def last_words(connection: Connection) -> None:
+    """Write, and die on the spot."""
+    link = PipeLink(connection, MODEL)
+    hello(link)
+    for version in range(50):
+        link.send(Ack(model_id=MODEL, incarnation=1, version=version))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trainer_that_dies(connection: Connection, nbytes: int) -> None:
+    """Publish one version in shared memory, and die once told to."""
+    link, pool = PipeLink(connection, MODEL), Pool()
+    hello(link)
+    buffer = pool.acquire(nbytes)
+    buffer.view[:] = b"t" * nbytes
+    update = Update(model_id=MODEL, incarnation=1, version=1, layout_digest=b"", nbytes=nbytes)
+    link.send(update, buffer)
+    link.user.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def check_torn(connection: Connection, linger: float) -> None:
+    """Read what is served again and again, while the trainer writes as fast as its pins let it."""
+    link, waker, served, torn = PipeLink(connection, MODEL), Waker(), None, 0
+    hello(link)
+    while True:
+        wait(waker, [link], 0.001 if served else 10.0)
+        for received in link.receive():
+            if isinstance(received.message, Bye):
+                link.user.send(torn)
+                link.close()
+                return
+            time.sleep(linger)
+            if served is not None:
+                torn += not whole(*served)
+            served = (received.payload, received.message.version)
+            torn += not whole(*served)
+            link.send(Ack(model_id=MODEL, incarnation=1, version=received.message.version))
+        if served is not None:
+            torn += not whole(*served)
+
+
+def whole(payload: memoryview, version: int) -> bool:
+    """Whether every page of it is of that version."""
+    return bytes(payload[::512]) == bytes([version % 251]) * len(payload[::512])
