@@ -27,9 +27,6 @@ SHARES = {Delivery.ORDERED: 1.0, Delivery.REORDERED: 0.3, Delivery.AT_LEAST_ONCE
 
 NUMBERS = st.integers(0, 63)
 WAYS = ("pickle", "copy", "deepcopy")
-import os
-from hypothesis import Phase
-FAST = dict(phases=[Phase.generate] + ([Phase.shrink] if os.environ.get('SHRINK') else []), report_multiple_bugs=False, database=None)
 _walked: set[Delivery] = set()
 
 
@@ -274,9 +271,7 @@ class Walk(RuleBasedStateMachine):
         a=NUMBERS,
         b=NUMBERS,
     )
-    def blocked(
-        self, script: list[tuple[str, int, int]], way_out: str, timeout: float | None, a: int, b: int
-    ) -> None:
+    def blocked(self, script: list[tuple[str, int, int]], way_out: str, timeout: float | None, a: int, b: int) -> None:
         """A send, or a wait, in which things happen."""
         self.world.during_the_wait([self._later(*each) for each in script], way_out)
         trainer, raises = self.actions._trainer(a), b % 2 == 0
@@ -306,9 +301,7 @@ class Walk(RuleBasedStateMachine):
 def test_walks(delivery: Delivery) -> None:
     walk = type(f"Walk{delivery.value}", (Walk,), {"delivery": delivery})
     examples = max(1, int(settings().max_examples * SHARES[delivery]))
-    run_state_machine_as_test(
-        walk, settings=settings(max_examples=examples, suppress_health_check=list(HealthCheck), **FAST)
-    )
+    run_state_machine_as_test(walk, settings=settings(max_examples=examples, suppress_health_check=list(HealthCheck)))
     _walked.add(delivery)
 
 
