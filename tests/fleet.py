@@ -48,7 +48,7 @@ def large(fill: float = 0.0) -> nn.Module:
 def filled(model: nn.Module, fill: float) -> nn.Module:
     """The model, all its weights set to ``fill``."""
     with torch.no_grad():
-        for tensor in model.state_dict().values():
+        for tensor in [*model.parameters(), *model.buffers()]:
             tensor.fill_(fill)
     return model
 

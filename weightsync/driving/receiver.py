@@ -214,6 +214,7 @@ class ReceiverDriver:
             for received in link.receive():
                 if number in self._links:
                     self._heard(number, link, received)
+                    self._finish()
         except TransportError as error:
             self._down(number, str(error))
         except (ProtocolError, StateError) as error:
