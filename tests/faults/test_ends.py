@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import random
 import threading
@@ -61,8 +63,6 @@ def trained(scheme_class: Any, crew: Crew, make: Any, count: int = 2) -> tuple[A
 
 
 def raise_at_exit(seat: Seat) -> None:
-    import atexit
-
     atexit.register(lambda: 1 / 0)
 
 
@@ -204,6 +204,7 @@ def list_or_nothing(pid: int) -> list[str]:
 
 def test_fifty_cycles_leave_the_descriptors_as_they_were(scheme_class: Any, make: Any) -> None:
     Pair(scheme_class, model=make).close()
+    gc.collect()
     before = sorted(descriptors().values())
     for _ in range(50):
         pair = Pair(scheme_class, model=make)
@@ -219,12 +220,11 @@ def test_fifty_cycles_leave_the_descriptors_as_they_were(scheme_class: Any, make
 
 
 def test_fifty_cycles_without_closing_anything_leave_nothing_either(scheme_class: Any, make: Any) -> None:
-    import gc
-
+    gc.collect()
     before = len(descriptors())
     for _ in range(50):
         Pair(scheme_class, model=make).sync()
-        gc.collect()
+    gc.collect()
 
     assert len(descriptors()) <= before
     assert mapped() == 0
