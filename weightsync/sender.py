@@ -235,6 +235,7 @@ class WeightSender(Side):
         """
         with Shield(self._driver.waker.fire):
             self._driver.take(pure.Close())
+            self._driver.waker.close()
             self._packer.close()
             self._endpoints.clear()
 
