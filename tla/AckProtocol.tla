@@ -542,12 +542,13 @@ Answered(w) ==
   /\ UNCHANGED <<sender, letters, gone>>
 
 \* The worker's end of a link closes: the sender's is closed, or ("break") it broke in between, or the answer that
-\* was to leave could not. A link without a handshake, or replaced, only loses what was on it.
+\* was to leave could not. LINK_DOWN if it is ours, or the only one there is; one that is replaced or was never ours
+\* is LATE, and only loses what was on it.
 LinkDown(w, s, k) ==
-  LET current == Link(w) = <<s, k>> IN
-  /\ (current \/ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k)
+  LET ours == Link(w) \in {<<s, k>>, NoLink} IN
+  /\ Link(w) = <<s, k>> \/ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k
   /\ ~Open(s, w, k) \/ (May("break") /\ ~gone[s][w])
-  /\ IF current
+  /\ IF ours
      THEN /\ ReceiverMay(rstate[w], "LINK_DOWN")
           /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
           /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload,

@@ -127,6 +127,7 @@ def test_the_panel_fits_its_width(width: int) -> None:
     lines = captured.get().splitlines()
     assert max(len(line) for line in lines) == width
     assert any("worker 2" in line for line in lines)
+    assert width < 80 or any("episodes  " in line for line in lines)
     assert any("something happened" in line for line in lines)
 
 

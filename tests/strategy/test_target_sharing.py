@@ -107,3 +107,15 @@ def test_memory_that_comes_to_be_shared_later_is_noticed(mode: Mode) -> None:
     for refused in (lambda: target.swap(staged), lambda: target.stage(*update)):
         with pytest.raises(LayoutError, match="'a', 'b' are tied"):
             refused()
+
+
+def test_neighbours_in_one_memory_are_mapped() -> None:
+    memory = torch.zeros(6)
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(memory[:3]), nn.Parameter(memory[3:])
+    target = Target(module, Mode.MAP)
+
+    target.swap(target.stage(*packed({"a": torch.ones(3), "b": torch.ones(3)})))
+
+    assert not memory.any()
+    assert module.b.tolist() == [1, 1, 1]
