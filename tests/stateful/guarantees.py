@@ -5,6 +5,8 @@ G8 and G11 concern one call, and are checked by `world` at each such call.
 
 from __future__ import annotations
 
+import itertools
+
 from world import Trainer, Worker, World
 
 from weightsync._tables import State
@@ -52,7 +54,7 @@ def check_g3_and_g6(world: World, worker: Worker) -> None:
 def check_g4(worker: Worker) -> None:
     """No worker goes back."""
     keys = [key for key, _ in worker.served]
-    assert all(one < next for one, next in zip(keys, keys[1:], strict=False))
+    assert all(one < next for one, next in itertools.pairwise(keys))
     assert not keys or keys[-1][0] <= worker.real._driver.data.fence
 
 

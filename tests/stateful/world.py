@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from policy import Policy
 from reference import SENDER, WORKER, Content, Interrupt, Raised
 
 from weightsync import messages
@@ -35,33 +36,6 @@ ROWS: Counter[tuple[State, SenderInput | ReceiverInput]] = Counter()
 
 
 # ---------------------------------------------------------------------------------------------------- weights
-
-
-class Policy(torch.nn.Module):
-    """A model whose tensors and extra state all say the same number, if they are of one version."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(8, dtype=torch.float64), requires_grad=False)
-        self.bias = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
-        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
-        self.extra = 0
-        self.mood = "fine"
-
-    def get_extra_state(self) -> int:
-        return self.extra
-
-    def set_extra_state(self, state: int) -> None:
-        if self.mood == "refuses":
-            raise RuntimeError("the model's hook refuses")
-        self.extra = state
-        if self.mood == "breaks":
-            raise RuntimeError("the model's hook breaks, and cannot be put back")
-
-    @property
-    def codes(self) -> set[int]:
-        """One number, or the model is torn."""
-        return {self.extra, *map(int, (*self.weight.tolist(), *self.bias.tolist(), *self.count.tolist()))}
 
 
 def weights(content: Content) -> dict[str, Any]:
