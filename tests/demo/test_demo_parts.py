@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from rich.console import Console
@@ -53,6 +56,12 @@ def test_a_worker_is_judged_by_what_it_answers(
     [fate] = judge([0], frozenset({0} if killed else ()), {0: lost} if lost else {}, proofs, SENT)
 
     assert fate.verdict is verdict
+
+
+def test_the_display_is_there_before_torch_is() -> None:
+    code = "import sys, weightsync.cli.demo; sys.exit('torch' in sys.modules or 'gymnasium' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_nothing_is_proved_against_no_digest() -> None:
@@ -118,6 +127,7 @@ def test_the_panel_fits_its_width(width: int) -> None:
     lines = captured.get().splitlines()
     assert max(len(line) for line in lines) == width
     assert any("worker 2" in line for line in lines)
+    assert width < 80 or any("episodes  " in line for line in lines)
     assert any("something happened" in line for line in lines)
 
 

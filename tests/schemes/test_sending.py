@@ -266,7 +266,7 @@ def test_a_refused_send_gives_nothing_up(pair: Pair, on_pending: str, bad: dict[
     if on_pending == "wait":
         pair.receiver.receive(timeout=0)
     if on_pending == "supersede" or "worker_ids" in bad:
-        with pytest.raises(ValueError):
+        with pytest.raises(ConfigurationError):
             pair.sender.send(on_pending=on_pending, **bad)
 
         assert pair.sender.state is State.PENDING_ASYNC

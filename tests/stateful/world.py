@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from policy import Policy
 from reference import SENDER, WORKER, Content, Interrupt, Raised
 
 from weightsync import messages
@@ -37,33 +38,6 @@ ROWS: Counter[tuple[State, SenderInput | ReceiverInput]] = Counter()
 # ---------------------------------------------------------------------------------------------------- weights
 
 
-class Policy(torch.nn.Module):
-    """A model whose tensors and extra state all say the same number, if they are of one version."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(8, dtype=torch.float64), requires_grad=False)
-        self.bias = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
-        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
-        self.extra = 0
-        self.mood = "fine"
-
-    def get_extra_state(self) -> int:
-        return self.extra
-
-    def set_extra_state(self, state: int) -> None:
-        if self.mood == "refuses":
-            raise RuntimeError("the model's hook refuses")
-        self.extra = state
-        if self.mood == "breaks":
-            raise RuntimeError("the model's hook breaks, and cannot be put back")
-
-    @property
-    def codes(self) -> set[int]:
-        """One number, or the model is torn."""
-        return {self.extra, *map(int, (*self.weight.tolist(), *self.bias.tolist(), *self.count.tolist()))}
-
-
 def weights(content: Content) -> dict[str, Any]:
     """Weights that say that number."""
     return {
@@ -84,8 +58,11 @@ class CloggedLink(LocalLink):
         super().__init__(network, side, payloads)
         self.clogged = False
         self._queued: list[messages.Message] = []
+        #: Told of each message that is sent over this end.
+        self.listener: Callable[[messages.Message], None] = lambda message: None
 
     def send(self, message: messages.Message, payload: Any = None) -> None:
+        self.listener(message)
         if self.clogged or self._queued:
             self._require_open()
             self.network.require_alive(self.side)
@@ -122,9 +99,7 @@ def described(message: messages.Message) -> reference.Message:
         case messages.Hello():
             return reference.Message("Hello", message.incarnation, message.version, "", message.fence)
         case messages.Refusal():
-            return reference.Message(
-                "Refusal", message.incarnation, message.version, message.kind.name, message.fence
-            )
+            return reference.Message("Refusal", message.incarnation, message.version, message.kind.name, message.fence)
         case messages.Bye():
             return reference.Message("Bye", message.incarnation)
         case _:
@@ -163,8 +138,7 @@ class Trainer:
 
     real: WeightSender
     model: reference.Sender
-    #: All that it reported, to be checked against what its workers served.
-    reports: list[SyncReport] = field(default_factory=list)
+    closed: bool = False
 
 
 @dataclass(eq=False)
@@ -177,7 +151,8 @@ class Worker:
     model: reference.Receiver
     #: Every key that was ever live, with what was live then.
     served: list[tuple[reference.Key, int]] = field(default_factory=list)
-    answered: set[tuple[int, int]] = field(default_factory=set)
+    #: How many those were when it was closed; None: it is not.
+    at_close: int | None = None
 
 
 @dataclass(eq=False)
@@ -213,12 +188,25 @@ class Cable:
         return next(flying for flying in self.model.flying if flying.number == parcel.number)
 
 
+def check_g8(original: Any, copied: Any) -> None:
+    """A copy is uninitialized, and shares nothing that moves with its original."""
+    one, other = original._driver, copied._driver
+    assert other.machine.state is State.UNINITIALIZED
+    assert other.links() == []
+    assert other.data == type(other.data)()
+    for name in ("machine", "lock", "waker", "_links"):
+        assert getattr(one, name) is not getattr(other, name)
+
+
+def check_g11(raises: bool, found: Any) -> None:
+    """A blocking call that returns although it was to raise on failure means that all applied."""
+    assert not raises or not isinstance(found, SyncReport) or found.ok
+
+
 class World:
     """Everything there is, twice."""
 
-    def __init__(
-        self, delivery: Delivery, payloads: Payloads, mode: Mode, patch: pytest.MonkeyPatch
-    ) -> None:
+    def __init__(self, delivery: Delivery, payloads: Payloads, mode: Mode, patch: pytest.MonkeyPatch) -> None:
         self.delivery, self.payloads, self.mode = delivery, payloads, mode
         self.clock = Clock()
         for name in ("time", "secrets"):
@@ -228,7 +216,12 @@ class World:
         self.cables: list[Cable] = []
         self.workers: dict[int, Worker] = {}
         self.gone: list[Worker] = []
-        self.contents: dict[tuple[int, int], int] = {}
+        #: What was really sent as which key and to whom, which updates and acks left, what was reported.
+        self.sent: dict[reference.Key, Content] = {}
+        self.targets: dict[reference.Key, set[int] | None] = {}
+        self.left: list[tuple[reference.Key, int]] = []
+        self.acked: set[tuple[Trainer, int, reference.Key]] = set()
+        self.reported: list[tuple[Trainer, SyncReport]] = []
         #: The trainer that is blocked in a wait.
         self.waiting: Trainer | None = None
         self._codes = 0
@@ -246,7 +239,7 @@ class World:
         """Call both, and compare what becomes of it."""
         expected = _outcome(model)
         found = _outcome(real)
-        assert _told(found) == _told(expected)
+        assert _told(found) == _told(expected), f"{found!r}, where the model has {expected!r}"
         return found
 
     def blocking(self, real: Callable[[], Any], model: Generator[None, None, Any]) -> Any:
@@ -258,7 +251,7 @@ class World:
             expected = _outcome(self._ended)
         finally:
             self._blocked, self._interrupted = outer, interrupted
-        assert _told(found) == _told(expected)
+        assert _told(found) == _told(expected), f"{found!r}, where the model has {expected!r}"
         return found
 
     def _ended(self) -> Any:
@@ -328,7 +321,16 @@ class World:
         ends = {end: CloggedLink(network, side, self.payloads) for end, side in SIDES.items()}
         cable = Cable(network, ends, reference.Wire(self.delivery.loses), trainer, id)
         self.cables.append(cable)
+        for end in ends.values():
+            end.listener = lambda message: self._overheard(cable, message)
         return cable
+
+    def _overheard(self, cable: Cable, message: messages.Message) -> None:
+        match message:
+            case messages.Ack():
+                self.acked.add((cable.trainer, cable.worker_id, (message.incarnation, message.version)))
+            case messages.Update():
+                self.left.append(((message.incarnation, message.version), cable.worker_id))
 
     # ------------------------------------------------------------------------------------------- trainers' calls
 
@@ -379,8 +381,23 @@ class World:
             on_pending=on_pending,
             incarnation=self._taken_incarnation(trainer),
         )
-        found = self.blocking(lambda: call(weights(content), targets, **arguments), model)
-        return self._noted(trainer, found)
+        real = trainer.real
+
+        def send() -> Any:
+            # Under which key these will go is known when the call is over, and needed before.
+            connecting = real.state is State.UNINITIALIZED
+            key = self.clock.next_incarnation() if connecting else real.incarnation, real.version + 1
+            before = self.sent.get(key), self.targets.get(key)
+            self.sent[key], self.targets[key] = content, None if targets is None else set(targets)
+            try:
+                return call(weights(content), targets, **arguments)
+            finally:
+                if real.version < key[1] and before[0] is not None:
+                    self.sent[key], self.targets[key] = before
+
+        found = self._noted(trainer, self.blocking(send, model))
+        check_g11(blocks and raises, found)
+        return found
 
     def _taken_incarnation(self, trainer: Trainer) -> Callable[[], int]:
         """What an implicit connect takes; asked when the model connects, before or after the real sender did."""
@@ -392,6 +409,7 @@ class World:
             lambda: trainer.real.wait_async(timeout=timeout, on_failure="raise" if raises else "report"),
             trainer.model.wait(timeout=timeout, raises=raises),
         )
+        check_g11(raises, found)
         return self._noted(trainer, found)
 
     def poll(self, trainer: Trainer) -> Any:
@@ -410,13 +428,13 @@ class World:
     def _noted(self, trainer: Trainer, found: Any) -> Any:
         report = getattr(found, "report", found)
         if isinstance(report, SyncReport):
-            trainer.reports.append(report)
+            self.reported.append((trainer, report))
         return found
 
     def copy_trainer(self, trainer: Trainer, how: str) -> None:
         """A copy is a new sender that nobody knows; the original is as it was."""
         self.add_trainer(_copied(trainer.real, how))
-        assert self.trainers[-1].real.state is State.UNINITIALIZED
+        check_g8(trainer.real, self.trainers[-1].real)
         self.compare()
 
     def crash_trainer(self, trainer: Trainer) -> None:
@@ -458,8 +476,7 @@ class World:
                 cable.network.crash(Side.SECOND)
                 cable.model.crash(WORKER)
         made = WeightReceiver(LocalScheme(self.mode)) if how == "made" else _copied(worker.real, how)
-        assert made.state is State.UNINITIALIZED
-        assert made.version is None
+        check_g8(worker.real, made)
         self.gone.append(worker)
         self.workers[worker.id] = self._worker(worker.id, made)
 
@@ -616,4 +633,3 @@ def _model_receiver(model: reference.Receiver) -> dict[str, Any]:
         "pending": model.pending,
         "links": len(model.open),
     }
-

@@ -227,6 +227,7 @@ def test_inference_mode_does_not_matter(mode: Mode, made_in: bool, swapped_in: b
             target.swap(target.stage(*packed(source)))
 
             assert snapshot(worker) == snapshot(source)
+            assert all(parameter.is_inference() == made_in for parameter in worker.parameters())
 
 
 @modes

@@ -92,3 +92,30 @@ def test_nan_agrees_with_itself_and_zero_not_with_minus_zero(mode: Mode) -> None
     target.swap(target.stage(*packed({"a": torch.tensor([torch.nan, 0.0]), "b": torch.tensor([torch.nan, 0.0])})))
     with pytest.raises(LayoutError, match="tied"):
         target.stage(*packed({"a": torch.tensor([0.0, 0.0]), "b": torch.tensor([-0.0, 0.0])}))
+
+
+@modes
+def test_memory_that_comes_to_be_shared_later_is_noticed(mode: Mode) -> None:
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    update = packed({"a": torch.zeros(3), "b": torch.ones(3)})
+    target = Target(module, mode)
+    target.swap(target.stage(*update))
+    staged = target.stage(*update)
+    module.b.data = module.a.data
+
+    for refused in (lambda: target.swap(staged), lambda: target.stage(*update)):
+        with pytest.raises(LayoutError, match="'a', 'b' are tied"):
+            refused()
+
+
+def test_neighbours_in_one_memory_are_mapped() -> None:
+    memory = torch.zeros(6)
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(memory[:3]), nn.Parameter(memory[3:])
+    target = Target(module, Mode.MAP)
+
+    target.swap(target.stage(*packed({"a": torch.ones(3), "b": torch.ones(3)})))
+
+    assert not memory.any()
+    assert module.b.tolist() == [1, 1, 1]

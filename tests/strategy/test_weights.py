@@ -12,6 +12,7 @@ from data_samples import Counted, Policy, sampled_dicts, trained
 from hypothesis import given
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictParams
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from weightsync import ConfigurationError, LayoutError
 from weightsync.layout import Layout
@@ -182,6 +183,14 @@ def test_a_layout_that_fits_is_found_again(found: dict[str, tuple[Tensor, bytes]
     assert layout_of(weights, Layout([("z", "float32", ())])) == layout
     for tensor, entry in zip(ordered(weights, layout), layout.entries, strict=True):
         assert tensor is weights.tensors[entry.name]
+
+
+def test_a_tensor_that_wraps_others_is_refused_though_a_known_layout_fits() -> None:
+    known = layout_of(read_weights({"a": torch.ones(2)}))
+    weights = read_weights({"a": TwoTensor(torch.ones(2), torch.ones(2))})
+
+    with pytest.raises(LayoutError, match="'a' is a TwoTensor, which wraps other tensors"):
+        layout_of(weights, known)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from weightsync.checker.output import Findings, MessageReader
-from weightsync.checker.toolchain import Toolchain
+from weightsync.checker.toolchain import Toolchain, jar_place
 
 #: What the names of a run's temporary folders start with.
 FOLDER_PREFIX = "weightsync-tlc-"
@@ -89,7 +89,7 @@ class Outcome:
 def by_hand(job: Job) -> str:
     """Return the shell line that runs the same by hand, in the model's folder."""
     return (
-        f'cd {job.folder} && T=$(mktemp -d) && java -Djava.io.tmpdir=$T -cp "$TLA2TOOLS_JAR" tlc2.TLC'
+        f"cd {job.folder} && T=$(mktemp -d) && java -Djava.io.tmpdir=$T -cp {jar_place()} tlc2.TLC"
         f" -workers {job.workers} -metadir $T -config {job.config} {job.module}.tla"
     )
 

@@ -23,7 +23,7 @@ _HIGHEST_RETURN = 500.0
 _WIDEST = 100
 _HIGHEST_CHART = 10
 _LOWEST_CHART = 4
-_LINES_BESIDE_CHART = 18
+_LINES_BESIDE_CHART = 19
 _NOTES_SHOWN = 4
 _STYLES = {
     "ready": "green",
@@ -51,7 +51,7 @@ class PlainDisplay:
         self._thread = threading.Thread(target=self._tell, name="display", daemon=True)
 
     def __enter__(self) -> Self:
-        self._console.print(headline(self._board.view()), soft_wrap=True, highlight=False)
+        self._print(f"weightsync demo  {described(self._board.view())}")
         self._thread.start()
         return self
 
@@ -105,15 +105,12 @@ class LiveDisplay:
 # ------------------------------------------------------------------------------------------------ plain
 
 
-def headline(view: View) -> Text:
+def described(view: View) -> str:
     """What is run, in one line."""
     settings = view.settings
     sync = "asynchronous" if settings.sync is SyncMode.OVERLAPPED else "blocking"
     workers = f"{settings.workers} worker" + "s" * (settings.workers != 1)
-    return Text.assemble(
-        ("weightsync demo", "bold"),
-        f"  CartPole-v1, {workers} over {settings.scheme.words}, {sync} sync, seed {settings.seed}",
-    )
+    return f"CartPole-v1, {workers} over {settings.scheme.words}, {sync} sync, seed {settings.seed}"
 
 
 def plain_line(view: View) -> str:
@@ -142,13 +139,20 @@ def panel(view: View, width: int, height: int) -> RenderableType:
     """A run at one moment, as a panel of so many columns; where there are fewer lines, the chart is lower."""
     notes = [Text(note.splitlines()[0], style="yellow") for note in view.notes[-_NOTES_SHOWN:]]
     spare = height - _LINES_BESIDE_CHART - len(view.workers) - len(notes)
-    parts: list[RenderableType] = [_clock(view, width), Text(), *_curve(view, width, spare), Text(), _machines(view)]
+    parts: list[RenderableType] = [
+        Text(described(view)),
+        _clock(view, width),
+        Text(),
+        *_curve(view, width, spare),
+        Text(),
+        _machines(view),
+    ]
     parts += [Text(), _syncs(view)]
     if notes:
         parts += [Text(), *notes]
     return Panel(
         Group(*parts),
-        title=headline(view),
+        title=Text("weightsync demo", style="bold"),
         title_align="left",
         subtitle=Text("Ctrl-C ends it", style="dim") if view.phase is not Phase.ENDED else None,
         subtitle_align="right",
@@ -195,13 +199,13 @@ def _curve(view: View, width: int, spare: int) -> list[Text]:
 
 def _machines(view: View) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for heading in ("machine", "state"):
-        table.add_column(heading, min_width=13)
+    table.add_column("machine", min_width=9)
+    table.add_column("state", min_width=13)
     for heading in ("version", "behind"):
         table.add_column(heading, justify="right")
     table.add_column("link", min_width=8)
     for heading in ("steps", "episodes"):
-        table.add_column(heading, justify="right", min_width=9)
+        table.add_column(heading, justify="right", min_width=8)
     table.add_row("trainer", _styled(view.sender_state), str(view.version), "", "", f"{view.steps:,}", "")
     for worker in view.workers:
         table.add_row(*_machine(worker))
@@ -216,7 +220,7 @@ def _machine(worker: WorkerView) -> list[str | Text]:
         Text("unknown", style="dim") if lost else _styled(worker.state),
         "" if worker.version is None else str(worker.version),
         Text(behind, style="red" if worker.staleness and worker.staleness > 1 else ""),
-        _styled(worker.standing),
+        "" if worker.standing == "none" else _styled(worker.standing),
         f"{worker.steps:,}",
         f"{worker.episodes:,}",
     ]

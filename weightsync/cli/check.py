@@ -37,6 +37,7 @@ from weightsync.cli._check_display import display, listing, results, summary
 _PLAIN_WIDTH = 120
 _DIFFERS = 1
 _TOOL_MISSING = 2
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def check(  # noqa: PLR0917
@@ -103,17 +104,19 @@ def _run(manifest: Manifest, chosen: Sequence[Configuration], console: Console, 
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the command the way an interrupt does, so that no JVM is left."""
+    """Make SIGTERM and SIGHUP end the command the way an interrupt does, so that no JVM is left; nohup stays."""
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    unhandled = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in unhandled:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _pin(manifest: Manifest, verdicts: Sequence[Verdict], console: Console) -> list[Verdict]:

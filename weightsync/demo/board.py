@@ -8,10 +8,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from weightsync import SyncReport, WeightSender
+from weightsync import SyncReport
 from weightsync.demo.settings import MEAN_OVER, Settings
 from weightsync.demo.wire import Chunk, Failure, FromWorker, Proof, Status
+
+if TYPE_CHECKING:
+    from weightsync import WeightSender
 
 
 class Phase(enum.Enum):
