@@ -219,6 +219,7 @@ def test_fifty_cycles_leave_the_descriptors_as_they_were(scheme_class: Any, make
     assert mapped() == 0
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_fifty_cycles_without_closing_anything_leave_nothing_either(scheme_class: Any, make: Any) -> None:
     gc.collect()
     before = len(descriptors())

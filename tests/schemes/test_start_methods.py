@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, SCHEMES, Crew, constants, filled, large
+from fleet import PATIENCE, SCHEMES, Crew, constants, filled, join, large, receive
 
 from weightsync import TransportError, WorkerLostError
 
@@ -84,8 +84,6 @@ def test_the_example_of_the_readme(
 
 
 def test_the_python_of_the_guide(scheme_class: Any, crew: Crew) -> None:
-    from fleet import join, receive
-
     (code,) = blocks("docs/guide.md")
     (first,) = crew.start(scheme_class())
     with scheme_class() as scheme:
