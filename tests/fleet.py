@@ -315,12 +315,13 @@ def descriptors() -> dict[str, str]:
 
 
 def segments(pid: int | str = "self") -> int:
-    """How many of our segments a process holds a descriptor of, or maps."""
-    held = 0
+    """How many segments of ours a process holds descriptors of."""
+    held = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            held += "memfd:weightsync" in os.readlink(entry)
-    return held
+            if "memfd:weightsync" in os.readlink(entry):
+                held.add(entry.stat().st_ino)
+    return len(held)
 
 
 def mapped(pid: int | str = "self") -> int:
