@@ -162,6 +162,10 @@ class Worker:
         """Have it do something, and go on."""
         self._control.send((function, arguments))
 
+    def answered(self) -> bool:
+        """Whether `answer` would not wait."""
+        return self._control.poll(0)
+
     def answer(self) -> Any:
         """What came of it."""
         assert self._control.poll(PATIENCE), f"{self.process} does not answer"

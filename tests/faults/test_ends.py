@@ -263,7 +263,7 @@ def test_a_stopped_worker_pins_no_more_slots_with_each_send_it_sleeps_through(sc
     asleep.resume()
 
     assert max(held) <= 6, held
-    while sender.roll[1].served < 41:
+    while not asleep.answered():
         sender.poll()
     assert asleep.answer() == 41
     for worker in (awake, asleep):
