@@ -117,8 +117,12 @@ def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
         shipped(self)
         self.pending = pending
 
+    def take_in(self: WeightReceiver, target: Any) -> bool | None:
+        self._driver.pump()
+        return None if self._driver.pending is None else self._apply(target)
+
     patch.setattr(ReceiverDriver, "close", close)
-    patch.setattr(WeightReceiver, "_may_apply", lambda self: self._driver.pending is not None)
+    patch.setattr(WeightReceiver, "_take_in", take_in)
 
 
 PLANTS: dict[str, tuple[Callable[[], None], Plant]] = {

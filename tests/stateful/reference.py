@@ -375,7 +375,10 @@ class Sender:
 
     def _hand_out(self, version: int) -> Report:
         report = self.concluded.pop(version)
-        superseded = {worker: self.given_up.pop(worker) for worker in report.outcomes if worker in self.given_up}
+        superseded = {worker: self.given_up[worker] for worker in report.outcomes if worker in self.given_up}
+        for worker, kind in report.outcomes.items():
+            if kind != "ABANDONED":
+                self.given_up.pop(worker, None)
         return report._replace(superseded=superseded)
 
     def _settle(self) -> None:
@@ -390,7 +393,7 @@ class Sender:
         try:
             wire.post(SENDER, Message("Hello", self.incarnation, due), newest)
         except BrokenWire:
-            self._lose(worker, wire)
+            self._hear_last_words(worker, wire)
             return
         if due:
             self._update(worker, wire, due)
@@ -403,6 +406,20 @@ class Sender:
         try:
             wire.post(SENDER, Message("Update", self.incarnation, version), self.contents[version])
         except BrokenWire:
+            self._hear_last_words(worker, wire)
+
+    def _hear_last_words(self, worker: int, wire: Wire) -> None:
+        """What it said before it broke still counts."""
+        try:
+            arrived = wire.take(SENDER)
+        except BrokenWire:
+            arrived = []
+        for parcel in arrived:
+            if (worker, wire) in self.open:
+                self._hear(worker, wire, parcel.message)
+            else:
+                self.stale += 1
+        if (worker, wire) in self.open:
             self._lose(worker, wire)
 
     def _give_up(self, worker: int) -> None:
@@ -451,6 +468,8 @@ class Sender:
         if message.kind == "Bye":
             if message.incarnation == self.incarnation:
                 self.remove(worker)
+            elif message.incarnation > self.incarnation:
+                self._lose(worker, wire, message.incarnation)
         elif message.incarnation != self.incarnation:
             self.stale += 1
         elif message.kind == "Hello":
