@@ -162,6 +162,10 @@ class Worker:
         """Have it do something, and go on."""
         self._control.send((function, arguments))
 
+    def answered(self) -> bool:
+        """Whether `answer` would not wait."""
+        return self._control.poll(0)
+
     def answer(self) -> Any:
         """What came of it."""
         assert self._control.poll(PATIENCE), f"{self.process} does not answer"
@@ -315,12 +319,13 @@ def descriptors() -> dict[str, str]:
 
 
 def segments(pid: int | str = "self") -> int:
-    """How many of our segments a process holds a descriptor of, or maps."""
-    held = 0
+    """How many segments of ours a process holds descriptors of."""
+    held = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            held += "memfd:weightsync" in os.readlink(entry)
-    return held
+            if "memfd:weightsync" in os.readlink(entry):
+                held.add(entry.stat().st_ino)
+    return len(held)
 
 
 def mapped(pid: int | str = "self") -> int:

@@ -200,12 +200,12 @@ def test_closing_twice_is_allowed(pair: Pair) -> None:
 
 
 def test_context_managers_close(scheme_class: Any) -> None:
-    with Pair(scheme_class).sender as sender:
-        assert sender.state is State.READY
-    with Pair(scheme_class).receiver as receiver:
-        assert receiver.state is State.UNINITIALIZED
+    pair = Pair(scheme_class)
+    with pair.sender as sender, pair.receiver as receiver:
+        assert (sender.state, receiver.state) == (State.READY, State.UNINITIALIZED)
 
     assert (sender.state, receiver.state) == (State.CLOSED, State.CLOSED)
+    pair.close()
 
 
 # -------------------------------------------------------------------------------------------------- copies

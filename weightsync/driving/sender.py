@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from weightsync.protocol import sender as pure
 from weightsync.transports.base import Link, Waker
 from weightsync.transports.liveness import own_identity
 from weightsync.transports.memory import Buffer
+
+logger = logging.getLogger("weightsync")
 
 
 class SenderDriver:
@@ -174,8 +177,8 @@ class SenderDriver:
         bye = Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link")
         try:
             closing.send(bye)
-        except TransportError:
-            pass  # it is being closed because it failed
+        except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
+            logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
             closing.close()
 
