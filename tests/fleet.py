@@ -146,10 +146,10 @@ def work(control: Any, scheme: Any, pipe: Any) -> None:
 class Worker:
     """A worker process, from the test's side."""
 
-    def __init__(self, context: Any, scheme: Any) -> None:
+    def __init__(self, context: Any, scheme: Any, hold: Any = None) -> None:
         self.pipe, theirs = context.Pipe()
         self._control, far = context.Pipe()
-        self.process = context.Process(target=work, args=(far, scheme, theirs), daemon=True)
+        self.process = context.Process(target=work, args=(far, scheme, hold or theirs), daemon=True)
         self.process.start()
         theirs.close()
         far.close()
@@ -226,6 +226,14 @@ class Crew:
         self.workers += started
         return started
 
+    def lead(self, scheme: Any, workers: list[Worker]) -> Worker:
+        """Start a process that holds the trainer's ends of the pipes to ``workers``, and keep none of them here."""
+        leader = Worker(self.context, scheme, [worker.pipe for worker in workers])
+        for worker in workers:
+            worker.pipe.close()
+        self.workers.append(leader)
+        return leader
+
     def end(self) -> None:
         for worker in self.workers:
             worker.end()
@@ -273,6 +281,21 @@ def shows(seat: Seat) -> tuple[str, int | None, set[float], bytes]:
     """State, version, the values of the weights, digest."""
     receiver = seat.receiver
     return receiver.state.value, receiver.version, constants(seat.model), receiver.digest()
+
+
+def command(seat: Seat, make: Callable[..., nn.Module] = small, fill: float = 1.0) -> None:
+    """Initialise the trainer's side, in a process started by `Crew.lead`."""
+    seat.model = make(fill)
+    seat.scheme.init_on_sender("policy", pipes=seat.pipe, model=seat.model)
+    seat.kept["sender"] = seat.scheme.get_sender()
+
+
+def publish(seat: Seat, times: int = 1) -> int:
+    """Send that often; the last version."""
+    version = 0
+    for _ in range(times):
+        version = seat.kept["sender"].send(timeout=PATIENCE).version
+    return version
 
 
 def leave(seat: Seat) -> None:

@@ -491,7 +491,8 @@ UpdateArrived(w, s, k, v) ==
     /\ letters' = Taken(letters, m)
     /\ answers' = CASE input = "STALE" -> Posted(answers, Word(s, w, k, key, "STALE", rdata[w].fence))
                     [] input = "NEWER" -> Posted(answers, Word(s, w, k, rdata[w].pending, "SUPERSEDED", rdata[w].fence))
-                    [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>, rdata[w].answer, 0))
+                    [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>,
+                                                     rdata[w].answer, 0))
                     [] OTHER -> answers
     /\ UNCHANGED <<sender, gone>>
 

@@ -17,8 +17,8 @@ NoStaleAck == [][\A m \in answers : m.kind = "ACK" /\ NameAnswer(m.s, m) = "STAL
                    ~AnswerAck(m.s, m.w, m.k, m.v)]_vars
 
 \* An ack arrives after the deadline, and counts.
-NoAckAfterDeadline == [][\A s \in Senders, w \in Workers :
-                           sstate[s] = "pending_async" => ~(Counted(s, w) /\ sdata'[s].out.outcomes[w] = "APPLIED")]_vars
+NoAckAfterDeadline == [][\A s \in Senders, w \in Workers : sstate[s] = "pending_async" =>
+                           ~(Counted(s, w) /\ sdata'[s].out.outcomes[w] = "APPLIED")]_vars
 
 \* A copy of a lower incarnation than its original is refused at the handshake, and told the fence.
 NoneIsFenced == \A s \in Senders, w \in Workers : sdata[s].roll[w].fence = 0
@@ -62,7 +62,8 @@ NoPartialDispatch == \A s \in Senders :
   ~(\E w \in Workers : Outcome(s, w) = "LOST") \/ ~(\E w \in Workers : Outcome(s, w) = "APPLIED")
 
 \* A wait is interrupted, and a later one finds that everybody has applied.
-NoSuccessAfterInterrupt == [][\A s \in Senders : ~(sstate[s] = "pending_async" /\ sstate'[s] = "ready" /\ AllApplied(s))]_vars
+NoSuccessAfterInterrupt == [][\A s \in Senders :
+                                ~(sstate[s] = "pending_async" /\ sstate'[s] = "ready" /\ AllApplied(s))]_vars
 
 \* A swap fails half way: what was served is given up.
 NothingBreaks == [][\A w \in Workers : rdata[w].served # NoPayload => rdata'[w].served # NoPayload]_vars
@@ -97,8 +98,8 @@ NoStrayAnswer == \A m \in answers : m.inc = sdata[m.s].incarnation
 NothingLate == \A m \in answers : m.kind # "STALE"
 
 \* A trainer dies with its update outstanding; its successor's first version is served.
-NoSuccessor == \A s \in Senders, w \in Workers : ~(s > 1 /\ slife[1] = "dead" /\ Serves(w, s, 1) /\ rdata[w].decided[2] = 1
-                                                   /\ sdata[1].version > 0)
+NoSuccessor == \A s \in Senders, w \in Workers :
+  ~(s > 1 /\ slife[1] = "dead" /\ sdata[1].version > 0 /\ Serves(w, s, 1))
 
 \* A message is lost, and a deadline ends the wait.
 NoLoss == \A s \in Senders : ~(sstate[s] = "pending_async" /\ letters = {} /\ answers = {}

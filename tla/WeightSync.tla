@@ -38,7 +38,8 @@ Init ==
 \* A sender's incarnation is its own, once and for all.
 Connect(s) ==
   /\ phase[s] = "idle" /\ incarnation[s] = 0
-  /\ incarnation'[s] # 0 /\ \A t \in Senders \ {s} : incarnation'[t] = incarnation[t] /\ incarnation'[s] # incarnation[t]
+  /\ incarnation'[s] # 0
+  /\ \A t \in Senders \ {s} : incarnation'[t] = incarnation[t] /\ incarnation'[s] # incarnation[t]
   /\ UNCHANGED <<served, phase, version, outcome, did>>
 
 \* G5, G11: nothing is outstanding; a version never used before; somebody may yet answer.

@@ -134,7 +134,7 @@ class WeightReceiver(Side):
                 self._apply(target)
                 return
             try:
-                self._scheme.strategy.apply_weights(self._model, weights)
+                target.apply(weights)
             except SwapBroken:
                 self._driver.spoil()
                 raise

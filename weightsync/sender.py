@@ -10,7 +10,7 @@ from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packed
 from weightsync.driving.reporter import Reporter
 from weightsync.driving.sender import SenderDriver
-from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.errors import ConfigurationError, LayoutError, WorkerLostError
 from weightsync.layout import Layout
 from weightsync.machine import next_state
 from weightsync.options import OnFailure, OnPending, option
@@ -235,6 +235,7 @@ class WeightSender(Side):
         """
         with Shield(self._driver.waker.fire):
             self._driver.take(pure.Close())
+            self._driver.waker.close()
             self._packer.close()
             self._endpoints.clear()
 
@@ -308,7 +309,10 @@ class WeightSender(Side):
         next_state(SENDER_ROWS, State.READY if in_the_way or unlaid else self.state, asked)
         if targets is None and not self._driver.data.roll:
             return None
-        pure.targets_of(self._driver.data, targets)
+        try:
+            pure.targets_of(self._driver.data, targets)
+        except WorkerLostError as error:
+            raise self._reporter.all_lost(error) from None
         if unlaid:
             self.connect()
         if in_the_way and pending is OnPending.WAIT:

@@ -95,7 +95,7 @@ class ReceiverDriver:
             for number in list(self._links):
                 self._close_link(number)
             self.pending = None
-            self.waker.fire()
+            self.waker.close()
 
     def spoil(self) -> None:
         """Somebody wrote other weights into the model by hand: no version is served any more."""
