@@ -298,7 +298,8 @@ class Walk(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("delivery", list(Delivery), ids=lambda delivery: delivery.value)
-def test_walks(delivery: Delivery) -> None:
+def test_walks(delivery: Delivery, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", "weightsync")
     walk = type(f"Walk{delivery.value}", (Walk,), {"delivery": delivery})
     examples = max(1, int(settings().max_examples * SHARES[delivery]))
     run_state_machine_as_test(walk, settings=settings(max_examples=examples, suppress_health_check=list(HealthCheck)))
