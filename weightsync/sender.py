@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightsync._tables import SENDER_ROWS, SenderInput, State
@@ -309,10 +310,8 @@ class WeightSender(Side):
         next_state(SENDER_ROWS, State.READY if in_the_way or unlaid else self.state, asked)
         if targets is None and not self._driver.data.roll:
             return None
-        try:
+        with self._reported():
             pure.targets_of(self._driver.data, targets)
-        except WorkerLostError as error:
-            raise self._reporter.all_lost(error) from None
         if unlaid:
             self.connect()
         if in_the_way and pending is OnPending.WAIT:
@@ -336,11 +335,20 @@ class WeightSender(Side):
 
     def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, preparing: float) -> int:
         try:
-            version = self._driver.dispatch(event, packed)
+            with self._reported():
+                version = self._driver.dispatch(event, packed)
         finally:
             self._packer.handed_over(packed)
         self._reporter.dispatched(preparing)
         return version
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Give a send that is refused since all are lost already its report."""
+        try:
+            yield
+        except WorkerLostError as error:
+            raise self._reporter.all_lost(error) from None
 
     def _wait_for(self, version: int, deadline: Deadline, failing: OnFailure, shield: Shield) -> SyncReport:
         try:
