@@ -337,6 +337,8 @@ class WeightSender(Side):
     def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, preparing: float) -> int:
         try:
             version = self._driver.dispatch(event, packed)
+        except WorkerLostError as error:
+            raise self._reporter.all_lost(error) from None
         finally:
             self._packer.handed_over(packed)
         self._reporter.dispatched(preparing)
