@@ -288,8 +288,8 @@ class Sender:
         if not chosen or any(worker not in self.seats for worker in chosen):
             raise Raised("ConfigurationError")
         if all(self.seats[worker].standing == "lost" for worker in chosen):
-            nothing_sent = Report(None, dict.fromkeys(chosen, "LOST"), {}, {}, {})
-            raise Raised("WorkerLostError", nothing_sent, max(self.seats[worker].fence for worker in chosen) or None)
+            report = Report(None, dict.fromkeys(chosen, "LOST"), {}, {}, {})
+            raise Raised("WorkerLostError", report, max(self.seats[worker].fence for worker in chosen) or None)
         return chosen
 
     def _dispatch(self, to: str, targets: list[int] | None, content: Content) -> None:

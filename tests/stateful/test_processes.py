@@ -351,5 +351,10 @@ def test_walks_of_processes(scheme: Any, staff: Staff, caplog: pytest.LogCapture
     examples = max(1, settings().max_examples // 10)
     run_state_machine_as_test(
         walk,
-        settings=settings(max_examples=examples, stateful_step_count=15, suppress_health_check=list(HealthCheck)),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=15,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
     )
