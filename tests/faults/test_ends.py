@@ -66,7 +66,9 @@ def raise_at_exit(seat: Seat) -> None:
     atexit.register(lambda: 1 / 0)
 
 
-@pytest.mark.parametrize("how", ["close", "exit", "exception at exit", "kill"])
+@pytest.mark.parametrize(
+    ("how", "make"), [("close", small), ("exit", large), ("exception at exit", small), ("kill", large)]
+)
 def test_a_workers_end_disturbs_nobody(scheme_class: Any, crew: Crew, make: Any, how: str) -> None:
     scheme, sender, (ending, staying) = trained(scheme_class, crew, make)
     before = staying.do(shows)
@@ -138,7 +140,9 @@ def exits(seat: Seat) -> None:
     """Leave without closing anything."""
 
 
-@pytest.mark.parametrize("how", ["kill", "exit", "exception at exit", "close"])
+@pytest.mark.parametrize(
+    ("how", "make"), [("close", small), ("exit", large), ("exception at exit", small), ("kill", large)]
+)
 def test_when_the_trainer_ends_workers_are_told_and_keep_their_weights(
     scheme_class: Any, crew: Crew, make: Any, how: str
 ) -> None:
