@@ -29,7 +29,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, and this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'No venv could be made (Debian: apt-get install python3-venv).'; exit 1; }
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python -c constraints.txt -b constraints.txt -e '.[dev]'
+	# Compiled now: importing torch from sources takes three times as long, in each of many processes.
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt -b constraints.txt -e '.[dev]'
 	@touch $@
 
 # Without Java or Maven `weightsync check` exits with 2. Outside CI that is said, loudly, and the rest counts.

@@ -31,7 +31,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 def forkserver() -> multiprocessing.context.ForkServerContext:
     """Starts processes in milliseconds: its server has torch and weightsync imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tensordict", "weightsync.schemes.shared", "weightsync.schemes.none"])
+    context.set_forkserver_preload(
+        ["torch", "tensordict", "weightsync.schemes.shared", "weightsync.schemes.none", "fleet"]
+    )
     return context
 
 

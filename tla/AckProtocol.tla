@@ -164,7 +164,7 @@ ReceiverTo(w, to) == rstate' = [rstate EXCEPT ![w] = to]
 
 \* copy, deepcopy, pickle, fork, or the trainer's program started again: all give a new machine.
 Copy(s, t) ==
-  /\ May("copy") /\ s # t /\ slife[s] # "unborn" /\ slife[t] = "unborn" /\ \A u \in Senders : u < t => slife[u] # "unborn"
+  /\ s # t /\ slife[s] # "unborn" /\ slife[t] = "unborn" /\ \A u \in Senders : u < t => slife[u] # "unborn"
   /\ slife' = [slife EXCEPT ![t] = "alive"]
   /\ IF Rule("CopyStartsEmpty") THEN UNCHANGED <<sstate, sdata>>
      ELSE SenderTo(t, sstate[s]) /\ sdata' = [sdata EXCEPT ![t] = sdata[s]]
@@ -172,7 +172,7 @@ Copy(s, t) ==
 
 \* Kill -9. What is left is what its messages name.
 Die(s) ==
-  /\ May("death") /\ slife[s] = "alive"
+  /\ slife[s] = "alive"
   /\ slife' = [slife EXCEPT ![s] = "dead"]
   /\ SenderTo(s, Initial)
   /\ sdata' = [sdata EXCEPT ![s].dueAll = 0, ![s].roll = NewSender.roll, ![s].out = NewSender.out]
@@ -212,7 +212,7 @@ Join(s, w) ==
 \* A link still open is lost first: that step is GiveUp.
 Remove(s, w) ==
   LET entry == sdata[s].roll[w] IN
-  /\ May("remove") /\ slife[s] = "alive" /\ SenderMay(sstate[s], "REMOVE")
+  /\ slife[s] = "alive" /\ SenderMay(sstate[s], "REMOVE")
   /\ entry.standing = "LOST" \/ (entry.standing = "EXPECTED" /\ ~Connected(s))
   /\ SenderTo(s, SenderNext(sstate[s], "REMOVE"))
   /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0)]
@@ -251,13 +251,13 @@ Dispatch(s, targets, all, input) ==
 SendAll(s) == /\ TRUE
               /\ Dispatch(s, OnRoll(s), TRUE, "SEND")
 
-SendTo(s, targets) == /\ May("subset")
+SendTo(s, targets) == /\ TRUE
                       /\ Dispatch(s, targets, FALSE, "SEND")
 
-SendAsyncAll(s) == /\ May("async")
+SendAsyncAll(s) == /\ TRUE
                    /\ Dispatch(s, OnRoll(s), TRUE, "SEND_ASYNC")
 
-SendAsyncTo(s, targets) == /\ May("async") /\ May("subset")
+SendAsyncTo(s, targets) == /\ TRUE
                            /\ Dispatch(s, targets, FALSE, "SEND_ASYNC")
 
 Wait(s) ==
@@ -269,13 +269,13 @@ Wait(s) ==
   /\ UNCHANGED <<slife, receiver, letters, answers, gone>>
 
 Deadline(s) ==
-  /\ May("deadline") /\ slife[s] = "alive" /\ SenderMay(sstate[s], "DEADLINE")
+  /\ slife[s] = "alive" /\ SenderMay(sstate[s], "DEADLINE")
   /\ SenderTo(s, SenderNext(sstate[s], "DEADLINE"))
   /\ blocked' = [blocked EXCEPT ![s] = FALSE]
   /\ UNCHANGED <<sdata, slife, receiver, letters, answers, gone>>
 
 Interrupted(s) ==
-  /\ May("interrupt") /\ slife[s] = "alive" /\ SenderMay(sstate[s], "INTERRUPTED")
+  /\ slife[s] = "alive" /\ SenderMay(sstate[s], "INTERRUPTED")
   /\ SenderTo(s, SenderNext(sstate[s], "INTERRUPTED"))
   /\ blocked' = [blocked EXCEPT ![s] = FALSE]
   /\ UNCHANGED <<sdata, slife, receiver, letters, answers, gone>>
@@ -284,14 +284,14 @@ GivenUp(s) == [w \in Workers |-> IF w \in Owing(s) THEN "ABANDONED" ELSE sdata[s
 Nobody == [w \in Workers |-> 0]
 
 Abandon(s) ==
-  /\ May("abandon") /\ slife[s] = "alive" /\ SenderMay(sstate[s], "ABANDON")
+  /\ slife[s] = "alive" /\ SenderMay(sstate[s], "ABANDON")
   /\ SenderTo(s, SenderNext(sstate[s], "ABANDON"))
   /\ sdata' = [sdata EXCEPT ![s].out.owed = Nobody, ![s].out.outcomes = GivenUp(s), ![s].out.did = {},
                             ![s].version = IF Rule("VersionsNeverReused") THEN @ ELSE @ - 1]
   /\ UNCHANGED <<slife, blocked, receiver, letters, answers, gone>>
 
 CloseSender(s) ==
-  /\ May("close") /\ slife[s] = "alive" /\ SenderMay(sstate[s], "CLOSE")
+  /\ slife[s] = "alive" /\ SenderMay(sstate[s], "CLOSE")
   /\ SenderTo(s, SenderNext(sstate[s], "CLOSE"))
   /\ sdata' = [sdata EXCEPT ![s].out.owed = Nobody, ![s].out.outcomes = GivenUp(s), ![s].out.did = {}]
   /\ blocked' = [blocked EXCEPT ![s] = blocked[s] /\ ~Rule("CloseWakesCaller")]
@@ -345,7 +345,7 @@ Notice(s, w) ==
 \* The driver gives up a link whose worker is well: a wrong loss, a failed write, or a new link that replaces it.
 GiveUp(s, w) ==
   LET k == sdata[s].roll[w].link IN
-  /\ May("wrong") /\ Open(s, w, k) /\ ~gone[s][w]
+  /\ Open(s, w, k) /\ ~gone[s][w]
   /\ Lose(s, w, k, 0, Settling(s, w, k, "LOST"))
   /\ answers' = AnswersLeft(s, {w})
   /\ letters' = LettersLeft(s, {w})
@@ -464,7 +464,7 @@ HelloArrived(w, s, k) ==
 \* Another layout, protocol or key.
 Misfit(w, s, k) ==
   LET m == Letter(s, w, k, 0, 0) IN
-  /\ May("misfit") /\ m \in letters /\ ReceiverMay(rstate[w], "REJECTED") /\ Link(w) # <<s, k>>
+  /\ m \in letters /\ ReceiverMay(rstate[w], "REJECTED") /\ Link(w) # <<s, k>>
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "REJECTED"))
   /\ letters' = LettersBut(w, s, k)
   /\ answers' = Posted(answers, Rejection(w, s, k, "REFUSED"))
@@ -491,7 +491,8 @@ UpdateArrived(w, s, k, v) ==
     /\ letters' = Taken(letters, m)
     /\ answers' = CASE input = "STALE" -> Posted(answers, Word(s, w, k, key, "STALE", rdata[w].fence))
                     [] input = "NEWER" -> Posted(answers, Word(s, w, k, rdata[w].pending, "SUPERSEDED", rdata[w].fence))
-                    [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>, rdata[w].answer, 0))
+                    [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>,
+                                                     rdata[w].answer, 0))
                     [] OTHER -> answers
     /\ UNCHANGED <<sender, gone>>
 
@@ -513,7 +514,7 @@ Applied(w) ==
 
 Refused(w) ==
   LET key == rdata[w].pending IN
-  /\ May("refuse") /\ ReceiverMay(rstate[w], "REFUSED")
+  /\ ReceiverMay(rstate[w], "REFUSED")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "REFUSED"))
   /\ rdata' = IF Rule("RefusalsRemembered")
               THEN [rdata EXCEPT ![w].pending = NoPayload, ![w].decided = key, ![w].answer = "REFUSED"]
@@ -521,7 +522,7 @@ Refused(w) ==
   /\ UNCHANGED <<sender, letters, answers, gone>>
 
 Broken(w) ==
-  /\ May("broken") /\ ReceiverMay(rstate[w], "BROKEN")
+  /\ ReceiverMay(rstate[w], "BROKEN")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "BROKEN"))
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload, ![w].served = NoPayload,
                             ![w].live = <<NoPayload, NoPayload>>]
@@ -542,12 +543,13 @@ Answered(w) ==
   /\ UNCHANGED <<sender, letters, gone>>
 
 \* The worker's end of a link closes: the sender's is closed, or ("break") it broke in between, or the answer that
-\* was to leave could not. A link without a handshake, or replaced, only loses what was on it.
+\* was to leave could not. LINK_DOWN if it is ours, or the only one there is; one that is replaced or was never ours
+\* is LATE, and only loses what was on it.
 LinkDown(w, s, k) ==
-  LET current == Link(w) = <<s, k>> IN
-  /\ (current \/ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k)
+  LET ours == Link(w) \in {<<s, k>>, NoLink} IN
+  /\ Link(w) = <<s, k>> \/ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k
   /\ ~Open(s, w, k) \/ (May("break") /\ ~gone[s][w])
-  /\ IF current
+  /\ IF ours
      THEN /\ ReceiverMay(rstate[w], "LINK_DOWN")
           /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
           /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload,
@@ -558,7 +560,7 @@ LinkDown(w, s, k) ==
   /\ UNCHANGED <<sender, answers>>
 
 CloseReceiver(w) ==
-  /\ May("bye") /\ ReceiverMay(rstate[w], "CLOSE")
+  /\ ReceiverMay(rstate[w], "CLOSE")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "CLOSE"))
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
   /\ letters' = {m \in letters : m.w # w}
@@ -571,7 +573,7 @@ CloseReceiver(w) ==
 
 \* A new life has no fence and no version. Links laid from now on are found by it; those it had are not.
 CrashReceiver(w) ==
-  /\ May("crash") /\ rdata[w] # NewReceiver
+  /\ rdata[w] # NewReceiver
   /\ ReceiverTo(w, Initial)
   /\ rdata' = [rdata EXCEPT ![w] = NewReceiver]
   /\ letters' = {m \in letters : m.w # w}
@@ -583,20 +585,20 @@ CrashReceiver(w) ==
 
 LoseLetter(s, w, k, v) ==
   \E m \in letters :
-    /\ Loses /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = v
+    /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = v
     /\ letters' = letters \ {m}
     /\ UNCHANGED <<sender, receiver, answers, gone>>
 
 LoseAnswer(s, w, k, v, kind) ==
   \E m \in answers :
-    /\ Loses /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = v /\ m.kind = kind
+    /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = v /\ m.kind = kind
     /\ answers' = answers \ {m}
     /\ UNCHANGED <<sender, receiver, letters, gone>>
 
 \* A store or connection that two senders use: an answer to s comes to t, over its link of the same number.
 Stray(s, t, w, k) ==
   \E m \in answers :
-    /\ May("stray") /\ s # t /\ m.s = s /\ m.w = w /\ m.k = k /\ Open(t, w, k)
+    /\ s # t /\ m.s = s /\ m.w = w /\ m.k = k /\ Open(t, w, k)
     /\ m.inc = sdata[s].incarnation
     /\ answers' = Taken(answers, m) \cup {[s |-> t, w |-> w, k |-> k, inc |-> m.inc, v |-> m.v, p |-> m.p,
                                             kind |-> m.kind, fence |-> m.fence]}
@@ -606,31 +608,31 @@ Stray(s, t, w, k) ==
 
 \* The swap, but not yet the input APPLIED.
 SwapFirst(w) ==
-  /\ ~Rule("SwapIsOneStep") /\ rstate[w] = "pending_async" /\ rdata[w].served # rdata[w].pending
+  /\ rstate[w] = "pending_async" /\ rdata[w].served # rdata[w].pending
   /\ rdata' = [rdata EXCEPT ![w].served = rdata[w].pending, ![w].live = <<rdata[w].pending, rdata[w].pending>>]
   /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
 
 \* Half of the swap.
 SwapHalf(w) ==
-  /\ ~Rule("WholeSwap") /\ rstate[w] = "pending_async"
+  /\ rstate[w] = "pending_async"
   /\ rdata' = [rdata EXCEPT ![w].live = <<rdata[w].pending, rdata[w].live[2]>>]
   /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
 
 \* The answer could not be sent, and the link stays.
 DropAnswer(w) ==
-  /\ ~Rule("UnsentAnswerEndsLink") /\ rstate[w] = "awaiting_ack"
+  /\ rstate[w] = "awaiting_ack"
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "ANSWERED"))
   /\ UNCHANGED <<sender, rdata, letters, answers, gone>>
 
 \* A second send while one is outstanding: queued behind it.
 SendAgain(s) ==
-  /\ ~Rule("OneOutstanding") /\ slife[s] = "alive" /\ sstate[s] = "pending_async" /\ sdata[s].serial < MaxVersion
+  /\ slife[s] = "alive" /\ sstate[s] = "pending_async" /\ sdata[s].serial < MaxVersion
   /\ sdata' = [sdata EXCEPT ![s].version = @ + 1, ![s].serial = @ + 1, ![s].out.version = @ + 1]
   /\ UNCHANGED <<sstate, slife, blocked, receiver, letters, answers, gone>>
 
 \* An update is applied in a receiver that is closed.
 ApplyClosed(w) ==
-  /\ ~Rule("ClosedIsClosed") /\ rstate[w] = Final
+  /\ rstate[w] = Final
   /\ rdata' = [rdata EXCEPT ![w].served = <<rdata[w].fence, MaxVersion, MaxVersion>>]
   /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
 
@@ -649,47 +651,55 @@ Init ==
 Links == 1..MaxLink
 Versions == 1..MaxVersion
 
+\* Constant sets, so that TLC has no instance of an action that cannot be.
+If(feature, set) == IF May(feature) THEN set ELSE {}
+IfNot(rule, set) == IF Rule(rule) THEN {} ELSE set
+IfLossy(set) == IF Loses THEN set ELSE {}
+Others == If("copy", Senders)
+Refusals == {"SUPERSEDED", "STALE"} \cup If("refuse", {"REFUSED"})
+Rejections == If("misfit", {"REFUSED"}) \cup If("copy", {"FENCED"})
+
 Next ==
-  \/ \E s \in Senders, t \in Senders : Copy(s, t)
-  \/ \E s \in Senders : Die(s)
+  \/ \E s \in Others, t \in Others : Copy(s, t)
+  \/ \E s \in If("death", Senders) : Die(s)
   \/ \E s \in Senders, c \in 1..MaxClock : Connect(s, c)
   \/ \E s \in Senders, w \in Workers : Join(s, w)
-  \/ \E s \in Senders, w \in Workers : Remove(s, w)
+  \/ \E s \in If("remove", Senders), w \in Workers : Remove(s, w)
   \/ \E s \in Senders : SendAll(s)
-  \/ \E s \in Senders, ws \in SUBSET Workers : SendTo(s, ws)
-  \/ \E s \in Senders : SendAsyncAll(s)
-  \/ \E s \in Senders, ws \in SUBSET Workers : SendAsyncTo(s, ws)
+  \/ \E s \in If("subset", Senders), ws \in SUBSET Workers : SendTo(s, ws)
+  \/ \E s \in If("async", Senders) : SendAsyncAll(s)
+  \/ \E s \in If("async", If("subset", Senders)), ws \in SUBSET Workers : SendAsyncTo(s, ws)
   \/ \E s \in Senders : Wait(s)
-  \/ \E s \in Senders : Deadline(s)
-  \/ \E s \in Senders : Interrupted(s)
-  \/ \E s \in Senders : Abandon(s)
-  \/ \E s \in Senders : CloseSender(s)
+  \/ \E s \in If("deadline", Senders) : Deadline(s)
+  \/ \E s \in If("interrupt", Senders) : Interrupted(s)
+  \/ \E s \in If("abandon", Senders) : Abandon(s)
+  \/ \E s \in If("close", Senders) : CloseSender(s)
   \/ \E s \in Senders, w \in Workers : Notice(s, w)
-  \/ \E s \in Senders, w \in Workers : GiveUp(s, w)
+  \/ \E s \in If("wrong", Senders), w \in Workers : GiveUp(s, w)
   \/ \E s \in Senders, w \in Workers, k \in Links : AnswerHello(s, w, k)
   \/ \E s \in Senders, w \in Workers, k \in Links, v \in Versions : AnswerAck(s, w, k, v)
-  \/ \E s \in Senders, w \in Workers, k \in Links, v \in Versions, kind \in RefusalKinds : AnswerRefusal(s, w, k, v, kind)
-  \/ \E s \in Senders, w \in Workers, k \in Links, kind \in RefusalKinds : AnswerRejected(s, w, k, kind)
-  \/ \E s \in Senders, w \in Workers, k \in Links : AnswerBye(s, w, k)
+  \/ \E s \in Senders, w \in Workers, k \in Links, v \in Versions, kind \in Refusals : AnswerRefusal(s, w, k, v, kind)
+  \/ \E s \in Senders, w \in Workers, k \in Links, kind \in Rejections : AnswerRejected(s, w, k, kind)
+  \/ \E s \in If("bye", Senders), w \in Workers, k \in Links : AnswerBye(s, w, k)
   \/ \E w \in Workers, s \in Senders, k \in Links : HelloArrived(w, s, k)
-  \/ \E w \in Workers, s \in Senders, k \in Links : Misfit(w, s, k)
+  \/ \E w \in If("misfit", Workers), s \in Senders, k \in Links : Misfit(w, s, k)
   \/ \E w \in Workers, s \in Senders, k \in Links, v \in Versions : UpdateArrived(w, s, k, v)
   \/ \E w \in Workers : Applied(w)
-  \/ \E w \in Workers : Refused(w)
-  \/ \E w \in Workers : Broken(w)
+  \/ \E w \in If("refuse", Workers) : Refused(w)
+  \/ \E w \in If("broken", Workers) : Broken(w)
   \/ \E w \in Workers : Answered(w)
   \/ \E w \in Workers, s \in Senders, k \in Links : LinkDown(w, s, k)
-  \/ \E w \in Workers : CloseReceiver(w)
-  \/ \E w \in Workers : CrashReceiver(w)
-  \/ \E s \in Senders, w \in Workers, k \in Links, v \in 0..MaxVersion : LoseLetter(s, w, k, v)
-  \/ \E s \in Senders, w \in Workers, k \in Links, v \in 0..MaxVersion,
+  \/ \E w \in If("bye", Workers) : CloseReceiver(w)
+  \/ \E w \in If("crash", Workers) : CrashReceiver(w)
+  \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion : LoseLetter(s, w, k, v)
+  \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion,
         kind \in {"HELLO", "ACK", "BYE"} \cup RefusalKinds : LoseAnswer(s, w, k, v, kind)
-  \/ \E s \in Senders, t \in Senders, w \in Workers, k \in Links : Stray(s, t, w, k)
-  \/ \E w \in Workers : SwapFirst(w)
-  \/ \E w \in Workers : SwapHalf(w)
-  \/ \E w \in Workers : DropAnswer(w)
-  \/ \E s \in Senders : SendAgain(s)
-  \/ \E w \in Workers : ApplyClosed(w)
+  \/ \E s \in If("stray", Senders), t \in Senders, w \in Workers, k \in Links : Stray(s, t, w, k)
+  \/ \E w \in IfNot("SwapIsOneStep", Workers) : SwapFirst(w)
+  \/ \E w \in IfNot("WholeSwap", Workers) : SwapHalf(w)
+  \/ \E w \in IfNot("UnsentAnswerEndsLink", Workers) : DropAnswer(w)
+  \/ \E s \in IfNot("OneOutstanding", Senders) : SendAgain(s)
+  \/ \E w \in IfNot("ClosedIsClosed", Workers) : ApplyClosed(w)
 
 -----------------------------------------------------------------------------
 (* What holds of every state *)
@@ -891,8 +901,8 @@ Hears(s, w) == \E k \in Links :
   \/ AnswerHello(s, w, k)
   \/ AnswerBye(s, w, k)
   \/ \E v \in Versions : AnswerAck(s, w, k, v)
-  \/ \E kind \in RefusalKinds : AnswerRejected(s, w, k, kind)
-  \/ \E v \in Versions, kind \in RefusalKinds : AnswerRefusal(s, w, k, v, kind)
+  \/ \E kind \in Rejections : AnswerRejected(s, w, k, kind)
+  \/ \E v \in Versions, kind \in Refusals : AnswerRefusal(s, w, k, v, kind)
 
 \* (a) Time passes.
 FairClock == \A s \in Fair("Deadline", Senders) : WF_vars(Deadline(s))

@@ -38,14 +38,15 @@ Init ==
 \* A sender's incarnation is its own, once and for all.
 Connect(s) ==
   /\ phase[s] = "idle" /\ incarnation[s] = 0
-  /\ incarnation'[s] # 0 /\ \A t \in Senders \ {s} : incarnation'[t] = incarnation[t] /\ incarnation'[s] # incarnation[t]
+  /\ incarnation'[s] # 0
+  /\ \A t \in Senders \ {s} : incarnation'[t] = incarnation[t] /\ incarnation'[s] # incarnation[t]
   /\ UNCHANGED <<served, phase, version, outcome, did>>
 
 \* G5, G11: nothing is outstanding; a version never used before; somebody may yet answer.
 Send(s, targets, lost, how) ==
   /\ phase[s] = "idle" /\ incarnation[s] # 0 /\ lost \subseteq targets /\ lost # targets
-  /\ phase' = [phase EXCEPT ![s] = how]
   /\ version' = [version EXCEPT ![s] = @ + 1]
+  /\ phase' = [phase EXCEPT ![s] = how]
   /\ outcome' = [outcome EXCEPT ![s] =
        [w \in Workers |-> IF w \in lost THEN "LOST" ELSE IF w \in targets THEN "PENDING" ELSE "NONE"]]
   /\ did' = [did EXCEPT ![s] = {}]
@@ -105,7 +106,7 @@ Die(s) ==
 
 Next ==
   \/ \E s \in Senders : Connect(s) \/ Wait(s) \/ StopWaiting(s) \/ Die(s)
-  \/ \E s \in Senders, targets \in SUBSET Workers, lost \in SUBSET Workers, how \in {"outstanding", "waited"} :
+  \/ \E s \in Senders, how \in {"outstanding", "waited"}, targets \in SUBSET Workers, lost \in SUBSET Workers :
        Send(s, targets, lost, how)
   \/ \E s \in Senders, to \in {"idle", "closed"} : GiveUp(s, to)
   \/ \E s \in Senders, w \in Workers, o \in {"APPLIED", "REFUSED", "LOST"} : Answer(s, w, o)

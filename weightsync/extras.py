@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weightsync.errors import LayoutError, ProtocolError
 from weightsync.layout import extra_state_name, is_sane
-from weightsync.tensors import DTYPE_NAMES, DTYPES, tensor_bytes, why_unsupported
+from weightsync.tensors import DTYPE_NAMES, DTYPES, bits_of, why_unsupported
 
 #: What a module's extra state may be: ``None | bool | int | float | complex | str | bytes | Tensor``, and lists,
 #: tuples and dicts (keys str or int) of them.
@@ -101,7 +101,7 @@ def _encoded_tensor(tensor: Tensor) -> bytes:
         raise _UnsupportedError(f"a tensor that {why}")
     dtype = DTYPE_NAMES[tensor.dtype].encode()
     shape = struct.pack(f"<{tensor.dim()}Q", *tensor.shape)
-    return b"T" + b"".join(map(_sized, (dtype, shape, tensor_bytes(tensor))))
+    return b"T" + b"".join(map(_sized, (dtype, shape, bits_of(tensor).numpy().tobytes())))
 
 
 def _sized(data: bytes) -> bytes:

@@ -288,4 +288,4 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     if not prefix or any(long != prefix + short for long, short in zip(longer, shorter, strict=True)):
         return ""
     side = "weights" if longer is unexpected else "destination"
-    return f" The names differ only by the prefix '{prefix}', which the {side} has: use the module that it wraps."
+    return f" The names differ only by the prefix '{prefix}' of the {side}: use the module inside that wrapper."

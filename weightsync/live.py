@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 
@@ -25,6 +25,7 @@ class Live:
         sharing: who shares memory with whom.
         mappable: parameters that may be made views of other memory, with the one whose view they take: their own,
             or that of the first of those they are tied to.
+        given: the memory that mapped parameters have, in the order of `mappable`, if it was given by us.
     """
 
     weights: Weights
@@ -33,6 +34,7 @@ class Live:
     addresses: list[int]
     sharing: Sharing
     mappable: dict[int, int]
+    given: list[Tensor] | None = None
 
     def copied(self, mapped: dict[int, int]) -> Sequence[int]:
         """The tensors to copy into where `mapped` are mapped: each memory once."""
@@ -61,7 +63,7 @@ class Live:
             if not agrees([self.tensors[index] for index in overlap], [values[index] for index in overlap]):
                 self._disagree(overlap, "share memory")
 
-    def _disagree(self, indices: tuple[int, ...], how: str) -> None:
+    def _disagree(self, indices: Iterable[int], how: str) -> None:
         names = [self.layout.entries[index].name for index in indices]
         listed = ", ".join(f"'{name}'" for name in names)
         raise LayoutError(
@@ -71,37 +73,40 @@ class Live:
 
 
 def look_at(destination: object, before: Live | None = None) -> Live:
-    """Read the destination; what is still true of `before` is taken over.
+    """Read the destination; where it still holds the very tensors of `before`, at the very places, that is the plan.
 
     Raises:
         ConfigurationError: the destination, or a value in it, is of an unsupported type.
         LayoutError: a tensor in it cannot be received (quantised, sparse, uninitialised ...).
     """
     weights = read_live(destination)
-    layout = layout_of(weights, before.layout if before else None)
+    same = _again(weights, before) if before else None
+    if same is not None:
+        return same
+    # Tensor by tensor: the quick way leaves it to the copy to find that one is sparse or on the meta device.
+    layout = layout_of(weights)
+    if before and before.layout == layout:
+        layout = before.layout
     tensors = ordered(weights, layout)
-    addresses = list(map(Tensor.data_ptr, tensors))
-    if before and layout is before.layout and addresses == before.addresses and _same(tensors, before.tensors):
-        sharing, mappable = before.sharing, before.mappable
-    else:
-        sharing = sharing_of(tensors)
-        mappable = _mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
-    return Live(weights, layout, tensors, addresses, sharing, mappable)
+    sharing = sharing_of(tensors)
+    mappable = _mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
+    return Live(weights, layout, tensors, list(map(Tensor.data_ptr, tensors)), sharing, mappable)
 
 
-def look_again(destination: object, live: Live) -> Live | None:
-    """Read the destination once more, quickly; None if it no longer holds the very tensors, at the very places."""
-    weights = read_live(destination)
-    if weights.tensors.keys() != live.weights.tensors.keys() or weights.slots.keys() != live.weights.slots.keys():
+def look_again(destination: object, before: Live) -> Live | None:
+    """Read the destination once more; None if it no longer holds the very tensors, at the very places."""
+    return _again(read_live(destination), before)
+
+
+def _again(weights: Weights, before: Live) -> Live | None:
+    if weights.tensors.keys() != before.weights.tensors.keys() or weights.slots.keys() != before.weights.slots.keys():
         return None
-    tensors = ordered(weights, live.layout)
-    if _same(tensors, live.tensors) and list(map(Tensor.data_ptr, tensors)) == live.addresses:
-        return replace(live, weights=weights)
+    # A tensor that gets another shape or dtype without moving (by resize_() or set_()) is not noticed here; copying
+    # into it then fails aloud.
+    tensors = ordered(weights, before.layout)
+    if all(map(is_, tensors, before.tensors)) and list(map(Tensor.data_ptr, tensors)) == before.addresses:
+        return replace(before, weights=weights)
     return None
-
-
-def _same(tensors: list[Tensor], others: list[Tensor]) -> bool:
-    return len(tensors) == len(others) and all(map(is_, tensors, others))
 
 
 def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
@@ -118,4 +123,6 @@ def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
 
 
 def _is_mappable(tensor: Tensor) -> bool:
-    return type(tensor) is nn.Parameter and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj()
+    # A parameter made in inference mode breaks when it is given normal data.
+    plain = type(tensor) is nn.Parameter and tensor.is_cpu and not tensor.is_inference()
+    return plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -50,6 +50,8 @@ def scatter(layout: Layout, tensors: list[Tensor], chosen: Sequence[int], base: 
 
     The tensors and their shapes must be those of the layout, and the caller must hold the buffer.
     """
+    if not chosen:
+        return
     with torch.inference_mode():
         if _on_one_device(tensors):
             for first, last in _chunks(layout):
@@ -59,7 +61,7 @@ def scatter(layout: Layout, tensors: list[Tensor], chosen: Sequence[int], base: 
         found = kept_views(layout, base)
         if len(chosen) == len(tensors):
             torch._foreach_copy_(tensors, found)
-        elif chosen:
+        else:
             torch._foreach_copy_([tensors[index] for index in chosen], [found[index] for index in chosen])
 
 
@@ -118,8 +120,9 @@ def _fill(layout: Layout, first: int, last: int, tensors: list[Tensor], base: in
     with torch.inference_mode():
         flat = _span(layout, first, last, base)
         if _on_one_device(chosen):
-            bits = [t.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for t in chosen]
-            flat.copy_(torch.cat(bits))
+            gathered = torch.empty(flat.numel(), dtype=torch.uint8, device=chosen[0].device)
+            _copy(layout, first, views(layout, gathered, first, last), chosen)
+            flat.copy_(gathered)
         else:
             _copy(layout, first, views(layout, flat, first, last), chosen)
 

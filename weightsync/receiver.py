@@ -103,11 +103,9 @@ class WeightReceiver(Side):
         target, deadline = self._destination(), Deadline(timeout)
         with Shield(self._driver.waker.fire) as shield:
             while True:
-                with self._driver.lock:
-                    self._driver.pump()
-                    if self._may_apply():
-                        return self._apply(target)
-                    self._check_links()
+                applied = self._take_in(target)
+                if applied is not None:
+                    return applied
                 if deadline.passed:
                     return False
                 shield.deliver()
@@ -123,31 +121,42 @@ class WeightReceiver(Side):
             weights: a TensorDict or dict, nested or flat dotted.
 
         Raises:
+            StateError: the receiver is closed.
             ConfigurationError: no model is registered, or an unsupported type of weights.
             LayoutError: they do not fit; nothing was changed.
         """
         target = self._destination()
-        with Shield(self._driver.waker.fire), self._driver.lock:
+        with self._serving, Shield(self._driver.waker.fire), self._driver.lock:
+            next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
             self._driver.pump()
             pending = self._driver.pending
             if pending is not None and pending.update.digest == self._digest_of(weights):
                 self._apply(target)
                 return
-            with self._serving:
-                self._scheme.strategy.apply_weights(self._model, weights)
+            try:
+                target.apply(weights)
+            except SwapBroken:
+                self._driver.spoil()
+                raise
             self._driver.spoil()
             if pending is not None:
                 self._refuse(pending, "other weights were applied by hand", "")
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[int | None]:
-        """Hold the version served: inside the block no other becomes live. Yields it."""
-        with self._serving:
-            outer, self._inside = self._inside, threading.get_ident()
-            try:
-                yield self.version
-            finally:
-                self._inside = outer
+        """Hold the version served: inside the block no other becomes live. Yields it.
+
+        A `receive` meanwhile, in whichever thread, reads but applies nothing; it does so once the block is left.
+        """
+        try:
+            with self._serving:
+                outer, self._inside = self._inside, threading.get_ident()
+                try:
+                    yield self.version
+                finally:
+                    self._inside = outer
+        finally:
+            self._driver.waker.fire()
 
     def close(self) -> None:
         """Close for good. The model keeps the version it serves; the sender takes us off its roll."""
@@ -220,9 +229,23 @@ class WeightReceiver(Side):
         read = read_weights(weights)
         return digest_of(read, layout_of(read), encode_extras(read.extras()))
 
-    def _may_apply(self) -> bool:
-        """Whether a version is pending and this thread does not hold the served one."""
-        return self.state is State.PENDING_ASYNC and self._inside != threading.get_ident()
+    def _take_in(self, target: Target) -> bool | None:
+        """Read, and apply what is pending unless somebody holds the version served; None if nothing was decided.
+
+        The serving lock comes before the driver's and is held until `version` names what is live.
+        """
+        free = self._serving.acquire(blocking=False)
+        try:
+            with self._driver.lock:
+                self._driver.pump()
+                held = not free or self._inside == threading.get_ident()
+                if self.state is State.PENDING_ASYNC and not held:
+                    return self._apply(target)
+                self._check_links()
+                return None
+        finally:
+            if free:
+                self._serving.release()
 
     def _check_links(self) -> None:
         if self.state is State.CLOSED:
@@ -230,8 +253,8 @@ class WeightReceiver(Side):
         if not self._driver.links():
             if self._driver.ended:
                 raise TransportError(
-                    f"model {self._model_id!r} has no sender any more: {self._driver.ended}. It keeps version "
-                    f"{self.version}; register_worker_transport() gives it a new link."
+                    f"model {self._model_id!r} has no sender any more: {self._driver.ended.rstrip('.')}. It keeps "
+                    f"version {self.version}; register_worker_transport() gives it a new link."
                 )
             next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
 
@@ -240,30 +263,30 @@ class WeightReceiver(Side):
         assert pending is not None
         try:
             digest = self._verified(pending)
-            staged = target.stage(pending.layout, pending.payload, pending.update.extras)
-            with self._serving:
-                target.swap(staged)
+            target.swap(target.stage(pending.layout, pending.payload, pending.update.extras))
         except SwapBroken as error:
-            self._driver.take(pure.Broken())
-            raise WeightSyncError(
-                f"version {pending.update.version} of {self._model_id!r} was swapped in half and could not be undone: "
-                f"the model serves nothing, the receiver is closed. Cause: {error}"
-            ) from error
+            self._driver.break_down()
+            raise self._broken(pending, error) from error
         except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
             self._refuse(pending, str(error), traceback.format_exc())
             return False
-        self._driver.take(
-            pure.Applied(
-                Ack(
-                    model_id=self._model_id,
-                    incarnation=pending.update.incarnation,
-                    version=pending.update.version,
-                    digest=digest,
-                    seconds=stopwatch.seconds,
-                )
-            )
-        )
+        self._driver.take(pure.Applied(self._ack(pending, digest, stopwatch.seconds)))
         return True
+
+    def _broken(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
+        return WeightSyncError(
+            f"version {pending.update.version} of {self._model_id!r} was swapped in half and could not be undone: "
+            f"the model serves nothing, the receiver is closed. Cause: {error}"
+        )
+
+    def _ack(self, pending: Pending, digest: bytes, seconds: float) -> Ack:
+        return Ack(
+            model_id=self._model_id,
+            incarnation=pending.update.incarnation,
+            version=pending.update.version,
+            digest=digest,
+            seconds=seconds,
+        )
 
     def _verified(self, pending: Pending) -> bytes:
         """The digest of what arrived, if the sender named one."""

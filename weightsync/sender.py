@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightsync._tables import SENDER_ROWS, SenderInput, State
@@ -10,7 +11,7 @@ from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packed
 from weightsync.driving.reporter import Reporter
 from weightsync.driving.sender import SenderDriver
-from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.errors import ConfigurationError, LayoutError, WorkerLostError
 from weightsync.layout import Layout
 from weightsync.machine import next_state
 from weightsync.options import OnFailure, OnPending, option
@@ -56,7 +57,7 @@ class WeightSender(Side):
             ConfigurationError: no link can be made of it.
         """
         next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
-        require_worker_id(worker_id)
+        worker_id = require_worker_id(worker_id)
         link = self._scheme.lay_link(pipe_or_context, self._model_id, f"worker {worker_id}")
         self._endpoints[worker_id] = pipe_or_context
         with Shield(self._driver.waker.fire):
@@ -191,9 +192,11 @@ class WeightSender(Side):
         """
         deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
         with Shield(self._driver.waker.fire) as shield:
-            self._driver.pump()
-            self._driver.take(pure.Wait())
-            return self._wait_for(self._driver.data.version, deadline, failing, shield)
+            with self._driver.lock:
+                self._driver.pump()
+                self._driver.take(pure.Wait())
+                version = self.version
+            return self._wait_for(version, deadline, failing, shield)
 
     def update_weights(self, weights: Any) -> SyncReport:
         """Send weights to all workers: the older name of ``send(weights=weights)``."""
@@ -204,7 +207,11 @@ class WeightSender(Side):
 
         Returns:
             What is known of the outstanding update (PENDING for those who owe), or None if none is outstanding.
+
+        Raises:
+            StateError: the sender is closed.
         """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
         with Shield(self._driver.waker.fire):
             self._driver.pump()
             return self._reporter.so_far(OutcomeKind.PENDING) if self._driver.data.outstanding else None
@@ -215,7 +222,7 @@ class WeightSender(Side):
         Raises:
             StateError: nothing is outstanding, or somebody waits for it.
         """
-        with Shield(self._driver.waker.fire):
+        with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             self._driver.take(pure.Abandon())
             return self._reporter.concluded(self.version)
@@ -229,6 +236,7 @@ class WeightSender(Side):
         """
         with Shield(self._driver.waker.fire):
             self._driver.take(pure.Close())
+            self._driver.waker.close()
             self._packer.close()
             self._endpoints.clear()
 
@@ -263,8 +271,10 @@ class WeightSender(Side):
         """The user's own messages on a worker's pipe, with the methods of a connection.
 
         Raises:
+            StateError: the sender is closed.
             ConfigurationError: it is not on the roll, or has no pipe.
         """
+        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
         pure.known(self._driver.data, worker_id)
         return self._scheme.user_messages(self._endpoints[worker_id])
 
@@ -292,37 +302,53 @@ class WeightSender(Side):
         deadline: Deadline,
         pending: OnPending,
     ) -> Packed | None:
-        """Check that the call is allowed and pack the weights; None: the roll is empty."""
-        self._driver.pump()
-        if self.state is State.UNINITIALIZED and self._endpoints:
-            self.connect()
-        if self.state is State.PENDING_ASYNC:
-            self._make_way(deadline, pending)
-        next_state(SENDER_ROWS, self.state, asked)
+        """Check that the call is allowed, pack the weights and make way for them; None: the roll is empty."""
+        with Shield(self._driver.waker.fire):
+            self._driver.pump()
+        unlaid = self.state is State.UNINITIALIZED and bool(self._endpoints)
+        in_the_way = self.state is State.PENDING_ASYNC and pending is not OnPending.RAISE
+        next_state(SENDER_ROWS, State.READY if in_the_way or unlaid else self.state, asked)
         if targets is None and not self._driver.data.roll:
             return None
-        pure.targets_of(self._driver.data, targets)
-        prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, self._context())
-        packed = self._packer.pack(prepared)
-        self._scheme.published(self._model_id, prepared)
-        return packed
+        with self._reported():
+            pure.targets_of(self._driver.data, targets)
+        if unlaid:
+            self.connect()
+        if in_the_way and pending is OnPending.WAIT:
+            self.wait_async(timeout=deadline.remaining)
+        return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
 
-    def _make_way(self, deadline: Deadline, pending: OnPending) -> None:
-        match pending:
-            case OnPending.WAIT:
-                self.wait_async(timeout=deadline.remaining)
-            case OnPending.SUPERSEDE:
+    def _pack(self, weights: Any, superseding: bool) -> Packed:
+        """Pack the weights. What is outstanding is given up only when nothing can refuse them any more."""
+        # A context that was collected is missed only where it is asked.
+        context = self._context() if weights is None or isinstance(weights, str) else None
+        prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, context)
+        packed = self._packer.pack(prepared)
+        try:
+            self._scheme.published(self._model_id, prepared)
+            if superseding:
                 self._reporter.superseded(self.abandon())
-            case OnPending.RAISE:
-                pass  # the look-up that follows refuses
+        except BaseException:
+            self._packer.handed_over(packed)
+            raise
+        return packed
 
     def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, preparing: float) -> int:
         try:
-            version = self._driver.dispatch(event, packed)
+            with self._reported():
+                version = self._driver.dispatch(event, packed)
         finally:
             self._packer.handed_over(packed)
         self._reporter.dispatched(preparing)
         return version
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Give a send that is refused since all are lost already its report."""
+        try:
+            yield
+        except WorkerLostError as error:
+            raise self._reporter.all_lost(error) from None
 
     def _wait_for(self, version: int, deadline: Deadline, failing: OnFailure, shield: Shield) -> SyncReport:
         try:
@@ -347,7 +373,5 @@ class WeightSender(Side):
 def _targets(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if worker_ids is None:
         return None
-    targets = tuple(worker_ids) if isinstance(worker_ids, Iterable) else (worker_ids,)
-    for worker_id in targets:
-        require_worker_id(worker_id)
-    return targets
+    given = worker_ids if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str) else (worker_ids,)
+    return tuple(require_worker_id(worker_id) for worker_id in given)

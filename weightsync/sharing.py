@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weightsync.tensors import bits_of
+
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
@@ -51,7 +53,7 @@ def agrees(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Bitwise equality of two tensors of one dtype and shape: NaN equals itself, 0.0 is not -0.0."""
-    return torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (one, other)))
+    return torch.equal(bits_of(one), bits_of(other))
 
 
 def _clusters(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import multiprocessing.context
+import operator
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -107,11 +108,16 @@ def pipes_travel() -> bool:
     return multiprocessing.context.get_spawning_popen() is not None
 
 
-def require_worker_id(worker_id: object) -> None:
-    """Refuse what cannot be a worker's id.
+def require_worker_id(worker_id: Any) -> int:
+    """The worker's id as an int: numpy's are taken too.
 
     Raises:
         ConfigurationError: it is not an int of 0 or more.
     """
-    if isinstance(worker_id, bool) or not isinstance(worker_id, int) or worker_id < 0:
+    try:
+        number = -1 if isinstance(worker_id, bool) else operator.index(worker_id)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise ConfigurationError(f"a worker's id is an int of 0 or more, not {worker_id!r}. Nothing has changed.")
+    return number

@@ -25,7 +25,8 @@ class Mode(Enum):
     COPY = "copy"
     #: A module's parameters on the CPU become views of the payload, which must never be written again; they keep
     #: its memory alive. Buffers, which forwards write, are copied; so is what has no plain memory of its own
-    #: (strided, overlapping, on a device). A payload that is read-only or not aligned is copied first, whole.
+    #: (strided, overlapping, on a device). A payload that is read-only or not aligned is copied first, whole. What
+    #: shares a parameter's memory without being in the module (a view kept elsewhere) keeps the old weights.
     MAP = "map"
 
 
@@ -40,6 +41,8 @@ class Staged:
     layout: Layout
     payload: memoryview
     extras: dict[str, ExtraState]
+    #: The destination that it was validated against.
+    live: Live
 
 
 class Target:
@@ -58,14 +61,14 @@ class Target:
         LayoutError: a tensor in it cannot be received (quantised, sparse, uninitialised ...).
     """
 
-    #: A mapped buffer's views are kept for when it comes round again; pools of slots have two or three.
+    #: Of how many payloads the views may be kept (mode MAP), for when they come round again; slots do.
     KEPT_PAYLOADS = 4
 
     def __init__(self, destination: object, mode: Mode = Mode.COPY) -> None:
         self.destination = destination
         self.mode = mode
         self._live = look_at(destination)
-        self._mapped: OrderedDict[tuple[int, Layout], list[Tensor]] = OrderedDict()
+        self._mapped: OrderedDict[tuple[int, Layout], list[Tensor] | None] = OrderedDict()
 
     @property
     def layout(self) -> Layout:
@@ -91,9 +94,7 @@ class Target:
         decoded = decode_extras(extras)
         if tuple(sorted(decoded)) != layout.extras:
             raise ProtocolError(f"Extra state came for {sorted(decoded)}, but the layout names {list(layout.extras)}.")
-        staged = Staged(layout, payload, decoded)
-        self._validate(staged)
-        return staged
+        return Staged(layout, payload, decoded, self._validated(layout, payload))
 
     def swap(self, staged: Staged) -> None:
         """Make all of a staged update live: extra state first, which is put back if anything fails.
@@ -111,15 +112,18 @@ class Target:
                 undo.set(module, live.weights.slots[module], value)
             if staged.extras:
                 live = self._current(staged)
-            mapped = self._map(live, staged, undo)
+            given = self._map(live, staged, undo)
         except BaseException as error:
             undo.all(error)
             raise
         try:
+            mapped = live.mappable if given else {}
             scatter(live.layout, live.tensors, live.copied(mapped), address_of(staged.payload))
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
-        self._live = replace(live, addresses=list(map(Tensor.data_ptr, live.tensors)))
+        if given:
+            live = replace(live, addresses=list(map(Tensor.data_ptr, live.tensors)), given=given)
+        self._live = live
 
     def apply(self, weights: object) -> None:
         """Stage and swap weights at hand, through a buffer of our own, so that they may alias the destination.
@@ -147,42 +151,45 @@ class Target:
         self._live = look_at(self.destination, self._live)
         return self._live
 
-    def _validate(self, staged: Staged) -> Live:
+    def _validated(self, layout: Layout, payload: memoryview) -> Live:
         live = self._look()
-        difference = live.layout.difference(staged.layout)
+        difference = live.layout.difference(layout)
         if difference is not None:
             raise difference
         live.refuse_unwritable()
         if live.sharing.ties or live.sharing.overlaps:
             with torch.inference_mode():
-                live.refuse_disagreement(kept_views(live.layout, address_of(staged.payload)))
+                live.refuse_disagreement(kept_views(live.layout, address_of(payload)))
         return live
 
     def _current(self, staged: Staged) -> Live:
         """The destination, validated again if it is no longer what it was."""
-        return look_again(self.destination, self._live) or self._validate(staged)
+        return look_again(self.destination, staged.live) or self._validated(staged.layout, staged.payload)
 
-    def _map(self, live: Live, staged: Staged, undo: _Undo) -> dict[int, int]:
-        """Point parameters at the payload; gives those that were."""
+    def _map(self, live: Live, staged: Staged, undo: _Undo) -> list[Tensor] | None:
+        """Point parameters at the payload; gives the memory they have now, or None if none was to be mapped."""
         if self.mode is Mode.COPY or not live.mappable:
-            return {}
+            return None
+        parameters = [live.tensors[index] for index in live.mappable]
         # Out of a caller's inference mode, in which a parameter's data may not be replaced by a normal tensor.
         with torch.inference_mode(False), torch.no_grad():
             found = self._views(live.layout, staged.payload)
-            for index, source in live.mappable.items():
-                parameter = live.tensors[index]
-                undo.data.append((parameter, parameter.data))
-                parameter.data = found[source]
-            torch.autograd.graph.increment_version([live.tensors[index] for index in live.mappable])
-        return live.mappable
+            given = [found[source] for source in live.mappable.values()]
+            undo.remember(parameters, live.given)
+            for parameter, data in zip(parameters, given, strict=True):
+                parameter.data = data
+            torch.autograd.graph.increment_version(parameters)
+        return given
 
     def _views(self, layout: Layout, payload: memoryview) -> list[Tensor]:
         if not _is_mappable(payload):
             return views(layout, borrowed(address_of(payload), layout.nbytes).clone())
-        # The key cannot come to mean other memory: the kept views hold this one.
+        # Kept only at the second sight: what comes once is let go with the parameters. Where views are kept, the key
+        # cannot come to mean other memory, since they hold this one.
         key = address_of(payload), layout
+        again = key in self._mapped
         found = self._mapped.pop(key, None) or views(layout, owning(payload))
-        self._mapped[key] = found
+        self._mapped[key] = found if again else None
         if len(self._mapped) > self.KEPT_PAYLOADS:
             self._mapped.popitem(last=False)
         return found
@@ -192,7 +199,7 @@ class _Undo:
     """How to go back: parameters' old memory, and modules' old extra state."""
 
     def __init__(self) -> None:
-        self.data: list[tuple[Tensor, Tensor]] = []
+        self._data: list[tuple[Tensor, Tensor]] = []
         self._extras: list[tuple[str, ExtraSlot, bytes]] = []
 
     def set(self, module: str, slot: ExtraSlot, value: ExtraState) -> None:
@@ -200,10 +207,15 @@ class _Undo:
         self._extras.append((module, slot, encode_extras({module: slot.get()})))
         slot.set(value)
 
+    def remember(self, parameters: list[Tensor], given: list[Tensor] | None) -> None:
+        """Remember the memory of parameters that are about to get other; `given`: which it is, where that is known."""
+        memory = given or [parameter.data for parameter in parameters]
+        self._data = list(zip(parameters, memory, strict=True))
+
     def all(self, cause: BaseException) -> None:
         """Undo everything, or raise SwapBroken."""
         with torch.inference_mode(False), torch.no_grad():
-            for parameter, data in reversed(self.data):
+            for parameter, data in self._data:
                 parameter.data = data
         for module, slot, before in reversed(self._extras):
             try:

@@ -44,10 +44,12 @@ def why_unsupported(tensor: Tensor) -> str:
     return ""
 
 
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """The tensor's elements in row-major order, bit by bit."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    return flat.view(torch.uint8).numpy().tobytes()
+def bits_of(tensor: Tensor) -> Tensor:
+    """A copy of the tensor's elements on the CPU, in row-major order, bit by bit, as uint8 of shape (nbytes,)."""
+    # Allocated as bytes: torch warns of some dtypes when it allocates them.
+    bits = torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
+    bits.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return bits
 
 
 def owning(view: memoryview) -> Tensor:

@@ -11,6 +11,7 @@ from weightsync.errors import ConfigurationError
 
 ENVIRONMENT = "WEIGHTSYNC_TIMEOUT"
 SECONDS = 60.0
+_DAY = 86400.0
 
 
 class Timeout(enum.Enum):
@@ -52,8 +53,8 @@ class Deadline:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds left, never below 0; None: for ever."""
-        return None if self._at is None else max(0.0, self._at - time.monotonic())
+        """Seconds left, never below 0; None: for ever. At most a day, which poll(2) can count: then look again."""
+        return None if self._at is None else min(max(0.0, self._at - time.monotonic()), _DAY)
 
     @property
     def passed(self) -> bool:

@@ -204,7 +204,7 @@ def ordered(weights: Weights, layout: Layout) -> list[Tensor]:
 
 
 def layout_of(weights: Weights, known: Layout | None = None) -> Layout:
-    """The layout of these weights: the very object `known` if it fits, which is quick to find out.
+    """The layout of these weights: the very object `known` if that is it, which is quick to find out.
 
     Raises:
         LayoutError: a tensor cannot be sent (quantised, sparse, nested, meta, uninitialised); it is named.
@@ -217,10 +217,11 @@ def layout_of(weights: Weights, known: Layout | None = None) -> Layout:
         if why:
             raise LayoutError(f"'{name}' {why}.", mismatched={name: why})
         specs.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
-    return Layout(specs, weights.slots)
+    found = Layout(specs, weights.slots)
+    return known if known is not None and known == found else found
 
 
-_shape, _dtype, _strided = attrgetter("shape"), attrgetter("dtype"), attrgetter("layout")
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 def _fits(weights: Weights, known: Layout) -> bool:

@@ -94,7 +94,8 @@ def test_verdicts_as_expected_exit_with_0(command: Command) -> None:
 
     assert code == 0, said
     assert "Holds  5 distinct states" in said
-    assert "violates Small, as it must" in said
+    assert "Small violated, as it must be" in said
+    assert "2 of 2 configurations are as expected" in said
     assert "Nothing is said of larger numbers." in said
     assert command.left_over() == []
 
@@ -141,7 +142,7 @@ def test_coverage_fails_for_an_action_that_is_never_taken(command: Command) -> N
     code, said = command.run("--coverage", "Holds")
 
     assert code == 1, said
-    assert "never taken by any configuration that holds: Counter.Reset (line 23)" in said
+    assert "Counter.Reset (line 23) is never taken by any proof" in said
 
 
 @pytest.mark.usefixtures("endless")

@@ -6,10 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.checker import Counts, Manifest, Tier, find_model, pin
+from weightsync.checker import Counts, Manifest, Purpose, Tier, find_model, pin
 from weightsync.errors import ConfigurationError
 
-ENTRY = '[[configuration]]\nname = "A"\nmodule = "A.tla"\nconfig = "A.cfg"\ntier = "quick"\nwhy = "why"\n'
+ENTRY = """\
+[[configuration]]
+name = "A"
+module = "M"
+kind = "proof"
+set = "quick"
+expected = "pass"
+covers = "this"
+"""
 
 
 def write(folder: Path, text: str) -> Path:
@@ -20,15 +28,15 @@ def write(folder: Path, text: str) -> Path:
 def test_an_entry_is_read_whole(manifest: Manifest) -> None:
     [larger] = manifest.select(["HoldsLarger"])
 
-    assert (larger.module, larger.module_name, larger.config) == ("Counter.tla", "Counter", "HoldsLarger.cfg")
-    assert (larger.tier, larger.violates, larger.guarantees, larger.workers) == (Tier.FULL, None, ("G1",), 2)
+    assert (larger.module, larger.config, larger.purpose) == ("Counter", "HoldsLarger.cfg", Purpose.PROOF)
+    assert (larger.tier, larger.violates, larger.guarantees, larger.workers) == (Tier.ALL, None, ("G1",), 2)
     assert Counts(2003, 2002, 2002) == larger.pinned
     assert manifest.bounds.startswith("Counter counts to 3")
 
 
 def test_tiers_choose(manifest: Manifest) -> None:
     assert [found.name for found in manifest.tier(Tier.QUICK)] == ["Holds", "TooSmall"]
-    assert manifest.configurations == manifest.tier(Tier.FULL)
+    assert manifest.configurations == manifest.tier(Tier.ALL)
 
 
 def test_an_unknown_name_is_refused(manifest: Manifest) -> None:
@@ -42,10 +50,14 @@ def test_an_unknown_name_is_refused(manifest: Manifest) -> None:
         ("", "has no"),
         ("[[configuration]", "cannot be read"),
         (ENTRY + ENTRY, "names A twice"),
-        (ENTRY.replace("why", "reason"), "Configuration A has unknown keys"),
-        (ENTRY.replace('module = "A.tla"\n', ""), "Configuration A lacks 'module'"),
+        (ENTRY.replace("covers", "reason"), "Configuration A has unknown keys"),
+        (ENTRY.replace('module = "M"\n', ""), "Configuration A lacks 'module'"),
         (ENTRY.replace("quick", "sometimes"), "Configuration A is wrong .*'sometimes'"),
         (ENTRY + "distinct = 3\n", "Configuration A lacks 'generated'"),
+        (ENTRY.replace("pass", "deadlock"), "Configuration A is wrong .* a proof passes, and nothing else does"),
+        (ENTRY.replace("proof", "canary"), "Configuration A is wrong .* a proof passes, and nothing else does"),
+        (ENTRY + 'violates = "P"\n', "Configuration A is wrong .* violates is given where"),
+        (ENTRY.replace("proof", "canary").replace("pass", "safety"), "Configuration A is wrong .* violates is given"),
     ],
 )
 def test_a_wrong_manifest_is_refused_and_the_culprit_named(tmp_path: Path, text: str, said: str) -> None:
@@ -60,14 +72,24 @@ def test_a_folder_without_manifest_is_refused(tmp_path: Path) -> None:
 
 def test_pinning_keeps_comments_and_order(tmp_path: Path) -> None:
     other = ENTRY.replace('"A"', '"B"') + "generated = 1\ndistinct = 1\n"
-    text = f"# head\nbounds = 'b'\n\n{ENTRY}generated = 1 # old\ndistinct = 1\ndepth = 1\n\n# about B\n{other}"
+    text = f"# head\n[bounds]\ntext = 'b'\n\n{ENTRY}generated = 1 # old\ndistinct = 1\ndepth = 1\n\n# about B\n{other}"
     manifest = Manifest.read(write(tmp_path, text))
 
     pin(manifest, {"A": Counts(12, 11, None)})
 
-    counted = f"# head\nbounds = 'b'\n\n{ENTRY}generated = 12\ndistinct = 11\n\n# about B\n{other}"
+    counted = f"# head\n[bounds]\ntext = 'b'\n\n{ENTRY}generated = 12\ndistinct = 11\n\n# about B\n{other}"
     assert counted == (tmp_path / "manifest.toml").read_text()
 
 
-def test_our_own_model_is_found() -> None:
-    assert find_model().name == "tla"
+@pytest.mark.parametrize("place", ["tla", "weightsync/tla"])
+def test_the_model_lies_beside_the_package_or_in_it(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / place
+    folder.mkdir(parents=True)
+    write(folder, ENTRY)
+
+    assert find_model(tmp_path / "weightsync") == folder
+
+
+def test_a_package_without_model_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No model lies in"):
+        find_model(tmp_path / "weightsync")

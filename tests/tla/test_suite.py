@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tlc_support import Recorder
 
-from weightsync.checker import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, never_taken, pin
+from weightsync.checker import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, pin, vacuity
 from weightsync.checker.process import Ending, Job, TlcRun
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
@@ -54,16 +54,16 @@ def test_a_wrong_violated_property_fails(
 
     [verdict] = run(toolchain, Manifest.read(specs), recorder, "TooSmall")
 
-    assert "TypeOK should be violated, and TLC found Small violated" in verdict.complaints[0]
+    assert "TLC should find TypeOK violated, and found Small violated" in verdict.complaints[0]
 
 
 @pytest.mark.parametrize(
     ("edited", "said"),
     [
         (("/\\ n < Max", "/\\ n <= Max"), "TLC found TypeOK violated"),
-        (("/\\ n < Max", "/\\ n < Max - 1"), "TLC found Deadlock violated"),
+        (("/\\ n < Max", "/\\ n < Max - 1"), "TLC found a deadlock"),
         (("/\\ n = Max", "/\\ n >= Max - 1"), "TLC found Ends or Settles violated"),
-        (("/\\ ~done", "/\\ n # 1 \\/ done"), "TLC found Deadlock violated"),
+        (("/\\ ~done", "/\\ n # 1 \\/ done"), "TLC found a deadlock"),
         (("/\\ UNCHANGED done\n\nFinish", "/\\ done' \\in {done, n = 2}\n\nFinish"), "the state graph is another one"),
     ],
 )
@@ -143,7 +143,7 @@ def test_coverage_finds_the_action_that_is_never_taken(
 ) -> None:
     verdicts = Suite(toolchain, manifest, recorder, Coverage.COUNTED).run(manifest.select(["Holds", "HoldsLarger"]))
 
-    assert never_taken(verdicts) == ("Counter.Reset (line 23)",)
+    assert list(vacuity(verdicts, [])) == ["Counter.Reset (line 23) is never taken by any proof"]
 
 
 def test_a_run_that_is_stopped_leaves_nothing(
@@ -151,7 +151,7 @@ def test_a_run_that_is_stopped_leaves_nothing(
 ) -> None:
     edit(specs / "HoldsLarger.cfg", "2000", "2000000000")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    endless = TlcRun(toolchain, Job(specs, "Counter.tla", "HoldsLarger.cfg"))
+    endless = TlcRun(toolchain, Job(specs, "Counter", "HoldsLarger.cfg"))
     begun = threading.Event()
     threading.Thread(target=lambda: (begun.wait(30), endless.stop())).start()
 
@@ -162,7 +162,7 @@ def test_a_run_that_is_stopped_leaves_nothing(
 
 
 def test_a_run_stopped_before_it_starts_does_not_start(toolchain: Toolchain, specs: Path) -> None:
-    never = TlcRun(toolchain, Job(specs, "Counter.tla", "Holds.cfg"))
+    never = TlcRun(toolchain, Job(specs, "Counter", "Holds.cfg"))
     never.stop()
 
     assert Ending.STOPPED is never.run(lambda _: None).ending

@@ -111,6 +111,18 @@ def test_all_modules_in_use_are_found(library: Library) -> None:
     assert {"Counter", "Promise"} == {module.name for module in library.closure("Counter")}
 
 
+def test_a_module_may_define_nothing() -> None:
+    assert Module("M", "---- MODULE M ----\nEXTENDS Naturals\nASSUME TRUE\n====\n").definitions == {}
+
+
+def test_a_definition_ends_where_the_next_unit_begins() -> None:
+    text = "S == {\n  1\n}\n\nASSUME 2\nT(x) ==\n  3\n----\nU == 4\n====\n"
+    found = Module("M", text).definitions.values()
+
+    assert [(each.name, each.body.split()) for each in found] == [("S", ["{", "1", "}"]), ("T", ["3"]), ("U", ["4"])]
+    assert [(each.first_line, each.last_line) for each in found] == [(1, 4), (6, 7), (9, 9)]
+
+
 def test_extended_modules_are_seen_through(tmp_path: Path) -> None:
     (tmp_path / "A.tla").write_text("---- MODULE A ----\nEXTENDS Naturals,\n        B\nP == Q\n====\n")
     (tmp_path / "B.tla").write_text("---- MODULE B ----\nINSTANCE C\nQ == R(1)\n====\n")

@@ -12,7 +12,7 @@ from weightsync.checker.manifest import Configuration, Manifest
 from weightsync.checker.output import Counts, Findings
 from weightsync.checker.process import Ending, Job, Outcome
 from weightsync.checker.text import Library
-from weightsync.checker.verdict import Verdict, explain, judge, never_taken
+from weightsync.checker.verdict import Verdict, explain, judge, vacuity
 
 Captured = Callable[[str], tuple[Findings, tuple[str, ...]]]
 
@@ -101,17 +101,17 @@ def test_a_configuration_that_holds_must_have_counts_pinned(court: Court) -> Non
             "TooSmall",
             "holds_with_coverage",
             0,
-            "Small should be violated, and TLC found no error (exit code 0)",
+            "TLC should find Small violated, and found no error (exit code 0)",
         ),
-        ("TooSmall", "initial_state", 12, "Small should be violated, and TLC found Never violated"),
-        ("TooSmall", "invariant", 0, "Small is violated, but TLC exited with 0 where 12 is due"),
+        ("TooSmall", "initial_state", 12, "TLC should find Small violated, and found Never violated"),
+        ("TooSmall", "invariant", 0, "TLC found Small violated, but exited with 0 where 12 is due"),
         (
             "TooSmall",
             "syntax_error",
             150,
-            "Small should be violated, and TLC said: Parsing or semantic analysis",
+            "TLC should find Small violated, and said: Parsing or semantic analysis",
         ),
-        ("Stuck", "stuttering", 13, "Deadlock should be violated, and TLC found "),
+        ("Stuck", "stuttering", 13, "TLC should find a deadlock, and found "),
     ],
 )
 def test_anything_else_fails(court: Court, name: str, run: str, exit_code: int, said: str) -> None:
@@ -154,5 +154,14 @@ def test_the_explanation_tells_the_counterexample_and_how_to_go_on(court: Court)
 def test_an_action_that_nobody_takes_is_told(court: Court) -> None:
     holds = court.judge(court.configuration("Holds"), "holds_with_coverage", 0)
 
-    assert never_taken([holds]) == ("Counter.Reset (line 23)",)
-    assert never_taken([]) == ()
+    assert list(vacuity([holds], [])) == ["Counter.Reset (line 23) is never taken by any proof"]
+    assert list(vacuity([], [])) == []
+
+
+def test_a_planted_action_is_for_reverts_alone(court: Court) -> None:
+    holds = court.judge(court.configuration("Holds"), "holds_with_coverage", 0)
+
+    assert list(vacuity([holds], ["Reset"])) == []
+    assert list(vacuity([holds], ["Reset", "Up"])) == [
+        "Counter.Up (line 12) is planted for reverts, and proofs take it"
+    ]

@@ -14,6 +14,7 @@ from weightsync.checker.output import Counts
 from weightsync.errors import ConfigurationError
 
 MANIFEST = "manifest.toml"
+_PACKAGE = Path(__file__).resolve().parent.parent
 _DEFAULT_TIMEOUT = 1800.0
 _COUNTS = ("generated", "distinct", "depth")
 _COUNT_LINE = re.compile(rf"(?:{'|'.join(_COUNTS)}) *=")
@@ -23,7 +24,47 @@ class Tier(Enum):
     """When a configuration is run."""
 
     QUICK = "quick"
-    FULL = "full"
+    ALL = "all"
+
+
+class Purpose(Enum):
+    """What a configuration is there for."""
+
+    PROOF = "proof"  #: everything in it holds
+    CANARY = "canary"  #: a situation that must be reachable, so that proofs speak of something
+    CHECKER = "checker"  #: TLC itself must say no
+    REVERT = "revert"  #: a rule is taken out, and TLC must find what it prevents
+    UNFAIR = "unfair"  #: a fairness conjunct is taken out, and TLC must find a caller who waits for ever
+
+
+class Expected(Enum):
+    """What TLC must say. Values are the manifest's words."""
+
+    PASS = "pass"
+    ASSUMPTION = "assumption"
+    DEADLOCK = "deadlock"
+    SAFETY = "safety"
+    LIVENESS = "liveness"
+
+    @property
+    def exit_code(self) -> int:
+        """TLC's exit code for it."""
+        return _EXIT_CODES[self]
+
+    @property
+    def named(self) -> bool:
+        """Whether it is a property with a name that must be found violated."""
+        return self in (Expected.SAFETY, Expected.LIVENESS)
+
+
+_EXIT_CODES = {
+    Expected.PASS: 0,
+    Expected.ASSUMPTION: 10,
+    Expected.DEADLOCK: 11,
+    Expected.SAFETY: 12,
+    # TLC gives an action property that is violated the same exit code as a temporal one.
+    Expected.LIVENESS: 13,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +73,13 @@ class Configuration:
 
     Attributes:
         name: what it is called on the command line.
-        module: its root module's file.
+        module: its root module.
         config: its configuration file.
+        purpose: what it is there for.
         tier: when it is run.
-        violates: the property that must be found violated; None if everything must hold.
-        why: what it is there for.
+        expected: what TLC must say.
+        violates: the property that must be found violated, if one must.
+        why: what it covers, or why it must fail.
         guarantees: ids of the guarantees it speaks of.
         workers: TLC's threads.
         timeout: seconds until it is given up.
@@ -46,18 +89,15 @@ class Configuration:
     name: str
     module: str
     config: str
+    purpose: Purpose
     tier: Tier
+    expected: Expected
     violates: str | None
     why: str
     guarantees: tuple[str, ...]
     workers: int
     timeout: float
     pinned: Counts | None
-
-    @property
-    def module_name(self) -> str:
-        """The root module's name."""
-        return self.module.removesuffix(".tla")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +108,13 @@ class Manifest:
         folder: where the model lies.
         configurations: in the order of the file.
         bounds: what the bounds leave out, as printed below the verdicts.
+        planted: actions that only the reverts may take.
     """
 
     folder: Path
     configurations: tuple[Configuration, ...]
     bounds: str
+    planted: tuple[str, ...]
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -92,7 +134,8 @@ class Manifest:
         if twice or not found:
             what = f"names {', '.join(sorted(twice))} twice" if twice else "has no [[configuration]]"
             raise ConfigurationError(f"The manifest {folder / MANIFEST} {what}.")
-        return cls(folder, found, str(document.get("bounds", "")).strip())
+        bounds = str(document.get("bounds", {}).get("text", "")).strip()
+        return cls(folder, found, bounds, tuple(document.get("coverage", {}).get("planted", ())))
 
     def select(self, names: Iterable[str]) -> tuple[Configuration, ...]:
         """Return the configurations of these names, in the order of the file.
@@ -109,16 +152,15 @@ class Manifest:
 
     def tier(self, tier: Tier) -> tuple[Configuration, ...]:
         """Return the quick configurations, or all."""
-        return tuple(found for found in self.configurations if tier is Tier.FULL or found.tier is Tier.QUICK)
+        return tuple(found for found in self.configurations if tier is Tier.ALL or found.tier is Tier.QUICK)
 
 
-def find_model() -> Path:
+def find_model(package: Path = _PACKAGE) -> Path:
     """Return the model's folder: beside the package in a checkout, else inside it.
 
     Raises:
         ConfigurationError: if there is neither.
     """
-    package = Path(__file__).resolve().parent.parent
     for folder in (package.parent / "tla", package / "tla"):
         if (folder / MANIFEST).is_file():
             return folder
@@ -131,17 +173,21 @@ def _configuration(entry: Mapping[str, Any]) -> Configuration:
     if unknown:
         raise ConfigurationError(f"Configuration {name} has unknown keys in the manifest: {sorted(unknown)}.")
     try:
-        return Configuration(
-            name=entry["name"],
-            module=entry["module"],
-            config=entry["config"],
-            tier=Tier(entry["tier"]),
-            violates=entry.get("violates"),
-            why=entry["why"],
-            guarantees=tuple(entry.get("guarantees", ())),
-            workers=int(entry.get("workers", 1)),
-            timeout=float(entry.get("timeout", _DEFAULT_TIMEOUT)),
-            pinned=_pinned(entry),
+        return _checked(
+            Configuration(
+                name=entry["name"],
+                module=entry["module"],
+                config=entry.get("cfg", f"{entry['name']}.cfg"),
+                purpose=Purpose(entry["kind"]),
+                tier=Tier(entry["set"]),
+                expected=Expected(entry["expected"]),
+                violates=entry.get("violates"),
+                why=entry["covers"],
+                guarantees=tuple(entry.get("guarantees", ())),
+                workers=int(entry.get("workers", 1)),
+                timeout=float(entry.get("timeout", _DEFAULT_TIMEOUT)),
+                pinned=_pinned(entry),
+            )
         )
     except KeyError as error:
         raise ConfigurationError(f"Configuration {name} lacks {error} in the manifest.") from error
@@ -150,8 +196,17 @@ def _configuration(entry: Mapping[str, Any]) -> Configuration:
 
 
 _KEYS = {
-    "name", "module", "config", "tier", "violates", "why", "guarantees", "workers", "timeout", *_COUNTS
+    "name", "module", "cfg", "kind", "set", "expected", "violates", "covers", "guarantees", "workers", "timeout",
+    *_COUNTS,
 }  # fmt: skip
+
+
+def _checked(configuration: Configuration) -> Configuration:
+    if (configuration.expected is Expected.PASS) is not (configuration.purpose is Purpose.PROOF):
+        raise ValueError("a proof passes, and nothing else does")
+    if configuration.expected.named is (configuration.violates is None):
+        raise ValueError("violates is given where expected is safety or liveness, and nowhere else")
+    return configuration
 
 
 def _pinned(entry: Mapping[str, Any]) -> Counts | None:

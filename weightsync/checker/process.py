@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from weightsync.checker.output import Findings, MessageReader
-from weightsync.checker.toolchain import Toolchain
+from weightsync.checker.toolchain import Toolchain, jar_place
 
 #: What the names of a run's temporary folders start with.
 FOLDER_PREFIX = "weightsync-tlc-"
@@ -36,17 +36,26 @@ class Coverage(Enum):
     NOT_COUNTED = "not counted"
 
 
+class Size(Enum):
+    """How long a run is thought to take; the JVM is set for it."""
+
+    #: Seconds: half of them go into the JVM's optimising compiler, so it is left out.
+    SMALL = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+    LARGE = ("-XX:+UseParallelGC",)
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What to run.
 
     Attributes:
         folder: where the modules lie.
-        module: the root module's file name.
+        module: the root module.
         config: the configuration's file name.
         workers: TLC's threads.
         timeout: seconds until it is given up.
         coverage: whether actions are counted.
+        size: how long it is thought to take.
     """
 
     folder: Path
@@ -55,6 +64,7 @@ class Job:
     workers: int = 1
     timeout: float = 600.0
     coverage: Coverage = Coverage.NOT_COUNTED
+    size: Size = Size.LARGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +89,8 @@ class Outcome:
 def by_hand(job: Job) -> str:
     """Return the shell line that runs the same by hand, in the model's folder."""
     return (
-        f'cd {job.folder} && T=$(mktemp -d) && java -Djava.io.tmpdir=$T -cp "$TLA2TOOLS_JAR" tlc2.TLC'
-        f" -workers {job.workers} -metadir $T -config {job.config} {job.module}"
+        f"cd {job.folder} && T=$(mktemp -d) && java -Djava.io.tmpdir=$T -cp {jar_place()} tlc2.TLC"
+        f" -workers {job.workers} -metadir $T -config {job.config} {job.module}.tla"
     )
 
 
@@ -147,12 +157,12 @@ def _command(toolchain: Toolchain, job: Job, folder: str) -> list[str]:
     # A parent that is killed outright cannot tidy up: the kernel then ends the JVM.
     guard = shutil.which("setpriv")
     command = [guard, "--pdeathsig", "KILL"] if guard else []
-    command += [str(toolchain.java), "-XX:+UseParallelGC", "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
+    command += [str(toolchain.java), *job.size.value, "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
     command += ["-cp", str(toolchain.jar), "tlc2.TLC", "-tool"]
     command += ["-workers", str(job.workers), "-metadir", f"{folder}/meta", "-config", job.config]
     if job.coverage is Coverage.COUNTED:
         command += ["-coverage", "1"]
-    return [*command, job.module]
+    return [*command, f"{job.module}.tla"]
 
 
 def _follow(process: subprocess.Popen[str], progressed: Callable[[Findings], None]) -> tuple[Findings, tuple[str, ...]]:

@@ -16,10 +16,12 @@ def record(verdict: Verdict) -> dict[str, Any]:
         "module": configuration.module,
         "config": configuration.config,
         "guarantees": list(configuration.guarantees),
-        "expected_violation": configuration.violates,
+        "kind": configuration.purpose.value,
+        "expected": configuration.expected.value,
+        "violates": configuration.violates,
         "pinned": asdict(configuration.pinned) if configuration.pinned else None,
         "as_expected": verdict.as_expected,
-        "violated": list(verdict.violated),
+        "found": list(verdict.found),
         "complaints": list(verdict.complaints),
     }
     if outcome is not None:

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from weightsync.checker.manifest import Configuration, Manifest
+from weightsync.checker.manifest import Configuration, Expected, Manifest
 from weightsync.checker.output import Findings, Progress
-from weightsync.checker.process import Coverage, Job, Outcome, TlcRun
+from weightsync.checker.process import Coverage, Job, Outcome, Size, TlcRun
 from weightsync.checker.text import Config, Library, config_traps, traps
 from weightsync.checker.toolchain import Toolchain
 from weightsync.checker.verdict import Verdict, judge
 
 _MOST_AT_ONCE = 2
 _WAKE_SECONDS = 0.5
+_FEW_STATES = 100_000
 
 
 class Observer(Protocol):
@@ -78,7 +79,7 @@ class Suite:
 
         Whatever ends this call early, an interrupt too, ends the JVMs and removes their folders first.
         """
-        waiting = deque(sorted(configurations, key=_size, reverse=True))
+        waiting = deque(sorted(configurations, key=_states, reverse=True))
         verdicts: dict[str, Verdict] = {}
         try:
             while waiting or self._running:
@@ -112,10 +113,11 @@ class Suite:
             configuration.workers,
             configuration.timeout,
             self._coverage,
+            _size(configuration),
         )
 
     def _traps(self, configuration: Configuration) -> tuple[str, ...]:
-        root = configuration.module_name
+        root = configuration.module
         config = Config.read(self._manifest.folder / configuration.config)
         found = [trap for module in self._library.closure(root) for trap in traps(module)]
         return (*found, *config_traps(self._library, root, config, configuration.workers))
@@ -163,5 +165,12 @@ class Suite:
                 running.thread.join()
 
 
-def _size(configuration: Configuration) -> int:
-    return configuration.pinned.distinct if configuration.pinned else 0
+def _states(configuration: Configuration) -> int:
+    return configuration.pinned.generated if configuration.pinned else 0
+
+
+def _size(configuration: Configuration) -> Size:
+    """Return what to expect: what must fail fails early, and what is not pinned may be of any size."""
+    if configuration.expected is Expected.PASS and configuration.pinned is None:
+        return Size.LARGE
+    return Size.SMALL if _states(configuration) < _FEW_STATES else Size.LARGE

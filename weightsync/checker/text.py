@@ -15,6 +15,10 @@ from pathlib import Path
 from weightsync.errors import ConfigurationError
 
 _DEFINITION = re.compile(r"^(?:LOCAL[ \t]+)?([A-Za-z_]\w*)(?:\([^)\n]*\))?[ \t]*==", re.MULTILINE)
+_NEXT_UNIT = re.compile(
+    rf"{_DEFINITION.pattern}|^(?:ASSUM|AXIOM|THEOREM|LEMMA|VARIABLE|CONSTANT|RECURSIVE|INSTANCE|LOCAL|----|====)",
+    re.MULTILINE,
+)
 _EXTENDS = re.compile(r"^[ \t]*EXTENDS[ \t]+([\w, \t\n]+?)(?=\n[ \t]*\n|\n\S|\Z)", re.MULTILINE)
 _INSTANCE = re.compile(r"\bINSTANCE\s+(\w+)")
 _OPEN_INSTANCE = re.compile(r"^(?:LOCAL[ \t]+)?INSTANCE[ \t]+(\w+)", re.MULTILINE)
@@ -128,12 +132,12 @@ class Module:
     @cached_property
     def definitions(self) -> dict[str, Definition]:
         """Its definitions by name."""
-        starts = list(_DEFINITION.finditer(self.text))
-        ends = [start.start() for start in starts[1:]] + [len(self.text)]
         found = {}
-        for start, end in zip(starts, ends, strict=True):
+        for start in _DEFINITION.finditer(self.text):
+            behind = _NEXT_UNIT.search(self.text, start.end())
+            end = behind.start() if behind else len(self.text)
             first = self.text.count("\n", 0, start.start()) + 1
-            last = self.text.count("\n", 0, end) + (end == len(self.text))
+            last = self.text.count("\n", 0, end) + (behind is None)
             found[start.group(1)] = Definition(self.name, start.group(1), self.text[start.end() : end], first, last)
         return found
 

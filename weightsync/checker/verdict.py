@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from weightsync.checker.manifest import Configuration
-from weightsync.checker.output import Action, Counts, Kind, Step, Violation
+from weightsync.checker.manifest import Configuration, Expected
+from weightsync.checker.output import Counts, Kind, Step, Violation
 from weightsync.checker.process import Ending, Job, Outcome, by_hand
 from weightsync.checker.text import Config, Library
 
-#: What TLC exits with when it has found that a statement of each kind does not hold.
-EXIT_CODES = {
-    Kind.ASSUMPTION: 10,
-    Kind.DEADLOCK: 11,
-    Kind.INVARIANT: 12,
-    Kind.ACTION: 13,
-    Kind.TEMPORAL: 13,
-    Kind.ASSERTION: 14,
-}
 #: How violations of statements without a name are called.
-_NAMELESS = {Kind.DEADLOCK: "Deadlock", Kind.ASSUMPTION: "Assumption", Kind.ASSERTION: "Assertion"}
+_NAMELESS = {Kind.DEADLOCK: "a deadlock", Kind.ASSUMPTION: "a false assumption", Kind.ASSERTION: "a false assertion"}
+_SHOWN = {Expected.DEADLOCK: "a deadlock", Expected.ASSUMPTION: "a false assumption"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +23,15 @@ class Verdict:
         configuration: which.
         job: what was run.
         outcome: what TLC gave; None if it was not run, since the text has a trap.
-        violated: names of the properties that were found violated.
+        found: what TLC found amiss, in words.
         complaints: what is not as expected; empty if all is.
-        repin: whether nothing but the pinned counts is the matter, so that `--pin` may set them.
+        repin: the counts seen, if nothing but the pinned ones is the matter, so that `--pin` may set them.
     """
 
     configuration: Configuration
     job: Job
     outcome: Outcome | None
-    violated: tuple[str, ...]
+    found: tuple[str, ...]
     complaints: tuple[str, ...]
     repin: Counts | None = None
 
@@ -53,35 +45,47 @@ class Verdict:
         """One or two words for a table."""
         if not self.as_expected:
             return "DIFFERS"
-        return f"violates {self.configuration.violates}" if self.configuration.violates else "holds"
+        return "holds" if self.configuration.expected is Expected.PASS else due(self.configuration)
+
+
+def due(configuration: Configuration) -> str:
+    """Return what TLC must find, in words."""
+    if configuration.violates:
+        return _violated([configuration.violates])
+    return _SHOWN.get(configuration.expected, "no error")
+
+
+def _violated(names: Sequence[str]) -> str:
+    return f"{' or '.join(names)} violated"
 
 
 def judge(configuration: Configuration, job: Job, outcome: Outcome, library: Library) -> Verdict:
     """Compare what TLC gave with what it must give."""
     config = Config.read(job.folder / job.config)
-    candidates = [_names(violation, configuration, config, library) for violation in outcome.findings.violations]
-    violated = tuple(dict.fromkeys(" or ".join(names) for names in candidates))
-    complaints = list(_complaints(configuration, outcome, violated))
+    words = (_worded(violation, configuration, config, library) for violation in outcome.findings.violations)
+    found = tuple(dict.fromkeys(words))
+    complaints = list(_complaints(configuration, outcome, found))
     counts = outcome.findings.counts
     recount = () if complaints else tuple(_recounted(configuration, counts))
-    repin = counts if recount or not complaints else None
-    return Verdict(configuration, job, outcome, violated, (*complaints, *recount), repin)
+    repin = counts if recount else None
+    return Verdict(configuration, job, outcome, found, (*complaints, *recount), repin)
 
 
-def _names(violation: Violation, configuration: Configuration, config: Config, library: Library) -> tuple[str, ...]:
-    root = configuration.module_name
+def _worded(violation: Violation, configuration: Configuration, config: Config, library: Library) -> str:
     if violation.kind in _NAMELESS:
-        return (_NAMELESS[violation.kind],)
-    if violation.kind is Kind.TEMPORAL:
-        temporal = tuple(name for name in config.properties if library.is_temporal(root, name))
-        return temporal or config.properties
+        return _NAMELESS[violation.kind]
     if violation.subject.isidentifier():
-        return (violation.subject,)
+        return _violated([violation.subject])
+    root = configuration.module
+    if violation.kind is Kind.TEMPORAL:
+        # TLC does not say which.
+        temporal = [name for name in config.properties if library.is_temporal(root, name)]
+        return _violated(temporal or config.properties)
     listed = (*config.invariants, *config.properties)
-    return library.owners(root, listed, violation.subject) or (violation.subject,)
+    return _violated(library.owners(root, listed, violation.subject) or [violation.subject])
 
 
-def _complaints(configuration: Configuration, outcome: Outcome, violated: Sequence[str]) -> Iterator[str]:
+def _complaints(configuration: Configuration, outcome: Outcome, found: Sequence[str]) -> Iterator[str]:
     findings = outcome.findings
     if outcome.ending is not Ending.EXITED:
         yield f"no verdict: {outcome.ending.value} after {outcome.seconds:.0f} s{_so_far(outcome)}"
@@ -89,10 +93,10 @@ def _complaints(configuration: Configuration, outcome: Outcome, violated: Sequen
     if findings.temporal and configuration.workers != 1:
         workers = configuration.workers
         yield f"temporal properties were checked by {workers} workers, which can miss a violation"
-    if configuration.violates is None:
-        yield from _should_hold(outcome, violated)
+    if configuration.expected is Expected.PASS:
+        yield from _should_hold(outcome, found)
     else:
-        yield from _should_fail(configuration.violates, outcome, violated)
+        yield from _should_fail(configuration, outcome, found)
 
 
 def _so_far(outcome: Outcome) -> str:
@@ -102,31 +106,29 @@ def _so_far(outcome: Outcome) -> str:
     return f" ({progress.distinct:,} distinct states so far, {progress.queue:,} in the queue)"
 
 
-def _should_hold(outcome: Outcome, violated: Sequence[str]) -> Iterator[str]:
+def _should_hold(outcome: Outcome, found: Sequence[str]) -> Iterator[str]:
     findings = outcome.findings
-    if violated:
-        found = f"{', '.join(violated)} violated (exit code {outcome.exit_code})"
-        yield f"everything should hold, and TLC found {found}"
+    if found:
+        yield f"everything should hold, and TLC found {', '.join(found)} (exit code {outcome.exit_code})"
     elif outcome.exit_code != 0 or not findings.completed or findings.errors:
         yield f"no verdict: TLC exited with {outcome.exit_code}: {_said(outcome)}"
     elif findings.counts is None:
         yield "no verdict: TLC gave no counts"
 
 
-def _should_fail(expected: str, outcome: Outcome, violated: Sequence[str]) -> Iterator[str]:
-    findings = outcome.findings
-    if not violated:
-        said = "found no error" if findings.completed else f"said: {_said(outcome)}"
-        yield f"{expected} should be violated, and TLC {said} (exit code {outcome.exit_code})"
-    elif tuple(violated) != (expected,):
-        yield f"{expected} should be violated, and TLC found {', '.join(violated)} violated{_hint(violated)}"
-    elif outcome.exit_code != EXIT_CODES[findings.violations[0].kind]:
-        wanted = EXIT_CODES[findings.violations[0].kind]
-        yield f"{expected} is violated, but TLC exited with {outcome.exit_code} where {wanted} is due"
+def _should_fail(configuration: Configuration, outcome: Outcome, found: Sequence[str]) -> Iterator[str]:
+    wanted, code = due(configuration), configuration.expected.exit_code
+    if not found:
+        said = "found no error" if outcome.findings.completed else f"said: {_said(outcome)}"
+        yield f"TLC should find {wanted}, and {said} (exit code {outcome.exit_code})"
+    elif tuple(found) != (wanted,):
+        yield f"TLC should find {wanted}, and found {', '.join(found)} (exit code {outcome.exit_code}){_hint(found)}"
+    elif outcome.exit_code != code:
+        yield f"TLC found {wanted}, but exited with {outcome.exit_code} where {code} is due"
 
 
-def _hint(violated: Sequence[str]) -> str:
-    if any(" or " in name for name in violated):
+def _hint(found: Sequence[str]) -> str:
+    if any(" or " in name for name in found):
         return " (TLC does not say which: give each a configuration of its own)"
     return ""
 
@@ -139,7 +141,7 @@ def _said(outcome: Outcome) -> str:
 def _recounted(configuration: Configuration, counts: Counts | None) -> Iterator[str]:
     pinned = configuration.pinned
     if pinned is None:
-        if configuration.violates is None:
+        if configuration.expected is Expected.PASS:
             yield f"no counts are pinned; {_REPIN} {configuration.name}"
         return
     differing = [
@@ -186,16 +188,21 @@ def story(trace: Iterable[Step]) -> Iterator[str]:
         before = step.values or before
 
 
-def never_taken(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
-    """Return the actions that no configuration of those that hold ever took, as `Module.Action`."""
+def vacuity(verdicts: Iterable[Verdict], planted: Sequence[str]) -> Iterator[str]:
+    """Yield each action whose steps are not as they should be over all proofs together.
+
+    Args:
+        verdicts: of runs that counted their actions.
+        planted: actions that only the reverts may take; every other must be taken by some proof.
+    """
     taken: dict[tuple[str, str, int], int] = {}
     for verdict in verdicts:
-        if verdict.configuration.violates is None and verdict.outcome is not None:
+        if verdict.configuration.expected is Expected.PASS and verdict.outcome is not None:
             for action in verdict.outcome.findings.actions:
-                place = _place(action)
+                place = action.module, action.name, action.line
                 taken[place] = taken.get(place, 0) + action.taken
-    return tuple(f"{module}.{name} (line {line})" for (module, name, line), count in taken.items() if not count)
-
-
-def _place(action: Action) -> tuple[str, str, int]:
-    return action.module, action.name, action.line
+    for (module, name, line), count in taken.items():
+        if name in planted and count:
+            yield f"{module}.{name} (line {line}) is planted for reverts, and proofs take it"
+        elif name not in planted and not count:
+            yield f"{module}.{name} (line {line}) is never taken by any proof"

@@ -24,9 +24,8 @@ def _run() -> None:
     try:
         from weightsync.cli._app import build  # noqa: PLC0415 - the extra may be missing
 
-        app = build()
+        build()(prog_name="weightsync")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in _EXTRA:
             raise MissingExtraError("cli", "The command line") from error
         raise
-    app(prog_name="weightsync")

@@ -3,30 +3,56 @@
 from __future__ import annotations
 
 import importlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from weightsync import __version__
 
-#: The sub-commands, in the order in which help shows them.
-COMMANDS = ("demo", "check")
+#: The sub-commands, in the order in which help shows them, and the first lines of their docstrings.
+COMMANDS = {
+    "demo": "Train a policy on CartPole while worker processes act with the weights they were sent.",
+    "check": "Check the protocol's model with TLC.",
+}
+
+
+class _LazyGroup(TyperGroup):
+    """Imports the module of the command that is run, and of no other: `check` must not wait for torch."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, found and _load(str(name)), rest
+
+
+def _load(name: str) -> Any:
+    function = getattr(importlib.import_module(f"weightsync.cli.{name}"), name)
+    alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    alone.command(name, context_settings=_HELP)(function)
+    return typer.main.get_command(alone)
+
+
+_HELP = {"help_option_names": ["-h", "--help"]}
 
 
 def build() -> typer.Typer:
     """Build the application."""
     app = typer.Typer(
+        cls=_LazyGroup,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings=_HELP,
     )
     app.callback()(_weightsync)
-    for name in COMMANDS:
-        module = importlib.import_module(f"weightsync.cli.{name}")
-        app.command(name)(getattr(module, name))
+    for name, text in COMMANDS.items():
+        app.command(name, help=text)(_stand_in)
     return app
+
+
+def _stand_in() -> None:
+    """Stand for a command in help, until it is loaded."""
 
 
 def _show_version(asked: bool) -> None:

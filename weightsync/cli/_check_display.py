@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.checker import Configuration, Progress, Verdict
+from weightsync.checker import Configuration, Expected, Progress, Verdict, due
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 24
@@ -118,7 +118,7 @@ def display(console: Console, total: int) -> PlainDisplay:
 
 def _bar(row: _Row) -> ProgressBar:
     pinned = row.configuration.pinned
-    if row.progress is None or pinned is None or row.configuration.violates:
+    if row.progress is None or pinned is None or row.configuration.expected is not Expected.PASS:
         return ProgressBar(total=None, pulse=True, width=_BAR_WIDTH)
     return ProgressBar(total=pinned.distinct, completed=min(_estimate(row), pinned.distinct), width=_BAR_WIDTH)
 
@@ -132,7 +132,7 @@ def _estimate(row: _Row) -> int:
 
 def _states(row: _Row) -> str:
     if row.progress is None:
-        return "starting"
+        return "exploring"
     if not row.progress.queue:
         return f"{row.progress.distinct:,} states, checking temporal properties"
     return f"{row.progress.distinct:,} states, {row.progress.queue:,} in the queue (at {row.at:.0f} s)"
@@ -146,8 +146,8 @@ def verdict_line(verdict: Verdict) -> Text:
     if counts:
         line.append(f"  {counts} distinct states")
     line.append(f"  {_seconds(verdict)}", style="cyan")
-    if verdict.configuration.violates and verdict.as_expected:
-        line.append(f"  violates {verdict.configuration.violates}, as it must", style="dim")
+    if verdict.configuration.expected is not Expected.PASS and verdict.as_expected:
+        line.append(f"  {due(verdict.configuration)}, as it must be", style="dim")
     for complaint in verdict.complaints:
         line.append(f"\n    {complaint}", style="red")
     return line
@@ -182,12 +182,20 @@ def results(verdicts: Iterable[Verdict]) -> Table:
     return table
 
 
+def summary(verdicts: Sequence[Verdict], seconds: float) -> Text:
+    """Return the one line that counts."""
+    right = sum(verdict.as_expected for verdict in verdicts)
+    line = f"{right} of {len(verdicts)} configurations are as expected, in {seconds:.0f} s."
+    return Text(line, style="bold green" if right == len(verdicts) else "bold red")
+
+
 def listing(configurations: Sequence[Configuration]) -> Table:
     """Return the table of configurations, none of them run."""
     table = Table(header_style="bold")
-    for heading in ("configuration", "set", "must", "guarantees", "what for"):
+    for heading in ("configuration", "kind", "set", "TLC must find", "guarantees", "what for"):
         table.add_column(heading, overflow="fold")
     for found in configurations:
-        must = f"violate {found.violates}" if found.violates else "hold"
-        table.add_row(found.name, found.tier.value, must, " ".join(found.guarantees), Text(found.why))
+        table.add_row(
+            found.name, found.purpose.value, found.tier.value, due(found), " ".join(found.guarantees), Text(found.why)
+        )
     return table

@@ -1,4 +1,4 @@
-"""What `weightsync demo` shows: a live panel on a terminal, plain lines elsewhere, and a table at the end."""
+"""What `weightsync demo` shows: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from weightsync.cli._demo_chart import chart
-from weightsync.demo import Board, Phase, Result, SyncMode, SyncView, Verdict, View, WorkerView
+from weightsync.cli._demo_words import ms, number, size
+from weightsync.demo import Board, Phase, SyncMode, SyncView, View, WorkerView
 
 _FRAMES_PER_SECOND = 6
 _SECONDS_PER_LINE = 2.0
 _HIGHEST_RETURN = 500.0
 _WIDEST = 100
-_CHART_HEIGHT = 8
+_HIGHEST_CHART = 10
+_LOWEST_CHART = 4
+_LINES_BESIDE_CHART = 19
 _NOTES_SHOWN = 4
 _STYLES = {
     "ready": "green",
@@ -30,7 +33,6 @@ _STYLES = {
     "expected": "yellow",
     "lost": "bold red",
 }
-_VERDICTS = {Verdict.PROVED: "bold green", Verdict.KILLED: "yellow"}
 
 
 class PlainDisplay:
@@ -49,7 +51,7 @@ class PlainDisplay:
         self._thread = threading.Thread(target=self._tell, name="display", daemon=True)
 
     def __enter__(self) -> Self:
-        self._console.print(headline(self._board.view()), soft_wrap=True, highlight=False)
+        self._print(f"weightsync demo  {described(self._board.view())}")
         self._thread.start()
         return self
 
@@ -86,7 +88,7 @@ class LiveDisplay:
     def __init__(self, console: Console, board: Board) -> None:
         self._live = Live(
             console=console,
-            get_renderable=lambda: panel(board.view(), min(console.width, _WIDEST)),
+            get_renderable=lambda: panel(board.view(), min(console.width, _WIDEST), console.height),
             refresh_per_second=_FRAMES_PER_SECOND,
         )
 
@@ -103,25 +105,22 @@ class LiveDisplay:
 # ------------------------------------------------------------------------------------------------ plain
 
 
-def headline(view: View) -> Text:
+def described(view: View) -> str:
     """What is run, in one line."""
     settings = view.settings
     sync = "asynchronous" if settings.sync is SyncMode.OVERLAPPED else "blocking"
     workers = f"{settings.workers} worker" + "s" * (settings.workers != 1)
-    return Text.assemble(
-        ("weightsync demo", "bold"),
-        f"  CartPole-v1, {workers} over {settings.scheme.words}, {sync} sync, seed {settings.seed}",
-    )
+    return f"CartPole-v1, {workers} over {settings.scheme.words}, {sync} sync, seed {settings.seed}"
 
 
 def plain_line(view: View) -> str:
     """A run at one moment, in one line."""
     if view.phase is Phase.STARTING:
-        return f"          {view.phase.value}: trainer {view.sender_state}"
+        return f"          {view.phase.value}, {view.age:.0f} s: trainer {view.sender_state}"
     workers = ", ".join(_worker_words(worker) for worker in view.workers)
     return (
-        f"{view.elapsed:6.1f} s  {view.phase.value}  mean return {_number(view.mean_return)}  {view.steps:,} steps  "
-        f"trainer {view.sender_state} v{view.version}  {workers}  sync {_ms(view.sync.transferring)}"
+        f"{view.elapsed:6.1f} s  {view.phase.value}  mean return {number(view.mean_return)}  {view.steps:,} steps  "
+        f"trainer {view.sender_state} v{view.version}  {workers}  sync {ms(view.sync.transferring)}"
     )
 
 
@@ -136,16 +135,24 @@ def _worker_words(worker: WorkerView) -> str:
 # ------------------------------------------------------------------------------------------------- live
 
 
-def panel(view: View, width: int) -> RenderableType:
-    """A run at one moment, as a panel of so many columns."""
+def panel(view: View, width: int, height: int) -> RenderableType:
+    """A run at one moment, as a panel of so many columns; where there are fewer lines, the chart is lower."""
     notes = [Text(note.splitlines()[0], style="yellow") for note in view.notes[-_NOTES_SHOWN:]]
-    parts: list[RenderableType] = [_clock(view, width), Text(), *_curve(view, width), Text(), _machines(view)]
+    spare = height - _LINES_BESIDE_CHART - len(view.workers) - len(notes)
+    parts: list[RenderableType] = [
+        Text(described(view)),
+        _clock(view, width),
+        Text(),
+        *_curve(view, width, spare),
+        Text(),
+        _machines(view),
+    ]
     parts += [Text(), _syncs(view)]
     if notes:
         parts += [Text(), *notes]
     return Panel(
         Group(*parts),
-        title=headline(view),
+        title=Text("weightsync demo", style="bold"),
         title_align="left",
         subtitle=Text("Ctrl-C ends it", style="dim") if view.phase is not Phase.ENDED else None,
         subtitle_align="right",
@@ -167,17 +174,24 @@ def _clock(view: View, width: int) -> RenderableType:
     grid.add_row(
         Text(view.phase.value, style="bold"),
         bar,
-        Text(f"{view.elapsed:.0f} s of at most {seconds:.0f} s", style="cyan"),
+        Text(_time(view), style="cyan"),
     )
     return grid
 
 
-def _curve(view: View, width: int) -> list[Text]:
+def _time(view: View) -> str:
+    if view.phase is Phase.STARTING:
+        return f"{view.age:.0f} s"
+    return f"{view.elapsed:.0f} s of at most {view.settings.seconds:.0f} s"
+
+
+def _curve(view: View, width: int, spare: int) -> list[Text]:
+    height = min(_HIGHEST_CHART, max(_LOWEST_CHART, spare))
     title = Text.assemble(
-        "mean return of the last 20 episodes  ", (_number(view.mean_return), "bold"), (" of 500", "dim")
+        "mean return of the last 20 episodes  ", (number(view.mean_return), "bold"), (" of 500", "dim")
     )
-    lines = chart(view.curve, _HIGHEST_RETURN, max(10, width - 14), _CHART_HEIGHT)
-    labels = {0: "500 ┤", _CHART_HEIGHT // 2: "250 ┤"}
+    lines = chart(view.curve, _HIGHEST_RETURN, max(10, width - 14), height)
+    labels = {0: "500 ┤", height // 2: "250 ┤"}
     drawn = [Text.assemble((labels.get(i, "    │"), "dim"), line) for i, line in enumerate(lines)]
     foot = Text(f"  0 └ {view.steps:,} steps, {view.episodes:,} episodes, {view.updates:,} updates", style="dim")
     return [title, *drawn, foot]
@@ -185,13 +199,13 @@ def _curve(view: View, width: int) -> list[Text]:
 
 def _machines(view: View) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for heading in ("machine", "state"):
-        table.add_column(heading, min_width=13)
+    table.add_column("machine", min_width=9)
+    table.add_column("state", min_width=13)
     for heading in ("version", "behind"):
         table.add_column(heading, justify="right")
     table.add_column("link", min_width=8)
     for heading in ("steps", "episodes"):
-        table.add_column(heading, justify="right", min_width=9)
+        table.add_column(heading, justify="right", min_width=8)
     table.add_row("trainer", _styled(view.sender_state), str(view.version), "", "", f"{view.steps:,}", "")
     for worker in view.workers:
         table.add_row(*_machine(worker))
@@ -206,7 +220,7 @@ def _machine(worker: WorkerView) -> list[str | Text]:
         Text("unknown", style="dim") if lost else _styled(worker.state),
         "" if worker.version is None else str(worker.version),
         Text(behind, style="red" if worker.staleness and worker.staleness > 1 else ""),
-        _styled(worker.standing),
+        "" if worker.standing == "none" else _styled(worker.standing),
         f"{worker.steps:,}",
         f"{worker.episodes:,}",
     ]
@@ -217,12 +231,13 @@ def _syncs(view: View) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_row(
         Text("last sync", style="dim"),
-        f"prepared in {_ms(sync.preparing)}, answered after {_ms(sync.transferring)}, "
-        f"applied in {_ms(sync.applying)}",
+        f"prepared in {ms(sync.preparing)}, answered after {ms(sync.transferring)}, applied in {ms(sync.applying)}"
+        if sync.count
+        else "none yet",
     )
     grid.add_row(
         Text("so far", style="dim"),
-        f"{sync.count:,} syncs of {_size(sync.nbytes)}, {_size(sync.total_bytes)} taken up",
+        f"{sync.count:,} syncs of {size(sync.nbytes)}, {size(sync.total_bytes)} taken up",
     )
     grid.add_row(
         Text("experience", style="dim"),
@@ -231,65 +246,5 @@ def _syncs(view: View) -> Table:
     return grid
 
 
-# ------------------------------------------------------------------------------------------------- end
-
-
-def proof_table(result: Result) -> Table:
-    """Who serves what in the end."""
-    table = Table(title="What each machine holds in the end", title_justify="left", header_style="bold")
-    for heading in ("machine", "verdict"):
-        table.add_column(heading)
-    table.add_column("version", justify="right")
-    table.add_column("digest of its weights", min_width=32, overflow="fold")
-    table.add_row("trainer", "sent last", str(result.version), result.digest.hex())
-    for fate in result.fates:
-        table.add_row(
-            f"worker {fate.index}",
-            Text(fate.verdict.value, style=_VERDICTS.get(fate.verdict, "bold red")),
-            "unknown" if fate.proof is None else str(fate.proof.version),
-            "unknown" if fate.proof is None else fate.proof.digest.hex(),
-        )
-    return table
-
-
-def summary(result: Result) -> list[Text]:
-    """What came of the run, in a few lines."""
-    lines = [
-        Text(
-            f"trained: mean return {_number(result.last_mean)} over the last 20 episodes, {_number(result.first_mean)} "
-            f"over the first; {result.updates:,} updates, {result.steps:,} steps, {result.episodes:,} episodes, "
-            f"{result.seconds:.1f} s"
-        )
-    ]
-    proved = len(result.of(Verdict.PROVED))
-    lines += [
-        Text(f"lost: worker {fate.index} was killed half way as asked, and is reported LOST ({fate.words})")
-        for fate in result.fates
-        if fate.verdict is Verdict.KILLED
-    ]
-    if result.shortcomings:
-        return [*lines, *(Text(f"FAILED: {text}", style="bold red") for text in result.shortcomings)]
-    who = f"all {proved}" if proved > 1 else "the one"
-    rest = " remaining" if result.of(Verdict.KILLED) else ""
-    noun = "workers serve" if proved > 1 else "worker serves"
-    return [*lines, Text(f"proved: {who}{rest} {noun} version {result.version}, by digest", style="bold green")]
-
-
 def _styled(word: str) -> Text:
     return Text(word, style=_STYLES.get(word, "dim"))
-
-
-def _number(value: float | None) -> str:
-    return "none yet" if value is None else f"{value:.1f}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from weightsync.checker import (
     Configuration,
     Coverage,
     Manifest,
+    Purpose,
     Suite,
     Tier,
     ToolMissingError,
@@ -26,15 +28,16 @@ from weightsync.checker import (
     explain,
     find_model,
     find_toolchain,
-    never_taken,
     pin,
     record,
+    vacuity,
 )
-from weightsync.cli._check_display import display, listing, results
+from weightsync.cli._check_display import display, listing, results, summary
 
 _PLAIN_WIDTH = 120
 _DIFFERS = 1
 _TOOL_MISSING = 2
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def check(  # noqa: PLR0917
@@ -46,7 +49,7 @@ def check(  # noqa: PLR0917
     show: Annotated[bool, typer.Option("--list", help="Show the configurations, and run none.")] = False,
     coverage: Annotated[
         bool,
-        typer.Option("--coverage", help="Count how often each action is taken; one that never is fails."),
+        typer.Option("--coverage", help="Run the proofs alone, and fail if they never take some action."),
     ] = False,
     repin: Annotated[
         bool,
@@ -66,49 +69,54 @@ def check(  # noqa: PLR0917
     """
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     manifest = Manifest.read(model or find_model())
-    chosen = manifest.select(names) if names else manifest.tier(Tier.FULL if everything or show else Tier.QUICK)
+    chosen = manifest.select(names) if names else manifest.tier(Tier.ALL if everything or show else Tier.QUICK)
     if show:
         console.print(listing(chosen))
         return
+    if coverage:
+        chosen = tuple(found for found in chosen if found.purpose is Purpose.PROOF)
+    started = time.monotonic()
     verdicts = _run(manifest, chosen, console, Coverage.COUNTED if coverage else Coverage.NOT_COUNTED)
     if report:
         report.write_text(json.dumps([record(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8")
     if repin:
         verdicts = _pin(manifest, verdicts, console)
-    _tell(manifest, verdicts, console)
-    idle = never_taken(verdicts) if coverage else ()
-    for action in idle:
-        console.print(f"never taken by any configuration that holds: {action}", markup=False)
-    if idle or not all(verdict.as_expected for verdict in verdicts):
+    _tell(manifest, verdicts, time.monotonic() - started, console)
+    vacuous = tuple(vacuity(verdicts, manifest.planted)) if coverage else ()
+    for line in vacuous:
+        console.print(line, markup=False)
+    if vacuous or not all(verdict.as_expected for verdict in verdicts):
         raise typer.Exit(_DIFFERS)
 
 
 def _run(manifest: Manifest, chosen: Sequence[Configuration], console: Console, coverage: Coverage) -> list[Verdict]:
     try:
-        toolchain = find_toolchain()
+        with _ended_by_signals():
+            toolchain = find_toolchain()
+            with display(console, len(chosen)) as shown:
+                return Suite(toolchain, manifest, shown, coverage).run(chosen)
     except ToolMissingError as error:
         typer.echo(f"weightsync: {error}", err=True)
         raise typer.Exit(_TOOL_MISSING) from error
-    try:
-        with _ended_by_signals(), display(console, len(chosen)) as shown:
-            return Suite(toolchain, manifest, shown, coverage).run(chosen)
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
 
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the command the way an interrupt does, so that no JVM is left."""
+    """Make SIGTERM and SIGHUP end the command the way an interrupt does, so that no JVM is left; nohup stays."""
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    unhandled = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in unhandled:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _pin(manifest: Manifest, verdicts: Sequence[Verdict], console: Console) -> list[Verdict]:
@@ -124,8 +132,9 @@ def _pin(manifest: Manifest, verdicts: Sequence[Verdict], console: Console) -> l
     ]
 
 
-def _tell(manifest: Manifest, verdicts: Sequence[Verdict], console: Console) -> None:
+def _tell(manifest: Manifest, verdicts: Sequence[Verdict], seconds: float, console: Console) -> None:
     console.print(results(verdicts))
+    console.print(summary(verdicts, seconds))
     if manifest.bounds:
         console.print(manifest.bounds, markup=False, highlight=False)
     for verdict in verdicts:

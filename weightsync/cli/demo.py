@@ -12,7 +12,8 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from weightsync.cli._demo_display import LiveDisplay, PlainDisplay, proof_table, summary
+from weightsync.cli._demo_display import LiveDisplay, PlainDisplay
+from weightsync.cli._demo_words import proof_table, summary
 from weightsync.demo import Board, Casualty, Result, SchemeName, Settings, SyncMode, run
 from weightsync.errors import ConfigurationError
 

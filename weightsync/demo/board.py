@@ -8,10 +8,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from weightsync import SyncReport, WeightSender
+from weightsync import SyncReport
 from weightsync.demo.settings import MEAN_OVER, Settings
 from weightsync.demo.wire import Chunk, Failure, FromWorker, Proof, Status
+
+if TYPE_CHECKING:
+    from weightsync import WeightSender
 
 
 class Phase(enum.Enum):
@@ -61,6 +65,8 @@ class View:
 
     settings: Settings
     phase: Phase
+    #: Seconds since the run began.
+    age: float
     #: Seconds of training so far.
     elapsed: float
     sender_state: str
@@ -113,6 +119,7 @@ class Board:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
+        self._born = time.monotonic()
         self._sender: WeightSender | None = None
         self._tally = _Tally()
         self._workers = [_Reported() for _ in range(settings.workers)]
@@ -146,9 +153,12 @@ class Board:
                 case Chunk():
                     worker.steps += message.steps
                     worker.episodes += len(message.returns)
+                    worker.version = int(message.versions[-1])
                     self._ended(message.returns)
-                case Proof() | Failure():
-                    pass
+                case Proof(version):
+                    worker.version = version
+                case Failure():
+                    worker.state = "failed"
 
     def _ended(self, returns: Sequence[float]) -> None:
         self._tally.episodes += len(returns)
@@ -220,6 +230,7 @@ class Board:
             return View(
                 settings=self._settings,
                 phase=tally.phase,
+                age=time.monotonic() - self._born,
                 elapsed=self._running(),
                 sender_state=self._sender.state.value if self._sender else "uninitialized",
                 version=version,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from weightsync import MissingExtraError
-from weightsync.demo.policy import Bools, Floats, Ints
+from weightsync.demo.wire import Bools, Floats, Ints
 
 ENVIRONMENT = "CartPole-v1"
 

@@ -16,7 +16,6 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Self
 
-from weightsync.demo.rollout import work
 from weightsync.demo.settings import Settings
 from weightsync.demo.wire import FromWorker, Stop, ToWorker
 
@@ -25,8 +24,19 @@ Body = Callable[[int, Settings, Connection, Connection], None]
 #: Told of a worker's id and its message.
 Listener = Callable[[int, FromWorker], None]
 
+#: What the workers need: imported once, by the process that they are forked from.
+_PRELOADED = ["weightsync.demo.rollout", "gymnasium"]
 #: Seconds that workers have to end by themselves.
 _GRACE = 3.0
+
+
+def warm_up() -> ForkServerContext:
+    """Start the process that the workers are forked from; it begins at once to import what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with _deaf_to_interrupts():
+        forkserver.ensure_running()
+    return context
 
 
 class Gone:
@@ -46,9 +56,8 @@ class Fleet:
         body: what they run.
     """
 
-    def __init__(self, settings: Settings, heard: Listener, body: Body = work) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["weightsync.demo.rollout"])
+    def __init__(self, settings: Settings, heard: Listener, body: Body) -> None:
+        context = warm_up()
         #: What arrives: a worker's id and its message.
         self.inbox: queue.SimpleQueue[tuple[int, FromWorker | Gone]] = queue.SimpleQueue()
         self._heard = heard
@@ -57,8 +66,6 @@ class Fleet:
         self._channels: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._readers: list[threading.Thread] = []
-        with _deaf_to_interrupts():
-            forkserver.ensure_running()
         try:
             for index in range(settings.workers):
                 self._start(context, index, settings, body)

@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from typing import cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from weightsync.demo.wire import Floats, Ints
 
 _HIDDEN = 64
 #: Cart position, its velocity, pole angle, its velocity: what they seldom exceed in a good episode.

@@ -17,7 +17,7 @@ class Verdict(enum.Enum):
     PROVED = "proved"
     #: It was killed as asked, and a report has called it LOST.
     KILLED = "killed, and reported LOST"
-    #: It is lost, and nobody asked for that.
+    #: It is not there any more, and nobody asked for that.
     LOST = "lost"
     #: It serves other weights, or another version.
     DIFFERS = "serves something else"
@@ -86,8 +86,8 @@ def judge(
 
     Args:
         workers: all of them.
-        killed: those that were killed as asked.
-        lost: those that a report called LOST, and why.
+        killed: those that were killed as asked, and that a report called LOST.
+        lost: those that are not there any more, and why.
         proofs: what workers answered.
         expected: the trainer's last version and its digest.
     """

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from weightsync import (
-    ConfigurationError,
-    MultiProcessWeightSyncScheme,
-    SharedMemWeightSyncScheme,
-    WeightSyncScheme,
-)
+import weightsync
+from weightsync import ConfigurationError
 
 #: The name under which the policy travels.
 MODEL_ID = "policy"
@@ -52,16 +47,16 @@ class SchemeName(enum.Enum):
         """What it moves the weights over, in words."""
         return _WORDS[self]
 
-    def build(self) -> WeightSyncScheme:
+    def build(self) -> weightsync.WeightSyncScheme:
         """A new scheme of this kind."""
-        return _BUILDERS[self]()
+        match self:
+            case SchemeName.SHARED:
+                return weightsync.SharedMemWeightSyncScheme()
+            case SchemeName.PIPE:
+                return weightsync.MultiProcessWeightSyncScheme()
 
 
 _WORDS = {SchemeName.SHARED: "shared memory", SchemeName.PIPE: "pipes"}
-_BUILDERS: dict[SchemeName, Callable[[], WeightSyncScheme]] = {
-    SchemeName.SHARED: SharedMemWeightSyncScheme,
-    SchemeName.PIPE: MultiProcessWeightSyncScheme,
-}
 
 
 class SyncMode(enum.Enum):

@@ -36,14 +36,14 @@ class Sync:
         return self._lost
 
     @property
-    def everybody_lost(self) -> bool:
-        """Whether no worker is left to send to."""
-        return len(self._lost) == len(self._sender.roll)
+    def nobody_left(self) -> bool:
+        """Whether no worker is left to send to: each is lost, or has left the roll."""
+        return self._sender.roll.keys() <= self._lost.keys()
 
     def publish(self, policy: Policy) -> None:
         """Send the policy as the next version, in the run's mode."""
         if self._mode is SyncMode.BLOCKING:
-            self.send(policy)
+            self.send(policy, WORKER_TIMEOUT)
             return
         self.settle()
         try:
@@ -51,7 +51,7 @@ class Sync:
         except WorkerLostError as error:
             self._lose(error.lost)
 
-    def send(self, policy: Policy, timeout: float = WORKER_TIMEOUT) -> None:
+    def send(self, policy: Policy, timeout: float) -> None:
         """Send the policy as the next version; when this returns, everybody serves it or is known not to."""
         self.settle()
         try:

@@ -10,11 +10,14 @@ import torch
 from weightsync.demo.policy import Policy
 from weightsync.demo.wire import Chunk
 
-_GAMMA = 0.98
-_LAMBDA = 0.9
+_GAMMA = 0.99
+_LAMBDA = 0.95
+#: What a step is worth: so scaled, values lie between 0 and 1, which the critic learns fast.
+_REWARD = 1.0 - _GAMMA
 _CLIP = 0.2
 _EPOCHS = 8
 _MINIBATCH = 256
+_CRITIC = 5.0
 _LARGEST_GRADIENT = 0.5
 _FIRST_RATE = 2e-3
 _LAST_RATE = 1e-4
@@ -54,7 +57,7 @@ class Training:
         observations = torch.from_numpy(chunk.observations)
         values = self.policy.value(observations)
         going_on = torch.from_numpy(~chunk.fallen) * self.policy.value(torch.from_numpy(chunk.following))
-        surprise = (1.0 + _GAMMA * going_on - values).numpy()
+        surprise = (_REWARD + _GAMMA * going_on - values).numpy()
         advantages = np.zeros_like(surprise)
         later = np.zeros_like(surprise[0])
         for t in reversed(range(len(surprise))):
@@ -84,6 +87,6 @@ class Training:
         gain = torch.minimum(ratio * scaled, ratio.clamp(1 - _CLIP, 1 + _CLIP) * scaled).mean()
         error = (self.policy.value(observations) - targets).square().mean()
         self._optimizer.zero_grad()
-        (0.5 * error - gain).backward()  # type: ignore[no-untyped-call]
+        (_CRITIC * error - gain).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), _LARGEST_GRADIENT)
         self._optimizer.step()

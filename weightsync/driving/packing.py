@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
+from weightsync.errors import LayoutError
 from weightsync.extras import encode_extras
 from weightsync.layout import Layout
 from weightsync.options import Verify
 from weightsync.packing import digest, pack
 from weightsync.transports.memory import Buffer, Pool
 from weightsync.weights import layout_of, read_weights
+from weightsync.wire import MAX_BODY_NBYTES
+
+#: What an update carries beside its tensors: a message's body, less the fields of known size and the model's id.
+MAX_NAMES_AND_EXTRAS_NBYTES: Final = MAX_BODY_NBYTES - 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class Packer:
         read = read_weights(weights)
         layout = self._layout = layout_of(read, self._layout)
         extras = encode_extras(read.extras())
+        _require_room(layout, extras)
         with self._lock:
             buffer = self._pool.acquire(layout.nbytes)
             buffer.pin(self)
@@ -85,3 +91,17 @@ class Packer:
         """Let all buffers go; what workers map stays theirs."""
         with self._lock:
             self._pool.close()
+
+
+def _require_room(layout: Layout, extras: bytes) -> None:
+    """Refuse what no message can carry, before anybody is dispatched to.
+
+    Raises:
+        LayoutError: the names of the tensors and the extra state take too much.
+    """
+    nbytes = len(layout.encode()) + len(extras)
+    if nbytes > MAX_NAMES_AND_EXTRAS_NBYTES:
+        raise LayoutError(
+            f"The tensors' names and the extra state of {list(layout.extras)} take {nbytes} bytes, but one update "
+            f"carries {MAX_NAMES_AND_EXTRAS_NBYTES} beside the tensors: keep what is large in tensors."
+        )

@@ -63,10 +63,7 @@ class ReceiverDriver:
         """Let an event happen, and execute all that follows from it."""
         with self.lock:
             step = self._step(event)
-            while self._todo:
-                self._execute(self._todo.popleft())
-            if self.data.pending is None:
-                self.pending = None
+            self._finish()
             return step
 
     def _step(self, event: pure.Event) -> pure.Step:
@@ -86,12 +83,19 @@ class ReceiverDriver:
 
     def close(self) -> None:
         """Close for good: every link says Bye and closes, a caller who waits is woken."""
+        self._end(pure.Close())
+
+    def break_down(self) -> None:
+        """Close for good, since the model holds no whole version any more."""
+        self._end(pure.Broken())
+
+    def _end(self, event: pure.Close | pure.Broken) -> None:
         with self.lock:
-            self.take(pure.Close())
+            self.take(event)
             for number in list(self._links):
                 self._close_link(number)
             self.pending = None
-            self.waker.fire()
+            self.waker.close()
 
     def spoil(self) -> None:
         """Somebody wrote other weights into the model by hand: no version is served any more."""
@@ -199,6 +203,7 @@ class ReceiverDriver:
             if self.machine.state is State.CLOSED:
                 return
             self.flush()
+            self._finish()
             for number, link in list(self._links.items()):
                 owing = self.machine.state is State.AWAITING_ACK and number == self.data.link
                 if not owing and number in self._links:
@@ -209,18 +214,22 @@ class ReceiverDriver:
             for received in link.receive():
                 if number in self._links:
                     self._heard(number, link, received)
+                    self._finish()
         except TransportError as error:
             self._down(number, str(error))
         except (ProtocolError, StateError) as error:
             self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, str(error)))
             self._down(number, str(error))
-            raise ProtocolError(str(error)) from error
+            unread = error.unread if isinstance(error, ProtocolError) else b""
+            raise ProtocolError(str(error), unread) from error
         finally:
             self._finish()
 
     def _finish(self) -> None:
         while self._todo:
             self._execute(self._todo.popleft())
+        if self.data.pending is None:
+            self.pending = None
 
     def _heard(self, number: int, link: Link, received: Received) -> None:
         message = received.message

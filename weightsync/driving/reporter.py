@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from weightsync.driving.sender import SenderDriver
+from weightsync.errors import WorkerLostError
 from weightsync.protocol.sender import Standing
 from weightsync.report import Outcome, OutcomeKind, SyncReport
 from weightsync.timing import Stopwatch
@@ -42,7 +44,8 @@ class Reporter:
         """What became of a version that `is_over`; tells it once."""
         concluded = self._driver.concluded.pop(version)
         report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up)
-        self._given_up = {w: versions for w, versions in self._given_up.items() if w not in report.outcomes}
+        told = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
+        self._given_up = {w: versions for w, versions in self._given_up.items() if w not in told}
         return report
 
     def so_far(self, owing: OutcomeKind) -> SyncReport:
@@ -58,6 +61,12 @@ class Reporter:
         """The report of a send to nobody."""
         incarnation = self._driver.data.incarnation
         return SyncReport(model_id=self._driver.model_id, version=None, incarnation=incarnation, outcomes={})
+
+    def all_lost(self, error: WorkerLostError) -> WorkerLostError:
+        """``error``, which refused a send since every target is lost already, with the report of that."""
+        outcomes = {worker: Outcome(kind=OutcomeKind.LOST, reason=reason) for worker, reason in error.lost.items()}
+        error.report = replace(self.empty(), outcomes=outcomes)
+        return error
 
     def _owing(self, owing: OutcomeKind, worker: int) -> Outcome:
         if owing is OutcomeKind.PENDING:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
 
-from weightsync._tables import State
+from weightsync._tables import RefusalKind, State
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
@@ -17,6 +18,8 @@ from weightsync.protocol import sender as pure
 from weightsync.transports.base import Link, Waker
 from weightsync.transports.liveness import own_identity
 from weightsync.transports.memory import Buffer
+
+logger = logging.getLogger("weightsync")
 
 
 class SenderDriver:
@@ -132,10 +135,16 @@ class SenderDriver:
         )
 
     def _update(self, worker: int, link: int, version: int) -> None:
-        if not self._backlogs[link].admit(version):
+        if link not in self._links:
+            return
+        delivery = self._links[link][1].delivery
+        # Where answers may be lost, none is proof of anything: a full backlog would never empty.
+        if not delivery.loses and not self._backlogs[link].admit(version):
             return
         packed = self._packed[version]
-        told = self._told.get(link) == packed.layout.digest
+        # Where an update may come before those sent earlier, or without them, each tells its layout.
+        in_turn = not (delivery.reorders or delivery.loses)
+        told = in_turn and self._told.get(link) == packed.layout.digest
         update = Update(
             model_id=self.model_id,
             incarnation=self.data.incarnation,
@@ -154,8 +163,9 @@ class SenderDriver:
             return
         try:
             self._links[link][1].send(message, payload)
-        except (TransportError, ProtocolError) as error:
-            self._step(pure.LinkLost(worker, link, str(error)))
+        except Exception as error:  # noqa: BLE001 - however a link fails, the other targets are still dispatched to
+            for event in self._last_words(worker, link, str(error) or repr(error)):
+                self._step(event)
 
     def _close_link(self, link: int) -> None:
         """Say Bye as far as it goes at once, and close. A shared connection stays open for its other models."""
@@ -167,8 +177,8 @@ class SenderDriver:
         bye = Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link")
         try:
             closing.send(bye)
-        except TransportError:
-            pass  # it is being closed because it failed
+        except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
+            logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
             closing.close()
 
@@ -192,11 +202,24 @@ class SenderDriver:
         """The events that a link has for us now, its death last."""
         try:
             link.flush()
+        except TransportError as error:
+            yield from self._last_words(worker, number, str(error))
+            return
+        yield from self._heard(worker, number, link)
+
+    def _heard(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
+        try:
             for received in link.receive():
                 if number in self._links:
                     yield from self._events(worker, number, link, received.message)
         except (TransportError, ProtocolError) as error:
             yield pure.LinkLost(worker, number, str(error))
+
+    def _last_words(self, worker: int, number: int, reason: str) -> Iterator[pure.Event]:
+        """The events of a link that cannot be written to any more: what it said before its death, then its death."""
+        if number in self._links:
+            yield from self._heard(worker, number, self._links[number][1])
+        yield pure.LinkLost(worker, number, reason)
 
     def _events(self, worker: int, number: int, link: Link, message: Message) -> Iterator[pure.Event]:
         match message:
@@ -207,6 +230,8 @@ class SenderDriver:
                 self._verify(message)
                 yield pure.Answer(worker, number, message)
                 self._catch_up(worker, number, message)
+            case Bye() if message.incarnation > self.data.incarnation:
+                yield pure.Answer(worker, number, self._fenced(message))
             case Bye():
                 if message.incarnation == self.data.incarnation and worker in self.data.roll:
                     state, reason = self.machine.state, f"said goodbye: {message.reason}"
@@ -221,6 +246,17 @@ class SenderDriver:
             if waiting:
                 self._update(worker, link, waiting)
                 self._finish()
+
+    def _fenced(self, bye: Bye) -> Refusal:
+        """A worker that goes over to a newer sender names that one in its last word to us."""
+        return Refusal(
+            model_id=self.model_id,
+            incarnation=self.data.incarnation,
+            version=0,
+            kind=RefusalKind.FENCED,
+            reason="this worker has met a newer sender",
+            fence=bye.incarnation,
+        )
 
     def _verify(self, message: Ack | Refusal) -> None:
         """An ack must name the digest of what we sent as that version."""

@@ -193,8 +193,8 @@ def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[Sender
         case Join(worker, link):
             return _join(data, worker, link)
         case Remove(worker):
-            known(data, worker)
-            return replace(data, roll={w: e for w, e in data.roll.items() if w != worker}), ()
+            rest = {w: e for w, e in data.roll.items() if w != worker}
+            return replace(data, roll=rest), _closing(worker, known(data, worker))
         case Close():
             links = [CloseLink(w, e.link) for w, e in data.roll.items() if e.standing is not Standing.LOST]
             return _abandon(data, "the sender was closed"), tuple(links)
@@ -277,7 +277,12 @@ def _join(data: SenderData, worker: int, link: int) -> tuple[SenderData, tuple[E
     due = max(data.due_all, before.due if before else 0)
     entry = Entry(link, due=due, catching=due)
     after = replace(data, roll={**data.roll, worker: entry})
-    return after, (Greet(worker, link, due),) if data.incarnation else ()
+    return after, (Greet(worker, link, due),) if data.incarnation else _closing(worker, before)
+
+
+def _closing(worker: int, entry: Entry | None) -> tuple[Effect, ...]:
+    """Before CONNECT a link that is replaced or given up cannot be LOST, but it closes all the same."""
+    return () if entry is None or entry.standing is Standing.LOST else (CloseLink(worker, entry.link),)
 
 
 def _abandon(data: SenderData, reason: str) -> SenderData:
@@ -307,13 +312,13 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
         reason = message.reason or message.kind.name
         return _lose(data, worker, link, f"{message.kind.name}: {reason}", message.fence)
     entry = replace(data.roll[worker], standing=Standing.UP)
+    if isinstance(message, Hello):
+        return replace(data, roll={**data.roll, worker: entry}), ()
     if message.version >= entry.catching:
         entry = replace(entry, catching=0)
     if isinstance(message, Ack):
         entry = replace(entry, served=message.version)
     after = replace(data, roll={**data.roll, worker: entry})
-    if isinstance(message, Hello):
-        return after, ()
     outcome = _outcome(message)
     if named is not SenderInput.CAUGHT_UP:
         return _settle(after, worker, link, outcome), ()

@@ -147,12 +147,10 @@ class WeightSyncScheme(abc.ABC):
             ConfigurationError: None was given and no model is found.
             ModelPathError: a path does not resolve.
         """
-        context = context if context is not None else self._context()
         found = weights
-        if weights is None:
-            found = self._registered(model_id, context)
-        elif isinstance(weights, str):
-            found = _resolve_model(context, weights)
+        if weights is None or isinstance(weights, str):
+            context = context if context is not None else self._context()
+            found = self._registered(model_id, context) if weights is None else _resolve_model(context, weights)
         return strategy.extract_weights(found) if isinstance(found, torch.nn.Module) else found
 
     def _registered(self, model_id: str, context: Any) -> Any:

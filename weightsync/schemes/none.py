@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Never
 
-from weightsync._tables import SENDER_ROWS, SenderInput
+from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.machine import next_state
 from weightsync.receiver import WeightReceiver
@@ -57,7 +57,12 @@ class NoReceiver(WeightReceiver):
     """Never has anything to apply."""
 
     def receive(self, timeout: float | None = 0.001) -> bool:
-        """False, at once."""
+        """False, at once.
+
+        Raises:
+            StateError: the receiver is closed.
+        """
+        next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
         return False
 
     def apply_weights(self, weights: Any) -> None:

@@ -126,7 +126,17 @@ def _pipes(given: Mapping[str, Any], context: Any) -> Sequence[Any]:
     count = given["num_workers"] if "num_workers" in given else optional(context, "num_workers")
     if count not in (None, MISSING, len(pipes)):
         raise ConfigurationError(f"num_workers is {count}, but there are {len(pipes)} pipes: give one pipe a worker.")
+    _refuse_unusable(pipes)
     return list(pipes)
+
+
+def _refuse_unusable(pipes: Sequence[Any]) -> None:
+    """Refuse pipes before a link is laid over any of them, so that the good ones can be given again."""
+    connections = [_pipe(pipe) for pipe in pipes]
+    if len({id(connection) for connection in connections}) < len(connections):
+        raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe a worker.")
+    for connection in connections:
+        Channel.of(connection)
 
 
 def _model(given: Mapping[str, Any], context: Any, model_id: str) -> Any:

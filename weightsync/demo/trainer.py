@@ -1,4 +1,4 @@
-"""The run itself: start, train, prove."""
+"""The trainer's side: start the workers, train, and let each prove in the end what it serves."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import time
 
 from weightsync import WeightSender
 from weightsync.demo.board import Board, Phase
-from weightsync.demo.environments import require_gymnasium
 from weightsync.demo.fleet import Body, Fleet
 from weightsync.demo.intake import Intake
 from weightsync.demo.proof import Fate, Result, judge
-from weightsync.demo.rollout import work
 from weightsync.demo.settings import (
     HALF_WAY,
     MODEL_ID,
@@ -18,6 +16,7 @@ from weightsync.demo.settings import (
     START_TIMEOUT,
     STAYS_SOLVED,
     UPDATES_AFTER_LOSS,
+    WORKER_TIMEOUT,
     Casualty,
     Settings,
 )
@@ -26,20 +25,14 @@ from weightsync.demo.training import Training
 from weightsync.demo.wire import Proof
 
 
-def run(settings: Settings, board: Board, body: Body = work) -> Result:
-    """Train a policy on CartPole while workers act with it, and let each prove in the end what it serves.
-
-    Whatever ends it, an interrupt too, no worker is left.
+def train(settings: Settings, board: Board, body: Body) -> Result:
+    """Do the whole run. Whatever ends it, an interrupt too, no worker is left.
 
     Args:
         settings: what to do.
         board: where to write what there is to show.
         body: what the workers run.
-
-    Raises:
-        MissingExtraError: gymnasium is not installed.
     """
-    require_gymnasium()
     training = Training(settings.seed)
     scheme = settings.scheme.build()
     with Fleet(settings, board.heard, body) as fleet:
@@ -90,7 +83,7 @@ class _Run:
         until = time.monotonic() + self._settings.seconds
         self._intake.begin()
         solved = 0
-        while not self._sync.everybody_lost:
+        while not self._sync.nobody_left:
             chunks, staleness = self._intake.gather(lambda: self._sender.version, until)
             if time.monotonic() >= until:
                 break
@@ -123,7 +116,8 @@ class _Run:
     def _prove(self) -> list[Fate]:
         """Send the last weights, and let everybody who is left prove to serve them."""
         everybody = range(self._settings.workers)
-        self._sync.send(self._training.policy)
+        self._sync.send(self._training.policy, WORKER_TIMEOUT)
         proofs = self._intake.proofs(frozenset(everybody) - self._sync.lost.keys())
         expected = Proof(self._sender.version, self._sender.digest())
-        return judge(everybody, self._killed, self._sync.lost, proofs, expected)
+        lost = dict.fromkeys(self._intake.gone, "its process has ended") | dict(self._sync.lost)
+        return judge(everybody, self._killed & self._sync.lost.keys(), lost, proofs, expected)

@@ -1,0 +1,54 @@
+"""Workers that do what they should not: module-level functions, so that other processes can import them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+
+import torch
+
+from weightsync import WeightReceiver
+from weightsync.demo import Settings
+from weightsync.demo.rollout import work
+
+
+def serves_something_else(index: int, settings: Settings, link: Connection, channel: Connection) -> None:
+    """The last worker's live model is changed before its digest is taken."""
+    honest = WeightReceiver.digest
+
+    def changed(receiver: WeightReceiver) -> bytes:
+        with torch.no_grad():
+            next(receiver.model.parameters()).view(-1)[0] += 1e-6
+        return honest(receiver)
+
+    if index == settings.workers - 1:
+        WeightReceiver.digest = changed  # type: ignore[method-assign]
+    work(index, settings, link, channel)
+
+
+def stops_after_a_second(index: int, settings: Settings, link: Connection, channel: Connection) -> None:
+    """The last worker is stopped, as by a debugger: it is there, and does nothing."""
+    if index == settings.workers - 1:
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGSTOP))
+        timer.daemon = True
+        timer.start()
+    work(index, settings, link, channel)
+
+
+def raises(index: int, settings: Settings, link: Connection, channel: Connection) -> None:
+    """Every worker fails in its first chunk."""
+    from weightsync.demo import rollout  # noqa: PLC0415 - only in the worker's process
+
+    def step(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    rollout.Environments.step = step  # type: ignore[method-assign, assignment]
+    work(index, settings, link, channel)
+
+
+def never_starts(index: int, settings: Settings, link: Connection, channel: Connection) -> None:
+    """The last worker ends before it has said anything."""
+    if index < settings.workers - 1:
+        work(index, settings, link, channel)

@@ -1,0 +1,154 @@
+"""`weightsync demo` as a command: options, plain lines, exit codes, and how it ends when it is made to."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import demo_workers
+import pytest
+from typer.testing import CliRunner
+
+from weightsync import cli
+from weightsync.cli import demo as command
+from weightsync.cli._app import build
+from weightsync.demo import Board, Result, Settings, run
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("TERM", "dumb")
+    return CliRunner()
+
+
+def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command says on stderr before it exits with 1."""
+    monkeypatch.setattr(sys, "argv", ["weightsync", "demo", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--scheme", "pigeon"), "there is no scheme 'pigeon' in the demo; there is shared, pipe."),
+        (("--workers", "0"), "the demo needs at least 1 worker, not 0."),
+        (("--seconds", "0"), "the demo needs more than 0 seconds, not 0."),
+        (("--seconds", "nan"), "the demo needs more than 0 seconds, not nan."),
+        (("--seed", "-1"), "a seed is 0 or more, not -1."),
+        (("--kill-worker", "--workers", "1"), "killing a worker needs at least 2: one to lose and one to go on with."),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complaint(monkeypatch, capsys, *arguments) == f"weightsync: {said}\n"
+
+
+def test_a_missing_gymnasium_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    said = complaint(monkeypatch, capsys)
+
+    assert said == "weightsync: weightsync demo needs the extra 'rl': pip install 'weightsync[rl]'.\n"
+
+
+def test_plain_lines_tell_all_there_is(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.cli._demo_display._SECONDS_PER_LINE", 0.5)
+
+    shown = runner.invoke(build(), ["demo", "--scheme", "pipe", "--async", "--seconds", "3", "--kill-worker"])
+
+    assert shown.exit_code == 0, shown.output
+    assert "CartPole-v1, 2 workers over pipes, asynchronous sync, seed 0" in shown.output
+    assert re.search(
+        r"s  training  mean return \d+\.\d  [\d,]+ steps  trainer \w+ v\d+  worker 0 ready v\d+", shown.output
+    )
+    assert re.search(r"worker 1 \(process \d+\) is killed with SIGKILL, half way", shown.output)
+    assert re.search(r"report of version \d+: worker 1 is LOST", shown.output)
+    assert re.search(r"worker 1 .* killed, and reported LOST", shown.output)
+    assert re.search(r"proved: the one remaining worker serves version \d+, by digest", shown.output)
+
+
+def test_a_digest_that_differs_is_exit_code_1(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tampered(settings: Settings, board: Board) -> Result:
+        return run(settings, board, demo_workers.serves_something_else)
+
+    monkeypatch.setattr(command, "run", tampered)
+
+    shown = runner.invoke(build(), ["demo", "--scheme", "pipe", "--seconds", "1"])
+
+    assert shown.exit_code == 1
+    assert "FAILED: worker 1: serves something else (the digest of its live model is another)" in shown.output
+    assert "proved:" not in shown.output
+
+
+@contextlib.contextmanager
+def running() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process group of its own, and a mark that all its processes carry; it trains already."""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weightsync", "demo", "--plain", "--workers", "2"],
+        env={**os.environ, "DEMO_TEST_MARK": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        with process.stdout:
+            assert any("training" in line for line in process.stdout)
+            yield process, mark
+    finally:
+        process.kill()
+        process.wait()
+
+
+def marked(mark: str) -> list[str]:
+    """The processes that carry a mark."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
+def assert_all_gone(mark: str) -> None:
+    deadline = time.monotonic() + 10
+    while marked(mark):
+        assert time.monotonic() < deadline, f"processes {marked(mark)} are left"
+        time.sleep(0.05)
+
+
+def test_ctrl_c_ends_it_and_leaves_nothing() -> None:
+    with running() as (process, mark):
+        assert len(marked(mark)) >= 3
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout is not None
+        rest = process.stdout.read()
+
+        assert process.wait(20) == 130
+        assert rest.splitlines()[-1] == "weightsync: interrupted; no worker is left."
+        assert "Traceback" not in rest
+        assert_all_gone(mark)
+
+
+def test_workers_end_when_the_trainer_is_killed() -> None:
+    with running() as (process, mark):
+        process.kill()
+
+        assert_all_gone(mark)

@@ -1,0 +1,397 @@
+"""Interrupts in the middle of things, copies of every kind in every state, and every call in every wrong state."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Pair, constants, filled, small
+
+from weightsync import ConfigurationError, OutcomeKind, State, StateError, TransportError
+from weightsync._tables import ReceiverInput, SenderInput
+
+
+class Alarm(Exception):
+    """What a signal handler of the user's raises."""
+
+
+@pytest.fixture(params=[signal.SIGINT, signal.SIGALRM, signal.SIGUSR1])
+def signum(request: pytest.FixtureRequest) -> Iterator[int]:
+    def handler(*_: Any) -> None:
+        raise KeyboardInterrupt if request.param == signal.SIGINT else Alarm
+
+    before = signal.signal(request.param, handler)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+def interrupt_at(machine: Any, at: Any, signum: int, times: int = 1) -> None:
+    """Have the signal arrive in the very middle of a step."""
+    left = [times]
+
+    def listener(_before: Any, taken: Any, _after: Any) -> None:
+        if taken is at and left[0]:
+            left[0] -= 1
+            os.kill(os.getpid(), signum)
+
+    machine.observe(listener)
+
+
+# ----------------------------------------------------------------------------------------------- interrupts
+
+
+def test_an_interrupt_in_a_wait_is_re_raised_and_the_update_stays_outstanding(three: Pair, signum: int) -> None:
+    waiting = threading.Event()
+    three.sender._driver.machine.observe(lambda _b, _i, after: after is State.AWAITING_ACK and waiting.set())
+    striking = threading.Thread(target=lambda: waiting.wait(PATIENCE) and os.kill(os.getpid(), signum))
+    striking.start()
+    with pytest.raises((KeyboardInterrupt, Alarm)):
+        three.sender.send(timeout=PATIENCE)
+    striking.join(PATIENCE)
+
+    assert three.sender.state is State.PENDING_ASYNC
+    for receiver in three.receivers:
+        assert receiver.receive(timeout=0)
+    assert three.sender.wait_async().ok
+
+
+def test_an_interrupt_in_a_dispatch_is_deferred_until_all_are_dispatched_to(three: Pair, signum: int) -> None:
+    interrupt_at(three.sender._driver.machine, SenderInput.SEND, signum)
+    with pytest.raises((KeyboardInterrupt, Alarm)):
+        three.sender.send(timeout=PATIENCE)
+
+    assert three.sender.state is State.PENDING_ASYNC
+    assert [receiver.receive(timeout=0) for receiver in three.receivers] == [True] * 3
+    assert three.sender.wait_async().ok
+
+
+def test_an_interrupt_while_answers_are_read_loses_none(three: Pair, signum: int) -> None:
+    three.sender.send_async()
+    for receiver in three.receivers:
+        receiver.receive(timeout=0)
+    interrupt_at(three.sender._driver.machine, SenderInput.REPLY, signum, times=3)
+    with pytest.raises((KeyboardInterrupt, Alarm)):
+        three.sender.send(on_pending="wait", timeout=PATIENCE)
+
+    assert three.sender.wait_async(timeout=0).ok
+
+
+def test_an_interrupt_in_a_swap_is_deferred_until_it_is_answered(pair: Pair, signum: int) -> None:
+    interrupt_at(pair.receiver._driver.machine, ReceiverInput.APPLIED, signum)
+    pair.sender.send_async()
+    with pytest.raises((KeyboardInterrupt, Alarm)):
+        pair.receiver.receive(timeout=0)
+
+    assert (pair.receiver.version, pair.receiver.state) == (1, State.READY)
+    assert pair.sender.wait_async(timeout=0).ok
+
+
+def test_a_handler_that_raises_nothing_disturbs_nothing(pair: Pair) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
+    interrupt_at(pair.sender._driver.machine, SenderInput.SEND, signal.SIGUSR2)
+    helping = threading.Thread(target=lambda: pair.receiver.receive(timeout=PATIENCE))
+    helping.start()
+    assert pair.sender.send(timeout=PATIENCE).ok
+    helping.join(PATIENCE)
+    signal.signal(signal.SIGUSR2, before)
+
+    assert seen == [signal.SIGUSR2]
+
+
+def test_handlers_are_as_before_after_each_call(pair: Pair) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    pair.sync()
+    pair.sender.send(timeout=0, on_failure="report")
+    pair.sender.abandon()
+
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)] == before
+
+
+# -------------------------------------------------------------------------------------------------- states
+
+
+def as_ready(pair: Pair) -> None:
+    pair.sync()
+
+
+def as_pending(pair: Pair) -> None:
+    pair.sync()
+    pair.sender.send_async()
+    pair.receiver._driver.pump()
+
+
+def as_closed(pair: Pair) -> None:
+    pair.sync()
+    pair.sender.close()
+    pair.receiver.close()
+
+
+STATES = {State.READY: as_ready, State.PENDING_ASYNC: as_pending, State.CLOSED: as_closed}
+
+SENDER_CALLS: dict[str, Callable[[Any], Any]] = {
+    "send": lambda sender: sender.send(timeout=0),
+    "send_async": lambda sender: sender.send_async(),
+    "update_weights": lambda sender: sender.update_weights(small()),
+    "wait_async": lambda sender: sender.wait_async(timeout=0),
+    "abandon": lambda sender: sender.abandon(),
+    "poll": lambda sender: sender.poll(),
+    "connect": lambda sender: sender.connect(),
+    "set_context": lambda sender: sender.set_context(None, "other"),
+    "add_worker": lambda sender: sender.add_worker(5, multiprocessing.Pipe()[0]),
+    "remove_worker": lambda sender: sender.remove_worker(0),
+    "pipe": lambda sender: sender.pipe(0),
+}
+REFUSED = {
+    State.READY: {"wait_async", "abandon", "connect", "set_context"},
+    State.PENDING_ASYNC: {"send", "send_async", "update_weights", "connect", "set_context"},
+    State.CLOSED: set(SENDER_CALLS),
+    State.UNINITIALIZED: {"send", "send_async", "update_weights", "wait_async", "abandon"},
+}
+
+
+@pytest.mark.parametrize(("state", "call"), [(s, c) for s, calls in REFUSED.items() for c in sorted(calls)])
+def test_a_sender_refuses_what_its_state_does_not_allow(scheme_class: Any, pair: Pair, state: State, call: str) -> None:
+    if state is State.UNINITIALIZED:
+        sender = scheme_class().create_sender()
+    else:
+        STATES[state](pair)
+        sender = pair.sender
+    assert sender.state is state
+    before = (sender._driver.data, sender.state)
+    with pytest.raises(StateError) as refused:
+        SENDER_CALLS[call](sender)
+
+    after = (sender._driver.data, sender.state)
+    assert after == before
+    assert state.value in str(refused.value)
+
+
+RECEIVER_CALLS: dict[str, Callable[[Any], Any]] = {
+    "receive": lambda receiver: receiver.receive(timeout=0),
+    "apply_weights": lambda receiver: receiver.apply_weights(small().state_dict()),
+    "register_worker_transport": lambda receiver: receiver.register_worker_transport(multiprocessing.Pipe()[0]),
+    "set_context": lambda receiver: receiver.set_context(None, "other"),
+}
+
+
+@pytest.mark.parametrize("call", list(RECEIVER_CALLS))
+def test_a_closed_receiver_refuses_everything(pair: Pair, call: str) -> None:
+    as_closed(pair)
+    with pytest.raises(StateError):
+        RECEIVER_CALLS[call](pair.receiver)
+
+    assert (pair.receiver.version, constants(pair.model)) == (1, {1.0})
+
+
+def test_closing_twice_is_allowed(pair: Pair) -> None:
+    as_closed(pair)
+    as_closed_again = [pair.sender.close(), pair.receiver.close(), pair.scheme.close()]
+
+    assert as_closed_again == [None] * 3
+    assert pair.sender.state is State.CLOSED
+
+
+def test_context_managers_close(scheme_class: Any) -> None:
+    pair = Pair(scheme_class)
+    with pair.sender as sender, pair.receiver as receiver:
+        assert (sender.state, receiver.state) == (State.READY, State.UNINITIALIZED)
+
+    assert (sender.state, receiver.state) == (State.CLOSED, State.CLOSED)
+    pair.close()
+
+
+# -------------------------------------------------------------------------------------------------- copies
+
+COPIES = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "copy": copy.copy, "deepcopy": copy.deepcopy}
+
+
+@pytest.mark.parametrize("how", list(COPIES))
+@pytest.mark.parametrize("state", list(STATES))
+def test_a_copy_is_uninitialized_and_its_original_untouched(pair: Pair, how: str, state: State) -> None:
+    STATES[state](pair)
+    before = [(side._driver.data, side.state) for side in (pair.sender, pair.receiver)]
+    copies = [COPIES[how](side) for side in (pair.sender, pair.receiver)]
+    twin = COPIES[how](pair.scheme)
+
+    assert [side.state for side in copies] == [State.UNINITIALIZED] * 2
+    assert copies[0].worker_ids == ()
+    assert copies[1].version is None
+    with pytest.raises(StateError):
+        twin.get_sender()
+    with pytest.raises(StateError):
+        copies[0].wait_async()
+    for side in copies:
+        side.close()
+    twin.close()
+    del copies, twin, side
+    assert [(side._driver.data, side.state) for side in (pair.sender, pair.receiver)] == before
+    if state is State.PENDING_ASYNC:
+        assert pair.receiver.receive(timeout=0)
+        assert pair.sender.wait_async().ok
+    if state is not State.CLOSED:
+        assert pair.sync().ok
+
+
+def test_a_copied_scheme_can_be_initialised_with_pipes_of_its_own(pair: Pair) -> None:
+    pair.sync()
+    ours, theirs = multiprocessing.Pipe()
+    with copy.deepcopy(pair.scheme) as a, pickle.loads(pickle.dumps(pair.schemes[0])) as b:
+        a.init_on_sender("policy", pipes=[ours], model=small(7.0))
+        b.init_on_worker("policy", pipe=theirs, model=small())
+        a.get_sender().send_async()
+        assert b.get_receiver().receive(timeout=PATIENCE)
+        assert constants(b.get_receiver().model) == {7.0}
+
+    assert pair.sync().ok
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("state", list(STATES))
+def test_what_a_forked_child_inherits_is_a_copy(pair: Pair, state: State) -> None:
+    STATES[state](pair)
+    before = [(side._driver.data, side.state) for side in (pair.sender, pair.receiver)]
+    told, telling = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            states = [pair.sender.state, pair.receiver.state]
+            pair.scheme.close()
+            pair.schemes[0].close()
+            pair.sender.close()
+            os.write(telling, b"copy" if states == [State.UNINITIALIZED] * 2 else b"live")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+    assert os.read(told, 4) == b"copy"
+    os.close(told)
+    os.close(telling)
+    assert [(side._driver.data, side.state) for side in (pair.sender, pair.receiver)] == before
+    if state is State.PENDING_ASYNC:
+        assert pair.receiver.receive(timeout=0)
+        assert pair.sender.wait_async().ok
+    if state is not State.CLOSED:
+        filled(pair.source, 4.0)
+        assert pair.sync().ok
+        assert constants(pair.model) == {4.0}
+
+
+# ------------------------------------------------------------- the faults of the reference, generation A's
+
+
+def test_fault_1_a_late_ack_of_one_send_never_satisfies_the_next(pair: Pair) -> None:
+    pair.sender.send_async()
+    pair.sender.abandon()
+    pair.receiver.receive(timeout=0)
+    pair.sender.send_async()
+
+    assert pair.sender.poll()[0].kind is OutcomeKind.PENDING
+    assert pair.receiver.receive(timeout=0)
+    assert pair.sender.wait_async(timeout=0).version == 2
+
+
+def test_fault_3_a_failed_apply_is_answered_and_never_acked(pair: Pair) -> None:
+    pair.model.more = small()
+    pair.sender.send_async()
+
+    assert pair.receiver.receive(timeout=0) is False
+    assert pair.sender.wait_async(timeout=0, on_failure="report")[0].kind is OutcomeKind.REFUSED
+    assert pair.receiver.version is None
+
+
+def test_fault_4_unpickling_keeps_no_ack_for_the_next_send(pair: Pair) -> None:
+    pair.sender.send_async()
+    pair.receiver.receive(timeout=0)
+    clone = pickle.loads(pickle.dumps(pair.sender))
+
+    assert clone.state is State.UNINITIALIZED
+    assert clone.poll() is None
+    assert pair.sender.wait_async(timeout=0).ok
+
+
+def test_fault_5_a_send_that_reaches_nobody_says_so(scheme_class: Any) -> None:
+    with pytest.raises(StateError):
+        scheme_class().create_sender().send(small())
+
+
+def test_fault_6_a_message_of_the_users_is_not_lost(pair: Pair) -> None:
+    pair.sender.pipe(0).send("mine")
+    pair.sync()
+
+    assert pair.receiver.pipe.recv() == "mine"
+
+
+def test_fault_7_a_send_to_a_subset_changes_nobody_else(three: Pair) -> None:
+    three.sync()
+    filled(three.source, 2.0)
+    three.sync(worker_ids=[1])
+
+    assert [constants(model) for model in three.models] == [{1.0}, {2.0}, {1.0}]
+
+
+def test_fault_7_nothing_changes_under_a_worker_that_does_not_receive(pair: Pair) -> None:
+    pair.sync()
+    for fill in (2.0, 3.0, 4.0):
+        filled(pair.source, fill)
+        pair.sender.send_async(on_pending="supersede")
+
+    assert constants(pair.model) == {1.0}
+
+
+def test_fault_9_a_receive_that_times_out_has_written_nothing(pair: Pair) -> None:
+    pair.sync()
+    assert pair.receiver.receive(timeout=0.001) is False
+
+    assert (pair.receiver.version, constants(pair.model)) == (1, {1.0})
+
+
+def test_fault_10_unknown_weights_are_an_error_and_no_empty_update(pair: Pair) -> None:
+    with pytest.raises(ConfigurationError):
+        pair.sender.send("no.such.model")
+    with pytest.raises(ConfigurationError):
+        pair.sender.send(object())
+
+    assert pair.sender.version == 0
+
+
+def test_fault_11_an_exception_between_two_dispatches_leaves_nobody_out(three: Pair) -> None:
+    def broken(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    three.sender._driver._links[2][1].send = broken
+    three.sender.send_async()
+    for index in (0, 2):
+        assert three.receivers[index].receive(timeout=0)
+    report = three.sender.wait_async(timeout=0, on_failure="report")
+
+    assert [report[i].kind.name for i in range(3)] == ["APPLIED", "LOST", "APPLIED"]
+    assert "no room" in report[1].reason
+    assert three.sender.state is State.READY
+
+
+def test_fault_13_a_sender_is_refused_after_its_close(pair: Pair) -> None:
+    pair.sender.close()
+    with pytest.raises(StateError):
+        pair.sender.send()
+    with pytest.raises(TransportError):
+        pair.receiver.receive(timeout=PATIENCE)
+
+
+def test_fault_15_both_sides_of_one_scheme_object_are_independent(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as scheme:
+        scheme.init_on_worker("policy", pipe=theirs, model=small())
+        scheme.init_on_sender("policy", pipes=[ours], model=small(3.0))
+        scheme.get_sender().send_async()
+
+        assert scheme.get_receiver().receive(timeout=PATIENCE)
+        assert scheme.get_sender().wait_async().ok
+        assert constants(scheme.get_receiver().model) == {3.0}

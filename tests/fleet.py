@@ -1,0 +1,339 @@
+"""Workers for tests: processes that do one thing after another, as the test tells them; and what they do.
+
+Everything here is importable by a process of any start method. Nothing waits without a bound: a worker that does not
+answer within `PATIENCE` fails the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightReceiver, WeightSender
+
+#: Seconds after which a test gives up; reached only by a failure.
+PATIENCE = 60.0
+SCHEMES = {"pipe": MultiProcessWeightSyncScheme, "shared": SharedMemWeightSyncScheme}
+
+
+@pytest.fixture(params=list(SCHEMES.values()), ids=list(SCHEMES))
+def scheme_class(request: pytest.FixtureRequest) -> Any:
+    """Each scheme over pipes in turn."""
+    return request.param
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+def small(fill: float = 0.0) -> nn.Module:
+    """A model whose weights travel inline: a few hundred bytes."""
+    return filled(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), fill)
+
+
+def large(fill: float = 0.0) -> nn.Module:
+    """A model whose weights travel in a segment: 160 KiB."""
+    return filled(nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 200)), fill)
+
+
+def filled(model: nn.Module, fill: float) -> nn.Module:
+    """The model, all its weights set to ``fill``."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(fill)
+    return model
+
+
+def constants(model: nn.Module) -> set[float]:
+    """The distinct values of all weights."""
+    return {value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()}
+
+
+# ------------------------------------------------------------------------------------ both ends in one process
+
+
+class Pair:
+    """A sender and its receivers in this process, over real pipes: one thread can drive both ends."""
+
+    def __init__(self, scheme_class: Any, workers: int = 1, model: Callable[..., nn.Module] = small) -> None:
+        self.pipes = [multiprocessing.Pipe() for _ in range(workers)]
+        self.source = model(1.0)
+        self.models = [model(0.0) for _ in range(workers)]
+        self.scheme = scheme_class()
+        self.scheme.init_on_sender("policy", pipes=[ours for ours, _ in self.pipes], model=self.source)
+        self.sender: WeightSender = self.scheme.get_sender()
+        self.schemes = [scheme_class() for _ in range(workers)]
+        for scheme, (_, theirs), destination in zip(self.schemes, self.pipes, self.models, strict=True):
+            scheme.init_on_worker("policy", pipe=theirs, model=destination)
+        self.receivers: list[WeightReceiver] = [scheme.get_receiver() for scheme in self.schemes]
+
+    @property
+    def receiver(self) -> WeightReceiver:
+        return self.receivers[0]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.models[0]
+
+    def sync(self, weights: Any = None, worker_ids: Any = None) -> Any:
+        """One whole send."""
+        self.sender.send_async(weights, worker_ids)
+        for receiver in self.receivers:
+            receiver.receive(timeout=0)
+        return self.sender.wait_async(timeout=PATIENCE)
+
+    def close(self) -> None:
+        self.scheme.close()
+        for scheme in self.schemes:
+            scheme.close()
+        for ours, theirs in self.pipes:
+            ours.close()
+            theirs.close()
+
+
+@pytest.fixture
+def pair(scheme_class: Any) -> Iterator[Pair]:
+    """A sender and one receiver in this process."""
+    made = Pair(scheme_class)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def three(scheme_class: Any) -> Iterator[Pair]:
+    """A sender and three receivers in this process."""
+    made = Pair(scheme_class, workers=3)
+    yield made
+    made.close()
+
+
+# ------------------------------------------------------------------------------------- workers as processes
+
+
+class Seat:
+    """What a worker process has in its hands."""
+
+    def __init__(self, scheme: Any, pipe: Any) -> None:
+        self.scheme = scheme
+        self.pipe = pipe
+        self.model: Any = None
+        self.receiver: Any = None
+        self.kept: dict[str, Any] = {}
+
+
+def work(control: Any, scheme: Any, pipe: Any) -> None:
+    """The body of a worker process: do what is asked, until told to end or the asker is gone."""
+    torch.set_num_threads(1)
+    seat = Seat(scheme, pipe)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while (asked := control.recv()) is not None:
+            function, arguments = asked
+            try:
+                control.send((True, function(seat, *arguments)))
+            except Exception as error:  # noqa: BLE001 - told to the test
+                control.send((False, error))
+
+
+class Worker:
+    """A worker process, from the test's side."""
+
+    def __init__(self, context: Any, scheme: Any, hold: Any = None) -> None:
+        self.pipe, theirs = context.Pipe()
+        self._control, far = context.Pipe()
+        self.process = context.Process(target=work, args=(far, scheme, hold or theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        far.close()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tell(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Have it do something, and go on."""
+        self._control.send((function, arguments))
+
+    def answered(self) -> bool:
+        """Whether `answer` would not wait."""
+        return self._control.poll(0)
+
+    def answer(self) -> Any:
+        """What came of it."""
+        assert self._control.poll(PATIENCE), f"{self.process} does not answer"
+        fine, value = self._control.recv()
+        if not fine:
+            raise value
+        return value
+
+    def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Have it do something, and wait for what comes of it."""
+        self.tell(function, *arguments)
+        return self.answer()
+
+    def stop(self) -> None:
+        """SIGSTOP it, and wait until it is stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED) if _is_our_child(self.pid) else _await_state(self.pid, "T")
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.join(PATIENCE)
+
+    def end(self) -> None:
+        """Let it return, or kill it."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGCONT)
+            self._control.send(None)
+        self._control.close()
+        self.process.join(5)
+        self.kill()
+        with contextlib.suppress(OSError):
+            self.pipe.close()
+
+
+def _is_our_child(pid: int) -> bool:
+    return stat_of(pid)[1] == str(os.getpid())
+
+
+def stat_of(pid: int) -> list[str]:
+    """Fields of /proc/pid/stat from the third on: the process's state, its parent ..."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+
+
+def _await_state(pid: int, state: str) -> None:
+    while stat_of(pid)[0] != state:
+        os.sched_yield()
+
+
+class Crew:
+    """Starts workers; all have ended when the test has."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+        self.workers: list[Worker] = []
+
+    def start(self, scheme: Any, count: int = 1) -> list[Worker]:
+        started = [Worker(self.context, scheme) for _ in range(count)]
+        self.workers += started
+        return started
+
+    def lead(self, scheme: Any, workers: list[Worker]) -> Worker:
+        """Start a process that holds the trainer's ends of the pipes to ``workers``, and keep none of them here."""
+        leader = Worker(self.context, scheme, [worker.pipe for worker in workers])
+        for worker in workers:
+            worker.pipe.close()
+        self.workers.append(leader)
+        return leader
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.end()
+
+
+@pytest.fixture
+def crew(forkserver: Any) -> Iterator[Crew]:
+    """Starts workers by forkserver."""
+    made = Crew(forkserver)
+    yield made
+    made.end()
+
+
+# ------------------------------------------------------------------------------ what workers can be told to do
+
+
+def join(seat: Seat, make: Callable[..., nn.Module] = small) -> None:
+    """Initialise the worker's side."""
+    seat.model = make()
+    seat.scheme.init_on_worker("policy", pipe=seat.pipe, model=seat.model)
+    seat.receiver = seat.scheme.get_receiver()
+
+
+def receive(seat: Seat, timeout: float | None = PATIENCE) -> bool:
+    return bool(seat.receiver.receive(timeout=timeout))
+
+
+def serve(seat: Seat, version: int) -> int | None:
+    """Receive until that version, or a newer one, is served."""
+    while (seat.receiver.version or 0) < version:
+        assert seat.receiver.receive(timeout=PATIENCE)
+    return seat.receiver.version
+
+
+def serve_until_gone(seat: Seat) -> str:
+    """Receive until the sender is gone; what `receive` then said."""
+    try:
+        while True:
+            seat.receiver.receive(timeout=None)
+    except ConnectionError as error:
+        return str(error)
+
+
+def shows(seat: Seat) -> tuple[str, int | None, set[float], bytes]:
+    """State, version, the values of the weights, digest."""
+    receiver = seat.receiver
+    return receiver.state.value, receiver.version, constants(seat.model), receiver.digest()
+
+
+def command(seat: Seat, make: Callable[..., nn.Module] = small, fill: float = 1.0) -> None:
+    """Initialise the trainer's side, in a process started by `Crew.lead`."""
+    seat.model = make(fill)
+    seat.scheme.init_on_sender("policy", pipes=seat.pipe, model=seat.model)
+    seat.kept["sender"] = seat.scheme.get_sender()
+
+
+def publish(seat: Seat, times: int = 1) -> int:
+    """Send that often; the last version."""
+    version = 0
+    for _ in range(times):
+        version = seat.kept["sender"].send(timeout=PATIENCE).version
+    return version
+
+
+def leave(seat: Seat) -> None:
+    seat.receiver.close()
+
+
+# ----------------------------------------------------------------------------------------- what is left behind
+
+
+def descriptors() -> dict[str, str]:
+    """This process's open descriptors."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[entry.name] = os.readlink(entry)
+    return found
+
+
+def segments(pid: int | str = "self") -> int:
+    """How many segments of ours a process holds descriptors of."""
+    held = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "memfd:weightsync" in os.readlink(entry):
+                held.add(entry.stat().st_ino)
+    return len(held)
+
+
+def mapped(pid: int | str = "self") -> int:
+    """How many distinct segments of ours a process maps."""
+    lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+    return len({line.split()[4] for line in lines if "memfd:weightsync" in line})
+
+
+def raw(connection: Any) -> Connection:
+    """A second connection over the same descriptor, to write what the library never would."""
+    return Connection(os.dup(connection.fileno()))

@@ -1,0 +1,152 @@
+"""Layouts are values: the same names, shapes and dtypes give the same bytes, and other bytes are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync import LayoutError, ProtocolError
+from weightsync.layout import ALIGNMENT, ITEMSIZES, Layout
+
+names = st.text(max_size=12)
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+specs = st.lists(
+    st.tuples(names, st.sampled_from(list(ITEMSIZES)), shapes), max_size=12, unique_by=lambda spec: spec[0]
+)
+layouts = st.builds(Layout, specs, st.lists(names, max_size=4, unique=True))
+
+
+@given(layouts)
+def test_a_layout_comes_back_from_its_bytes(layout: Layout) -> None:
+    decoded = Layout.decode(layout.encode())
+
+    assert decoded == layout
+    assert decoded.entries == layout.entries
+    assert decoded.extras == layout.extras
+    assert decoded.nbytes == layout.nbytes
+    assert decoded.digest == layout.digest
+    assert len(layout.digest) == 16
+
+
+@given(specs, st.randoms(use_true_random=False))
+def test_the_order_in_which_tensors_are_met_does_not_matter(found: list, random) -> None:
+    shuffled = random.sample(found, len(found))
+
+    assert Layout(found) == Layout(shuffled)
+    assert Layout(found).entries == Layout(shuffled).entries
+    assert hash(Layout(found)) == hash(Layout(shuffled))
+
+
+@given(layouts)
+def test_groups_are_aligned_and_tensors_lie_back_to_back(layout: Layout) -> None:
+    covered = []
+    for group in layout.groups:
+        assert group.offset % ALIGNMENT == 0
+        end = group.offset
+        for entry in layout.entries[group.first : group.last]:
+            assert (entry.dtype, entry.offset) == (group.dtype, end)
+            assert entry.nbytes == prod(entry.shape) * ITEMSIZES[entry.dtype]
+            end += entry.nbytes
+            covered.append(entry)
+        assert end == group.offset + group.nbytes
+
+    assert tuple(covered) == layout.entries
+    assert layout.nbytes == (layout.groups[-1].offset + layout.groups[-1].nbytes if layout.groups else 0)
+    assert len({group.dtype for group in layout.groups}) == len(layout.groups)
+
+
+def test_tensors_of_round_sizes_are_aligned_though_odd_ones_are_among_them() -> None:
+    layout = Layout([("a", "float32", (3,)), ("b", "float32", (16,)), ("c", "float32", (1,)), ("d", "float32", (4, 8))])
+
+    assert [entry.name for entry in layout.entries] == ["b", "d", "a", "c"]
+    assert all(entry.offset % ALIGNMENT == 0 for entry in layout.entries[:2])
+
+
+@given(st.binary(max_size=80))
+def test_arbitrary_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Layout.decode(data)
+
+
+@given(layouts, st.data())
+def test_damaged_bytes_give_a_protocol_error_or_another_layout(layout: Layout, data: st.DataObject) -> None:
+    encoded = bytearray(layout.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(encoded) - 1))
+        encoded[at] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(encoded)))
+    damaged = bytes(encoded[:cut]) + data.draw(st.binary(max_size=8))
+
+    decoded = None
+    with contextlib.suppress(ProtocolError):
+        decoded = Layout.decode(damaged)
+
+    assert decoded is None or decoded.encode() == damaged
+
+
+def test_a_claim_of_four_billion_tensors_is_refused_at_once() -> None:
+    with pytest.raises(ProtocolError):
+        Layout.decode(b"WSL\x01" + b"\xff\xff\xff\xff" * 3)
+
+
+def test_an_impossible_shape_is_refused() -> None:
+    layout = Layout([("a", "uint8", (1 << 62, 4))])
+
+    with pytest.raises(ProtocolError, match="impossible shape"):
+        Layout.decode(layout.encode())
+
+
+@given(layouts)
+def test_a_layout_fits_itself(layout: Layout) -> None:
+    assert layout.difference(Layout.decode(layout.encode())) is None
+
+
+def test_differences_are_listed_by_name() -> None:
+    wanted = Layout([("a", "float32", (3,)), ("b", "int64", (2,)), ("c", "float32", ())], ["norm"])
+    given_ = Layout([("a", "float32", (4,)), ("b", "int32", (2,)), ("d", "float32", ())], [""])
+
+    error = wanted.difference(given_)
+
+    assert isinstance(error, LayoutError)
+    assert error.missing == ("c", "norm._extra_state")
+    assert error.unexpected == ("_extra_state", "d")
+    assert error.mismatched == {
+        "a": "shape (4,) where (3,) is wanted",
+        "b": "dtype int32 where int64 is wanted",
+    }
+    assert str(error) == (
+        "The weights do not fit the destination: missing 'c', 'norm._extra_state'; unexpected '_extra_state', 'd'; "
+        "mismatched 'a' (shape (4,) where (3,) is wanted), 'b' (dtype int32 where int64 is wanted)."
+    )
+    assert pickle.loads(pickle.dumps(error)).missing == error.missing
+
+
+def test_a_wrappers_prefix_is_pointed_out() -> None:
+    plain = Layout([("a.w", "float32", (3,)), ("b", "float32", (2,))])
+    wrapped = Layout([("module.a.w", "float32", (3,)), ("module.b", "float32", (2,))])
+
+    assert "by the prefix 'module.' of the weights" in str(plain.difference(wrapped))
+    assert "by the prefix 'module.' of the destination" in str(wrapped.difference(plain))
+
+
+def test_long_lists_are_cut_in_the_message_and_whole_in_the_error() -> None:
+    error = Layout([(f"p{i:03}", "float32", ()) for i in range(300)]).difference(Layout([]))
+
+    assert error is not None
+    assert "and 290 more" in str(error)
+    assert len(error.missing) == 300
+
+
+def test_a_name_that_occurs_twice_is_refused() -> None:
+    with pytest.raises(LayoutError, match="'a' occurs twice"):
+        Layout([("a", "float32", ()), ("a", "int8", (3,))])
+
+
+def test_an_unknown_dtype_is_refused_by_name() -> None:
+    with pytest.raises(LayoutError, match="'a' has the dtype qint8"):
+        Layout([("a", "qint8", (3,))])

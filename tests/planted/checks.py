@@ -1,0 +1,279 @@
+"""One check for each of the guarantees G1 to G9: a scenario that holds of the shipped code, and fails of a broken one.
+
+Each drives real senders and receivers over links in memory whose messages arrive when the check says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync._tables import State
+from weightsync.errors import StateError, WeightSyncError
+from weightsync.receiver import WeightReceiver
+from weightsync.report import OutcomeKind
+from weightsync.schemes.base import WeightSyncScheme
+from weightsync.sender import WeightSender
+from weightsync.target import Mode
+from weightsync.transports.base import Payloads
+from weightsync.transports.local import LocalLink, local_pair
+from weightsync.transports.network import Network, Pace
+
+
+class Inner(torch.nn.Module):
+    """Has extra state, and may refuse to have it changed."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        super().__init__()
+        self.refuses = refuses
+        self.extra = 0
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        if self.refuses:
+            raise RuntimeError("no")
+        self.extra = state
+
+
+class Policy(torch.nn.Module):
+    """All its parts hold one number, if they are of one version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(16))
+        self.first = Inner()
+        self.second = Inner()
+
+    @property
+    def held(self) -> set[int]:
+        """The numbers that it holds."""
+        return {self.first.extra, self.second.extra, *map(int, self.weight.tolist())}
+
+
+def weights(number: int) -> dict[str, Any]:
+    """Weights that hold that number."""
+    return {
+        "weight": torch.full((16,), float(number)),
+        "first._extra_state": number,
+        "second._extra_state": number,
+    }
+
+
+class LocalScheme(WeightSyncScheme):
+    """Endpoints are links already."""
+
+    def create_transport(self, pipe_or_context: Any) -> LocalLink:
+        return pipe_or_context
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> LocalLink:
+        return endpoint
+
+
+class Worker:
+    """A receiver and its model."""
+
+    def __init__(self, mode: Mode = Mode.COPY) -> None:
+        scheme = LocalScheme()
+        scheme.apply_mode = mode
+        self.policy = Policy()
+        self.receiver = WeightReceiver(scheme)
+        self.receiver.register_model(self.policy)
+
+    def take_in(self) -> None:
+        """Apply what has arrived, if it can be."""
+        with contextlib.suppress(WeightSyncError):
+            self.receiver.receive(timeout=0)
+
+
+def laid(sender: WeightSender, id: int, worker: Worker, payloads: Payloads = Payloads.INLINE) -> Network:
+    """A link between them; what is sent over it arrives when its network is told so."""
+    near, far = local_pair(pace=Pace.HELD, payloads=payloads)
+    sender.add_worker(id, near)
+    worker.receiver.register_worker_transport(far)
+    return near.network
+
+
+def connected(*workers: Worker, fence: int = 0, payloads: Payloads = Payloads.INLINE) -> Any:
+    """A sender with these workers, and the networks to them."""
+    sender = WeightSender(LocalScheme())
+    networks = [laid(sender, id, worker, payloads) for id, worker in enumerate(workers)]
+    sender.connect(fence=fence)
+    return sender, *networks
+
+
+def check_g1() -> None:
+    """An ack of version 1 that comes while version 2 is outstanding is no ack of version 2."""
+    worker = Worker()
+    sender, network = connected(worker)
+    sender.send_async(weights(1))
+    network.deliver_all()
+    worker.take_in()
+    sender.abandon()
+    sender.send_async(weights(2))
+    for parcel in network.in_flight[:2]:  # the worker's Hello and its ack; the update stays on its way
+        network.deliver(parcel)
+
+    report = sender.poll()
+
+    assert report is not None
+    assert report.version == 2
+    assert report[0].kind is OutcomeKind.PENDING
+    assert worker.receiver.version == 1
+
+
+def check_g2() -> None:
+    """A version whose swap fails is not told as applied."""
+    worker = Worker()
+    sender, network = connected(worker)
+    worker.policy.second.refuses = True
+    sender.send_async(weights(1))
+    network.deliver_all()
+    worker.take_in()
+    network.deliver_all()
+
+    report = sender.poll()
+
+    assert report is not None
+    applied = report[0].kind is OutcomeKind.APPLIED
+    assert applied == (worker.policy.held == {1})
+    assert report[0].kind is OutcomeKind.REFUSED
+
+
+def check_g3() -> None:
+    """What a worker maps is not written again, however many versions are sent, until it has acked a newer one."""
+    worker = Worker(Mode.MAP)
+    sender, network = connected(worker, payloads=Payloads.SHARED)
+    sender.send_async(weights(1))
+    network.deliver_all()
+    worker.take_in()
+    assert worker.policy.held == {1}
+    network.deliver_all()
+
+    for number in range(2, 6):
+        sender.send_async(weights(number), on_pending="supersede")
+        assert worker.policy.held == {1}
+
+
+def check_g4() -> None:
+    """An older sender, with whatever version, cannot overwrite what a newer one sent; the newer one's first can."""
+    worker = Worker()
+    old, network = connected(worker)
+    for number in (1, 2, 3):
+        old.send_async(weights(number), on_pending="supersede")
+        network.deliver_all()
+        worker.take_in()
+        network.deliver_all()
+    new, network = connected(worker, fence=old.incarnation)
+    new.send_async(weights(10))
+    network.deliver_all()
+    worker.take_in()
+    assert (worker.receiver.incarnation, worker.receiver.version) == (new.incarnation, 1)
+    assert worker.policy.held == {10}
+
+    network = laid(old, 0, worker)
+    old.send_async(weights(4), on_pending="supersede")
+    network.deliver_all()
+    worker.take_in()
+
+    assert (worker.receiver.incarnation, worker.receiver.version) == (new.incarnation, 1)
+    assert worker.policy.held == {10}
+
+
+def check_g5() -> None:
+    """A second send is refused while one is outstanding, and changes nothing."""
+    worker = Worker()
+    sender, network = connected(worker)
+    sender.send_async(weights(1))
+
+    for send in (sender.send, sender.send_async):
+        refused = False
+        try:
+            send(weights(2), timeout=0)
+        except StateError:
+            refused = True
+        assert refused
+
+    assert sender.version == 1
+    network.deliver_all()
+    worker.take_in()
+    assert worker.policy.held == {1}
+
+
+def check_g6() -> None:
+    """A refused update leaves the old version whole."""
+    worker = Worker()
+    sender, network = connected(worker)
+    sender.send_async(weights(1))
+    network.deliver_all()
+    worker.take_in()
+    network.deliver_all()
+    assert worker.policy.held == {1}
+    worker.policy.second.refuses = True
+    sender.send_async(weights(2), on_pending="supersede")
+    network.deliver_all()
+    worker.take_in()
+
+    assert worker.policy.held == {1}
+    assert worker.receiver.version == 1
+
+
+def check_g7() -> None:
+    """Who is no target does not change."""
+    target, other = Worker(), Worker()
+    sender, to_target, to_other = connected(target, other)
+    sender.send_async(weights(1), [0])
+    for network, worker in ((to_target, target), (to_other, other)):
+        network.deliver_all()
+        worker.take_in()
+
+    assert target.policy.held == {1}
+    assert other.policy.held == {0}
+    assert other.receiver.version is None
+
+
+def check_g8() -> None:
+    """A copy owes nothing, and the original is as it was."""
+    worker = Worker()
+    sender, network = connected(worker)
+    sender.send_async(weights(1))
+    before = sender.state, sender.version, sender.roll
+
+    copied = pickle.loads(pickle.dumps(sender))
+
+    assert copied.state is State.UNINITIALIZED
+    assert (copied.version, copied.incarnation, dict(copied.roll)) == (0, 0, {})
+    assert copied.poll() is None
+    assert (sender.state, sender.version, sender.roll) == before
+    network.deliver_all()
+    worker.take_in()
+    network.deliver_all()
+    assert sender.wait_async(timeout=0).ok
+
+
+def check_g9() -> None:
+    """A closed receiver applies nothing, not even what had arrived before; a closed sender sends nothing."""
+    worker = Worker()
+    sender, network = connected(worker)
+    sender.send_async(weights(1))
+    network.deliver_all()
+    with worker.receiver.serving():
+        assert not worker.receiver.receive(timeout=0)
+    assert worker.receiver.state is State.PENDING_ASYNC
+    worker.receiver.close()
+
+    worker.take_in()
+    with contextlib.suppress(WeightSyncError):
+        worker.receiver.apply_weights(weights(2))
+
+    assert worker.policy.held == {0}
+    assert worker.receiver.state is State.CLOSED
+    sender.close()
+    with pytest.raises(StateError):
+        sender.send(weights(3))
+    assert sender.state is State.CLOSED

@@ -1,0 +1,153 @@
+"""A fault planted in the code for each guarantee: its check holds of the shipped code, and turns red with the fault."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import checks
+import pytest
+
+from weightsync._tables import SENDER_ROWS, ReceiverInput, SenderInput, State
+from weightsync.driving.receiver import ReceiverDriver
+from weightsync.machine import SenderMachine
+from weightsync.messages import Ack
+from weightsync.protocol import receiver as pure_receiver
+from weightsync.protocol import sender as pure_sender
+from weightsync.receiver import WeightReceiver
+from weightsync.sender import WeightSender
+from weightsync.target import _Undo
+from weightsync.transports.pins import Pins
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def any_ack_counts(patch: pytest.MonkeyPatch) -> None:
+    """G1: an ack counts for whatever is outstanding."""
+    shipped = pure_sender._name_answer
+
+    def name(state: State, data: Any, event: Any) -> SenderInput | None:
+        if isinstance(event.message, Ack):
+            event = replace(event, message=replace(event.message, version=data.version))
+        return shipped(state, data, event)
+
+    patch.setattr(pure_sender, "_name_answer", name)
+
+
+def acks_before_the_swap(patch: pytest.MonkeyPatch) -> None:
+    """G2: the ack leaves before the swap."""
+
+    def apply(self: WeightReceiver, target: Any) -> bool:
+        pending = self._driver.pending
+        assert pending is not None
+        self._driver.take(pure_receiver.Applied(self._ack(pending, pending.update.digest, 0.0)))
+        with contextlib.suppress(RuntimeError):
+            target.swap(target.stage(pending.layout, pending.payload, pending.update.extras))
+        return True
+
+    patch.setattr(WeightReceiver, "_apply", apply)
+
+
+def slots_are_not_pinned(patch: pytest.MonkeyPatch) -> None:
+    """G3: a slot is written again though a worker maps it."""
+    patch.setattr(Pins, "hold", lambda self, update, buffer: None)
+
+
+def keys_are_versions_only(patch: pytest.MonkeyPatch) -> None:
+    """G4: nobody looks at incarnations."""
+
+    def name_hello(state: State, data: Any, event: Any) -> ReceiverInput:
+        return ReceiverInput.CONNECT if state is State.UNINITIALIZED else ReceiverInput.TAKEOVER
+
+    def name_update(state: State, data: Any, event: Any) -> ReceiverInput:
+        newest = max(key[1] for key in (data.decided, data.pending, (0, 0)) if key)
+        if event.version <= newest:
+            return ReceiverInput.STALE
+        return ReceiverInput.NEWER if state is State.PENDING_ASYNC else ReceiverInput.UPDATE
+
+    patch.setattr(pure_receiver, "_name_hello", name_hello)
+    patch.setattr(pure_receiver, "_name_update", name_update)
+
+
+def a_second_send_is_allowed(patch: pytest.MonkeyPatch) -> None:
+    """G5: one more row."""
+    pair, to = (State.PENDING_ASYNC, SenderInput.SEND_ASYNC), State.PENDING_ASYNC
+    rows = {**SENDER_ROWS, pair: to}
+    for module in ("weightsync.sender", "weightsync.protocol.sender"):
+        patch.setattr(f"{module}.SENDER_ROWS", rows)
+    patch.setitem(SenderMachine._events[SenderInput.SEND_ASYNC]._targets, pair[0], to)
+
+
+def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
+    """G6: a swap that fails leaves what it had changed."""
+    patch.setattr(_Undo, "all", lambda self, cause: None)
+
+
+def everybody_is_a_target(patch: pytest.MonkeyPatch) -> None:
+    """G7: targets are not looked at."""
+    shipped = pure_sender.targets_of
+    patch.setattr(pure_sender, "targets_of", lambda data, targets: shipped(data, None))
+
+
+def copies_keep_obligations(patch: pytest.MonkeyPatch) -> None:
+    """G8: a pickled sender takes its data and its state along."""
+    save, load = WeightSender.__getstate__, WeightSender.__setstate__
+
+    def getstate(self: WeightSender) -> Any:
+        return save(self), self._driver.data
+
+    def setstate(self: WeightSender, state: Any) -> None:
+        load(self, state[0])
+        self._driver.data = state[1]
+        for step in (SenderInput.CONNECT, SenderInput.SEND_ASYNC):
+            self._driver.machine.fire(step)
+
+    patch.setattr(WeightSender, "__getstate__", getstate)
+    patch.setattr(WeightSender, "__setstate__", setstate)
+
+
+def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
+    """G9: what had arrived outlives the close, and is applied."""
+    shipped = ReceiverDriver.close
+
+    def close(self: ReceiverDriver) -> None:
+        pending = self.pending
+        shipped(self)
+        self.pending = pending
+
+    def take_in(self: WeightReceiver, target: Any) -> bool | None:
+        self._driver.pump()
+        return None if self._driver.pending is None else self._apply(target)
+
+    patch.setattr(ReceiverDriver, "close", close)
+    patch.setattr(WeightReceiver, "_take_in", take_in)
+
+
+PLANTS: dict[str, tuple[Callable[[], None], Plant]] = {
+    "G1": (checks.check_g1, any_ack_counts),
+    "G2": (checks.check_g2, acks_before_the_swap),
+    "G3": (checks.check_g3, slots_are_not_pinned),
+    "G4": (checks.check_g4, keys_are_versions_only),
+    "G5": (checks.check_g5, a_second_send_is_allowed),
+    "G6": (checks.check_g6, nothing_is_undone),
+    "G7": (checks.check_g7, everybody_is_a_target),
+    "G8": (checks.check_g8, copies_keep_obligations),
+    "G9": (checks.check_g9, closed_still_applies),
+}
+
+
+@pytest.mark.parametrize("guarantee", PLANTS)
+def test_the_shipped_code_keeps(guarantee: str) -> None:
+    check, _ = PLANTS[guarantee]
+    check()
+
+
+@pytest.mark.parametrize("guarantee", PLANTS)
+def test_a_planted_fault_is_found(guarantee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, plant = PLANTS[guarantee]
+    plant(monkeypatch)
+
+    with pytest.raises(AssertionError):
+        check()

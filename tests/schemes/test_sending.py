@@ -1,0 +1,628 @@
+"""What a caller sees of a send: deadlines, abandoning, late and returning workers, closing, threads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Crew, Pair, constants, filled, join, large, leave, receive, serve, shows, small
+
+from weightsync import (
+    AckTimeoutError,
+    ConfigurationError,
+    OnFailure,
+    OnPending,
+    OutcomeKind,
+    RefusedError,
+    State,
+    StateError,
+    SyncError,
+    Timeout,
+    TransportError,
+    WorkerLostError,
+)
+from weightsync.protocol.sender_values import Standing
+
+
+class Thread(threading.Thread):
+    """Calls something, and keeps what came of it."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._call = call
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.result = self._call()
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            self.error = error
+
+    def done(self) -> Thread:
+        self.join(PATIENCE)
+        assert not self.is_alive()
+        return self
+
+
+def reach(sender: Any, state: State) -> threading.Event:
+    """Set once the sender has come to that state."""
+    reached = threading.Event()
+    sender._driver.machine.observe(lambda _before, _input, after: after is state and reached.set())
+    return reached
+
+
+# -------------------------------------------------------------------------------------- either side first
+
+
+def test_the_sender_first(scheme_class: Any, crew: Crew) -> None:
+    (worker,) = crew.start(scheme_class())
+    with scheme_class() as scheme:
+        scheme.init_on_sender("policy", pipes=[worker.pipe], model=small(2.0))
+        scheme.get_sender().send_async()
+        worker.do(join)
+
+        assert worker.do(receive)
+        assert scheme.get_sender().wait_async().ok
+        assert worker.do(shows)[2] == {2.0}
+
+
+def test_the_worker_first(scheme_class: Any, crew: Crew) -> None:
+    (worker,) = crew.start(scheme_class())
+    worker.do(join)
+    assert worker.do(receive, 0) is False
+    worker.tell(receive)
+    with scheme_class() as scheme:
+        scheme.init_on_sender("policy", pipes=[worker.pipe], model=small(2.0))
+
+        assert scheme.get_sender().send().ok
+        assert worker.answer()
+
+
+def test_init_never_waits_for_a_worker(scheme_class: Any) -> None:
+    ours, _theirs = multiprocessing.Pipe()
+    with scheme_class() as scheme:
+        scheme.init_on_sender("policy", pipes=[ours], model=small())
+
+        assert scheme.get_sender().state is State.READY
+        assert scheme.get_sender().roll[0].standing is Standing.EXPECTED
+
+
+def test_a_worker_that_starts_long_after_many_sends_gets_the_newest(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    source = large(0.0)
+    with scheme_class() as a, scheme_class() as b:
+        a.init_on_sender("policy", pipes=[ours], model=source)
+        sender = a.get_sender()
+        for version in range(1, 50):
+            filled(source, float(version))
+            sender.send_async(on_pending="supersede")
+        b.init_on_worker("policy", pipe=theirs, model=large())
+        receiver = b.get_receiver()
+        while receiver.version != 49:
+            receiver.receive(timeout=0)
+            sender.poll()
+
+        assert sender.wait_async().ok
+        assert constants(receiver.model) == {49.0}
+
+
+def test_a_worker_that_never_comes(scheme_class: Any) -> None:
+    ours, _theirs = multiprocessing.Pipe()
+    with scheme_class() as scheme:
+        scheme.init_on_sender("policy", pipes=[ours], model=small())
+        sender = scheme.get_sender()
+        with pytest.raises(AckTimeoutError) as timed_out:
+            sender.send(timeout=0.05)
+
+        assert timed_out.value.pending == (0,)
+        assert timed_out.value.report[0].kind is OutcomeKind.TIMED_OUT
+        assert "never connected" in timed_out.value.report[0].reason
+        assert "never connected" in str(timed_out.value)
+        assert isinstance(timed_out.value, TimeoutError)
+        assert sender.state is State.PENDING_ASYNC
+        with pytest.raises(AckTimeoutError):
+            sender.wait_async(timeout=0.05)
+        assert sender.state is State.PENDING_ASYNC
+
+
+def test_after_the_deadline_it_can_be_waited_for_again(pair: Pair) -> None:
+    with pytest.raises(AckTimeoutError):
+        pair.sender.send(timeout=0)
+    pair.receiver.receive(timeout=0)
+
+    assert pair.sender.wait_async().ok
+    assert pair.sender.state is State.READY
+
+
+def test_a_worker_that_connected_but_is_silent_is_told_so(pair: Pair) -> None:
+    pair.sync()
+    with pytest.raises(AckTimeoutError, match="has not answered") as timed_out:
+        pair.sender.send(timeout=0)
+
+    assert "never connected" not in str(timed_out.value)
+
+
+def test_an_answer_after_the_deadline_still_counts(pair: Pair) -> None:
+    report = pair.sender.send(timeout=0, on_failure="report")
+    assert report[0].kind is OutcomeKind.TIMED_OUT
+    pair.receiver.receive(timeout=0)
+
+    assert pair.sender.poll()[0].kind is OutcomeKind.APPLIED
+    assert pair.sender.state is State.PENDING_ASYNC
+    assert pair.sender.wait_async(timeout=0).ok
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0])
+def test_timeout_zero_does_not_wait(pair: Pair, timeout: float) -> None:
+    with pytest.raises(AckTimeoutError):
+        pair.sender.send(timeout=timeout)
+    with pytest.raises(AckTimeoutError):
+        pair.sender.wait_async(timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "soon", [1]])
+def test_a_timeout_that_is_none_is_refused(pair: Pair, timeout: Any) -> None:
+    for call in (pair.sender.send, pair.sender.send_async, pair.receiver.receive):
+        with pytest.raises(ConfigurationError, match="timeout"):
+            call(timeout=timeout)
+    assert pair.sender.version == 0
+
+
+@pytest.mark.parametrize("timeout", [None, float("inf"), 1e12, 3e6, Timeout.DEFAULT])
+def test_long_timeouts(pair: Pair, timeout: Any) -> None:
+    waiting = Thread(lambda: pair.sender.send(timeout=timeout))
+    waiting.start()
+    assert pair.receiver.receive(timeout=None if timeout is Timeout.DEFAULT else timeout)
+
+    assert waiting.done().error is None
+    assert waiting.result.ok
+
+
+def test_the_default_comes_from_the_environment(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "0.01")
+    with pytest.raises(AckTimeoutError):
+        pair.sender.send()
+    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "a while")
+    with pytest.raises(ConfigurationError, match="WEIGHTSYNC_TIMEOUT"):
+        pair.sender.wait_async()
+    pair.receiver.receive(timeout=0)
+
+    assert pair.sender.wait_async(timeout=1).ok
+
+
+# ------------------------------------------------------------------------------- what is outstanding
+
+
+def test_abandon_gives_it_up_and_the_next_send_overtakes_it(pair: Pair) -> None:
+    pair.sender.send_async(small(1.0))
+    report = pair.sender.abandon()
+
+    assert report[0].kind is OutcomeKind.ABANDONED
+    assert pair.sender.state is State.READY
+    pair.sender.send_async(small(2.0))
+    assert pair.receiver.receive(timeout=0)
+    assert pair.sender.wait_async().version == 2
+    assert constants(pair.model) == {2.0}
+
+
+def test_abandon_still_tells_of_those_that_have_answered(three: Pair) -> None:
+    three.sender.send_async()
+    three.receivers[1].receive(timeout=0)
+    report = three.sender.abandon()
+
+    assert [report[i].kind.name for i in range(3)] == ["ABANDONED", "APPLIED", "ABANDONED"]
+
+
+def test_on_pending_raise_is_the_default(pair: Pair) -> None:
+    pair.sender.send_async()
+    for call in (pair.sender.send, pair.sender.send_async):
+        with pytest.raises(StateError):
+            call()
+    pair.receiver.receive(timeout=0)
+
+    assert pair.sender.wait_async().version == 1
+
+
+def test_on_pending_wait_waits_first(pair: Pair) -> None:
+    pair.sender.send_async()
+    pair.receiver.receive(timeout=0)
+    pair.sender.send_async(on_pending=OnPending.WAIT)
+    pair.receiver.receive(timeout=0)
+
+    assert pair.sender.wait_async().version == 2
+
+
+def test_on_pending_wait_is_bounded_by_the_same_timeout(pair: Pair) -> None:
+    pair.sender.send_async()
+    with pytest.raises(AckTimeoutError):
+        pair.sender.send(on_pending="wait", timeout=0.02)
+
+    assert pair.sender.version == 1
+
+
+def test_on_pending_supersede_lists_what_each_worker_skipped(pair: Pair) -> None:
+    for _ in range(3):
+        pair.sender.send_async(on_pending="supersede")
+    while pair.receiver.version != 3:
+        pair.receiver.receive(timeout=0)
+        pair.sender.poll()
+    report = pair.sender.wait_async()
+
+    assert report.version == 3
+    assert report.superseded == {0: (1, 2)}
+
+
+@pytest.mark.parametrize("on_pending", ["supersede", "wait"])
+@pytest.mark.parametrize(
+    "bad", [{"worker_ids": [9]}, {"worker_ids": []}, {"weights": object()}, {"weights": {"a": "text"}}]
+)
+def test_a_refused_send_gives_nothing_up(pair: Pair, on_pending: str, bad: dict[str, Any]) -> None:
+    pair.sender.send_async()
+    pair.sender.poll()
+    if on_pending == "wait":
+        pair.receiver.receive(timeout=0)
+    if on_pending == "supersede" or "worker_ids" in bad:
+        with pytest.raises(ConfigurationError):
+            pair.sender.send(on_pending=on_pending, **bad)
+
+        assert pair.sender.state is State.PENDING_ASYNC
+        pair.receiver.receive(timeout=0)
+        assert pair.sender.wait_async().version == 1
+
+
+@pytest.mark.parametrize("option", ["on_pending", "on_failure"])
+def test_an_unknown_option_is_refused(pair: Pair, option: str) -> None:
+    with pytest.raises(ConfigurationError, match="none of"):
+        pair.sender.send(**{option: "shrug"})
+
+    assert pair.sender.version == 0
+
+
+def test_poll_takes_in_what_has_arrived(three: Pair) -> None:
+    assert three.sender.poll() is None
+    three.sender.send_async()
+    three.receivers[2].receive(timeout=0)
+    report = three.sender.poll()
+
+    assert [report[i].kind.name for i in range(3)] == ["PENDING", "PENDING", "APPLIED"]
+
+
+def test_on_failure_report_returns_whatever_is_in_it(three: Pair) -> None:
+    three.receivers[0].model.extra = small()
+    three.sender.send_async()
+    for receiver in three.receivers[:2]:
+        receiver.receive(timeout=0)
+    report = three.sender.wait_async(timeout=0.05, on_failure=OnFailure.REPORT)
+
+    assert [report[i].kind.name for i in range(3)] == ["REFUSED", "APPLIED", "TIMED_OUT"]
+    assert not report.ok
+    assert report.failed == (0, 2)
+
+
+def test_failures_of_several_kinds_are_a_sync_error_and_no_subclass(three: Pair) -> None:
+    three.receivers[0].model.extra = small()
+    three.sender.send_async()
+    three.receivers[0].receive(timeout=0)
+    three.receivers[1].receive(timeout=0)
+    with pytest.raises(SyncError) as failed:
+        three.sender.wait_async(timeout=0.05)
+
+    assert type(failed.value) is SyncError
+    assert failed.value.report[1].kind is OutcomeKind.APPLIED
+
+
+def test_a_refusal_carries_the_workers_own_traceback(three: Pair) -> None:
+    three.receivers[1].model.extra = small()
+    three.sender.send_async()
+    for receiver in three.receivers:
+        receiver.receive(timeout=0)
+    with pytest.raises(RefusedError) as refused:
+        three.sender.wait_async()
+
+    assert "extra.0.weight" in refused.value.refused[1]
+    assert "Traceback" in refused.value.refused[1]
+    assert three.sender.state is State.READY
+    assert constants(three.models[0]) == {1.0}
+
+
+# -------------------------------------------------------------------------------------------- the roll
+
+
+def test_a_late_joiner_catches_up(pair: Pair, scheme_class: Any) -> None:
+    pair.sync()
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as late:
+        late.init_on_worker("policy", pipe=theirs, model=small())
+        pair.sender.add_worker(1, ours)
+        receiver = late.get_receiver()
+
+        assert receiver.version is None
+        assert receiver.receive(timeout=0)
+        assert (receiver.version, constants(receiver.model)) == (1, {1.0})
+        pair.sender.poll()
+        assert pair.sender.roll[1].served == 1
+
+
+def test_a_joiner_gets_nothing_that_was_not_due_to_it(pair: Pair, scheme_class: Any) -> None:
+    pair.sync(worker_ids=[0])
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as late:
+        late.init_on_worker("policy", pipe=theirs, model=small())
+        pair.sender.add_worker(1, ours)
+
+        assert late.get_receiver().receive(timeout=0) is False
+        assert late.get_receiver().version is None
+
+
+def test_a_joiner_that_refuses_is_told_in_the_next_report(pair: Pair, scheme_class: Any) -> None:
+    pair.sync()
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as late:
+        destination = small()
+        late.init_on_worker("policy", pipe=theirs, model=destination)
+        destination.extra = small()
+        pair.sender.add_worker(1, ours)
+        assert late.get_receiver().receive(timeout=0) is False
+        report = pair.sync(worker_ids=[0])
+
+    assert report.ok
+    assert report.not_caught_up[1].kind is OutcomeKind.REFUSED
+
+
+def test_a_killed_worker_rejoins_on_a_new_link(scheme_class: Any, crew: Crew) -> None:
+    first, second = crew.start(scheme_class(), 2)
+    with scheme_class() as scheme:
+        scheme.init_on_sender("policy", pipes=[first.pipe, second.pipe], model=small(3.0))
+        sender = scheme.get_sender()
+        for worker in (first, second):
+            worker.do(join)
+            worker.tell(receive)
+        sender.send()
+        assert first.answer()
+        assert second.answer()
+        first.kill()
+        second.tell(receive)
+        with pytest.raises(WorkerLostError) as lost:
+            sender.send()
+        assert second.answer()
+        assert set(lost.value.lost) == {0}
+        assert lost.value.report[1].kind is OutcomeKind.APPLIED
+        (third,) = crew.start(scheme_class())
+        sender.add_worker(0, third.pipe)
+        third.do(join)
+
+        assert third.do(receive)
+        assert third.do(shows)[1:3] == (2, {3.0})
+        for worker in (second, third):
+            worker.tell(receive)
+        assert sender.send().ok
+        assert second.answer()
+        assert third.answer()
+
+
+def test_a_lost_worker_is_reported_lost_at_each_send_until_removed(three: Pair) -> None:
+    three.pipes[1][1].close()
+    three.schemes[1].close()
+    for _ in range(2):
+        three.sender.send_async()
+        for index in (0, 2):
+            three.receivers[index].receive(timeout=0)
+        report = three.sender.wait_async(on_failure="report")
+        if 1 in report:
+            assert report[1].kind is OutcomeKind.LOST
+    if 1 in three.sender.worker_ids:
+        three.sender.remove_worker(1)
+
+    assert three.sender.worker_ids == (0, 2)
+
+
+def test_a_worker_that_closes_leaves_the_roll(scheme_class: Any, crew: Crew) -> None:
+    (worker,) = crew.start(scheme_class())
+    with scheme_class() as scheme:
+        scheme.init_on_sender("policy", pipes=[worker.pipe], model=small())
+        sender = scheme.get_sender()
+        worker.do(join)
+        worker.tell(receive)
+        sender.send()
+        worker.answer()
+        worker.do(leave)
+        sender.poll()
+
+        assert sender.worker_ids == ()
+        assert dict(sender.send().outcomes) == {}
+
+
+def test_all_targets_lost_is_refused_without_a_version(scheme_class: Any, crew: Crew) -> None:
+    (worker,) = crew.start(scheme_class())
+    with scheme_class() as scheme:
+        scheme.init_on_sender("policy", pipes=[worker.pipe], model=small())
+        sender = scheme.get_sender()
+        worker.do(join)
+        worker.tell(receive)
+        sender.send()
+        worker.kill()
+        for call in (sender.send, sender.send_async, sender.send):
+            with pytest.raises(WorkerLostError) as lost:
+                call()
+            assert set(lost.value.lost) == {0}
+
+        assert sender.version == 1
+        assert sender.state is State.READY
+
+
+def test_removing_a_worker_that_owes_tells_it_lost(three: Pair) -> None:
+    three.sender.send_async()
+    three.sender.remove_worker(1)
+    for index in (0, 2):
+        three.receivers[index].receive(timeout=0)
+    report = three.sender.wait_async(on_failure="report")
+
+    assert report[1].kind is OutcomeKind.LOST
+    assert "removed" in report[1].reason
+    with pytest.raises(TransportError, match="no sender any more"):
+        three.receivers[1].receive(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("worker_id", [-1, True, "1", 1.0, None])
+def test_bad_ids_of_joiners_are_refused(pair: Pair, worker_id: Any) -> None:
+    ours, _theirs = multiprocessing.Pipe()
+    with pytest.raises(ConfigurationError, match="worker's id"):
+        pair.sender.add_worker(worker_id, ours)
+
+    assert pair.sender.worker_ids == (0,)
+
+
+@pytest.mark.parametrize("pipe", [None, 3, "pipe", object()])
+def test_what_is_no_pipe_is_refused(pair: Pair, pipe: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        pair.sender.add_worker(1, pipe)
+
+    assert pair.sender.worker_ids == (0,)
+
+
+def test_removing_an_unknown_worker_is_refused(pair: Pair) -> None:
+    with pytest.raises(ConfigurationError, match="7"):
+        pair.sender.remove_worker(7)
+
+
+def test_an_empty_roll_gives_an_empty_report(scheme_class: Any) -> None:
+    with scheme_class() as scheme:
+        scheme.init_on_sender("policy", pipes=[], model=small())
+        report = scheme.get_sender().send()
+
+        assert (dict(report.outcomes), report.version) == ({}, None)
+        assert scheme.get_sender().version == 0
+
+
+# --------------------------------------------------------------------------------------------- threads
+
+
+def test_close_wakes_a_thread_that_waits(pair: Pair) -> None:
+    waiting_now = reach(pair.sender, State.AWAITING_ACK)
+    waiting = Thread(lambda: pair.sender.send(timeout=None))
+    waiting.start()
+    assert waiting_now.wait(PATIENCE)
+    pair.sender.close()
+    error = waiting.done().error
+
+    assert isinstance(error, SyncError)
+    assert error.report[0].kind is OutcomeKind.ABANDONED
+
+
+def test_close_wakes_a_receiver_that_waits(pair: Pair) -> None:
+    waiting = Thread(lambda: pair.receiver.receive(timeout=None))
+    waiting.start()
+    pair.receiver.close()
+    error = waiting.done().error
+
+    assert isinstance(error, StateError)
+
+
+def test_a_second_threads_send_is_refused_while_the_first_waits(pair: Pair) -> None:
+    waiting_now = reach(pair.sender, State.AWAITING_ACK)
+    waiting = Thread(lambda: pair.sender.send(timeout=None))
+    waiting.start()
+    assert waiting_now.wait(PATIENCE)
+    for call in (
+        pair.sender.send,
+        pair.sender.send_async,
+        pair.sender.wait_async,
+        pair.sender.abandon,
+        lambda: pair.sender.send(on_pending="supersede"),
+        lambda: pair.sender.send(on_pending="wait"),
+    ):
+        with pytest.raises(StateError):
+            call()
+    pair.receiver.receive(timeout=PATIENCE)
+
+    assert waiting.done().result.version == 1
+    assert pair.sender.version == 1
+
+
+def test_many_threads_send_and_each_is_told_of_its_own_version(scheme_class: Any, crew: Crew) -> None:
+    (worker,) = crew.start(scheme_class())
+    with scheme_class() as scheme:
+        scheme.init_on_sender("policy", pipes=[worker.pipe], model=small(3.0))
+        sender = scheme.get_sender()
+        worker.do(join)
+        worker.tell(serve, 40)
+
+        def ten() -> list[int]:
+            versions: list[int] = []
+            while len(versions) < 10:
+                try:
+                    versions.append(sender.send(timeout=PATIENCE).version)
+                except StateError:
+                    continue
+            return versions
+
+        threads = [Thread(ten) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        told = [version for thread in threads for version in thread.done().result or [thread.error]]
+        assert worker.answer() == 40
+
+    assert sorted(told) == list(range(1, 41))
+
+
+def test_another_threads_serving_block_delays_the_swap_and_deadlocks_nobody(pair: Pair) -> None:
+    inside, enough = threading.Event(), threading.Event()
+
+    def act() -> list[Any]:
+        with pair.receiver.serving() as version:
+            inside.set()
+            assert enough.wait(PATIENCE)
+            seen = [version, pair.receiver.receive(timeout=0), pair.receiver.version]
+        return seen
+
+    pair.sync()
+    acting = Thread(act)
+    acting.start()
+    assert inside.wait(PATIENCE)
+    filled(pair.source, 2.0)
+    pair.sender.send_async()
+    learning = Thread(lambda: pair.receiver.receive(timeout=PATIENCE))
+    learning.start()
+    enough.set()
+
+    assert acting.done().result == [1, False, 1]
+    assert learning.done().result is True
+    assert pair.sender.wait_async().version == 2
+
+
+def test_receive_keeps_its_deadline_while_another_thread_serves(pair: Pair) -> None:
+    inside, enough = threading.Event(), threading.Event()
+
+    def act() -> None:
+        with pair.receiver.serving():
+            inside.set()
+            assert enough.wait(PATIENCE)
+
+    acting = Thread(act)
+    acting.start()
+    assert inside.wait(PATIENCE)
+    pair.sender.send_async()
+    try:
+        assert pair.receiver.receive(timeout=0.01) is False
+        assert pair.receiver.state is State.PENDING_ASYNC
+    finally:
+        enough.set()
+    acting.done()
+
+    assert pair.receiver.receive(timeout=0) is True
+
+
+def test_nothing_becomes_live_inside_ones_own_serving_block(pair: Pair) -> None:
+    pair.sync()
+    filled(pair.source, 2.0)
+    pair.sender.send_async()
+    with pair.receiver.serving() as version:
+        assert pair.receiver.receive(timeout=0) is False
+        assert (pair.receiver.version, constants(pair.model)) == (version, {1.0})
+
+    assert pair.receiver.receive(timeout=0)
+    assert pair.receiver.version == 2

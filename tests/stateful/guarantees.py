@@ -1,0 +1,95 @@
+"""The guarantees, one by one, as functions of what was really sent, served and reported; the model has no say.
+
+G8 and G11 concern one call, and are checked by `world` at each such call.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from world import Trainer, Worker, World
+
+from weightsync._tables import State
+from weightsync.report import OutcomeKind, SyncReport
+
+
+def check_all(world: World) -> None:
+    """All of them, of everything that is new since the last time."""
+    for trainer in world.trainers:
+        check_g5(trainer)
+        check_g9_sender(trainer)
+    for trainer, report in world.reported:
+        check_g1(world, trainer, report)
+        check_g2(world, trainer, report)
+    world.reported.clear()
+    for worker in world.workers.values():
+        check_g3_and_g6(world, worker)
+        check_g4(worker)
+        check_g9_receiver(worker)
+        check_g12(world, worker)
+    check_g7(world)
+
+
+def check_g1(world: World, trainer: Trainer, report: SyncReport) -> None:
+    """Each APPLIED rests on an ack that names just that incarnation and version, over a link to that worker."""
+    for id in report.of(OutcomeKind.APPLIED):
+        assert (trainer, id, (report.incarnation, report.version)) in world.acked
+
+
+def check_g2(world: World, trainer: Trainer, report: SyncReport) -> None:
+    """Each APPLIED is of a worker that served that version, with the weights that were sent as it."""
+    for id in report.of(OutcomeKind.APPLIED):
+        key = report.incarnation, report.version
+        lives = [worker for worker in (*world.gone, *world.workers.values()) if worker.id == id]
+        assert any((key, world.sent[key].code) in worker.served for worker in lives)
+
+
+def check_g3_and_g6(world: World, worker: Worker) -> None:
+    """Whatever arrived, was refused or got lost: a model that serves a version holds all of it and nothing else."""
+    if worker.real.version is not None:
+        key = worker.real.incarnation, worker.real.version
+        assert worker.policy.codes == {world.sent[key].code}
+
+
+def check_g4(worker: Worker) -> None:
+    """No worker goes back."""
+    keys = [key for key, _ in worker.served]
+    assert all(one < next for one, next in itertools.pairwise(keys))
+    assert not keys or keys[-1][0] <= worker.real._driver.data.fence
+
+
+def check_g5(trainer: Trainer) -> None:
+    """At most one is outstanding, and it is the newest."""
+    outstanding = trainer.real._driver.data.outstanding
+    assert (outstanding is not None) == (trainer.real.state in (State.PENDING_ASYNC, State.AWAITING_ACK))
+    assert outstanding is None or outstanding.version == trainer.real.version
+
+
+def check_g7(world: World) -> None:
+    """No update left for a worker to which it was not due."""
+    for key, id in world.left:
+        targets = world.targets[key]
+        assert targets is None or id in targets
+    world.left.clear()
+
+
+def check_g9_sender(trainer: Trainer) -> None:
+    """Closed is final, for a sender."""
+    trainer.closed = trainer.closed or trainer.real.state is State.CLOSED
+    assert not trainer.closed or (trainer.real.state is State.CLOSED and not trainer.real._driver.links())
+
+
+def check_g9_receiver(worker: Worker) -> None:
+    """Closed is final, for a receiver: nothing is applied in it."""
+    if worker.real.state is State.CLOSED and worker.at_close is None:
+        worker.at_close = len(worker.served)
+    assert worker.at_close is None or (worker.real.state is State.CLOSED and len(worker.served) == worker.at_close)
+
+
+def check_g12(world: World, worker: Worker) -> None:
+    """Before its first a worker has no version; what it serves was due to it: sent to all, or naming it."""
+    if not worker.served:
+        assert worker.real.version is None
+    for key, _ in worker.served[-1:]:
+        targets = world.targets[key]
+        assert targets is None or worker.id in targets

@@ -1,0 +1,690 @@
+"""What senders, receivers and the network between them should do, written from spec/README.md and no code of ours.
+
+It is slow, plain and has no tables: each thing that can happen is a method, each rule an `if` in it. Calls that would
+block are generators: they yield where the caller would wait. What a caller would see raised is `Raised`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+SENDER, WORKER = "first", "second"
+
+#: Updates that a link carries unanswered before newer ones wait.
+RUN_AHEAD = 2
+
+Key = tuple[int, int]
+
+
+class Raised(Exception):
+    """The error that a caller should get: the name of its type, and the report or fence that it carries."""
+
+    def __init__(self, kind: str, report: Report | None = None, fence: int | None = None) -> None:
+        super().__init__(kind)
+        self.kind = kind
+        self.report = report
+        self.fence = fence
+
+
+class BrokenWire(Exception):
+    """An end of a wire that is closed, or knows that the other end is gone."""
+
+
+class Interrupt(Exception):
+    """Whatever interrupts a waiting caller."""
+
+
+class Message(NamedTuple):
+    """A message, as far as the protocol looks at it."""
+
+    kind: str
+    incarnation: int
+    version: int = 0
+    why: str = ""
+    fence: int = 0
+
+
+class Content(NamedTuple):
+    """Weights: of which layout, and which."""
+
+    fits: bool
+    code: int
+
+
+class Parcel(NamedTuple):
+    """A message on its way to one end of a wire."""
+
+    number: int
+    to: str
+    message: Message
+    #: Of an update its weights; of a sender's Hello a sample of its layout, if it has one.
+    content: Content | None
+
+
+class Report(NamedTuple):
+    """What a caller is told."""
+
+    version: int | None
+    outcomes: dict[int, str]
+    superseded: dict[int, tuple[int, ...]]
+    not_caught_up: dict[int, str]
+    #: The fences of workers lost to newer senders.
+    fences: dict[int, int]
+
+    def judged(self, raises: bool) -> Report:
+        """Itself, or raised if it tells of failures."""
+        kinds = {kind for kind in self.outcomes.values() if kind not in ("APPLIED", "PENDING")}
+        if not kinds or not (raises or "ABANDONED" in kinds):
+            return self
+        one = {"TIMED_OUT": "AckTimeoutError", "LOST": "WorkerLostError", "REFUSED": "RefusedError"}
+        kind = one.get(next(iter(kinds)), "SyncError") if len(kinds) == 1 else "SyncError"
+        fence = max(self.fences.values(), default=0) if kind == "WorkerLostError" else 0
+        raise Raised(kind, self, fence or None)
+
+
+class Wire:
+    """Two ends, and what lies between."""
+
+    def __init__(self, loses: bool) -> None:
+        self.loses = loses
+        self.flying: list[Parcel] = []
+        self.inbox: dict[str, list[Parcel]] = {SENDER: [], WORKER: []}
+        self.closed: set[str] = set()
+        self.dead: set[str] = set()
+        self.told: set[str] = set()
+        self.sent = 0
+        #: The worker's end does not take what is written to it; it waits here.
+        self.clogged = False
+        self.queued: list[Message] = []
+        #: Versions that went out and are not answered, and the newest that waits behind them.
+        self.unanswered: set[int] = set()
+        self.waiting = 0
+
+    def _require(self, end: str) -> None:
+        if end in self.closed or end in self.dead or end in self.told:
+            raise BrokenWire
+
+    def post(self, end: str, message: Message, content: Content | None = None) -> None:
+        """Say something at that end."""
+        self._require(end)
+        if end == WORKER and (self.clogged or self.queued):
+            self.queued.append(message)
+        else:
+            self._fly(WORKER if end == SENDER else SENDER, message, content)
+
+    def _fly(self, to: str, message: Message, content: Content | None) -> None:
+        if to not in self.dead:
+            self.sent += 1
+            self.flying.append(Parcel(self.sent, to, message, content))
+
+    def flush(self) -> bool:
+        """Let the worker's end write what it has queued; whether nothing is left."""
+        if self.queued:
+            self._require(WORKER)
+            while self.queued and not self.clogged:
+                self._fly(SENDER, self.queued.pop(0), None)
+        return not self.queued
+
+    def take(self, end: str) -> list[Parcel]:
+        """Everything that has arrived there."""
+        found, self.inbox[end] = self.inbox[end], []
+        if not found and not any(parcel.to == end for parcel in self.flying):
+            self._require(end)
+        return found
+
+    def close(self, end: str, bye: Message) -> None:
+        """Say goodbye at that end and be gone."""
+        if end in self.closed:
+            return
+        if end not in self.told and end not in self.dead:
+            self.post(end, bye)
+        self.closed.add(end)
+        if end not in self.dead:
+            self._gone(end)
+            self.inbox[end] = []
+            self.flying = [parcel for parcel in self.flying if parcel.to != end]
+
+    def _gone(self, end: str) -> None:
+        if not self.loses:
+            self.told.add(WORKER if end == SENDER else SENDER)
+
+    def cut(self) -> None:
+        """The wire breaks between two ends that live."""
+        self.flying = []
+        for end in (SENDER, WORKER):
+            self._gone(end)
+
+    def crash(self, end: str) -> None:
+        """The process at that end dies."""
+        self.flying = []
+        self.inbox[end] = []
+        self.dead.add(end)
+        self._gone(end)
+
+    def deliver(self, parcel: Parcel) -> None:
+        """It arrives."""
+        self.flying.remove(parcel)
+        self.inbox[parcel.to].append(parcel)
+
+    def drop(self, parcel: Parcel) -> None:
+        """It is lost."""
+        self.flying.remove(parcel)
+
+    def duplicate(self, parcel: Parcel) -> None:
+        """It flies twice."""
+        self.sent += 1
+        self.flying.append(parcel._replace(number=self.sent))
+
+
+@dataclass
+class Seat:
+    """A worker on the roll."""
+
+    wire: Wire
+    standing: str = "expected"
+    #: The version last acked over this wire, the newest due, and the one it catches up with.
+    acked: int = 0
+    due: int = 0
+    catching: int = 0
+    fence: int = 0
+
+
+@dataclass
+class Sender:
+    """A trainer's side."""
+
+    now: Callable[[], float]
+    state: str = "uninitialized"
+    incarnation: int = 0
+    version: int = 0
+    for_all: int = 0
+    seats: dict[int, Seat] = field(default_factory=dict)
+    #: The version outstanding, who owes an answer for it over which wire, and what the others became.
+    outstanding: int | None = None
+    owed: dict[int, Wire] = field(default_factory=dict)
+    outcomes: dict[int, str] = field(default_factory=dict)
+    fences: dict[int, int] = field(default_factory=dict)
+    #: Reports that nobody has been given yet.
+    concluded: dict[int, Report] = field(default_factory=dict)
+    stale: int = 0
+    not_caught_up: dict[int, str] = field(default_factory=dict)
+    given_up: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    contents: dict[int, Content] = field(default_factory=dict)
+    #: Open wires in the order they were laid, and whose they are.
+    open: list[tuple[int, Wire]] = field(default_factory=list)
+
+    # -------------------------------------------------------------------------------------------- calls
+
+    def connect(self, incarnation: int) -> None:
+        self._allow("uninitialized")
+        self.incarnation, self.state = incarnation, "ready"
+        for worker, seat in self.seats.items():
+            self._greet(worker, seat.wire, 0)
+
+    def add(self, worker: int, wire: Wire) -> None:
+        self._allow("uninitialized", "ready", "pending_async", "awaiting_ack")
+        due = self.for_all
+        self.open.append((worker, wire))
+        if worker in self.seats:
+            due = max(due, self.seats[worker].due)
+            self._give_up(worker)
+        self.seats[worker] = Seat(wire, due=due, catching=due)
+        if self.state != "uninitialized":
+            self._greet(worker, wire, due)
+
+    def remove(self, worker: int) -> None:
+        if worker not in self.seats:
+            raise Raised("ConfigurationError")
+        self._allow("uninitialized", "ready", "pending_async", "awaiting_ack")
+        self._give_up(worker)
+        del self.seats[worker]
+
+    def send(self, **asked: object) -> Generator[None, None, Report]:
+        return (yield from self._send("awaiting_ack", **asked))
+
+    def send_async(self, **asked: object) -> Generator[None, None, Report]:
+        return (yield from self._send("pending_async", **asked))
+
+    def _send(
+        self,
+        to: str,
+        *,
+        targets: list[int] | None,
+        content: Content,
+        timeout: float | None,
+        raises: bool,
+        on_pending: str,
+        incarnation: Callable[[], int],
+    ) -> Generator[None, None, Report]:
+        deadline = self._deadline(timeout)
+        self.pump()
+        unlaid = self.state == "uninitialized" and bool(self.seats)
+        in_the_way = self.state == "pending_async" and on_pending != "raise"
+        if not unlaid and not in_the_way:
+            self._allow("ready")
+        if targets is None and not self.seats:
+            return Report(None, {}, {}, {}, {})
+        self._chosen(targets)
+        if unlaid:
+            self.connect(incarnation())
+        if self.state == "pending_async" and on_pending == "wait":
+            left = None if deadline is None else max(0.0, deadline - self.now())
+            yield from self.wait(timeout=left, raises=True)
+        elif self.state == "pending_async" and on_pending == "supersede":
+            given_up = self.abandon()
+            for worker, kind in given_up.outcomes.items():
+                if kind == "ABANDONED":
+                    self.given_up[worker] = (*self.given_up.get(worker, ()), given_up.version or 0)
+        self._allow("ready")
+        self._dispatch(to, targets, content)
+        if to == "pending_async":
+            return self._so_far("PENDING")
+        return (yield from self._block(self.version, deadline, raises))
+
+    def _chosen(self, targets: list[int] | None) -> list[int]:
+        chosen = list(dict.fromkeys(self.seats if targets is None else targets))
+        if not chosen or any(worker not in self.seats for worker in chosen):
+            raise Raised("ConfigurationError")
+        if all(self.seats[worker].standing == "lost" for worker in chosen):
+            report = Report(None, dict.fromkeys(chosen, "LOST"), {}, {}, {})
+            raise Raised("WorkerLostError", report, max(self.seats[worker].fence for worker in chosen) or None)
+        return chosen
+
+    def _dispatch(self, to: str, targets: list[int] | None, content: Content) -> None:
+        chosen = self._chosen(targets)
+        self.state = to
+        self.version += 1
+        self.contents[self.version] = content
+        self.outstanding, self.owed, self.outcomes, self.fences = self.version, {}, {}, {}
+        if targets is None:
+            self.for_all = self.version
+        for worker in chosen:
+            seat = self.seats[worker]
+            seat.due = self.version
+            if seat.standing == "lost":
+                self.outcomes[worker], self.fences[worker] = "LOST", seat.fence
+            else:
+                self.owed[worker] = seat.wire
+        for worker, wire in list(self.owed.items()):
+            self._update(worker, wire, self.version)
+
+    def wait(self, *, timeout: float | None, raises: bool) -> Generator[None, None, Report]:
+        deadline = self._deadline(timeout)
+        self.pump()
+        self._allow("pending_async")
+        self.state = "awaiting_ack"
+        self._settle()
+        return (yield from self._block(self.version, deadline, raises))
+
+    def _block(self, version: int, deadline: float | None, raises: bool) -> Generator[None, None, Report]:
+        while version not in self.concluded and (deadline is None or self.now() < deadline):
+            try:
+                yield
+            except Interrupt:
+                if self.state == "awaiting_ack" and self.outstanding == version:
+                    self.state = "pending_async"
+                raise
+            self.pump()
+        if version in self.concluded:
+            report = self._hand_out(version)
+        else:
+            self.state = "pending_async"
+            report = self._so_far("TIMED_OUT")
+        return report.judged(raises)
+
+    def poll(self) -> Report | None:
+        self._allow("uninitialized", "ready", "pending_async", "awaiting_ack")
+        self.pump()
+        return None if self.outstanding is None else self._so_far("PENDING")
+
+    def abandon(self) -> Report:
+        self.pump()
+        self._allow("pending_async")
+        self.state = "ready"
+        self._conclude("ABANDONED")
+        return self._hand_out(self.version)
+
+    def close(self) -> None:
+        was, self.state = self.state, "closed"
+        if was == "closed":
+            return
+        if self.outstanding is not None:
+            self._conclude("ABANDONED")
+        for worker, wire in list(self.open):
+            self._close_wire(worker, wire)
+
+    def _allow(self, *states: str) -> None:
+        if self.state not in states:
+            raise Raised("StateError")
+
+    def _deadline(self, timeout: float | None) -> float | None:
+        return None if timeout is None else self.now() + timeout
+
+    # -------------------------------------------------------------------------------------------- reports
+
+    def _so_far(self, owing: str) -> Report:
+        outcomes = {**self.outcomes, **dict.fromkeys(self.owed, owing)}
+        superseded = {worker: versions for worker, versions in self.given_up.items() if worker in outcomes}
+        return Report(self.version, outcomes, superseded, {}, self.fences)
+
+    def _conclude(self, owing: str) -> None:
+        outcomes = {**self.outcomes, **dict.fromkeys(self.owed, owing)}
+        self.concluded[self.version] = Report(self.version, outcomes, {}, self.not_caught_up, self.fences)
+        self.outstanding, self.owed, self.outcomes, self.not_caught_up = None, {}, {}, {}
+
+    def _hand_out(self, version: int) -> Report:
+        report = self.concluded.pop(version)
+        superseded = {worker: self.given_up[worker] for worker in report.outcomes if worker in self.given_up}
+        for worker, kind in report.outcomes.items():
+            if kind != "ABANDONED":
+                self.given_up.pop(worker, None)
+        return report._replace(superseded=superseded)
+
+    def _settle(self) -> None:
+        if self.state == "awaiting_ack" and not self.owed:
+            self.state = "ready"
+            self._conclude("")
+
+    # --------------------------------------------------------------------------------------- what goes out
+
+    def _greet(self, worker: int, wire: Wire, due: int) -> None:
+        newest = self.contents.get(self.version)
+        try:
+            wire.post(SENDER, Message("Hello", self.incarnation, due), newest)
+        except BrokenWire:
+            self._hear_last_words(worker, wire)
+            return
+        if due:
+            self._update(worker, wire, due)
+
+    def _update(self, worker: int, wire: Wire, version: int) -> None:
+        if len(wire.unanswered) >= RUN_AHEAD and not wire.loses:
+            wire.waiting = version
+            return
+        wire.unanswered.add(version)
+        try:
+            wire.post(SENDER, Message("Update", self.incarnation, version), self.contents[version])
+        except BrokenWire:
+            self._hear_last_words(worker, wire)
+
+    def _hear_last_words(self, worker: int, wire: Wire) -> None:
+        """What it said before it broke still counts."""
+        try:
+            arrived = wire.take(SENDER)
+        except BrokenWire:
+            arrived = []
+        for parcel in arrived:
+            if (worker, wire) in self.open:
+                self._hear(worker, wire, parcel.message)
+            else:
+                self.stale += 1
+        if (worker, wire) in self.open:
+            self._lose(worker, wire)
+
+    def _give_up(self, worker: int) -> None:
+        seat = self.seats[worker]
+        if seat.standing != "lost":
+            self._lose(worker, seat.wire)
+
+    def _lose(self, worker: int, wire: Wire, fence: int = 0) -> None:
+        seat = self.seats[worker]
+        seat.standing, seat.fence, seat.catching = "lost", fence, 0
+        if self.owed.get(worker) is wire:
+            self.fences[worker] = fence
+            self._answered(worker, "LOST")
+        self._close_wire(worker, wire)
+
+    def _close_wire(self, worker: int, wire: Wire) -> None:
+        wire.close(SENDER, Message("Bye", self.incarnation))
+        self.open.remove((worker, wire))
+
+    def _answered(self, worker: int, kind: str) -> None:
+        del self.owed[worker]
+        self.outcomes[worker] = kind
+        self._settle()
+
+    # --------------------------------------------------------------------------------------- what comes in
+
+    def pump(self) -> None:
+        """Take in all that has arrived."""
+        if self.state in ("uninitialized", "closed"):
+            return
+        for worker, wire in list(self.open):
+            if (worker, wire) not in self.open:
+                continue
+            try:
+                arrived = wire.take(SENDER)
+            except BrokenWire:
+                self._lose(worker, wire)
+                continue
+            for parcel in arrived:
+                if (worker, wire) in self.open:
+                    self._hear(worker, wire, parcel.message)
+
+    def _hear(self, worker: int, wire: Wire, message: Message) -> None:
+        seat = self.seats[worker]
+        assert seat.wire is wire, "only current links are open"
+        if message.kind == "Bye":
+            if message.incarnation == self.incarnation:
+                self.remove(worker)
+            elif message.incarnation > self.incarnation:
+                self._lose(worker, wire, message.incarnation)
+        elif message.incarnation != self.incarnation:
+            self.stale += 1
+        elif message.kind == "Hello":
+            self.stale += seat.standing == "up"
+            seat.standing = "up"
+        else:
+            self._hear_answer(worker, seat, message)
+            if (worker, wire) in self.open:
+                self._send_what_waited(worker, wire, message.version)
+
+    def _hear_answer(self, worker: int, seat: Seat, message: Message) -> None:
+        kind = "APPLIED" if message.kind == "Ack" else "REFUSED"
+        if message.kind == "Refusal" and (message.version == 0 or message.fence > self.incarnation):
+            self._lose(worker, seat.wire, message.fence)
+            return
+        owing = self.owed.get(worker) is seat.wire and message.version == self.outstanding
+        catching_up = message.version == seat.catching and seat.catching != 0
+        if not owing and not catching_up:
+            self.stale += 1
+            return
+        seat.standing = "up"
+        if message.version >= seat.catching:
+            seat.catching = 0
+        if kind == "APPLIED":
+            seat.acked = message.version
+        if owing:
+            self._answered(worker, kind)
+        elif kind == "REFUSED" and message.why != "SUPERSEDED":
+            self.not_caught_up[worker] = kind
+
+    def _send_what_waited(self, worker: int, wire: Wire, answered: int) -> None:
+        wire.unanswered = {version for version in wire.unanswered if version > answered}
+        if wire.waiting and len(wire.unanswered) < RUN_AHEAD:
+            waiting, wire.waiting = wire.waiting, 0
+            self._update(worker, wire, waiting)
+
+
+@dataclass
+class Receiver:
+    """A worker's side, its model included."""
+
+    state: str = "uninitialized"
+    wire: Wire | None = None
+    fence: int = 0
+    decided: Key | None = None
+    answer: Message | None = None
+    pending: Key | None = None
+    arrived: Content | None = None
+    served: Key | None = None
+    #: What the model holds; None: nothing whole.
+    code: int | None = 0
+    #: What the model's own hook does: "fine", "refuses", "breaks".
+    mood: str = "fine"
+    open: list[Wire] = field(default_factory=list)
+    #: Every link that it had has ended.
+    ended: bool = False
+
+    # -------------------------------------------------------------------------------------------- calls
+
+    def register(self, wire: Wire) -> None:
+        if self.state == "closed":
+            raise Raised("StateError")
+        self.open.append(wire)
+        self.ended = False
+
+    def receive(self, held: bool = False) -> bool:
+        """One look at the links. ``held``: the caller is inside `serving()`, so nothing may change."""
+        self.pump()
+        if self.state == "pending_async" and not held:
+            return self._apply()
+        if self.state == "closed" or (not self.open and not self.ended):
+            raise Raised("StateError")
+        if not self.open:
+            raise Raised("TransportError")
+        return False
+
+    def apply_by_hand(self, content: Content) -> None:
+        if self.state == "closed":
+            raise Raised("StateError")
+        self.pump()
+        if self.pending is not None and content == self.arrived:
+            self._apply()
+            return
+        if not content.fits:
+            raise Raised("LayoutError")
+        if self.mood == "refuses":
+            raise Raised("RuntimeError")
+        self.served = None
+        if self.mood == "breaks":
+            self.code = None
+            raise Raised("SwapBroken")
+        self.code = content.code
+        if self.pending is not None:
+            self._refuse()
+
+    def close(self) -> None:
+        if self.state != "closed":
+            self.state, self.wire, self.pending = "closed", None, None
+        for wire in list(self.open):
+            self._close_wire(wire)
+
+    # -------------------------------------------------------------------------------------------- the swap
+
+    def _apply(self) -> bool:
+        assert self.arrived is not None
+        if not self.arrived.fits or self.mood == "refuses":
+            self._refuse()
+            return False
+        if self.mood == "breaks":
+            self.code, self.served = None, None
+            self.close()
+            raise Raised("WeightSyncError")
+        assert self.pending is not None
+        self.code, self.served, self.decided = self.arrived.code, self.pending, self.pending
+        self._decide(Message("Ack", *self.pending))
+        return True
+
+    def _refuse(self) -> None:
+        assert self.pending is not None
+        self.decided = self.pending
+        self._decide(Message("Refusal", *self.pending, "REFUSED", self.fence))
+
+    def _decide(self, answer: Message) -> None:
+        self.state, self.pending, self.answer = "awaiting_ack", None, answer
+        assert self.wire is not None
+        self._say(self.wire, answer)
+        self._flush()
+
+    # -------------------------------------------------------------------------------------------- links
+
+    def _say(self, wire: Wire, message: Message) -> None:
+        try:
+            wire.post(WORKER, message)
+        except BrokenWire:
+            self._down(wire)
+
+    def _flush(self) -> None:
+        for wire in list(self.open):
+            try:
+                gone = wire.flush()
+            except BrokenWire:
+                self._down(wire)
+                continue
+            if gone and wire is self.wire and self.state == "awaiting_ack":
+                self.state = "ready"
+
+    def _down(self, wire: Wire) -> None:
+        self.ended = True
+        if wire is self.wire:
+            self.state, self.wire, self.pending = "uninitialized", None, None
+        self._close_wire(wire)
+
+    def _close_wire(self, wire: Wire) -> None:
+        if wire in self.open:
+            self.open.remove(wire)
+            wire.close(WORKER, Message("Bye", self.fence))
+
+    # --------------------------------------------------------------------------------------- what comes in
+
+    def pump(self) -> None:
+        """Take in all that has arrived; the link that an answer waits on is not read."""
+        if self.state == "closed":
+            return
+        self._flush()
+        for wire in list(self.open):
+            if wire not in self.open or (wire is self.wire and self.state == "awaiting_ack"):
+                continue
+            for parcel in self._read(wire):
+                self._hear(wire, parcel)
+
+    def _read(self, wire: Wire) -> Iterator[Parcel]:
+        try:
+            arrived = wire.take(WORKER)
+        except BrokenWire:
+            self._down(wire)
+            return
+        for parcel in arrived:
+            if wire in self.open:
+                yield parcel
+
+    def _hear(self, wire: Wire, parcel: Parcel) -> None:
+        message = parcel.message
+        if message.kind == "Hello":
+            self._greeted(wire, message.incarnation, parcel.content)
+        elif message.kind == "Update":
+            self._offered(wire, (message.incarnation, message.version), parcel.content)
+        elif message.kind == "Bye" and (message.incarnation == self.fence or wire is not self.wire):
+            self._down(wire)
+
+    def _greeted(self, wire: Wire, incarnation: int, sample: Content | None) -> None:
+        old = incarnation < self.fence
+        if old or (sample is not None and not sample.fits):
+            self.ended = True
+            self._say(wire, Message("Refusal", incarnation, 0, "FENCED" if old else "REFUSED", self.fence))
+            if wire is not self.wire:
+                self._close_wire(wire)
+        elif wire is not self.wire or incarnation != self.fence:
+            self.fence = incarnation
+            if self.wire is not None and self.wire is not wire:
+                self._close_wire(self.wire)
+            self.state, self.wire, self.pending = "ready", wire, None
+            serves = self.served[1] if self.served and self.served[0] == incarnation else 0
+            self._say(wire, Message("Hello", incarnation, serves, "", incarnation))
+
+    def _offered(self, wire: Wire, key: Key, content: Content | None) -> None:
+        if key[0] < self.fence or (
+            key not in (self.decided, self.pending) and key < max(self.decided or (0, 0), self.pending or (0, 0))
+        ):
+            self._say(wire, Message("Refusal", *key, "STALE", self.fence))
+        elif key == self.decided:
+            assert self.answer is not None
+            self._say(wire, self.answer)
+        elif key != self.pending:
+            overtaken, self.pending, self.arrived = self.pending, key, content
+            self.state = "pending_async"
+            if overtaken is not None:
+                self._say(wire, Message("Refusal", *overtaken, "SUPERSEDED", self.fence))

@@ -1,0 +1,125 @@
+"""Worker processes that live through many examples: each command gives one answer, so nothing is left to timing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import torch
+from policy import Policy
+
+from weightsync.receiver import WeightReceiver
+
+#: Seconds after which a test gives up; reached only by a failure.
+PATIENCE = 60.0
+
+
+class Deadly(Policy):
+    """A model in the midst of whose swap its process may die."""
+
+    def set_extra_state(self, state: int) -> None:
+        if self.mood == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().set_extra_state(state)
+
+
+class Desk:
+    """What a worker process does."""
+
+    def __init__(self, control: Connection[Any, Any]) -> None:
+        self.control = control
+        self.policy = Deadly()
+        self.receiver: Any = None
+
+    def begin(self, scheme: Any) -> None:
+        """A new life: a receiver without links."""
+        if self.receiver is not None:
+            self.receiver.close()
+        self.policy = Deadly()
+        self.receiver = WeightReceiver(scheme)
+        self.receiver.register_model(self.policy)
+
+    def listen(self) -> None:
+        self.receiver.register_worker_transport(Connection(recv_handle(self.control)))
+
+    def receive(self, timeout: float) -> bool:
+        return bool(self.receiver.receive(timeout=timeout))
+
+    def mood(self, mood: str) -> None:
+        self.policy.mood = mood
+
+    def close(self) -> None:
+        self.receiver.close()
+
+    def show(self) -> tuple[dict[str, Any], set[int], bytes]:
+        """What can be seen of the receiver, what its model holds, and the digest of that."""
+        data = self.receiver._driver.data
+        seen = {
+            "state": self.receiver.state.value,
+            "served": None if self.receiver.version is None else (self.receiver.incarnation, self.receiver.version),
+            "fence": data.fence,
+            "decided": data.decided,
+            "pending": data.pending,
+            "links": len(self.receiver._driver.links()),
+        }
+        return seen, self.policy.codes, self.receiver.digest()
+
+
+def work(control: Connection[Any, Any]) -> None:
+    """The body of a worker process."""
+    torch.set_num_threads(1)
+    desk = Desk(control)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            name, arguments = control.recv()
+            try:
+                control.send((True, getattr(desk, name)(*arguments)))
+            except Exception as error:  # noqa: BLE001 - told to the test
+                control.send((False, error))
+
+
+class Remote:
+    """A worker process, from the test's side."""
+
+    def __init__(self, context: Any) -> None:
+        self.control, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Have it do something."""
+        self.control.send((name, arguments))
+
+    def answer(self) -> Any:
+        """What came of that."""
+        assert self.control.poll(PATIENCE), f"{self.process} does not answer"
+        fine, value = self.control.recv()
+        if not fine:
+            raise value
+        return value
+
+    def do(self, name: str, *arguments: Any) -> Any:
+        self.tell(name, *arguments)
+        return self.answer()
+
+    def listen(self, connection: Connection[Any, Any]) -> None:
+        """Hand it its end of a pipe."""
+        self.tell("listen")
+        send_handle(self.control, connection.fileno(), self.process.pid)
+        self.answer()
+
+    def died(self) -> None:
+        """Wait until it has, by its own hand."""
+        self.process.join(PATIENCE)
+        assert not self.process.is_alive()
+        self.control.close()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.died()

@@ -1,0 +1,394 @@
+"""Walks written by hand: to the rows that random ones seldom find, and to bugs that random ones have found."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from guarantees import check_all
+from world import ROWS, Cable, Trainer, Worker, World
+
+from weightsync import messages
+from weightsync._tables import Delivery, ReceiverInput, SenderInput, State
+from weightsync.errors import ProtocolError, StateError, SyncError, TransportError
+from weightsync.target import Mode
+from weightsync.transports.base import Payloads
+from weightsync.transports.network import Side
+
+Make = Callable[[Delivery], World]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    return lambda delivery: World(delivery, Payloads.INLINE, Mode.COPY, monkeypatch)
+
+
+@pytest.fixture
+def world(make: Make) -> World:
+    """Worker 0 has made its handshake with the sender."""
+    return greeted(make(Delivery.ORDERED))
+
+
+def greeted(world: World) -> World:
+    world.add(world.trainers[0], 0)
+    world.connect(world.trainers[0])
+    world.deliver_all()
+    world.receive(world.workers[0])
+    return world
+
+
+def trainer(world: World) -> Trainer:
+    return world.trainers[0]
+
+
+def worker(world: World) -> Worker:
+    return world.workers[0]
+
+
+def newest(world: World) -> Cable:
+    return world.cables[-1]
+
+
+def deliver(world: World, kind: type[messages.Message], version: int = 0) -> None:
+    """Let the newest message of that kind arrive."""
+    for cable in reversed(world.cables):
+        for parcel in reversed(cable.deliverable()):
+            message = parcel.received.message
+            if isinstance(message, kind) and version in (0, getattr(message, "version", 0)):
+                world.deliver(cable, parcel)
+                return
+    pytest.fail(f"no {kind.__name__} of version {version} is on its way")
+
+
+def taken(world: World, state: State, step: SenderInput | ReceiverInput, action: Callable[[], object]) -> None:
+    """Do something, see the row taken, and all as the model has it."""
+    before = ROWS[state, step]
+    action()
+    world.compare()
+    check_all(world)
+    assert ROWS[state, step] > before
+
+
+def offered(world: World, versions: int = 1) -> None:
+    """The sender has sent versions, of which nothing has arrived."""
+    for _ in range(versions):
+        world.send(trainer(world), on_pending="supersede")
+
+
+def half_answered(world: World) -> None:
+    """The worker has decided, and its answer does not leave."""
+    world.clog(newest(world), True)
+    offered(world)
+    world.deliver_all()
+    world.receive(worker(world))
+    assert worker(world).real.state is State.AWAITING_ACK
+
+
+def pending(world: World) -> None:
+    """A version has arrived, and is not applied."""
+    offered(world)
+    world.deliver_all()
+    world.receive(worker(world), held=True)
+    assert worker(world).real.state is State.PENDING_ASYNC
+
+
+def overtake(world: World) -> Trainer:
+    """A copy of the sender connects to the worker, above it."""
+    world.clock.ns += 1000
+    world.copy_trainer(trainer(world), "pickle")
+    copied = world.trainers[-1]
+    world.add(copied, 0)
+    world.connect(copied)
+    return copied
+
+
+def behind(world: World) -> Trainer:
+    """A copy of the sender connects to the worker, below it."""
+    world.clock.ns -= 1000
+    copied = overtake_at_once(world)
+    world.clock.ns += 1000
+    return copied
+
+
+def overtake_at_once(world: World) -> Trainer:
+    world.copy_trainer(trainer(world), "deepcopy")
+    copied = world.trainers[-1]
+    world.add(copied, 0)
+    world.connect(copied)
+    return copied
+
+
+def receive(world: World, held: bool = False) -> Callable[[], object]:
+    return lambda: world.receive(worker(world), held)
+
+
+BRINGS: dict[State, Callable[[World], None]] = {
+    State.READY: lambda world: None,
+    State.PENDING_ASYNC: pending,
+    State.AWAITING_ACK: half_answered,
+}
+
+
+# ------------------------------------------------------------------------------------------ before CONNECT
+
+
+def test_what_can_be_done_before_connecting(make: Make) -> None:
+    world = make(Delivery.ORDERED)
+    taken(world, State.UNINITIALIZED, SenderInput.JOIN, lambda: world.add(trainer(world), 0))
+    taken(world, State.UNINITIALIZED, SenderInput.REMOVE, lambda: world.remove(trainer(world), 0))
+    taken(world, State.UNINITIALIZED, SenderInput.CLOSE, lambda: world.close(trainer(world)))
+    taken(world, State.CLOSED, SenderInput.CLOSE, lambda: world.close(trainer(world)))
+
+
+@pytest.mark.parametrize("again", ["add", "remove"])
+def test_a_link_given_up_before_connecting_closes(make: Make, again: str) -> None:
+    world = make(Delivery.ORDERED)
+    world.add(trainer(world), 0)
+    first = newest(world)
+    if again == "add":
+        world.add(trainer(world), 0)
+    else:
+        world.remove(trainer(world), 0)
+
+    assert first.ends["first"] not in trainer(world).real._driver.links()
+    with pytest.raises(TransportError):
+        first.ends["first"].receive()
+
+
+# -------------------------------------------------------------------------------------------------- receivers
+
+
+@pytest.mark.parametrize("state", BRINGS)
+def test_a_newer_sender_takes_over(world: World, state: State) -> None:
+    BRINGS[state](world)
+    overtake(world)
+    deliver(world, messages.Hello)
+    taken(world, state, ReceiverInput.TAKEOVER, receive(world, held=True))
+    assert worker(world).real.state is State.READY
+
+
+@pytest.mark.parametrize("state", BRINGS)
+def test_an_older_sender_is_rejected(world: World, state: State) -> None:
+    BRINGS[state](world)
+    behind(world)
+    deliver(world, messages.Hello)
+    taken(world, state, ReceiverInput.REJECTED, receive(world, held=True))
+
+
+@pytest.mark.parametrize("state", BRINGS)
+def test_a_receiver_is_closed(world: World, state: State) -> None:
+    BRINGS[state](world)
+    taken(world, state, ReceiverInput.CLOSE, lambda: world.close_worker(worker(world)))
+    assert isinstance(world.receive(worker(world)), StateError)
+    assert isinstance(world.apply_by_hand(worker(world), world.fresh()), StateError)
+
+
+@pytest.mark.parametrize("state", BRINGS)
+def test_a_receiver_loses_its_link(world: World, state: State) -> None:
+    BRINGS[state](world)
+    world.cut(newest(world))
+    taken(world, state, ReceiverInput.LINK_DOWN, receive(world, held=True))
+
+
+def test_an_answer_that_cannot_leave_takes_the_link_down(world: World) -> None:
+    offered(world)
+    world.deliver_all()
+    world.cut(newest(world))
+    taken(world, State.AWAITING_ACK, ReceiverInput.LINK_DOWN, receive(world))
+    assert worker(world).real.version == 1
+
+
+def test_nothing_is_read_from_a_link_that_took_no_answer(world: World) -> None:
+    half_answered(world)
+    offered(world)
+    world.deliver_all()
+    world.cut(newest(world))
+    assert isinstance(world.receive(worker(world)), TransportError)
+
+
+def test_nothing_is_read_behind_a_goodbye(make: Make) -> None:
+    world = greeted(make(Delivery.REORDERED))
+    offered(world)
+    network = newest(world).network
+    update = next(parcel for parcel in network.in_flight if parcel.to is Side.SECOND)
+    world.deliver(newest(world), update)
+    world.close(trainer(world))
+    found = world.receive(worker(world))
+    assert not isinstance(found, ProtocolError)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_what_is_late_is_stale(make: Make, held: bool) -> None:
+    world = greeted(make(Delivery.REORDERED))
+    offered(world, 2)
+    deliver(world, messages.Update, 2)
+    world.receive(worker(world), held)
+    deliver(world, messages.Update, 1)
+    state = State.PENDING_ASYNC if held else State.READY
+    taken(world, state, ReceiverInput.STALE, receive(world, held))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_what_comes_twice_is_applied_once(make: Make, held: bool) -> None:
+    world = greeted(make(Delivery.AT_LEAST_ONCE))
+    offered(world)
+    cable = newest(world)
+    (update,) = [parcel for parcel in cable.network.in_flight if parcel.to is Side.SECOND]
+    world.duplicate(cable, update)
+    world.deliver(cable, update)
+    world.receive(worker(world), held)
+    deliver(world, messages.Update)
+    state = State.PENDING_ASYNC if held else State.READY
+    taken(world, state, ReceiverInput.DUPLICATE, receive(world, held))
+
+
+def test_a_swap_that_breaks(world: World) -> None:
+    world.set_mood(worker(world), "breaks")
+    world.add(trainer(world), 0)
+    world.deliver_all()
+    world.receive(worker(world))
+    world.add(trainer(world), 1)
+    pending(world)
+    taken(world, State.PENDING_ASYNC, ReceiverInput.BROKEN, receive(world))
+    assert worker(world).real.version is None
+    assert worker(world).real._driver.links() == []
+
+
+def test_what_was_pending_goes_with_its_link(world: World) -> None:
+    pending(world)
+    arrived = worker(world).model.arrived
+    assert arrived is not None
+    world.cut(newest(world))
+    world.apply_by_hand(worker(world), arrived)
+    assert worker(world).real.version is None
+    assert worker(world).real.state is State.UNINITIALIZED
+
+
+def test_a_swap_by_hand_that_breaks_leaves_no_version(world: World) -> None:
+    offered(world)
+    world.deliver_all()
+    world.receive(worker(world))
+    assert worker(world).real.version == 1
+    world.set_mood(worker(world), "breaks")
+    world.apply_by_hand(worker(world), world.fresh())
+    assert worker(world).real.version is None
+
+
+def test_the_version_moves_with_the_weights(world: World) -> None:
+    """Inside the serving lock, where another thread's `serving()` waits, `version` is that of the weights."""
+    seen: list[tuple[int | None, int]] = []
+    real, policy = worker(world).real, worker(world).policy
+
+    def reader() -> None:
+        with real.serving() as version:
+            seen.append((version, policy.extra))
+
+    shipped, thread = real._target.swap, threading.Thread(target=reader)
+
+    def swap(staged: object) -> None:
+        shipped(staged)
+        thread.start()
+
+    real._target.swap = swap
+    offered(world)
+    world.deliver_all()
+    world.receive(worker(world))
+    thread.join()
+    assert seen == [(1, policy.extra)]
+
+
+# ---------------------------------------------------------------------------------------------------- senders
+
+
+def test_a_rejoiner_that_serves_what_is_due_has_caught_up(world: World) -> None:
+    offered(world)
+    world.deliver_all()
+    world.receive(worker(world))
+    world.deliver_all()
+    world.wait(trainer(world))
+    world.add(trainer(world), 0)
+    world.deliver_all()
+    world.receive(worker(world))
+    world.deliver_all()
+    taken(world, State.READY, SenderInput.CAUGHT_UP, lambda: world.poll(trainer(world)))
+    assert trainer(world).real.roll[0].served == 1
+    assert trainer(world).real.stale_answers == 0
+
+
+def during(world: World, *script: Callable[[], object]) -> object:
+    """Wait, for ever, for what is outstanding, while that happens; then be interrupted."""
+    world.during_the_wait([lambda each=each: each() and None for each in script], "interrupt")
+    return world.wait(trainer(world), timeout=None)
+
+
+def test_what_can_come_while_a_caller_waits(world: World) -> None:
+    sender = trainer(world)
+    world.add(sender, 1)
+    offered(world)
+    world.deliver_all()
+    world.receive(worker(world))
+    world.abandon(sender)
+    world.deliver_all()  # the ack of the first, of which nobody is owed
+    world.add(sender, 2)  # catches up with the first
+    offered(world)
+    world.poll(sender)
+    for state, step, action in (
+        (State.AWAITING_ACK, SenderInput.ARRIVED, lambda: (world.deliver_all(), world.receive(world.workers[2]))),
+        (State.AWAITING_ACK, SenderInput.JOIN, lambda: world.add(sender, 2)),
+        (State.AWAITING_ACK, SenderInput.LOST, lambda: world.add(sender, 2)),
+        (State.AWAITING_ACK, SenderInput.REMOVE, lambda: world.remove(sender, 2)),
+    ):
+        taken(world, state, step, lambda action=action: during(world, action, world.deliver_all))
+
+
+def test_an_ack_of_what_was_abandoned_is_stale_for_a_waiting_caller(world: World) -> None:
+    sender = trainer(world)
+    offered(world)
+    world.deliver_all()
+    world.receive(worker(world))
+    offered(world)
+    taken(world, State.AWAITING_ACK, SenderInput.STALE, lambda: during(world, world.deliver_all))
+    assert sender.real.state is State.PENDING_ASYNC
+
+
+def test_a_joiner_catches_up_while_a_caller_waits(world: World) -> None:
+    sender = trainer(world)
+    offered(world)
+    world.add(sender, 1)
+    script = (world.deliver_all, lambda: world.receive(world.workers[1]), world.deliver_all)
+    taken(world, State.AWAITING_ACK, SenderInput.CAUGHT_UP, lambda: during(world, *script))
+
+
+def test_closing_from_another_thread_wakes_who_waits(world: World) -> None:
+    offered(world)
+    found = None
+
+    def close_and_see() -> None:
+        nonlocal found
+        found = during(world, lambda: world.close(trainer(world)))
+
+    taken(world, State.AWAITING_ACK, SenderInput.CLOSE, close_and_see)
+    assert isinstance(found, SyncError)
+    assert [outcome.kind.name for outcome in found.report.outcomes.values()] == ["ABANDONED"]
+
+
+def test_a_link_that_loses_is_never_mute(make: Make) -> None:
+    world = greeted(make(Delivery.BEST_EFFORT))
+    for _ in range(4):
+        offered(world)
+        cable = newest(world)
+        for parcel in cable.network.in_flight:
+            world.drop(cable, parcel)
+    offered(world)
+    world.deliver_all()
+    assert world.receive(worker(world)) is True
+    assert worker(world).real.version == 5
+
+
+def test_versions_that_overtake_are_understood(make: Make) -> None:
+    world = greeted(make(Delivery.REORDERED))
+    offered(world, 2)
+    deliver(world, messages.Update, 2)
+    assert world.receive(worker(world)) is True
+    assert worker(world).real.version == 2

@@ -1,0 +1,320 @@
+"""Random walks of real senders and receivers over a network that misbehaves, compared at each step with the reference.
+
+A walk's steps are those of `Actions`, and so is what happens while a caller waits. After each step all that can be
+seen is as in the reference model, and each guarantee holds of what was really sent, served and reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+from guarantees import check_all
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from world import ROWS, Cable, Trainer, Worker, World
+
+from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, Delivery
+from weightsync.target import Mode
+from weightsync.transports.base import Payloads
+
+T = TypeVar("T")
+
+#: The share of the profile's examples that each delivery gets.
+SHARES = {Delivery.ORDERED: 1.0, Delivery.REORDERED: 0.3, Delivery.AT_LEAST_ONCE: 0.4, Delivery.BEST_EFFORT: 0.3}
+
+NUMBERS = st.integers(0, 63)
+WAYS = ("pickle", "copy", "deepcopy")
+_walked: set[Delivery] = set()
+
+
+def one(of: Sequence[T], number: int) -> T:
+    return of[number % len(of)]
+
+
+class Actions:
+    """Everything that can happen, as methods of two numbers that say to whom, and how."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    # ----------------------------------------------------------------------------------------- the network
+
+    def deliver(self, a: int, b: int) -> None:
+        for cable, parcel in self._parcels(a):
+            self.world.deliver(cable, parcel)
+            return
+
+    def deliver_all(self, a: int, b: int) -> None:
+        self.world.deliver_all()
+
+    def round_trip(self, a: int, b: int) -> None:
+        """What is on its way arrives, workers take it in, and what they say arrives."""
+        self.world.deliver_all()
+        for worker in list(self.world.workers.values()):
+            if b % 4 != worker.id:
+                self.world.receive(worker)
+        self.world.deliver_all()
+
+    def drop(self, a: int, b: int) -> None:
+        if self.world.delivery.loses:
+            for cable, parcel in self._parcels(a):
+                self.world.drop(cable, parcel)
+                return
+        else:
+            self.deliver(a, b)
+
+    def duplicate(self, a: int, b: int) -> None:
+        if self.world.delivery.duplicates:
+            for cable, parcel in self._parcels(a):
+                self.world.duplicate(cable, parcel)
+                if b % 2:
+                    self.world.deliver(cable, parcel)
+                return
+        else:
+            self.deliver(a, b)
+
+    def _parcels(self, number: int) -> Iterator[tuple[Cable, Any]]:
+        found = [(cable, parcel) for cable in self.world.cables for parcel in cable.deliverable()]
+        if found:
+            yield one(found, number)
+
+    def cut(self, a: int, b: int) -> None:
+        if self.world.cables:
+            self.world.cut(one(self.world.cables, a))
+
+    def clog(self, a: int, b: int) -> None:
+        cables = [cable for cable in self.world.cables if cable.worker is not None]
+        if cables:
+            self.world.clog(one(cables, a), b % 2 == 0)
+
+    # ----------------------------------------------------------------------------------------- workers
+
+    def receive(self, a: int, b: int) -> None:
+        self.world.receive(self._worker(a), held=b % 4 == 0)
+
+    def listen(self, a: int, b: int) -> None:
+        waiting = [cable for cable in self.world.cables if cable.worker is None]
+        if waiting:
+            self.world.listen(one(waiting, a))
+
+    def mood(self, a: int, b: int) -> None:
+        self.world.set_mood(self._worker(a), ("fine", "refuses", "fine", "breaks")[b % 4])
+
+    def by_hand(self, a: int, b: int) -> None:
+        worker = self._worker(a)
+        arrived = worker.model.arrived if worker.model.pending else None
+        if arrived is None and self.world.mode is Mode.MAP:
+            # Between processes a mapping is private; here, to write into it would be to write into everybody's.
+            self.receive(a, b)
+            return
+        mapped = self.world.mode is Mode.MAP
+        content = arrived if arrived is not None and (b % 2 or mapped) else self.world.fresh(fits=b % 8 != 0)
+        self.world.apply_by_hand(worker, content)
+
+    def close_worker(self, a: int, b: int) -> None:
+        if b % 4 == 0:
+            self.world.close_worker(self._worker(a))
+        else:
+            self.receive(a, b)
+
+    def half_answered(self, a: int, b: int) -> None:
+        """A worker decides, and its answer does not leave."""
+        worker = self._worker(a)
+        for cable in self.world.cables:
+            if cable.worker is worker:
+                self.world.clog(cable, True)
+        if b % 2:
+            self.send_async(a - a % 4 + 1, 1)
+        self.world.deliver_all()
+        self.world.receive(worker)
+
+    def crash_worker(self, a: int, b: int) -> None:
+        worker = self._worker(a)
+        if worker.model.state != "closed" and b % 4 == 3:
+            self.receive(a, b)
+            return
+        self.world.crash_worker(worker, one((*WAYS, "made"), a + b))
+        for trainer in self.world.trainers[-1:] if b % 4 else ():
+            self.world.add(trainer, worker.id)
+
+    def _worker(self, number: int) -> Worker:
+        return self.world.workers[number % len(self.world.workers)]
+
+    # ----------------------------------------------------------------------------------------- trainers
+
+    def poll(self, a: int, b: int) -> None:
+        self.world.poll(self._trainer(a))
+
+    def abandon(self, a: int, b: int) -> None:
+        self.world.abandon(self._trainer(a))
+
+    def wait_no_time(self, a: int, b: int) -> None:
+        self.world.wait(self._trainer(a), raises=b % 2 == 0)
+
+    def send_async(self, a: int, b: int) -> None:
+        pending = ("raise", "supersede", "wait", "supersede")[b % 4]
+        self.world.send(self._trainer(a), self._targets(a, b), on_pending=pending, fits=b % 8 != 7)
+
+    def send_no_time(self, a: int, b: int) -> None:
+        self.world.send(self._trainer(a), self._targets(a, b), blocks=True, raises=b % 2 == 0)
+
+    def add(self, a: int, b: int) -> None:
+        self.world.add(self._trainer(a), b % len(self.world.workers), listen=b < 48)
+
+    def remove(self, a: int, b: int) -> None:
+        self.world.remove(self._trainer(a), b % (len(self.world.workers) + 1))
+
+    def connect(self, a: int, b: int) -> None:
+        trainer = self._trainer(a)
+        fences = [seat.fence for other in self.world.trainers for seat in other.model.seats.values() if seat.fence]
+        self.world.connect(trainer, one(fences, b) if fences and b % 2 else None)
+
+    def close(self, a: int, b: int) -> None:
+        self.world.close(self._trainer(a))
+        if b % 4:
+            self.copy_trainer(0, b)
+
+    def crash_trainer(self, a: int, b: int) -> None:
+        able = [trainer for trainer in self.world.trainers if trainer is not self.world.waiting]
+        if able and len(self.world.trainers) > 1:
+            over = [trainer for trainer in able if trainer.model.state == "closed"]
+            self.world.crash_trainer(one(over or able, a))
+
+    def copy_trainer(self, a: int, b: int) -> None:
+        """A copy; then, mostly, one with links of its own, which takes the workers over."""
+        if len(self.world.trainers) == 3:
+            self.crash_trainer(a, b)
+        if len(self.world.trainers) < 3:
+            self.world.copy_trainer(self._trainer(a), one(WAYS, b))
+            copied = self.world.trainers[-1]
+            for id in self.world.workers if b % 4 else ():
+                self.world.add(copied, id)
+            if b % 8 > 1:
+                self.connect(1, b)
+
+    def clock(self, a: int, b: int) -> None:
+        """The clocks of trainers on other machines are not ours: some are behind."""
+        self.world.clock.ns = 1_000_000 + (a - 32) * 1000
+
+    def _trainer(self, number: int) -> Trainer:
+        # Mostly the newest, so that walks go somewhere.
+        return one(self.world.trainers, -1 if number % 4 else number // 4)
+
+    def _targets(self, a: int, b: int) -> list[int] | None:
+        return (None, None, None, None, [0], [1, 2], [0, 0, 1], [], [7])[(a + b) % 9]
+
+
+def named(names: Sequence[str]) -> st.SearchStrategy[str]:
+    return st.sampled_from(names)
+
+
+NETWORK = ("deliver", "deliver", "deliver_all", "round_trip", "drop", "duplicate", "cut", "clog")
+WORKERS = ("receive", "receive", "listen", "mood", "by_hand", "crash_worker", "close_worker", "half_answered")
+TRAINERS = ("send_async", "send_async", "send_no_time", "wait_no_time", "poll", "abandon", "add", "remove")
+RARELY = ("clock", "crash_worker", "connect", "close_worker", "copy_trainer", "crash_trainer", "close")
+DURING_A_WAIT = ("deliver", "deliver_all", "round_trip", "receive", *NETWORK, *WORKERS, *TRAINERS, *RARELY)
+
+
+class Walk(RuleBasedStateMachine):
+    """A walk. Steps are drawn by kind, so that the common ones are common."""
+
+    delivery: ClassVar[Delivery]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+
+    @initialize(shared=st.booleans(), mapped=st.booleans(), workers=st.integers(0, 3), connected=st.integers(0, 7))
+    def begin(self, shared: bool, mapped: bool, workers: int, connected: int) -> None:
+        payloads = Payloads.SHARED if shared else Payloads.INLINE
+        self.world = World(self.delivery, payloads, Mode.MAP if mapped else Mode.COPY, self.patch)
+        self.actions = Actions(self.world)
+        for id in range(workers):
+            self.world.add(self.world.trainers[0], id)
+        if connected and workers:
+            self.world.connect(self.world.trainers[0])
+
+    def _do(self, name: str, a: int, b: int) -> None:
+        getattr(self.actions, name)(a, b)
+
+    @rule(name=named(NETWORK), a=NUMBERS, b=NUMBERS)
+    def network(self, name: str, a: int, b: int) -> None:
+        self._do(name, a, b)
+
+    @rule(a=NUMBERS, b=NUMBERS)
+    def round_trip(self, a: int, b: int) -> None:
+        self._do("round_trip", a, b)
+
+    @rule(name=named(WORKERS), a=NUMBERS, b=NUMBERS)
+    def worker(self, name: str, a: int, b: int) -> None:
+        self._do(name, a, b)
+
+    @rule(name=named(TRAINERS), a=NUMBERS, b=NUMBERS)
+    def trainer(self, name: str, a: int, b: int) -> None:
+        self._do(name, a, b)
+
+    @rule(a=NUMBERS, b=NUMBERS)
+    def send(self, a: int, b: int) -> None:
+        self._do("send_async", a, b)
+
+    @rule(name=named(RARELY), a=NUMBERS, b=NUMBERS, luck=st.integers(0, 3))
+    def rarely(self, name: str, a: int, b: int, luck: int) -> None:
+        self._do(name if luck == 0 else "round_trip", a, b)
+
+    @rule(
+        script=st.lists(st.tuples(named(DURING_A_WAIT), NUMBERS, NUMBERS), max_size=5),
+        way_out=st.sampled_from(["deadline", "interrupt"]),
+        timeout=st.sampled_from([None, 5.0]),
+        a=NUMBERS,
+        b=NUMBERS,
+    )
+    def blocked(self, script: list[tuple[str, int, int]], way_out: str, timeout: float | None, a: int, b: int) -> None:
+        """A send, or a wait, in which things happen."""
+        self.world.during_the_wait([self._later(*each) for each in script], way_out)
+        trainer, raises = self.actions._trainer(a), b % 2 == 0
+        self.world.waiting = trainer
+        if b % 3:
+            pending = ("raise", "wait", "supersede")[b % 3]
+            targets = self.actions._targets(a, b)
+            self.world.send(trainer, targets, blocks=True, timeout=timeout, raises=raises, on_pending=pending)
+        else:
+            self.world.wait(trainer, timeout=timeout, raises=raises)
+        self.world.waiting = None
+
+    def _later(self, name: str, a: int, b: int) -> Callable[[], None]:
+        return lambda: self._do(name, a, b)
+
+    @invariant()
+    def all_is_as_the_model_says(self) -> None:
+        self.world.compare()
+        check_all(self.world)
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("delivery", list(Delivery), ids=lambda delivery: delivery.value)
+def test_walks(delivery: Delivery, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", "weightsync")
+    walk = type(f"Walk{delivery.value}", (Walk,), {"delivery": delivery})
+    examples = max(1, int(settings().max_examples * SHARES[delivery]))
+    run_state_machine_as_test(
+        walk,
+        settings=settings(max_examples=examples, report_multiple_bugs=False, suppress_health_check=list(HealthCheck)),
+    )
+    _walked.add(delivery)
+
+
+def test_every_row_was_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    if _walked != set(Delivery):
+        pytest.skip("only a run of all walks says")
+    rows = [*SENDER_ROWS, *RECEIVER_ROWS]
+    least = sorted(rows, key=lambda row: ROWS[row])
+    with capsys.disabled():
+        told = [f"{type(step).__name__} {state.value} {step.value} {ROWS[state, step]}" for state, step in least[:8]]
+        print("\nleast taken rows: " + "; ".join(told))
+    assert [row for row in least if ROWS[row] == 0] == []

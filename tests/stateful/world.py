@@ -1,0 +1,635 @@
+"""Real senders and receivers over a network that the test controls, each step taken by the reference model too."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import reference
+import torch
+from policy import Policy
+from reference import SENDER, WORKER, Content, Interrupt, Raised
+
+from weightsync import messages
+from weightsync._tables import Delivery, ReceiverInput, SenderInput, State
+from weightsync.errors import WeightSyncError
+from weightsync.receiver import WeightReceiver
+from weightsync.report import SyncReport
+from weightsync.schemes.base import WeightSyncScheme
+from weightsync.sender import WeightSender
+from weightsync.target import Mode
+from weightsync.transports.base import Payloads
+from weightsync.transports.local import LocalLink
+from weightsync.transports.network import Network, Pace, Parcel, Side
+
+WORKERS = 3
+SIDES = {SENDER: Side.FIRST, WORKER: Side.SECOND}
+
+#: How often each row was taken: (role's inputs, state, input).
+ROWS: Counter[tuple[State, SenderInput | ReceiverInput]] = Counter()
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+def weights(content: Content) -> dict[str, Any]:
+    """Weights that say that number."""
+    return {
+        "weight": torch.full((8 if content.fits else 9,), content.code, dtype=torch.float64),
+        "bias": torch.full((3,), float(content.code)),
+        "count": torch.full((2,), content.code, dtype=torch.int64),
+        "_extra_state": content.code,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ links
+
+
+class CloggedLink(LocalLink):
+    """A link that can be made to take nothing more, and keeps what is written to it meanwhile."""
+
+    def __init__(self, network: Network, side: Side, payloads: Payloads) -> None:
+        super().__init__(network, side, payloads)
+        self.clogged = False
+        self._queued: list[messages.Message] = []
+        #: Told of each message that is sent over this end.
+        self.listener: Callable[[messages.Message], None] = lambda message: None
+
+    def send(self, message: messages.Message, payload: Any = None) -> None:
+        self.listener(message)
+        if self.clogged or self._queued:
+            self._require_open()
+            self.network.require_alive(self.side)
+            self._queued.append(message)
+        else:
+            super().send(message, payload)
+
+    def flush(self) -> bool:
+        self._require_open()
+        if self._queued:
+            self.network.require_alive(self.side)
+            while self._queued and not self.clogged:
+                super().send(self._queued.pop(0))
+        return not self._queued
+
+
+class LocalScheme(WeightSyncScheme):
+    """Endpoints are links already."""
+
+    def __init__(self, apply_mode: Mode = Mode.COPY) -> None:
+        super().__init__()
+        self.apply_mode = apply_mode
+
+    def create_transport(self, pipe_or_context: Any) -> Any:
+        return pipe_or_context
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
+        return endpoint
+
+
+def described(message: messages.Message) -> reference.Message:
+    """A real message as the reference model has it."""
+    match message:
+        case messages.Hello():
+            return reference.Message("Hello", message.incarnation, message.version, "", message.fence)
+        case messages.Refusal():
+            return reference.Message("Refusal", message.incarnation, message.version, message.kind.name, message.fence)
+        case messages.Bye():
+            return reference.Message("Bye", message.incarnation)
+        case _:
+            return reference.Message(type(message).__name__, message.incarnation, message.version)
+
+
+class Clock:
+    """Stands in for `time` and `secrets`: nothing passes by itself."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+        self.ns = 1_000_000
+        self.drawn = 0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def time_ns(self) -> int:
+        return self.ns
+
+    def randbits(self, bits: int) -> int:
+        self.drawn += 1
+        return self.drawn
+
+    def next_incarnation(self, fence: int = 0) -> int:
+        """The incarnation that a sender which connects now must take."""
+        return (max(self.ns, (fence >> 32) + 1) << 32) | (self.drawn + 1)
+
+
+# -------------------------------------------------------------------------------------------------- the pairs
+
+
+@dataclass(eq=False)
+class Trainer:
+    """A sender, and its model."""
+
+    real: WeightSender
+    model: reference.Sender
+    closed: bool = False
+
+
+@dataclass(eq=False)
+class Worker:
+    """A receiver, and its model: one life of a worker."""
+
+    id: int
+    policy: Policy
+    real: WeightReceiver
+    model: reference.Receiver
+    #: Every key that was ever live, with what was live then.
+    served: list[tuple[reference.Key, int]] = field(default_factory=list)
+    #: How many those were when it was closed; None: it is not.
+    at_close: int | None = None
+
+
+@dataclass(eq=False)
+class Cable:
+    """A pair of links, and its model."""
+
+    network: Network
+    ends: dict[str, CloggedLink]
+    model: reference.Wire
+    trainer: Trainer
+    worker_id: int
+    #: The worker that listens on it; None: nobody yet.
+    worker: Worker | None = None
+    #: The worker has been handed the Hello: before it, a link hands out nothing.
+    greeted: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Neither end will ever read or write it again."""
+        ends = {end for end in (SENDER, WORKER) if end in self.model.closed or end in self.model.dead}
+        return len(ends) == 2
+
+    def deliverable(self) -> list[Parcel]:
+        """What may arrive next."""
+        parcels = list(self.network.deliverable())
+        if not self.greeted:
+            hellos = [p for p in parcels if p.to is Side.SECOND and isinstance(p.received.message, messages.Hello)]
+            parcels = [p for p in parcels if p.to is Side.FIRST] + hellos
+        return parcels
+
+    def modelled(self, parcel: Parcel) -> reference.Parcel:
+        """The same parcel in the model."""
+        return next(flying for flying in self.model.flying if flying.number == parcel.number)
+
+
+def check_g8(original: Any, copied: Any) -> None:
+    """A copy is uninitialized, and shares nothing that moves with its original."""
+    one, other = original._driver, copied._driver
+    assert other.machine.state is State.UNINITIALIZED
+    assert other.links() == []
+    assert other.data == type(other.data)()
+    for name in ("machine", "lock", "waker", "_links"):
+        assert getattr(one, name) is not getattr(other, name)
+
+
+def check_g11(raises: bool, found: Any) -> None:
+    """A blocking call that returns although it was to raise on failure means that all applied."""
+    assert not raises or not isinstance(found, SyncReport) or found.ok
+
+
+class World:
+    """Everything there is, twice."""
+
+    def __init__(self, delivery: Delivery, payloads: Payloads, mode: Mode, patch: pytest.MonkeyPatch) -> None:
+        self.delivery, self.payloads, self.mode = delivery, payloads, mode
+        self.clock = Clock()
+        for name in ("time", "secrets"):
+            patch.setattr(f"weightsync.timing.{name}", self.clock)
+        patch.setattr("weightsync.sender.wait", self._waiting)
+        self.trainers: list[Trainer] = []
+        self.cables: list[Cable] = []
+        self.workers: dict[int, Worker] = {}
+        self.gone: list[Worker] = []
+        #: What was really sent as which key and to whom, which updates and acks left, what was reported.
+        self.sent: dict[reference.Key, Content] = {}
+        self.targets: dict[reference.Key, set[int] | None] = {}
+        self.left: list[tuple[reference.Key, int]] = []
+        self.acked: set[tuple[Trainer, int, reference.Key]] = set()
+        self.reported: list[tuple[Trainer, SyncReport]] = []
+        #: The trainer that is blocked in a wait.
+        self.waiting: Trainer | None = None
+        self._codes = 0
+        #: What happens while a caller waits: one action a wake-up, then the way out.
+        self._script: list[Callable[[], None]] = []
+        self._way_out = "deadline"
+        self._blocked: Generator[None, None, Any] | None = None
+        self.add_trainer(WeightSender(LocalScheme(mode)))
+        for id in range(WORKERS):
+            self.workers[id] = self._worker(id, WeightReceiver(LocalScheme(mode)))
+
+    # ------------------------------------------------------------------------------------------- both do it
+
+    def same(self, real: Callable[[], Any], model: Callable[[], Any]) -> Any:
+        """Call both, and compare what becomes of it."""
+        expected = _outcome(model)
+        found = _outcome(real)
+        assert _told(found) == _told(expected), f"{found!r}, where the model has {expected!r}"
+        return found
+
+    def blocking(self, real: Callable[[], Any], model: Generator[None, None, Any]) -> Any:
+        """Call what may wait: in each wait the model is brought up to date, and the script goes on."""
+        outer, self._blocked = self._blocked, model
+        interrupted, self._interrupted = self._interrupted, False
+        try:
+            found = _outcome(real)
+            expected = _outcome(self._ended)
+        finally:
+            self._blocked, self._interrupted = outer, interrupted
+        assert _told(found) == _told(expected), f"{found!r}, where the model has {expected!r}"
+        return found
+
+    def _ended(self) -> Any:
+        assert self._blocked is not None
+        if self._interrupted:
+            self._blocked.throw(Interrupt())
+        try:
+            next(self._blocked)
+        except StopIteration as stop:
+            return stop.value
+        pytest.fail("the model still waits where the sender does not")
+
+    _interrupted = False
+
+    def _waiting(self, waker: Any, links: Any, timeout: float | None) -> None:
+        """Stands in for the one place where a sender blocks."""
+        assert self._blocked is not None, "a call that must not block did"
+        try:
+            next(self._blocked)
+        except (StopIteration, Raised) as end:
+            pytest.fail(f"the sender waits where the model is done: {end!r}")
+        self.compare()
+        if self._script:
+            self._script.pop(0)()
+            self.compare()
+        elif timeout is not None and self._way_out == "deadline":
+            self.clock.seconds += timeout + 1
+        else:
+            self._interrupted = True
+            raise KeyboardInterrupt
+
+    def during_the_wait(self, script: list[Callable[[], None]], way_out: str) -> None:
+        """What the next wait will see happen."""
+        self._script, self._way_out = list(script), way_out
+
+    # ------------------------------------------------------------------------------------------- making things
+
+    def fresh(self, fits: bool = True) -> Content:
+        """Weights that were never sent."""
+        self._codes += 1
+        return Content(fits, self._codes)
+
+    def add_trainer(self, real: WeightSender) -> Trainer:
+        trainer = Trainer(real, reference.Sender(self.clock.monotonic))
+        real._driver.machine.observe(_count)
+        self.trainers.append(trainer)
+        return trainer
+
+    def _worker(self, id: int, real: WeightReceiver) -> Worker:
+        policy = Policy()
+        real.register_model(policy)
+        worker = Worker(id, policy, real, reference.Receiver())
+        real._driver.machine.observe(lambda before, input, after: self._stepped(worker, before, input))
+        return worker
+
+    def _stepped(self, worker: Worker, before: State, input: ReceiverInput) -> None:
+        ROWS[before, input] += 1
+        if input is ReceiverInput.APPLIED:
+            key = worker.real._driver.data.served
+            (code,) = worker.policy.codes
+            assert key is not None
+            worker.served.append((key, code))
+
+    def lay(self, trainer: Trainer, id: int) -> Cable:
+        """A pair of links between them; nobody holds an end yet."""
+        network = Network(self.delivery, Pace.HELD)
+        ends = {end: CloggedLink(network, side, self.payloads) for end, side in SIDES.items()}
+        cable = Cable(network, ends, reference.Wire(self.delivery.loses), trainer, id)
+        self.cables.append(cable)
+        for end in ends.values():
+            end.listener = lambda message: self._overheard(cable, message)
+        return cable
+
+    def _overheard(self, cable: Cable, message: messages.Message) -> None:
+        match message:
+            case messages.Ack():
+                self.acked.add((cable.trainer, cable.worker_id, (message.incarnation, message.version)))
+            case messages.Update():
+                self.left.append(((message.incarnation, message.version), cable.worker_id))
+
+    # ------------------------------------------------------------------------------------------- trainers' calls
+
+    def add(self, trainer: Trainer, id: int, listen: bool = True) -> None:
+        cable = self.lay(trainer, id)
+        found = self.same(
+            lambda: trainer.real.add_worker(id, cable.ends[SENDER]), lambda: trainer.model.add(id, cable.model)
+        )
+        if isinstance(found, BaseException):
+            self.cables.remove(cable)
+        elif listen:
+            self.listen(cable)
+
+    def listen(self, cable: Cable) -> None:
+        worker = self.workers[cable.worker_id]
+        found = self.same(
+            lambda: worker.real.register_worker_transport(cable.ends[WORKER]),
+            lambda: worker.model.register(cable.model),
+        )
+        if not isinstance(found, BaseException):
+            cable.worker = worker
+
+    def connect(self, trainer: Trainer, fence: int | None = None) -> None:
+        incarnation = self.clock.next_incarnation(fence or 0)
+        self.same(lambda: trainer.real.connect(fence=fence), lambda: trainer.model.connect(incarnation))
+
+    def send(
+        self,
+        trainer: Trainer,
+        targets: list[int] | None = None,
+        *,
+        blocks: bool = False,
+        timeout: float | None = 0.0,
+        raises: bool = True,
+        on_pending: str = "raise",
+        fits: bool = True,
+    ) -> Any:
+        content = self.fresh(fits)
+        arguments: dict[str, Any] = {"timeout": timeout, "on_pending": on_pending}
+        if blocks:
+            arguments["on_failure"] = "raise" if raises else "report"
+        call = trainer.real.send if blocks else trainer.real.send_async
+        model = (trainer.model.send if blocks else trainer.model.send_async)(
+            targets=targets,
+            content=content,
+            timeout=timeout,
+            raises=raises,
+            on_pending=on_pending,
+            incarnation=self._taken_incarnation(trainer),
+        )
+        real = trainer.real
+
+        def send() -> Any:
+            # Under which key these will go is known when the call is over, and needed before.
+            connecting = real.state is State.UNINITIALIZED
+            key = self.clock.next_incarnation() if connecting else real.incarnation, real.version + 1
+            before = self.sent.get(key), self.targets.get(key)
+            self.sent[key], self.targets[key] = content, None if targets is None else set(targets)
+            try:
+                return call(weights(content), targets, **arguments)
+            finally:
+                if real.version < key[1] and before[0] is not None:
+                    self.sent[key], self.targets[key] = before
+
+        found = self._noted(trainer, self.blocking(send, model))
+        check_g11(blocks and raises, found)
+        return found
+
+    def _taken_incarnation(self, trainer: Trainer) -> Callable[[], int]:
+        """What an implicit connect takes; asked when the model connects, before or after the real sender did."""
+        upcoming = self.clock.next_incarnation()
+        return lambda: upcoming
+
+    def wait(self, trainer: Trainer, timeout: float | None = 0.0, raises: bool = True) -> Any:
+        found = self.blocking(
+            lambda: trainer.real.wait_async(timeout=timeout, on_failure="raise" if raises else "report"),
+            trainer.model.wait(timeout=timeout, raises=raises),
+        )
+        check_g11(raises, found)
+        return self._noted(trainer, found)
+
+    def poll(self, trainer: Trainer) -> Any:
+        return self._noted(trainer, self.same(trainer.real.poll, trainer.model.poll))
+
+    def abandon(self, trainer: Trainer) -> Any:
+        return self._noted(trainer, self.same(trainer.real.abandon, trainer.model.abandon))
+
+    def remove(self, trainer: Trainer, id: int) -> Any:
+        return self.same(lambda: trainer.real.remove_worker(id), lambda: trainer.model.remove(id))
+
+    def close(self, trainer: Trainer) -> None:
+        """From another thread, as a signal handler's or an exit's would."""
+        self.same(lambda: _elsewhere(trainer.real.close), trainer.model.close)
+
+    def _noted(self, trainer: Trainer, found: Any) -> Any:
+        report = getattr(found, "report", found)
+        if isinstance(report, SyncReport):
+            self.reported.append((trainer, report))
+        return found
+
+    def copy_trainer(self, trainer: Trainer, how: str) -> None:
+        """A copy is a new sender that nobody knows; the original is as it was."""
+        self.add_trainer(_copied(trainer.real, how))
+        check_g8(trainer.real, self.trainers[-1].real)
+        self.compare()
+
+    def crash_trainer(self, trainer: Trainer) -> None:
+        """Its process dies: it says nothing more, and its links die with it."""
+        for cable in self.cables:
+            if cable.trainer is trainer:
+                cable.network.crash(Side.FIRST)
+                cable.model.crash(SENDER)
+        self.trainers.remove(trainer)
+
+    # ------------------------------------------------------------------------------------------- workers' calls
+
+    def receive(self, worker: Worker, held: bool = False) -> Any:
+        def real() -> bool:
+            if not held:
+                return worker.real.receive(timeout=0)
+            with worker.real.serving() as version:
+                found = worker.real.receive(timeout=0)
+                assert worker.real.version == version
+                return found
+
+        return self.same(real, lambda: worker.model.receive(held))
+
+    def apply_by_hand(self, worker: Worker, content: Content) -> Any:
+        return self.same(
+            lambda: worker.real.apply_weights(weights(content)), lambda: worker.model.apply_by_hand(content)
+        )
+
+    def set_mood(self, worker: Worker, mood: str) -> None:
+        worker.policy.mood = worker.model.mood = mood
+
+    def close_worker(self, worker: Worker) -> None:
+        self.same(lambda: _elsewhere(worker.real.close), worker.model.close)
+
+    def crash_worker(self, worker: Worker, how: str) -> None:
+        """Its process dies, and another with the same id starts, made in one of several ways."""
+        for cable in self.cables:
+            if cable.worker is worker:
+                cable.network.crash(Side.SECOND)
+                cable.model.crash(WORKER)
+        made = WeightReceiver(LocalScheme(self.mode)) if how == "made" else _copied(worker.real, how)
+        check_g8(worker.real, made)
+        self.gone.append(worker)
+        self.workers[worker.id] = self._worker(worker.id, made)
+
+    # ------------------------------------------------------------------------------------------- the network
+
+    def deliver(self, cable: Cable, parcel: Parcel) -> None:
+        cable.model.deliver(cable.modelled(parcel))
+        cable.network.deliver(parcel)
+        if parcel.to is Side.SECOND and isinstance(parcel.received.message, messages.Hello):
+            cable.greeted = True
+
+    def deliver_all(self) -> None:
+        for cable in self.cables:
+            while parcels := cable.deliverable():
+                self.deliver(cable, parcels[0])
+
+    def drop(self, cable: Cable, parcel: Parcel) -> None:
+        cable.model.drop(cable.modelled(parcel))
+        cable.network.drop(parcel)
+
+    def duplicate(self, cable: Cable, parcel: Parcel) -> None:
+        cable.model.duplicate(cable.modelled(parcel))
+        cable.network.duplicate(parcel)
+
+    def cut(self, cable: Cable) -> None:
+        cable.network.cut()
+        cable.model.cut()
+
+    def clog(self, cable: Cable, clogged: bool) -> None:
+        cable.ends[WORKER].clogged = cable.model.clogged = clogged
+
+    # ------------------------------------------------------------------------------------------- comparing
+
+    def compare(self) -> None:
+        """All that can be seen is as the model has it."""
+        for trainer in self.trainers:
+            assert _seen_sender(trainer.real) == _model_sender(trainer.model)
+        for worker in self.workers.values():
+            assert _seen_receiver(worker) == _model_receiver(worker.model)
+            assert worker.model.code is None or worker.policy.codes == {worker.model.code}
+        for cable in self.cables:
+            found = [(p.number, p.to, described(p.received.message)) for p in cable.network.in_flight]
+            assert found == [(p.number, SIDES[p.to], p.message) for p in cable.model.flying]
+        self.cables = [cable for cable in self.cables if not cable.over]
+
+
+def _count(before: State, input: SenderInput | ReceiverInput, after: State) -> None:
+    ROWS[before, input] += 1
+
+
+def _copied(original: Any, how: str) -> Any:
+    ways = {"pickle": lambda it: pickle.loads(pickle.dumps(it)), "copy": copy.copy, "deepcopy": copy.deepcopy}
+    return ways[how](original)
+
+
+def _elsewhere(call: Callable[[], Any]) -> None:
+    """Call it in another thread."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - handed over
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+def _outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except (WeightSyncError, RuntimeError, KeyboardInterrupt, Raised, Interrupt) as error:
+        return error
+
+
+def _told(found: Any) -> Any:
+    """What a caller was told, by either."""
+    match found:
+        case Raised(kind=kind, report=report, fence=fence):
+            return kind, _told(report), fence
+        case Interrupt() | KeyboardInterrupt():
+            return ("interrupted",)
+        case BaseException():
+            report, fence = getattr(found, "report", None), getattr(found, "fence", None)
+            return type(found).__name__, _told(report), fence
+        case SyncReport():
+            outcomes = {worker: outcome.kind.name for worker, outcome in found.outcomes.items()}
+            not_caught_up = {worker: outcome.kind.name for worker, outcome in found.not_caught_up.items()}
+            return found.version, outcomes, dict(found.superseded), not_caught_up
+        case reference.Report():
+            return found[:4]
+        case _:
+            return found
+
+
+def _seen_sender(real: WeightSender) -> dict[str, Any]:
+    data = real._driver.data
+    outstanding = data.outstanding
+    return {
+        "state": real.state.value,
+        "version": real.version,
+        "incarnation": real.incarnation,
+        "for_all": data.due_all,
+        "stale": real.stale_answers,
+        "roll": {
+            worker: (entry.standing.value, entry.served, entry.due, entry.catching, entry.fence)
+            for worker, entry in real.roll.items()
+        },
+        "outstanding": outstanding and outstanding.version,
+        "owed": set(outstanding.owed) if outstanding else set(),
+        "outcomes": {w: o.kind.name for w, o in outstanding.outcomes.items()} if outstanding else {},
+        "links": len(real._driver.links()),
+    }
+
+
+def _model_sender(model: reference.Sender) -> dict[str, Any]:
+    return {
+        "state": model.state,
+        "version": model.version,
+        "incarnation": model.incarnation,
+        "for_all": model.for_all,
+        "stale": model.stale,
+        "roll": {w: (s.standing, s.acked, s.due, s.catching, s.fence) for w, s in model.seats.items()},
+        "outstanding": model.outstanding,
+        "owed": set(model.owed),
+        "outcomes": model.outcomes,
+        "links": len(model.open),
+    }
+
+
+def _seen_receiver(worker: Worker) -> dict[str, Any]:
+    real, data = worker.real, worker.real._driver.data
+    served = None if real.version is None else (real.incarnation, real.version)
+    return {
+        "state": real.state.value,
+        "served": served,
+        "fence": data.fence,
+        "decided": data.decided,
+        "pending": data.pending,
+        "links": len(real._driver.links()),
+    }
+
+
+def _model_receiver(model: reference.Receiver) -> dict[str, Any]:
+    return {
+        "state": model.state,
+        "served": model.served,
+        "fence": model.fence,
+        "decided": model.decided,
+        "pending": model.pending,
+        "links": len(model.open),
+    }

@@ -1,0 +1,59 @@
+"""Weights on a device are gathered there and cross in large pieces; the way is also walked with the CPU as device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from data_samples import bits, packed, sample, sampled_dicts, snapshot, trained
+from hypothesis import given
+from torch import Tensor
+
+from weightsync import packing
+from weightsync.packing import digest, digest_of
+from weightsync.target import Mode, Target
+from weightsync.tensors import DTYPE_NAMES
+from weightsync.weights import layout_of, read_weights
+
+
+@pytest.fixture(scope="module")
+def everything_is_on_a_device() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_on_one_device", bool)
+        patch.setattr(packing, "CHUNK", 48)
+        packing._chunks.cache_clear()
+        yield
+    packing._chunks.cache_clear()
+
+
+@pytest.mark.usefixtures("everything_is_on_a_device")
+@given(sampled_dicts)
+def test_every_bit_goes_to_the_host_and_back(found: dict[str, tuple[Tensor, bytes]]) -> None:
+    source = {name: tensor for name, (tensor, _) in found.items()}
+    destination = {name: sample(DTYPE_NAMES[t.dtype], tuple(t.shape), 7)[0] for name, t in source.items()}
+    layout, payload, extras = packed(source)
+    target = Target(destination)
+
+    target.swap(target.stage(layout, payload, extras))
+
+    assert all(bits(destination[name]) == expected for name, (_, expected) in found.items())
+    weights = read_weights(source)
+    assert digest_of(weights, layout_of(weights), extras) == digest(payload, extras) == target.digest()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize(("trainer", "worker"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_policy_goes_from_device_to_device(mode: Mode, trainer: str, worker: str) -> None:
+    source, destination = trained(1).to(trainer), trained(2).to(worker)
+    layout, payload, extras = packed(source)
+    target = Target(destination, mode)
+
+    target.swap(target.stage(layout, payload, extras))
+
+    assert snapshot(destination) == snapshot(source)
+    assert target.digest() == digest(payload, extras)
+    assert destination.head.weight is destination.embedding.weight
+    assert all(parameter.device.type == worker for parameter in destination.parameters())

@@ -1,0 +1,118 @@
+"""Packing moves every tensor bit by bit, whatever its dtype, shape and strides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import xxhash
+from data_samples import bits, sample, sampled_dicts
+from hypothesis import given
+from torch import Tensor
+
+from weightsync import ConfigurationError, LayoutError, packing
+from weightsync.layout import Layout
+from weightsync.packing import digest, digest_of, pack
+from weightsync.tensors import DTYPES
+from weightsync.weights import Weights, layout_of, read_weights
+
+
+@given(sampled_dicts)
+def test_every_bit_arrives(found: dict[str, tuple[Tensor, bytes]]) -> None:
+    weights = read_weights({name: tensor for name, (tensor, _) in found.items()})
+    layout = layout_of(weights)
+    payload = bytearray(b"\xaa" * (layout.nbytes + 5))
+
+    pack(weights, layout, memoryview(payload))
+
+    assert bytes(payload[layout.nbytes :]) == b"\xaa" * 5
+    covered = 0
+    for entry in layout.entries:
+        assert bytes(payload[entry.offset : entry.offset + entry.nbytes]) == found[entry.name][1]
+        assert not any(payload[covered : entry.offset])
+        covered = entry.offset + entry.nbytes
+    assert digest_of(weights, layout, b"x") == xxhash.xxh3_128_digest(payload[: layout.nbytes] + b"x")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("arrangement", ["contiguous", "strided"])
+def test_all_patterns_of_sixteen_bits_survive(dtype: str, arrangement: str) -> None:
+    tensor, expected = sample(dtype, (1 << 16,), 3, arrangement)
+
+    weights = read_weights({"a": tensor})
+    payload = bytearray(len(expected))
+    pack(weights, layout_of(weights), memoryview(payload))
+
+    assert payload == expected
+
+
+def test_lazily_conjugated_and_negated_tensors_arrive_as_what_they_mean() -> None:
+    tensor = torch.randn(5, dtype=torch.complex64)
+    weights = read_weights({"conj": tensor.conj(), "neg": tensor.conj().imag})
+    payload = bytearray(layout_of(weights).nbytes)
+
+    pack(weights, layout_of(weights), memoryview(payload))
+
+    assert bytes(payload[:40]) == bits(tensor.conj().resolve_conj())
+    assert bytes(payload[64:84]) == bits(-tensor.imag)
+
+
+def test_a_buffer_that_comes_round_again_is_written_anew() -> None:
+    buffers = [bytearray(4), bytearray(4)]
+    for value in range(6):
+        weights = read_weights({"a": torch.tensor(float(value))})
+        pack(weights, layout_of(weights), memoryview(buffers[value % 2]))
+
+        assert buffers[value % 2] == bits(torch.tensor(float(value)))
+
+
+def test_a_buffer_can_be_closed_although_it_was_packed_into() -> None:
+    buffer = bytearray(400)
+    weights = read_weights({"a": torch.ones(100)})
+
+    pack(weights, layout_of(weights), memoryview(buffer))
+    buffer.clear()  # BufferError, if anybody still exported it
+
+    assert not buffer
+
+
+@given(sampled_dicts)
+def test_the_digest_is_the_same_in_small_pieces(found: dict[str, tuple[Tensor, bytes]]) -> None:
+    weights = read_weights({name: tensor for name, (tensor, _) in found.items()})
+    layout = layout_of(weights)
+    payload = memoryview(bytearray(layout.nbytes))
+    pack(weights, layout, payload)
+    before, packing.CHUNK = packing.CHUNK, 48
+    try:
+        packing._chunks.cache_clear()
+
+        assert digest_of(weights, layout, b"e") == digest(payload, b"e")
+    finally:
+        packing.CHUNK = before
+        packing._chunks.cache_clear()
+
+
+def test_an_empty_model_has_a_layout_and_a_digest() -> None:
+    weights = read_weights({})
+    layout = layout_of(weights)
+
+    pack(weights, layout, memoryview(bytearray()))
+
+    assert (layout.nbytes, layout.entries) == (0, ())
+    assert digest_of(weights, layout, b"") == digest(memoryview(b""), b"") == xxhash.xxh3_128_digest(b"")
+
+
+@pytest.mark.parametrize("view", [memoryview(bytes(16)), memoryview(bytearray(15)), memoryview(bytearray(64))[::2]])
+def test_a_buffer_that_cannot_hold_them_is_refused(view: memoryview) -> None:
+    weights = read_weights({"a": torch.ones(4)})
+
+    with pytest.raises(ConfigurationError, match="16 contiguous, writable bytes"):
+        pack(weights, layout_of(weights), view)
+
+
+def test_what_no_shape_or_dtype_shows_is_refused_by_name_in_the_copy() -> None:
+    known = Layout([("a", "float32", (2,)), ("b", "float32", (3,))])
+    sparse = Weights({"a": torch.ones(2), "b": torch.ones(3).to_sparse()}, {})
+
+    assert layout_of(sparse, known) is known
+    with pytest.raises(LayoutError, match="'b' has the layout"):
+        pack(sparse, known, memoryview(bytearray(known.nbytes)))

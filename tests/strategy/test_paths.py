@@ -1,0 +1,71 @@
+"""Model paths resolve by attributes and integer indices; an error names the part that did not."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from weightsync import ConfigurationError, ModelPathError
+from weightsync.paths import _resolve_model
+
+LEAF = nn.Linear(1, 1)
+CONTEXT = SimpleNamespace(
+    policy=LEAF,
+    env=SimpleNamespace(value_net=LEAF, transform=[LEAF], nets=nn.Sequential(LEAF)),
+    a=[[0, SimpleNamespace(b=LEAF)]],
+    empty=None,
+)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["policy", "env.value_net", "env.transform[0]", "env.transform[-1]", "a[0][1].b", "env.nets.0", "env.nets[0]"],
+)
+def test_paths_resolve(path: str) -> None:
+    assert _resolve_model(CONTEXT, path) is LEAF
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "told"),
+    [
+        ("value", "value", "on the context"),
+        ("env.critic", "critic", "on 'env' (a SimpleNamespace)"),
+        ("env.transform[3]", "[3]", "on 'env.transform' (a list)"),
+        ("env[0]", "[0]", "on 'env'"),
+        ("a[0][7].b", "[7]", "on 'a[0]'"),
+        ("a[0][1].c", "c", "on 'a[0][1]'"),
+        ("empty", "empty", "is None"),
+        ("empty.net", "net", "on 'empty' (a NoneType)"),
+    ],
+)
+def test_the_part_that_fails_is_named(path: str, part: str, told: str) -> None:
+    with pytest.raises(ModelPathError) as caught:
+        _resolve_model(CONTEXT, path)
+
+    assert isinstance(caught.value, AttributeError)
+    assert (caught.value.path, caught.value.part) == (path, part)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path", ["", ".", "a.", ".a", "a..b", "a[", "a[]", "a[x]", "a]0[", "[0]", "a[0]b", "a b", "a[0", "a\n"]
+)
+def test_malformed_paths_are_refused(path: str) -> None:
+    with pytest.raises(ModelPathError, match="is not a model path"):
+        _resolve_model(CONTEXT, path)
+
+
+@given(st.text(alphabet="ab.[]0-1 ", max_size=10))
+def test_any_text_resolves_or_is_refused(path: str) -> None:
+    with contextlib.suppress(ModelPathError):
+        assert _resolve_model(CONTEXT, path) is not None
+
+
+def test_no_context_is_told_apart() -> None:
+    with pytest.raises(ConfigurationError, match="needs a context"):
+        _resolve_model(None, "policy")

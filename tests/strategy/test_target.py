@@ -1,0 +1,263 @@
+"""Two phases: a staged update is validated in full, a swap makes all of it live, a refusal changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import mmap
+
+import pytest
+import torch
+from data_samples import ARRANGEMENTS, Policy, bits, packed, sample, sampled_dicts, snapshot, trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictParams
+from torch import Tensor, nn
+
+from weightsync.packing import digest, pack
+from weightsync.target import Mode, Target
+from weightsync.tensors import DTYPE_NAMES
+from weightsync.weights import read_weights
+
+modes = pytest.mark.parametrize("mode", Mode)
+
+
+@modes
+@given(sampled_dicts)
+def test_every_bit_of_a_dict_becomes_live(mode: Mode, found: dict[str, tuple[Tensor, bytes]]) -> None:
+    source = {name: tensor for name, (tensor, _) in found.items()}
+    arranged = zip(source.items(), itertools.cycle(ARRANGEMENTS[:-1]), strict=False)
+    destination = {
+        name: sample(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), 7, arrangement)[0]
+        for (name, tensor), arrangement in arranged
+    }
+    before = dict(destination)
+    layout, payload, extras = packed(source)
+    target = Target(destination, mode)
+
+    target.swap(target.stage(layout, payload, extras))
+
+    assert all(bits(destination[name]) == expected for name, (_, expected) in found.items())
+    assert all(destination[name] is before[name] for name in before)
+    assert target.digest() == digest(payload, extras)
+
+
+@modes
+@settings(max_examples=20)
+@given(st.integers(0, 1000))
+def test_a_policy_is_served_whole(mode: Mode, seed: int) -> None:
+    source, worker = trained(seed), trained(seed + 1)
+    before = dict(worker.named_parameters(remove_duplicate=False))
+    layout, payload, extras = packed(source)
+    target = Target(worker, mode)
+
+    target.swap(target.stage(layout, payload, extras))
+
+    assert snapshot(worker) == snapshot(source)
+    assert target.digest() == digest(payload, extras) == Target(source).digest()
+    assert all(p is before[name] for name, p in worker.named_parameters(remove_duplicate=False))
+    assert worker.head.weight is worker.embedding.weight
+    assert worker.body[1].num_batches_tracked == source.body[1].num_batches_tracked
+    assert all(parameter.requires_grad for parameter in worker.parameters())
+    worker.body(torch.randn(4, 3)).sum().backward()
+
+
+@modes
+@pytest.mark.parametrize("make", [nn.Identity, dict, TensorDict, lambda: nn.Sequential(nn.ReLU())])
+def test_an_empty_model_is_valid(mode: Mode, make) -> None:
+    layout, payload, extras = packed(make())
+    target = Target(make(), mode)
+
+    target.swap(target.stage(layout, payload, extras))
+
+    assert target.digest() == digest(payload, extras)
+
+
+@modes
+@pytest.mark.parametrize("lock", [True, False])
+def test_a_tensordict_is_written_in_place(mode: Mode, lock: bool) -> None:
+    tensordict = (
+        TensorDict({"a": torch.zeros(3), "n": {"b": torch.zeros(())}}).lock_()
+        if lock
+        else TensorDict({"a": torch.zeros(3), "n": {"b": torch.zeros(())}})
+    )
+    held = tensordict["a"]
+    target = Target(tensordict, mode)
+
+    target.swap(target.stage(*packed({"a": torch.ones(3), "n.b": torch.tensor(2.0)})))
+
+    assert held.tolist() == [1, 1, 1]
+    assert tensordict["n", "b"] == 2
+    assert tensordict.is_locked == lock
+
+
+@modes
+def test_parameters_of_a_tensordict_keep_their_identity(mode: Mode) -> None:
+    params = TensorDictParams(TensorDict({"w": torch.zeros(2), "n": {"b": torch.zeros(3)}}))
+    held = params["n", "b"]
+    target = Target(params, mode)
+
+    target.swap(target.stage(*packed({"w": torch.ones(2), "n": {"b": torch.ones(3)}})))
+
+    assert params["n", "b"] is held
+    assert held.tolist() == [1, 1, 1]
+
+
+@modes
+def test_strided_destinations_keep_their_strides(mode: Mode) -> None:
+    base = torch.zeros(4, 6)
+    module = nn.Module()
+    module.w = nn.Parameter(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    module.register_buffer("every_other", base[:, ::2])
+    strides = module.w.stride()
+    values = {"w": torch.randn(2, 3, 4, 5), "every_other": torch.randn(4, 3)}
+    target = Target(module, mode)
+
+    target.swap(target.stage(*packed(values)))
+
+    assert module.w.stride() == strides
+    assert torch.equal(module.w, values["w"])
+    assert torch.equal(base[:, ::2], values["every_other"])
+    assert not base[:, 1::2].any()
+
+
+def test_mapped_parameters_are_the_payload_and_buffers_are_not() -> None:
+    source, worker = trained(1), trained(2)
+    layout, payload, extras = packed(source)
+    target = Target(worker, Mode.MAP)
+    target.swap(target.stage(layout, payload, extras))
+    start = torch.frombuffer(payload, dtype=torch.uint8).data_ptr()
+    entries = {entry.name: entry for entry in layout.entries}
+
+    for name, parameter in worker.named_parameters():
+        assert parameter.numel() == 0 or parameter.data_ptr() == start + entries[name].offset
+    worker.body(torch.randn(4, 3))
+
+    assert digest(payload, extras) == Target(source).digest()
+    assert worker.body[1].num_batches_tracked == source.body[1].num_batches_tracked + 1
+
+
+def test_a_payload_that_cannot_be_mapped_is_copied_and_the_one_before_is_left_alone() -> None:
+    worker = nn.Linear(3, 3)
+    target = Target(worker, Mode.MAP)
+    layout, first, _ = packed(nn.Linear(3, 3))
+    target.swap(target.stage(layout, first))
+    kept = bytes(first)
+    unaligned = bytearray(first.nbytes + 1)
+    for value, payload in ((1.0, memoryview(unaligned)[1:]), (2.0, memoryview(bytes(48)))):
+        if not payload.readonly:
+            payload[:] = packed({"weight": torch.full((3, 3), value), "bias": torch.full((3,), value)})[1]
+        target.swap(target.stage(layout, payload))
+        if not payload.readonly:
+            payload[:] = bytes(payload.nbytes)
+
+        assert worker.weight.unique().tolist() == [value if value == 1 else 0]
+        assert bytes(first) == kept
+
+
+def test_a_mapped_payload_lives_as_long_as_it_is_served() -> None:
+    worker = nn.Linear(3, 3)
+    target = Target(worker, Mode.MAP)
+    for value in range(10):
+        values = {"weight": torch.full((3, 3), float(value)), "bias": torch.zeros(3)}
+        target.swap(target.stage(*packed(values)))
+        target.release()
+
+        assert worker.weight.unique().tolist() == [value]
+
+
+def test_slots_that_come_round_again_are_mapped_again_and_single_payloads_let_go() -> None:
+    worker = nn.Linear(3, 3)
+    target = Target(worker, Mode.MAP)
+    layout = target.layout
+    slots = [mmap.mmap(-1, layout.nbytes) for _ in range(2)]
+    for value in range(6):
+        source = nn.Linear(3, 3)
+        pack(read_weights(source), layout, memoryview(slots[value % 2]))
+        target.swap(target.stage(layout, memoryview(slots[value % 2])))
+
+        assert snapshot(worker) == snapshot(source)
+        assert worker.bias.data_ptr() == torch.frombuffer(slots[value % 2], dtype=torch.uint8).data_ptr()
+
+    single = mmap.mmap(-1, layout.nbytes)
+    target.swap(target.stage(layout, memoryview(single)))
+    target.swap(target.stage(*packed(nn.Linear(3, 3))))
+    single.close()  # BufferError, if anybody still held it
+    with pytest.raises(BufferError):
+        slots[0].close()
+    target.release()
+    slots[0].close()
+
+
+def test_a_copied_payload_is_free_after_the_swap() -> None:
+    worker = nn.Linear(3, 3)
+    target = Target(worker)
+    layout, payload, _ = packed(nn.Linear(3, 3))
+    target.swap(target.stage(layout, payload))
+    before = snapshot(worker)
+
+    payload[:] = bytes(payload.nbytes)
+
+    assert snapshot(worker) == before
+
+
+@modes
+def test_a_graph_of_the_old_weights_cannot_be_used_any_more(mode: Mode) -> None:
+    worker = nn.Linear(2, 2)
+    inputs = torch.ones(2, requires_grad=True)
+    output = worker(inputs).sum()
+    target = Target(worker, mode)
+
+    target.swap(target.stage(*packed(nn.Linear(2, 2))))
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+@modes
+@pytest.mark.parametrize("made_in", [True, False])
+@pytest.mark.parametrize("swapped_in", [True, False])
+def test_inference_mode_does_not_matter(mode: Mode, made_in: bool, swapped_in: bool) -> None:
+    with torch.inference_mode(made_in):
+        worker = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    for _ in range(2):
+        with torch.inference_mode(swapped_in):
+            target = Target(worker, mode)
+            target.swap(target.stage(*packed(source)))
+
+            assert snapshot(worker) == snapshot(source)
+            assert all(parameter.is_inference() == made_in for parameter in worker.parameters())
+
+
+@modes
+def test_weights_by_hand_may_alias_the_destination(mode: Mode) -> None:
+    destination = {"a": torch.ones(2), "b": torch.zeros(2)}
+
+    Target(destination, mode).apply({"a": destination["b"], "b": destination["a"]})
+
+    assert (destination["a"].tolist(), destination["b"].tolist()) == ([0, 0], [1, 1])
+
+
+def test_a_copied_worker_is_not_disturbed_by_the_next_version() -> None:
+    worker = nn.Linear(2, 2)
+    target = Target(worker, Mode.MAP)
+    target.swap(target.stage(*packed(nn.Linear(2, 2))))
+    clone = copy.deepcopy(worker)
+    before = snapshot(clone)
+
+    target.swap(target.stage(*packed(nn.Linear(2, 2))))
+
+    assert snapshot(clone) == before
+
+
+def test_the_extra_state_of_a_dict_is_replaced() -> None:
+    destination = {"n": {"_extra_state": 1}, "w": torch.zeros(2)}
+
+    Target(destination).apply({"n._extra_state": {"x": (1, 2)}, "w": torch.ones(2)})
+
+    assert destination["n"] == {"_extra_state": {"x": (1, 2)}}
+
+
+def test_a_policy_fits_a_policy() -> None:
+    assert Target(Policy()).layout == Target(trained(1)).layout

@@ -1,0 +1,131 @@
+"""A module's own hooks may raise in the middle of a swap: everything is put back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from data_samples import Counted, packed, snapshot, trained
+from torch import nn
+
+from weightsync import LayoutError
+from weightsync.target import Mode, SwapBroken, Target
+
+modes = pytest.mark.parametrize("mode", Mode)
+
+
+class Fragile(Counted):
+    """Refuses a state after having changed half of itself; a stubborn one then refuses its old state, too."""
+
+    def __init__(self, stubborn: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.state: object = "old"
+        self.stubborn = stubborn
+
+    def set_extra_state(self, state: object) -> None:
+        if state == "bad" or (self.stubborn and self.state == "half"):
+            self.state = "half"
+            raise OSError("no such state")
+        self.state = state
+
+
+def _sequence(fragile: Fragile, tensor: torch.Tensor) -> nn.Sequential:
+    module = nn.Sequential(Counted(), fragile, Counted())
+    module[0].state = module[2].state = {"tensor": tensor}
+    return module
+
+
+def _update(state: object) -> nn.Sequential:
+    fragile = Fragile()
+    fragile.state, fragile.weight.data = state, torch.ones(2)
+    return _sequence(fragile, torch.ones(2))
+
+
+@modes
+def test_a_hook_that_raises_is_undone(mode: Mode) -> None:
+    worker = _sequence(Fragile(), torch.zeros(2))
+    target, before = Target(worker, mode), snapshot(worker)
+
+    with pytest.raises(OSError, match="no such state"):
+        target.swap(target.stage(*packed(_update("bad"))))
+
+    assert snapshot(worker) == before
+    target.swap(target.stage(*packed(_update("good"))))
+    assert snapshot(worker) == snapshot(_update("good"))
+
+
+@modes
+def test_a_hook_that_cannot_be_undone_breaks_the_swap(mode: Mode) -> None:
+    target = Target(_sequence(Fragile(stubborn=True), torch.zeros(2)), mode)
+
+    with pytest.raises(SwapBroken, match="'1' could not be put back") as caught:
+        target.swap(target.stage(*packed(_update("bad"))))
+
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+class Deaf(Counted):
+    """Never takes a state, and never changes."""
+
+    def set_extra_state(self, state: object) -> None:
+        raise NotImplementedError
+
+
+@modes
+def test_a_hook_that_refuses_without_a_change_needs_no_undoing(mode: Mode) -> None:
+    worker = nn.Sequential(Counted(), Deaf())
+    source = nn.Sequential(Counted(), Counted())
+    source[0].state = source[1].state = "new"
+    target, before = Target(worker, mode), snapshot(worker)
+
+    with pytest.raises(NotImplementedError):
+        target.swap(target.stage(*packed(source)))
+
+    assert snapshot(worker) == before
+
+
+class Meddler(Counted):
+    """Replaces its own parameter when its state is set."""
+
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.size = size
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = state
+        self.weight = nn.Parameter(torch.zeros(self.size))
+
+
+@modes
+def test_a_hook_that_replaces_a_parameter_is_noticed(mode: Mode) -> None:
+    source = Meddler()
+    source.state = "new"
+    source.weight.data += 1
+    fits, grows = Meddler(), Meddler(3)
+
+    target = Target(fits, mode)
+    target.swap(target.stage(*packed(source)))
+    assert snapshot(fits) == snapshot(source)
+
+    target = Target(grows, mode)
+    with pytest.raises(LayoutError, match="'weight'"):
+        target.swap(target.stage(*packed(source)))
+    assert grows.state == {"count": 0}
+
+
+def test_parameters_are_mapped_back_if_mapping_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = trained(1)
+    target = Target(worker, Mode.MAP)
+    before, memory = snapshot(worker), [parameter.data_ptr() for parameter in worker.parameters()]
+
+    def fail(_tensors: object) -> None:
+        raise MemoryError
+
+    staged = target.stage(*packed(trained(2)))
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", fail)
+    with pytest.raises(MemoryError):
+        target.swap(staged)
+
+    assert snapshot(worker) == before
+    assert [parameter.data_ptr() for parameter in worker.parameters()] == memory

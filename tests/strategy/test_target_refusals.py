@@ -1,0 +1,177 @@
+"""What does not fit is refused with the differences, and nothing is changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from data_samples import packed, snapshot, trained
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from weightsync import ConfigurationError, LayoutError, ProtocolError
+from weightsync.extras import encode_extras
+from weightsync.target import Mode, Target
+
+modes = pytest.mark.parametrize("mode", Mode)
+
+
+def _renamed(source: dict) -> dict:
+    return {("renamed" if name == "scale" else name): value for name, value in source.items()}
+
+
+def _reshaped(source: dict) -> dict:
+    return {**source, "scale": torch.ones(1)}
+
+
+def _recast(source: dict) -> dict:
+    return {**source, "brief": source["brief"].to(torch.float16)}
+
+
+def _untied(source: dict) -> dict:
+    return {**source, "head.weight": source["head.weight"] + 1}
+
+
+def _without_extra(source: dict) -> dict:
+    return {name: value for name, value in source.items() if name != "counted._extra_state"}
+
+
+@modes
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_renamed, "missing 'scale'; unexpected 'renamed'"),
+        (_reshaped, r"'scale' \(shape \(1,\) where \(\) is wanted\)"),
+        (_recast, r"'brief' \(dtype float16 where bfloat16 is wanted\)"),
+        (_untied, "'embedding.weight', 'head.weight' are tied"),
+        (_without_extra, "missing 'counted._extra_state'"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(mode: Mode, change, told: str) -> None:
+    worker = trained(1)
+    target = Target(worker, mode)
+    target.swap(target.stage(*packed(trained(3))))
+    before, served = snapshot(worker), target.digest()
+
+    with pytest.raises(LayoutError, match=told):
+        target.stage(*packed(change(trained(2).state_dict())))
+
+    assert snapshot(worker) == before
+    assert target.digest() == served
+    target.swap(target.stage(*packed(trained(2))))
+    assert snapshot(worker) == snapshot(trained(2))
+
+
+@modes
+def test_payloads_and_extras_that_belie_their_layout_are_refused(mode: Mode) -> None:
+    worker = trained(1)
+    before = snapshot(worker)
+    target = Target(worker, mode)
+    layout, payload, extras = packed(trained(2))
+
+    for bad in (payload[:-1], memoryview(bytes(payload) + b"x"), memoryview(b"")):
+        with pytest.raises(ProtocolError, match="A payload of"):
+            target.stage(layout, bad, extras)
+    for other in (b"", extras[:-1], extras + b"x", encode_extras({"other": 1}), encode_extras({"counted": 1, "": 2})):
+        with pytest.raises(ProtocolError):
+            target.stage(layout, payload, other)
+
+    assert snapshot(worker) == before
+
+
+TARGET, UPDATE = Target(trained(1)), packed(trained(2))[:2]
+SERVED = TARGET.digest()
+
+
+@given(st.binary(max_size=40))
+def test_arbitrary_extras_change_nothing(extras: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        TARGET.stage(*UPDATE, extras)
+
+    assert TARGET.digest() == SERVED
+
+
+@modes
+def test_a_destination_that_cannot_be_written_is_refused(mode: Mode) -> None:
+    module = nn.Module()
+    module.register_buffer("wide", torch.zeros(1).expand(3))
+
+    with pytest.raises(LayoutError, match="'wide' of the destination is expanded"):
+        Target(module, mode).stage(*packed({"wide": torch.ones(3)}))
+
+
+@modes
+def test_an_unsupported_destination_is_refused(mode: Mode) -> None:
+    with pytest.raises(ConfigurationError, match="int are not supported"):
+        Target(3, mode)
+    with pytest.raises(LayoutError, match="'weight' is not initialised"):
+        Target(nn.LazyLinear(3), mode)
+
+
+@modes
+@pytest.mark.parametrize("replacement", [torch.zeros_like, Tensor.detach])
+def test_a_parameter_replaced_after_staging_gets_the_weights(mode: Mode, replacement) -> None:
+    source, worker = nn.Linear(2, 2), nn.Linear(2, 2)
+    target = Target(worker, mode)
+    staged = target.stage(*packed(source))
+    worker.weight = nn.Parameter(replacement(worker.weight))
+
+    target.swap(staged)
+
+    assert snapshot(worker) == snapshot(source)
+
+
+@modes
+@pytest.mark.parametrize("values", [torch.ones(2, 2, device="meta"), torch.ones(2, 2).to_sparse()])
+def test_a_parameter_replaced_by_one_without_memory_is_noticed(mode: Mode, values: Tensor) -> None:
+    worker = nn.Linear(2, 2)
+    target = Target(worker, mode)
+    update = packed(nn.Linear(2, 2))
+    target.swap(target.stage(*update))
+    worker.weight = nn.Parameter(values)
+
+    with pytest.raises(LayoutError, match="'weight'"):
+        target.stage(*update)
+
+
+@modes
+@pytest.mark.parametrize("shape", [(3, 2), (2, 2)])
+def test_looking_at_the_layout_between_the_phases_does_not_matter(mode: Mode, shape: tuple[int, int]) -> None:
+    source, worker = nn.Linear(2, 2), nn.Linear(2, 2)
+    target = Target(worker, mode)
+    staged = target.stage(*packed(source))
+    worker.weight = nn.Parameter(torch.zeros(shape))
+    assert target.layout is not None
+
+    if shape == (2, 2):
+        target.swap(staged)
+        assert snapshot(worker) == snapshot(source)
+    else:
+        with pytest.raises(LayoutError, match="'weight'"):
+            target.swap(staged)
+
+
+@modes
+def test_staged_updates_may_be_swapped_in_any_order_and_again(mode: Mode) -> None:
+    worker, sources = nn.Linear(2, 2), [nn.Linear(2, 2), nn.Linear(2, 2)]
+    target = Target(worker, mode)
+    staged = [target.stage(*packed(source)) for source in sources]
+
+    for index in (1, 0, 0, 1):
+        target.swap(staged[index])
+
+        assert snapshot(worker) == snapshot(sources[index])
+
+
+@modes
+def test_a_destination_that_no_longer_fits_at_the_swap_is_refused(mode: Mode) -> None:
+    worker = nn.Linear(2, 2)
+    target = Target(worker, mode)
+    staged = target.stage(*packed(nn.Linear(2, 2)))
+    worker.weight = nn.Parameter(torch.zeros(3, 2))
+    before = snapshot(worker)
+
+    with pytest.raises(LayoutError, match="'weight'"):
+        target.swap(staged)
+
+    assert snapshot(worker) == before

@@ -1,0 +1,121 @@
+"""Tensors of a destination that share memory go on sharing it, or the update is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from data_samples import packed
+from torch import Tensor, nn
+
+from weightsync import LayoutError
+from weightsync.target import Mode, Target
+
+modes = pytest.mark.parametrize("mode", Mode)
+
+
+def _overlapping(mode: Mode) -> tuple[Target, Tensor]:
+    base = torch.arange(6.0)
+    module = nn.Module()
+    module.whole = nn.Parameter(base)
+    module.register_buffer("tail", base[4:])
+    return Target(module, mode), base
+
+
+@modes
+def test_tensors_that_overlap_are_written_if_their_values_agree(mode: Mode) -> None:
+    target, base = _overlapping(mode)
+    values = torch.randn(6)
+
+    target.swap(target.stage(*packed({"whole": values, "tail": values[4:]})))
+
+    assert torch.equal(base, values)
+    with pytest.raises(LayoutError, match="'tail', 'whole' share memory"):
+        target.stage(*packed({"whole": values, "tail": values[:2]}))
+    assert torch.equal(base, values)
+
+
+@modes
+def test_transposed_and_folded_ties_are_understood(mode: Mode) -> None:
+    module = nn.Module()
+    module.w = nn.Parameter(torch.zeros(2, 3))
+    module.t = nn.Parameter(module.w.detach().t())
+    module.register_buffer("windows", torch.zeros(5).unfold(0, 3, 1))
+    values = torch.randn(2, 3)
+    line = torch.randn(5)
+    target = Target(module, mode)
+
+    target.swap(target.stage(*packed({"w": values, "t": values.t(), "windows": line.unfold(0, 3, 1)})))
+
+    assert torch.equal(module.w, values)
+    assert module.w.data_ptr() == module.t.data_ptr()
+    assert torch.equal(module.windows, line.unfold(0, 3, 1))
+    with pytest.raises(LayoutError, match="'t', 'w' share memory"):
+        target.stage(*packed({"w": values, "t": values.t() + 1, "windows": line.unfold(0, 3, 1)}))
+    with pytest.raises(LayoutError, match="'windows' share memory"):
+        target.stage(*packed({"w": values, "t": values.t(), "windows": torch.randn(3, 3)}))
+
+
+@modes
+def test_parameters_that_share_memory_without_being_one_stay_tied(mode: Mode) -> None:
+    module = nn.Module()
+    module.a = nn.Parameter(torch.zeros(3))
+    module.b = nn.Parameter(module.a.detach())
+    values = torch.randn(3)
+    target = Target(module, mode)
+    for _ in range(2):
+        target.swap(target.stage(*packed({"a": values, "b": values})))
+
+        assert module.a.data_ptr() == module.b.data_ptr()
+        assert torch.equal(module.b, values)
+
+
+@modes
+def test_a_tie_of_a_parameter_and_a_buffer_is_copied(mode: Mode) -> None:
+    module = nn.Module()
+    module.a = nn.Parameter(torch.zeros(3))
+    module.register_buffer("b", module.a.detach())
+    memory = module.b.data_ptr()
+    target = Target(module, mode)
+
+    target.swap(target.stage(*packed({"a": torch.ones(3), "b": torch.ones(3)})))
+
+    assert module.a.data_ptr() == module.b.data_ptr() == memory
+    assert module.b.tolist() == [1, 1, 1]
+
+
+@modes
+def test_nan_agrees_with_itself_and_zero_not_with_minus_zero(mode: Mode) -> None:
+    tied = nn.Module()
+    tied.a = tied.b = nn.Parameter(torch.zeros(2))
+    target = Target(tied, mode)
+
+    target.swap(target.stage(*packed({"a": torch.tensor([torch.nan, 0.0]), "b": torch.tensor([torch.nan, 0.0])})))
+    with pytest.raises(LayoutError, match="tied"):
+        target.stage(*packed({"a": torch.tensor([0.0, 0.0]), "b": torch.tensor([-0.0, 0.0])}))
+
+
+@modes
+def test_memory_that_comes_to_be_shared_later_is_noticed(mode: Mode) -> None:
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    update = packed({"a": torch.zeros(3), "b": torch.ones(3)})
+    target = Target(module, mode)
+    target.swap(target.stage(*update))
+    staged = target.stage(*update)
+    module.b.data = module.a.data
+
+    for refused in (lambda: target.swap(staged), lambda: target.stage(*update)):
+        with pytest.raises(LayoutError, match="'a', 'b' are tied"):
+            refused()
+
+
+def test_neighbours_in_one_memory_are_mapped() -> None:
+    memory = torch.zeros(6)
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(memory[:3]), nn.Parameter(memory[3:])
+    target = Target(module, Mode.MAP)
+
+    target.swap(target.stage(*packed({"a": torch.ones(3), "b": torch.ones(3)})))
+
+    assert not memory.any()
+    assert module.b.tolist() == [1, 1, 1]

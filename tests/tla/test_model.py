@@ -1,0 +1,104 @@
+"""Our own model's manifest: nothing in `tla/` is left out of it, each rule and guarantee is spoken of. No TLC here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from weightsync._tables import GUARANTEES
+from weightsync.checker import Manifest, Purpose, find_model
+from weightsync.checker.text import Config, Library, config_traps, traps
+
+_FEWEST_CANARIES = 12
+
+
+@pytest.fixture(scope="module")
+def model() -> Manifest:
+    return Manifest.read(find_model())
+
+
+@pytest.fixture(scope="module")
+def library(model: Manifest) -> Library:
+    return Library(model.folder)
+
+
+def test_each_configuration_file_is_in_the_manifest(model: Manifest) -> None:
+    listed = {found.config for found in model.configurations}
+
+    assert listed == {path.name for path in model.folder.glob("*.cfg")}
+
+
+def test_each_module_is_used(model: Manifest, library: Library) -> None:
+    used = {module.name for found in model.configurations for module in library.closure(found.module)}
+
+    assert used == {path.stem for path in model.folder.glob("*.tla")}
+
+
+def test_no_text_falls_into_a_trap_of_tlc(model: Manifest, library: Library) -> None:
+    for path in model.folder.glob("*.tla"):
+        module = library.module(path.stem)
+        assert module is not None
+        assert list(traps(module)) == []
+    for found in model.configurations:
+        config = Config.read(model.folder / found.config)
+        assert list(config_traps(library, found.module, config, found.workers)) == []
+
+
+def test_each_property_that_must_be_violated_is_checked(model: Manifest) -> None:
+    for found in model.configurations:
+        if found.violates:
+            config = Config.read(model.folder / found.config)
+            assert found.violates in (*config.invariants, *config.properties), found.name
+
+
+def test_each_proof_checks_something_and_is_pinned(model: Manifest) -> None:
+    for found in model.configurations:
+        if found.purpose is Purpose.PROOF:
+            config = Config.read(model.folder / found.config)
+            assert config.invariants or config.properties, found.name
+            assert found.pinned is not None, found.name
+
+
+def test_each_guarantee_is_proved_by_the_property_of_its_name(model: Manifest) -> None:
+    proved = set()
+    for found in model.configurations:
+        if found.purpose is Purpose.PROOF:
+            config = Config.read(model.folder / found.config)
+            checked = {*config.invariants, *config.properties}
+            proved |= {each for each in found.guarantees if GUARANTEES[each].name in checked}
+
+    assert proved == set(GUARANTEES)
+
+
+def test_there_are_canaries_enough(model: Manifest) -> None:
+    canaries = [found for found in model.configurations if found.purpose is Purpose.CANARY]
+
+    assert len(canaries) >= _FEWEST_CANARIES
+
+
+def test_each_rule_has_its_revert(model: Manifest, library: Library) -> None:
+    rules = library.resolve("AckProtocol", "AllRules")
+    assert rules is not None
+    reverts = [found for found in model.configurations if found.purpose is Purpose.REVERT]
+    taken_out = {name for found in reverts for name in _names(Config.read(model.folder / found.config), "Without")}
+
+    assert taken_out == set(re.findall(r'"(\w+)"', rules.body))
+
+
+def test_proofs_have_all_rules_and_all_fairness(model: Manifest) -> None:
+    for found in model.configurations:
+        if found.purpose is Purpose.PROOF:
+            config = Config.read(model.folder / found.config)
+            assert (_names(config, "Without"), _names(config, "Unfair")) == ([], []), found.name
+
+
+def test_what_the_bounds_leave_out_is_said(model: Manifest) -> None:
+    assert model.bounds
+
+
+def _names(config: Config, constant: str) -> list[str]:
+    """Read a constant that is a set of strings."""
+    match = re.search(rf"\b{constant} = \{{(.*?)\}}", " ".join(config.entries["CONSTANT"]))
+    assert match is not None
+    return re.findall(r'"(\w+)"', match.group(1))
