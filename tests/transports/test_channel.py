@@ -314,3 +314,21 @@ def test_a_last_word_gets_through_before_the_connection_closes(laid, ends):
     first.close()
 
     assert second.receive()[0].message.reason == "done"
+
+
+def test_a_segment_outlives_its_link_until_the_frame_that_carries_it_has_left(laid, ends):
+    first, second = laid("actor", ends, payloads=Payloads.INLINE), laid("critic", ends)
+    big, buffer = Buffer(2**20), Buffer(100_000, Storage.SEGMENTS)
+    buffer.view[:5] = b"hello"
+    first[0].send(Update(model_id="actor", incarnation=1, version=1, layout_digest=b"", nbytes=2**20), big)
+    second[0].send(Update(model_id="critic", incarnation=1, version=1, layout_digest=b"", nbytes=100_000), buffer)
+    second[0].close()
+    del buffer
+    received = []
+    while not received:
+        first[0].flush()
+        assert first[1].waitables()
+        first[1].receive()
+        received = second[1].receive()
+
+    assert b"hello" == received[0].payload[:5]

@@ -311,3 +311,14 @@ def test_seals_are_those_that_the_kernel_reports():
 
     assert fcntl.F_SEAL_SHRINK & seals
     assert fcntl.F_SEAL_SEAL & seals
+
+
+def test_an_ack_of_what_was_never_sent_frees_nothing():
+    pins, buffer = Pins(), Buffer(1)
+    pins.hold(update(1), buffer)
+    pins.answered(ack(9))
+    assert buffer.pinned
+    pins.hold(update(9), None)
+    pins.answered(ack(9))
+
+    assert not buffer.pinned

@@ -477,3 +477,44 @@ def test_a_pool_serves_version_after_version(laid):
         first.receive()
 
     assert pool.statistics() == (2, 1, 2, 200_000)
+
+
+class Interrupting:
+    """A socket whose next call is interrupted after it has done its work."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    def sendmsg(self, *arguments: object) -> int:
+        self.sock.sendmsg(*arguments)
+        raise KeyboardInterrupt
+
+    def recvmsg_into(self, *arguments: object) -> tuple:
+        self.sock.recvmsg_into(*arguments)
+        raise KeyboardInterrupt
+
+
+def test_a_write_interrupted_midway_takes_the_link_down_and_no_frame_is_garbled(laid):
+    first, second = laid()
+    outflow = first._channel._outflow
+    outflow._socket = Interrupting(outflow._socket)
+    with pytest.raises(KeyboardInterrupt):
+        first.send(ack(1))
+    outflow._socket = outflow._socket.sock
+    for _ in range(2):
+        with pytest.raises(TransportError, match="interrupted"):
+            first.send(ack(2))
+
+    assert [ack(1)] == [received.message for received in second.receive()]
+
+
+def test_a_read_interrupted_midway_takes_the_link_down(laid):
+    first, second = laid()
+    first.send(ack(1))
+    inflow = second._channel._inflow
+    inflow._socket = Interrupting(inflow._socket)
+    with pytest.raises(KeyboardInterrupt):
+        second.receive()
+    for _ in range(2):
+        with pytest.raises(TransportError, match="interrupted"):
+            second.receive()

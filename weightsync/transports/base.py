@@ -155,9 +155,10 @@ class Waker:
 
     def close(self) -> None:
         """Fire for good. Closing twice is allowed."""
-        self.fire()
         with self._lock:
+            # Closed before it fires: a wait that saw the firing first would clear it, and the next would never end.
             self._closed = True
+            self.fire()
             self._release()
 
     def forget(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from multiprocessing.connection import Connection
@@ -40,7 +41,7 @@ class Channel:
         self._sorter = Sorter()
         self._watch: ProcessWatch | None = None
         self._deaf: Failure | None = None
-        self._mute: OSError | None = None
+        self._reading = False
         forget_after_fork(self)
 
     @classmethod
@@ -108,13 +109,10 @@ class Channel:
         if self._socket is None or self.connection.closed:
             self._outflow.clear()
             raise (self._deaf or lost("is closed"))(peer)
-        if self._mute is None:
-            try:
-                return self._outflow.write()
-            except OSError as error:
-                self._mute = error
-        self._outflow.clear()
-        raise TransportError(f"Cannot write to {peer}: {self._mute.strerror}.") from self._mute
+        try:
+            return self._outflow.write()
+        except OSError as error:
+            raise TransportError(f"Cannot write to {peer}: {error.strerror}.") from error
 
     def wants_write(self) -> int | None:
         """The socket's descriptor while something is queued."""
@@ -177,8 +175,8 @@ class Channel:
                 self._read(None)
             return bool(self._sorter.foreign) or self._deaf is not None
 
-    def take_foreign(self) -> Foreign:
-        """The next message of the user's own, which `has_foreign` has announced.
+    def take_foreign(self) -> Foreign | None:
+        """The next message of the user's own; None if another thread has just taken it.
 
         Raises:
             TransportError: none is left, and the connection is dead or closed.
@@ -187,13 +185,17 @@ class Channel:
         with self._lock:
             if not self._sorter.foreign and self._deaf is not None:
                 raise self._deaf("the peer")
-            return self._sorter.foreign.popleft()
+            return self._sorter.foreign.popleft() if self._sorter.foreign else None
 
     def _read(self, reader: Mailbox | None) -> None:
         if self._deaf is None and (self._socket is None or self.connection.closed):
             self._fail(lost("is closed"))
+        if self._deaf is None and self._reading:
+            # An exception from outside, as KeyboardInterrupt, came between reading and counting what was read.
+            self._fail(lost("was interrupted in the middle of a frame"))
         if self._deaf is not None:
             return
+        self._reading = True
         # Asked before reading: what the peer wrote before its death is then certainly there.
         dead = self._watch is not None and self._watch.dead
         try:
@@ -205,6 +207,7 @@ class Channel:
             self._fail(broken(error))
         except OSError as error:
             self._fail(lost(f"broke ({error})", error))
+        self._reading = False
 
     def _drain(self, reader: Mailbox | None, dead: bool) -> bool:
         """Read, for a bounded while; whether a dead peer's last words have all been read."""
@@ -224,14 +227,12 @@ class Channel:
         self._sorter.signal_all()
 
     def _close(self) -> None:
-        if self._socket is not None and self._mute is None and not self.connection.closed:
-            try:
+        if not self.connection.closed:
+            with contextlib.suppress(OSError):
                 self._outflow.write()
-            except OSError as error:
-                self._mute = error
         self._release()
         self._fail(lost("is closed"))
-        if not self.connection.closed:
+        with contextlib.suppress(OSError):
             self.connection.close()
 
     def _release(self) -> None:

@@ -39,9 +39,8 @@ class LocalLink:
         view = payload.view[: message.nbytes]
         if self._payloads is Payloads.INLINE:
             view = memoryview(bytearray(view))
+        self._pins.hold(message, payload if self._payloads is Payloads.SHARED else None)
         self.network.post(self.side.other, Received(carried, view))
-        if self._payloads is Payloads.SHARED:
-            self._pins.hold(message, payload)
 
     def flush(self) -> bool:
         """Everything leaves at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import socket
 import struct
 from collections import deque
@@ -89,6 +90,8 @@ class Outflow:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._queue: deque[Outgoing] = deque()
+        self._broken: OSError | None = None
+        self._midway = False
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -101,17 +104,28 @@ class Outflow:
         """Write what there is room for; True when nothing is left.
 
         Raises:
-            OSError: the connection broke.
+            OSError: the connection broke, now or before; what had not left never will.
         """
-        for _ in range(_ROUNDS):
-            if not self._queue:
-                break
-            try:
-                whole = self._queue[0].write(self._socket)
-            except BlockingIOError:
-                break
-            if whole:
-                self._queue.popleft().end()
+        if self._midway:
+            # An exception from outside, as KeyboardInterrupt, came between writing and counting what was written.
+            self._broken = InterruptedError(errno.EINTR, "interrupted in the middle of a frame")
+        self._midway = self._broken is None
+        try:
+            if self._broken is not None:
+                raise self._broken
+            for _ in range(_ROUNDS):
+                if not self._queue:
+                    break
+                if self._queue[0].write(self._socket):
+                    self._queue.popleft().end()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._broken = error
+            self._midway = False
+            self.clear()
+            raise
+        self._midway = False
         return not self._queue
 
     def clear(self) -> None:

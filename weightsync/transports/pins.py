@@ -19,27 +19,26 @@ class Pins:
 
     def __init__(self) -> None:
         self._held: list[tuple[_Key, Buffer]] = []
+        self._sent: _Key = (0, 0)
         self._acked: _Key = (0, 0)
         self._owner = object()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, update: Update, buffer: Buffer) -> None:
-        """Pin what goes out with ``update``."""
+    def hold(self, update: Update, buffer: Buffer | None) -> None:
+        """Pin what goes out with ``update``; None: the worker gets a copy of its own."""
         key = (update.incarnation, update.version)
-        self._held.append((key, buffer))
-        buffer.pin(self._token(key))
-
-    def drop(self, update: Update) -> None:
-        """Take back `hold`: the update never left."""
-        key = (update.incarnation, update.version)
-        self._release([held for held in self._held if held[0] == key])
+        self._sent = max(self._sent, key)
+        if buffer is not None:
+            self._held.append((key, buffer))
+            buffer.pin(self._token(key))
 
     def answered(self, message: Message) -> None:
-        """Learn from what the worker says."""
+        """Learn from what the worker says; an ack of what was never sent teaches nothing."""
         if isinstance(message, Ack):
-            self._acked = max(self._acked, (message.incarnation, message.version))
+            key = (message.incarnation, message.version)
+            self._acked = max(self._acked, key) if key <= self._sent else self._acked
             self._release([held for held in self._held if held[0] < self._acked])
         elif isinstance(message, Refusal):
             key = (message.incarnation, message.version)

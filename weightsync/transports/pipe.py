@@ -88,6 +88,7 @@ class PipeLink:
         token = object()
         frame = Outgoing(wire.encode(message), payload.view[: message.nbytes], done=lambda: payload.unpin(token))
         payload.pin(token)
+        self._pins.hold(message, None)
         self._channel.put(frame, self._peer)
 
     def _send_shared(self, message: Update, payload: Buffer) -> None:
@@ -96,12 +97,9 @@ class PipeLink:
         descriptors = self._named.missing(payload.segment)
         frame = Outgoing(wire.encode(placed, len(descriptors)), descriptors=descriptors, keep=payload)
         self._named.name(payload.segment)
+        # Held even if the link turns out to be dead: an earlier frame may have shown the same version.
         self._pins.hold(message, payload)
-        try:
-            self._channel.put(frame, self._peer)
-        except TransportError:
-            self._pins.drop(message)
-            raise
+        self._channel.put(frame, self._peer)
 
     def flush(self) -> bool:
         """Write what is queued, as far as it fits: see `Link.flush`."""

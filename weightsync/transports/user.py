@@ -62,11 +62,14 @@ class UserMessages:
         return ForkingPickler.loads(self._take())
 
     def _take(self) -> bytearray:
-        self.poll(None)
-        try:
-            return self._channel.take_foreign().data
-        except TransportError as error:
-            raise EOFError(error.message) from error
+        while True:
+            self.poll(None)
+            try:
+                taken = self._channel.take_foreign()
+            except TransportError as error:
+                raise EOFError(error.message) from error
+            if taken is not None:
+                return taken.data
 
     def send(self, obj: Any) -> None:
         """Pickle and send an object, between two frames of ours. Blocks until it has left.
