@@ -20,7 +20,7 @@ from weightsync.packing import digest, digest_of
 from weightsync.paths import _resolve_model
 from weightsync.protocol import receiver as pure
 from weightsync.side import Side, pipes_travel
-from weightsync.target import SwapBroken, Target
+from weightsync.target import Mode, SwapBroken, Target
 from weightsync.timing import Deadline, Stopwatch
 from weightsync.transports.base import wait
 from weightsync.transports.user import UserMessages
@@ -291,6 +291,9 @@ class WeightReceiver(Side):
     def _verified(self, pending: Pending) -> bytes:
         """The digest of what arrived, if the sender named one."""
         if not pending.update.digest:
+            # No digest would show what this process has written over the pages that it mapped for an older version.
+            if self._scheme.apply_mode is Mode.MAP:
+                pending.refresh()
             return b""
         found = digest(pending.payload, pending.update.extras)
         if found != pending.update.digest:

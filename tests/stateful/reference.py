@@ -498,7 +498,7 @@ class Sender:
             seat.acked = message.version
         if owing:
             self._answered(worker, kind)
-        elif kind == "REFUSED" and message.why != "SUPERSEDED":
+        elif kind == "REFUSED" and message.why not in ("SUPERSEDED", "STALE"):
             self.not_caught_up[worker] = kind
 
     def _send_what_waited(self, worker: int, wire: Wire, answered: int) -> None:

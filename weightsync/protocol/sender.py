@@ -322,7 +322,7 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
     outcome = _outcome(message)
     if named is not SenderInput.CAUGHT_UP:
         return _settle(after, worker, link, outcome), ()
-    if isinstance(message, Refusal) and message.kind is not RefusalKind.SUPERSEDED:
+    if isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED:
         after = replace(after, not_caught_up={**after.not_caught_up, worker: outcome})
     return after, ()
 
