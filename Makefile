@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 DEMO ?= --scheme shared --workers 2
+# The same examples in every run; `dev` and `nightly` look elsewhere each time.
+export HYPOTHESIS_PROFILE ?= ci
 
 VENV := .venv
 BIN := $(VENV)/bin
