@@ -180,6 +180,7 @@ def test_an_older_sender_is_rejected(world: World, state: State) -> None:
 def test_a_receiver_is_closed(world: World, state: State) -> None:
     BRINGS[state](world)
     taken(world, state, ReceiverInput.CLOSE, lambda: world.close_worker(worker(world)))
+    taken(world, State.CLOSED, ReceiverInput.CLOSE, lambda: world.close_worker(worker(world)))
     assert isinstance(world.receive(worker(world)), StateError)
     assert isinstance(world.apply_by_hand(worker(world), world.fresh()), StateError)
 
