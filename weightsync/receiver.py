@@ -103,13 +103,14 @@ class WeightReceiver(Side):
         target, deadline = self._destination(), Deadline(timeout)
         with Shield(self._driver.waker.fire) as shield:
             while True:
+                seen = self._driver.waker.fired
                 applied = self._take_in(target)
                 if applied is not None:
                     return applied
                 if deadline.passed:
                     return False
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.remaining)
+                wait(self._driver.waker, self._driver.links(), deadline.remaining, seen)
 
     def apply_weights(self, weights: Any) -> None:
         """Apply weights by hand.

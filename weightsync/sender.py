@@ -352,9 +352,11 @@ class WeightSender(Side):
 
     def _wait_for(self, version: int, deadline: Deadline, failing: OnFailure, shield: Shield) -> SyncReport:
         try:
+            seen = self._driver.waker.fired
             while not self._reporter.is_over(version) and not deadline.passed:
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.remaining)
+                wait(self._driver.waker, self._driver.links(), deadline.remaining, seen)
+                seen = self._driver.waker.fired
                 self._driver.pump()
         except BaseException:
             self._driver.take(pure.Interrupted(version))

@@ -266,7 +266,7 @@ class World:
 
     _interrupted = False
 
-    def _waiting(self, waker: Any, links: Any, timeout: float | None) -> None:
+    def _waiting(self, waker: Any, links: Any, timeout: float | None, since: int) -> None:
         """Stands in for the one place where a sender blocks."""
         assert self._blocked is not None, "a call that must not block did"
         try:

@@ -116,6 +116,7 @@ class Waker:
         # Re-entrant: a signal handler may fire it while its own thread is inside.
         self._lock = threading.RLock()
         self._waiting = 0
+        self._fired = 0
         self._closed = False
         self._pid = os.getpid()
         self._fd: int | None = None
@@ -131,12 +132,18 @@ class Waker:
         with self._lock:
             # A child that closes what it inherited must not wake its parent, with whom it shares the counter.
             if self._fd is not None and self._pid == os.getpid():
+                self._fired += 1
                 os.eventfd_write(self._fd, 1)
 
+    @property
+    def fired(self) -> int:
+        """How often it was fired: a wait that is told what the number was misses nothing that came since."""
+        return self._fired
+
     def clear(self) -> None:
-        """Forget that it was fired."""
+        """Forget that it was fired, unless others wait who have not seen it yet."""
         with self._lock:
-            if self._fd is not None and not self._closed:
+            if self._fd is not None and not self._closed and self._waiting == 0:
                 _drain(self._fd)
 
     def enter(self) -> int | None:
@@ -185,13 +192,14 @@ def _drain(eventfd: int) -> None:
         return
 
 
-def wait(waker: Waker, links: Sequence[Link], timeout: float | None) -> list[Link]:
+def wait(waker: Waker, links: Sequence[Link], timeout: float | None, since: int | None = None) -> list[Link]:
     """Block until a link can be read or written, the waker fires, or time is up.
 
     Args:
         waker: ends the wait from another thread; seen once, it is cleared.
         links: whom to wait for.
         timeout: seconds; None for ever.
+        since: `Waker.fired` as it was before the caller looked at what it waits for: fired since, it does not block.
 
     Returns:
         The links that have something to read, room for what they have to write, or are dead.
@@ -203,6 +211,8 @@ def wait(waker: Waker, links: Sequence[Link], timeout: float | None) -> list[Lin
         poller = select.poll()
         poller.register(fd, select.POLLIN)
         owners = _register(poller, links)
+        if since is not None and waker.fired != since:
+            timeout = 0.0
         ready = [known for known, _ in poller.poll(None if timeout is None else max(timeout, 0.0) * 1000)]
     finally:
         waker.leave()
