@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weightsync._tables import RefusalKind
+from weightsync.report import Evidence, SyncReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,9 @@ class Hello:
     layout_digest: bytes = b""
     #: The encoded layout, so that the other end can list the differences; empty while there is none.
     layout: bytes = b""
-    #: The speaker's process id and its start time in clock ticks, to be watched; 0: cannot be watched.
+    #: What tells the speaker's machine and pid namespace from others, 16 bytes; empty: not told.
+    host: bytes = b""
+    #: The speaker's process id there and its start time in clock ticks, to be watched; 0: cannot be watched.
     pid: int = 0
     started: int = 0
     #: The highest incarnation the receiver has made a handshake with; 0 from a sender.
@@ -69,6 +72,10 @@ class Ack:
     digest: bytes = b""
     #: Seconds the receiver spent from the update's arrival to the end of its swap.
     seconds: float = 0.0
+    #: CALL: a call returned, or somebody acked by hand; nothing more is known.
+    evidence: Evidence = Evidence.ANSWER
+    #: What became of the version where the receiver handed it on to; None: nowhere.
+    nested: SyncReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +90,8 @@ class Refusal:
     remote_traceback: str = ""
     #: The highest incarnation the receiver has made a handshake with.
     fence: int = 0
+    #: CALL: a call raised; nothing more is known.
+    evidence: Evidence = Evidence.ANSWER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

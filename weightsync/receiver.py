@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
@@ -44,6 +44,7 @@ class WeightReceiver(Side):
     def _begin(self) -> None:
         self._model: Any = None
         self._endpoint: Any = None
+        self._listening: list[Callable[[], None]] = []
         self._driver = ReceiverDriver(self._model_id)
         self._target: Target | None = None
         self._serving = threading.RLock()
@@ -69,14 +70,15 @@ class WeightReceiver(Side):
         """Listen on a link: the first, or one over which a sender makes a new handshake.
 
         Args:
-            pipe_or_context: our end of a duplex `multiprocessing.Pipe`, or an object whose ``.pipe`` is that.
+            pipe_or_context: our end of a duplex `multiprocessing.Pipe`, or an object whose ``.pipe`` is that; other
+                transports take what their scheme's `listen` says.
 
         Raises:
             StateError: the receiver is closed.
             ConfigurationError: no link can be made of it.
         """
         next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
-        self._driver.add_link(self._scheme.lay_link(pipe_or_context, self._model_id, "the sender"))
+        self._listening.append(self._scheme.listen(pipe_or_context, self._model_id, self._driver.add_link))
         self._endpoint = pipe_or_context
 
     _register_model = register_model
@@ -162,7 +164,12 @@ class WeightReceiver(Side):
     def close(self) -> None:
         """Close for good. The model keeps the version it serves; the sender takes us off its roll."""
         with Shield(self._driver.waker.fire):
+            self._deafen()
             self._driver.close()
+
+    def _deafen(self) -> None:
+        while self._listening:
+            self._listening.pop()()
 
     # ------------------------------------------------------------------------------------------- reading
 
@@ -251,7 +258,7 @@ class WeightReceiver(Side):
     def _check_links(self) -> None:
         if self.state is State.CLOSED:
             next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
-        if not self._driver.links():
+        if not self._driver.links() and (self._driver.ended or not self._listening):
             if self._driver.ended:
                 raise TransportError(
                     f"model {self._model_id!r} has no sender any more: {self._driver.ended.rstrip('.')}. It keeps "
@@ -266,6 +273,7 @@ class WeightReceiver(Side):
             digest = self._verified(pending)
             target.swap(target.stage(pending.layout, pending.payload, pending.update.extras))
         except SwapBroken as error:
+            self._deafen()
             self._driver.break_down()
             raise self._broken(pending, error) from error
         except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender

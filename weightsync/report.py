@@ -56,6 +56,8 @@ class Outcome:
     fence: int = 0
     #: Seconds the worker spent applying.
     seconds: float = 0.0
+    #: What became of it where the worker handed it on to, its own sub-collectors; None: nowhere.
+    nested: SyncReport | None = None
 
     def __str__(self) -> str:
         text = self.kind.name
@@ -63,7 +65,14 @@ class Outcome:
             text += f" ({self.reason})"
         if self.remote_traceback:
             text += "\n" + self.remote_traceback.rstrip()
+        if self.nested is not None and not self.nested.ok:
+            text += f", but what it handed on did not reach everybody: {self.nested}"
         return text
+
+    @property
+    def fine(self) -> bool:
+        """Whether nothing failed, here or where the worker handed it on to."""
+        return self.kind in FINE and (self.nested is None or not self.nested.failed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +121,12 @@ class SyncReport:
     @property
     def ok(self) -> bool:
         """Whether every target applied the version."""
-        return all(outcome.kind is OutcomeKind.APPLIED for outcome in self.outcomes.values())
+        return all(_applied(outcome) for outcome in self.outcomes.values())
 
     @property
     def failed(self) -> tuple[int, ...]:
         """The ids of the workers that did not apply it, or of which that is unknown."""
-        return tuple(worker for worker, outcome in self.outcomes.items() if outcome.kind not in FINE)
+        return tuple(worker for worker, outcome in self.outcomes.items() if not outcome.fine)
 
     def raise_on_failure(self) -> None:
         """Raise if any worker failed.
@@ -152,6 +161,10 @@ class SyncReport:
         lines = [f"  worker {worker}: {outcome}" for worker, outcome in failures.items()]
         advice = [_ADVICE[kind] for kind in OutcomeKind if kind in kinds and kind in _ADVICE]
         return "\n".join([f"{head}:", *lines, *advice])
+
+
+def _applied(outcome: Outcome) -> bool:
+    return outcome.kind is OutcomeKind.APPLIED and (outcome.nested is None or outcome.nested.ok)
 
 
 _ADVICE = {

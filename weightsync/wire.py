@@ -31,6 +31,8 @@ import xxhash
 from weightsync._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, SlotRef, Update
+from weightsync.nested import decode_report, encode_report
+from weightsync.report import Evidence
 
 MAGIC: Final = b"WSYN"
 HEADER_NBYTES: Final = 72
@@ -43,13 +45,14 @@ _HEADER: Final = struct.Struct("!4sHHQBBBBIQ16sQ16s")
 _FIRST: Final = struct.Struct("!4sH")
 _START: Final = struct.Struct("!4sHHQ")
 _COVERED: Final = struct.Struct("!BBBBIQ16sQ16s")
-_HELLO: Final = struct.Struct("!HHIQQ16s")
+_HELLO: Final = struct.Struct("!HHIBQQ16s")
 _UPDATE: Final = struct.Struct("!HHIIQBQ")
-_ACK: Final = struct.Struct("!Hd")
-_REFUSAL: Final = struct.Struct("!HBII16s")
+_ACK: Final = struct.Struct("!HIdB")
+_REFUSAL: Final = struct.Struct("!HBBII16s")
 _BYE: Final = struct.Struct("!HI")
 _DIGEST_SIZES: Final = (0, 16)
 _REFUSALS: Final = tuple(RefusalKind)
+_EVIDENCE: Final = tuple(Evidence)
 
 Readable = bytes | bytearray | memoryview
 
@@ -119,15 +122,17 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
             fixed = _UPDATE.pack(*map(len, fields), message.nbytes, *slot)
             return 2, message.version, message.digest, b"".join((fixed, *fields))
         case Ack():
-            return 3, message.version, message.digest, _ACK.pack(len(name), message.seconds) + name
+            nested = encode_report(message.nested)
+            numbers = len(name), len(nested), message.seconds, _EVIDENCE.index(message.evidence)
+            return 3, message.version, message.digest, b"".join((_ACK.pack(*numbers), name, nested))
         case Hello():
-            told = name, message.layout_digest, message.layout
+            told = name, message.layout_digest, message.layout, message.host
             fixed = _HELLO.pack(*map(len, told), message.pid, message.started, _wide(message.fence))
             return 1, message.version, b"", b"".join((fixed, *told))
         case Refusal():
             said = _prose(message.reason), _prose(message.remote_traceback)
-            kind = _REFUSALS.index(message.kind)
-            fixed = _REFUSAL.pack(len(name), kind, *map(len, said), _wide(message.fence))
+            kind = _REFUSALS.index(message.kind), _EVIDENCE.index(message.evidence)
+            fixed = _REFUSAL.pack(len(name), *kind, *map(len, said), _wide(message.fence))
             return 4, message.version, b"", b"".join((fixed, name, *said))
         case Bye():
             reason = _prose(message.reason)
@@ -196,7 +201,7 @@ def decode_with(head: Head, data: Readable) -> Message:
         if head.digest_nbytes not in _DIGEST_SIZES or head.pad:
             raise ValueError(f"a digest of {head.digest_nbytes} bytes")
         message = _READERS[head.kind](head, covered[_COVERED.size :])
-    except (struct.error, LookupError, ValueError) as error:
+    except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
         raise malformed(f"A frame's fields are malformed: {error}", data) from error
     if head.payload_nbytes != inline_nbytes(message):
         raise malformed(f"A frame announces {head.payload_nbytes} bytes, its message others", data)
@@ -224,14 +229,15 @@ def _int(field: bytes) -> int:
 
 
 def _read_hello(head: Head, body: bytes) -> Hello:
-    named, digested, laid_out, pid, started, fence = _HELLO.unpack_from(body)
-    name, layout_digest, layout = _cut(body, _HELLO.size, named, digested, laid_out)
+    named, digested, laid_out, hosted, pid, started, fence = _HELLO.unpack_from(body)
+    name, layout_digest, layout, host = _cut(body, _HELLO.size, named, digested, laid_out, hosted)
     return Hello(
         model_id=name.decode(),
         incarnation=_int(head.incarnation),
         version=head.version,
         layout_digest=layout_digest,
         layout=layout,
+        host=host,
         pid=pid,
         started=started,
         fence=_int(fence),
@@ -257,19 +263,21 @@ def _read_update(head: Head, body: bytes) -> Update:
 
 
 def _read_ack(head: Head, body: bytes) -> Ack:
-    named, seconds = _ACK.unpack_from(body)
-    (name,) = _cut(body, _ACK.size, named)
+    named, nested, seconds, evidence = _ACK.unpack_from(body)
+    name, report = _cut(body, _ACK.size, named, nested)
     return Ack(
         model_id=name.decode(),
         incarnation=_int(head.incarnation),
         version=head.version,
         digest=head.digest[: head.digest_nbytes],
         seconds=seconds,
+        evidence=_EVIDENCE[evidence],
+        nested=decode_report(report),
     )
 
 
 def _read_refusal(head: Head, body: bytes) -> Refusal:
-    named, kind, reasoned, traced, fence = _REFUSAL.unpack_from(body)
+    named, kind, evidence, reasoned, traced, fence = _REFUSAL.unpack_from(body)
     name, reason, remote_traceback = _cut(body, _REFUSAL.size, named, reasoned, traced)
     return Refusal(
         model_id=name.decode(),
@@ -279,6 +287,7 @@ def _read_refusal(head: Head, body: bytes) -> Refusal:
         reason=reason.decode(),
         remote_traceback=remote_traceback.decode(),
         fence=_int(fence),
+        evidence=_EVIDENCE[evidence],
     )
 
 

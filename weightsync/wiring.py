@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from weightsync.driving.packing import Packer
@@ -28,6 +29,12 @@ class Wiring(Protocol):
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over ``endpoint`` (a pipe's end, or a context that has one) to ``peer``, in words."""
+
+    def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Have ``accept`` called with each link by which a sender reaches us at ``endpoint``, the first one included.
+
+        It may be called at once, and later from any thread. What is returned ends the listening.
+        """
 
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe behind ``endpoint``."""

@@ -131,12 +131,12 @@ PLANTED = {
         "message 3 (Ack): unknown speaker 'worker'",
     ),
     "a field twice": (
-        'fields = ["version", "digest", "seconds"]\n',
+        'fields = ["version", "digest", "seconds", "evidence", "nested"]\n',
         'fields = ["version", "version"]\n',
         "message 3 (Ack): the field 'version' is listed twice",
     ),
     "a field that all messages have": (
-        'fields = ["version", "digest", "seconds"]\n',
+        'fields = ["version", "digest", "seconds", "evidence", "nested"]\n',
         'fields = ["model_id"]\n',
         "message 3 (Ack): every message has 'model_id', so it is not listed",
     ),

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from weightsync._tables import RefusalKind
 from weightsync.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
+from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 model_ids = st.text(max_size=20)
 wide = st.integers(0, 2**128 - 1)
@@ -21,6 +22,7 @@ hellos = st.builds(
     version=numbers,
     layout_digest=blobs,
     layout=blobs,
+    host=blobs,
     pid=numbers,
     started=numbers,
     fence=wide,
@@ -37,6 +39,25 @@ updates = st.builds(
     extras=blobs,
     slot=st.none() | st.builds(SlotRef, segment=numbers),
 )
+outcomes = st.builds(
+    Outcome,
+    kind=st.sampled_from(OutcomeKind),
+    reason=prose,
+    remote_traceback=prose,
+    evidence=st.sampled_from(Evidence),
+    fence=wide,
+    seconds=st.floats(0, 1e9),
+)
+reports = st.builds(
+    SyncReport,
+    model_id=model_ids,
+    version=st.none() | numbers,
+    incarnation=wide,
+    outcomes=st.dictionaries(st.integers(0, 9), outcomes, max_size=3),
+    nbytes=numbers,
+    superseded=st.dictionaries(st.integers(0, 9), st.lists(numbers, max_size=2).map(tuple), max_size=2),
+    not_caught_up=st.dictionaries(st.integers(0, 9), outcomes, max_size=1),
+)
 acks = st.builds(
     Ack,
     model_id=model_ids,
@@ -44,6 +65,8 @@ acks = st.builds(
     version=numbers,
     digest=digests,
     seconds=st.floats(allow_nan=False),
+    evidence=st.sampled_from(Evidence),
+    nested=st.none() | reports,
 )
 refusals = st.builds(
     Refusal,
@@ -54,6 +77,7 @@ refusals = st.builds(
     reason=prose,
     remote_traceback=prose,
     fence=wide,
+    evidence=st.sampled_from(Evidence),
 )
 byes = st.builds(Bye, model_id=model_ids, incarnation=wide, reason=prose)
 messages = st.one_of(hellos, updates, acks, refusals, byes)

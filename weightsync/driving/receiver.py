@@ -15,7 +15,7 @@ from weightsync.machine import ReceiverMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link, Received, Waker
-from weightsync.transports.liveness import own_identity
+from weightsync.transports.liveness import own_host, own_identity
 
 logger = logging.getLogger("weightsync")
 
@@ -77,9 +77,13 @@ class ReceiverDriver:
     def add_link(self, link: Link) -> None:
         """Listen on one more link; the handshake decides which is in force."""
         with self.lock:
+            if self.machine.state is State.CLOSED:
+                link.close()
+                return
             self._last_link += 1
             self._links[self._last_link] = link
             self.ended = ""
+            self.waker.fire()
 
     def close(self) -> None:
         """Close for good: every link says Bye and closes, a caller who waits is woken."""
@@ -128,6 +132,7 @@ class ReceiverDriver:
             incarnation=self.data.fence,
             version=served[1] if served and served[0] == self.data.fence else 0,
             layout_digest=self.layout.digest if self.layout else b"",
+            host=own_host(),
             pid=pid,
             started=started,
             fence=self.data.fence,
@@ -235,7 +240,8 @@ class ReceiverDriver:
         message = received.message
         match message:
             case Hello():
-                link.watch(message.pid, message.started)
+                if message.host == own_host():
+                    link.watch(message.pid, message.started)
                 self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
             case Update():
                 self._update(number, message, received)

@@ -16,7 +16,7 @@ from weightsync.machine import SenderMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import sender as pure
 from weightsync.transports.base import Link, Waker
-from weightsync.transports.liveness import own_identity
+from weightsync.transports.liveness import own_host, own_identity
 from weightsync.transports.memory import Buffer
 
 logger = logging.getLogger("weightsync")
@@ -130,6 +130,7 @@ class SenderDriver:
             version=due,
             layout_digest=layout.digest if layout else b"",
             layout=layout.encode() if layout else b"",
+            host=own_host(),
             pid=pid,
             started=started,
         )
@@ -224,7 +225,8 @@ class SenderDriver:
     def _events(self, worker: int, number: int, link: Link, message: Message) -> Iterator[pure.Event]:
         match message:
             case Hello():
-                link.watch(message.pid, message.started)
+                if message.host == own_host():
+                    link.watch(message.pid, message.started)
                 yield pure.Answer(worker, number, message)
             case Ack() | Refusal():
                 self._verify(message)

@@ -37,7 +37,7 @@ from weightsync.protocol.sender_values import (
     Standing,
     Wait,
 )
-from weightsync.report import Evidence, Outcome, OutcomeKind
+from weightsync.report import Outcome, OutcomeKind
 
 __all__ = [
     "Abandon",
@@ -329,12 +329,14 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
 
 def _outcome(message: Ack | Refusal) -> Outcome:
     if isinstance(message, Ack):
-        return Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.ANSWER, seconds=message.seconds)
+        return Outcome(
+            kind=OutcomeKind.APPLIED, evidence=message.evidence, seconds=message.seconds, nested=message.nested
+        )
     return Outcome(
         kind=OutcomeKind.REFUSED,
         reason=message.reason or message.kind.name,
         remote_traceback=message.remote_traceback,
-        evidence=Evidence.ANSWER,
+        evidence=message.evidence,
         fence=message.fence,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch.nn
@@ -51,12 +51,87 @@ class WeightSyncScheme(abc.ABC):
     # ----------------------------------------------------------------------------------------- the sides
 
     def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Make the sender and lay its links. Never waits for a worker."""
-        raise NotImplementedError(f"{type(self).__name__} overrides no init_on_sender().")
+        """Make the sender, put the workers on its roll (ids 0, 1, ...) and lay the links. Never waits.
+
+        Args:
+            model_id: the name of the model, the same on both sides; may be a path on the context.
+            context: gives what is not given by keyword, from attributes of the same names, and the model by
+                ``.get_model(model_id)`` or ``.get_cached_weights(model_id)``. Held weakly.
+            **kwargs: how the workers are reached (see the scheme's own page), ``num_workers``, ``model``,
+                ``source_model``, ``cached_weights``, ``fence`` (the incarnation to rise above, after
+                `WorkerLostError.fence`).
+
+        Raises:
+            StateError: initialised already.
+            ConfigurationError: something is missing, unknown or contradictory.
+        """
+        if self._sender is not None:
+            raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
+        given = checked(kwargs, (*self._sender_arguments, *_ALWAYS_ON_SENDER), "init_on_sender")
+        endpoints = self._endpoints(given, context, model_id)
+        sender = WeightSender(self)
+        self._given, self._context = given, held(context)
+        sender.set_context(context, model_id)
+        for worker_id, endpoint in endpoints.items():
+            sender.add_worker(worker_id, endpoint)
+        sender.connect(fence=given.get("fence"))
+        self._sender = sender
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Make the receiver."""
+        """Make the receiver and listen for the sender. Never waits for it.
+
+        Args:
+            model_id: the name of the model, the same on both sides. Without a model it is resolved on the context when
+                the first weights are received.
+            context: gives what is not given by keyword, from attributes of the same names, and the model by
+                ``.get_model(model_id)``. Held weakly.
+            **kwargs: how the sender reaches us (see the scheme's own page), ``model``.
+
+        Raises:
+            StateError: initialised already.
+            ConfigurationError: something is missing or unknown, or there is neither a model nor a context.
+        """
+        if self._receiver is not None:
+            raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
+        given = checked(kwargs, (*self._worker_arguments, "model"), "init_on_worker")
+        endpoint = self._endpoint(given, context, model_id)
+        receiver = WeightReceiver(self)
+        receiver.set_context(context, model_id)
+        receiver.register_model(self._worker_model(given, context, model_id))
+        receiver.register_worker_transport(endpoint)
+        self._receiver = receiver
+
+    #: What `init_on_sender` and `init_on_worker` take by keyword besides what all schemes do.
+    _sender_arguments: tuple[str, ...] = ()
+    _worker_arguments: tuple[str, ...] = ()
+
+    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+        """How each worker is reached: worker id to what `lay_link` takes.
+
+        Raises:
+            ConfigurationError: it is not said, or is contradictory. No link has been laid.
+        """
+        raise NotImplementedError(f"{type(self).__name__} overrides no init_on_sender().")
+
+    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """How the sender reaches us: what `listen` takes.
+
+        Raises:
+            ConfigurationError: it is not said.
+        """
         raise NotImplementedError(f"{type(self).__name__} overrides no init_on_worker().")
+
+    def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """What the weights are applied to: a model, or a path on the context."""
+        if "model" in given:
+            return given["model"]
+        get_model = optional(context, "get_model")
+        found = MISSING if get_model is MISSING else get_model(model_id)
+        if found is not None and found is not MISSING:
+            return found
+        if context is None:
+            raise ConfigurationError("init_on_worker() needs model=, or a context on which model_id is resolved.")
+        return model_id
 
     def get_sender(self) -> WeightSender:
         """The sender.
@@ -120,6 +195,15 @@ class WeightSyncScheme(abc.ABC):
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over ``endpoint`` for one model; ``peer`` says who is at the other end, for messages to people."""
 
+    def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Give ``accept`` the links by which senders reach us at ``endpoint``; here there is just one, at once.
+
+        Raises:
+            ConfigurationError: no link can be made of the endpoint.
+        """
+        accept(self.lay_link(endpoint, model_id, "the sender"))
+        return _nothing
+
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe behind ``endpoint``.
 
@@ -178,6 +262,31 @@ class WeightSyncScheme(abc.ABC):
     def forget(self) -> None:
         """Become a copy: called in a forked child."""
         self._begin()
+
+
+_ALWAYS_ON_SENDER = ("num_workers", "model", "source_model", "cached_weights", "fence")
+
+
+def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> dict[str, Any]:
+    """What was given by keyword, without what is None.
+
+    Raises:
+        ConfigurationError: a keyword that ``where`` does not take.
+    """
+    unknown = sorted(set(kwargs) - set(allowed))
+    if unknown:
+        raise ConfigurationError(f"{where}() takes no {', '.join(unknown)}; it takes {', '.join(allowed)}.")
+    return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def given_or_found(given: Mapping[str, Any], context: Any, name: str) -> Any:
+    """What was given by keyword, else the context's attribute of that name; None: neither."""
+    found = given[name] if name in given else optional(context, name)
+    return None if found is MISSING else found
+
+
+def _nothing() -> None:
+    return None
 
 
 def _cached(given: Mapping[str, Any], context: Any, model_id: str) -> Any:

@@ -7,6 +7,8 @@ import select
 from functools import lru_cache
 from pathlib import Path
 
+import xxhash
+
 from weightsync.transports.fork import forget_after_fork
 
 
@@ -14,6 +16,14 @@ def own_identity() -> tuple[int, int]:
     """This process's id and its start in clock ticks since boot: what a Hello says of its speaker."""
     pid = os.getpid()
     return pid, _own_start(pid)
+
+
+@lru_cache(maxsize=1)
+def own_host() -> bytes:
+    """What tells this machine and pid namespace from others, 16 bytes: a pid means something only there."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    namespace = os.readlink("/proc/self/ns/pid")
+    return xxhash.xxh3_128_digest(f"{boot} {namespace}".encode())
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,157 @@
+"""Links whose messages are calls and whose answers are the calls' results: Ray, RPC, and users' own transports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from weightsync._tables import Delivery
+from weightsync.errors import ProtocolError, TransportError
+from weightsync.messages import Message
+from weightsync.transports.base import Received, Waker
+from weightsync.transports.fork import forget_after_fork
+from weightsync.transports.liveness import ProcessWatch
+from weightsync.transports.memory import Buffer
+
+#: What a call gives once it is over: what the worker had to say by then. Fails with TransportError if the worker is
+#: gone, with ProtocolError if it answered nonsense; any other exception counts as the first.
+Answers = Future[Sequence[Message]]
+
+
+class Courier(Protocol):
+    """Carries messages to one worker: the part of a transport that `CallLink` does not know."""
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:
+        """Begin the call that carries a message; never blocks. Calls arrive in the order in which they were begun.
+
+        The payload's first ``message.nbytes`` bytes are not written to until the future is done.
+
+        Raises:
+            TransportError: there is no way to the worker. It will never see this message.
+        """
+
+    def close(self) -> None:
+        """No further call will be begun; those on their way are not waited for."""
+
+
+class CallLink:
+    """A link over the calls of a `Courier`. See `weightsync.transports.base.Link` for its contract.
+
+    Args:
+        courier: begins the calls.
+        peer: who is at the other end, for messages to people.
+    """
+
+    delivery = Delivery.ORDERED
+
+    def __init__(self, courier: Courier, peer: str) -> None:
+        self._courier = courier
+        self._peer = peer
+        self._calls: list[Answers] = []
+        self._waker = Waker()
+        self._watch: ProcessWatch | None = None
+        self._failed: TransportError | ProtocolError | None = None
+        self._closed = False
+        forget_after_fork(self)
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for messages to people."""
+        return self._peer
+
+    def send(self, message: Message, payload: Buffer | None = None) -> None:
+        """Begin the call that carries a message: see `Link.send`."""
+        self._require_open()
+        token = object()
+        if payload is not None:
+            payload.pin(token)
+        try:
+            answers = self._courier.start(message, payload)
+        except BaseException:
+            if payload is not None:
+                payload.unpin(token)
+            raise
+        self._calls.append(answers)
+        answers.add_done_callback(lambda _: self._over(payload, token))
+
+    def _over(self, payload: Buffer | None, token: object) -> None:
+        """Runs in whichever thread the call ends in, possibly after the link was closed."""
+        if payload is not None:
+            payload.unpin(token)
+        self._waker.fire()
+
+    def flush(self) -> bool:
+        """Nothing is ever queued here."""
+        self._require_open()
+        return True
+
+    def receive(self) -> list[Received]:
+        """The answers of the calls that are over: see `Link.receive`."""
+        self._require_open()
+        self._waker.clear()
+        # Asked before looking: what the peer said before its death is then certainly there.
+        dead = self._watch is not None and self._watch.dead
+        over = [call for call in self._calls if call.done()]
+        self._calls = [call for call in self._calls if call not in over]
+        received = [Received(message) for call in over for message in self._said(call)]
+        if self._failed is None and dead and self._watch is not None:
+            self._failed = TransportError(f"{self._peer} has ended: process {self._watch.pid} is dead.")
+        if self._failed is not None:
+            if not received:
+                raise self._failed
+            # What came before is delivered now, the error at the next call: the wait before it must end.
+            self._waker.fire()
+        return received
+
+    def _said(self, call: Answers) -> Sequence[Message]:
+        error = call.exception()
+        if error is None:
+            return call.result()
+        if isinstance(error, TransportError | ProtocolError):
+            self._failed = error
+        else:
+            self._failed = TransportError(f"A call to {self._peer} failed: {error}")
+            self._failed.__cause__ = error
+        return ()
+
+    def waitables(self) -> list[int]:
+        """Readable once a call is over, or the peer is dead: see `Link.waitables`."""
+        if self._closed:
+            return []
+        watched = [self._watch.fileno()] if self._watch is not None and self._watch.fileno() >= 0 else []
+        return [self._waker.fileno(), *watched]
+
+    def wants_write(self) -> int | None:
+        """Nothing is ever queued here."""
+        return None
+
+    def watch(self, pid: int, started: int) -> None:
+        """Notice the death of the peer's process: see `Link.watch`."""
+        if not pid or self._closed or (self._watch is not None and self._watch.names(pid, started)):
+            return
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = ProcessWatch(pid, started)
+        if self._watch.dead:
+            self._waker.fire()
+
+    def close(self) -> None:
+        """Give the link up: see `Link.close`. A payload on its way stays as it is until its call is over."""
+        if self._closed:
+            return
+        self._closed = True
+        self._courier.close()
+        self._calls.clear()
+        self._waker.close()
+        if self._watch is not None:
+            self._watch.close()
+
+    def forget(self) -> None:
+        """In a forked child: be closed, and close nothing of the parent's."""
+        self._closed = True
+        self._calls.clear()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"The link to {self._peer} is closed.")
