@@ -1,0 +1,40 @@
+"""A pid means something on its own machine only: peers elsewhere are not watched by theirs."""
+
+from __future__ import annotations
+
+import weightsync.driving.receiver
+import weightsync.driving.sender
+from fleet import MultiProcessWeightSyncScheme, Pair
+from weightsync.transports.liveness import own_host
+from weightsync.transports.pipe import PipeLink
+
+
+def test_g10_peers_on_this_host_are_watched_by_their_pids(monkeypatch):
+    assert watched(monkeypatch) == 2
+
+
+def test_g10_a_peer_on_another_host_is_not_watched_by_its_pid(monkeypatch):
+    for driver in (weightsync.driving.sender, weightsync.driving.receiver):
+        monkeypatch.setattr(driver, "own_host", elsewhere())
+    assert watched(monkeypatch) == 0
+
+
+def elsewhere():
+    """Says another host at each asking, so that no two speakers agree."""
+    asked = iter(range(1000))
+    return lambda: bytes([next(asked) % 256]) * 16
+
+
+def watched(monkeypatch) -> int:
+    """How many ends of one pair watch the other's process."""
+    seen = []
+    monkeypatch.setattr(PipeLink, "watch", lambda link, pid, started: seen.append(pid))
+    pair = Pair(MultiProcessWeightSyncScheme)
+    assert pair.sync().ok
+    pair.close()
+    return len(seen)
+
+
+def test_a_process_knows_its_own_host():
+    assert own_host() == own_host()
+    assert len(own_host()) == 16
