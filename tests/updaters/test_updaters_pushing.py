@@ -425,7 +425,7 @@ def test_a_second_thread_that_pushes_while_the_first_waits_gets_a_state_error() 
 
 def test_a_second_thread_is_refused_at_once_while_a_call_blocks() -> None:
     inside, leave = threading.Event(), threading.Event()
-    updater = Recorder([0], worker_0=lambda: (inside.set(), leave.wait(30)) and None)
+    updater = Recorder([0], worker_0=lambda: (inside.set(), leave.wait(30))[0])
     thread = threading.Thread(target=updater.push_weights)
     thread.start()
     assert inside.wait(30)
