@@ -12,7 +12,7 @@ from weightsync.driving.interrupts import Shield
 from weightsync.driving.receiver import Pending, ReceiverDriver
 from weightsync.errors import StateError
 from weightsync.messages import Ack, Refusal
-from weightsync.presenting import present
+from weightsync.presenting import present_as
 from weightsync.protocol import receiver as pure
 from weightsync.report import Evidence
 from weightsync.side import Side
@@ -46,8 +46,8 @@ class ByHand(Side):
             timeout: seconds to wait for one; 0: do not wait; None: until one comes or the sender is gone.
 
         Returns:
-            A TensorDict or a dict, fresh, in the format of the scheme's strategy; None: none came. An update that was
-            damaged on the way, or has no such format, is refused, and the sender told.
+            A TensorDict or a dict, fresh, of the kind that the sender was given; None: none came. An update that was
+            damaged on the way is refused, and the sender told.
 
         Raises:
             StateError: the receiver is closed, or has no link.
@@ -73,7 +73,7 @@ class ByHand(Side):
                 return None
             try:
                 digest = self._verified(pending)
-                weights = present(pending.layout, pending.payload, pending.update.extras, self._scheme.strategy)
+                weights = present_as(pending.update.form, pending.layout, pending.payload, pending.update.extras)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with it is told to the sender
                 self._refuse(pending, str(error), traceback.format_exc())
                 return None
