@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from weightsync.sender import WeightSender as WeightSender
     from weightsync.strategy import WeightStrategy as WeightStrategy
     from weightsync.timing import Timeout as Timeout
+    from weightsync.updaters.base import WeightUpdaterBase as WeightUpdaterBase
+    from weightsync.updaters.local import MultiProcessedWeightUpdater as MultiProcessedWeightUpdater
+    from weightsync.updaters.local import RemoteModuleWeightUpdater as RemoteModuleWeightUpdater
+    from weightsync.updaters.local import VanillaWeightUpdater as VanillaWeightUpdater
 
 __version__ = "0.1.0"
 
@@ -86,6 +90,10 @@ _HOMES = {
     "WeightSender": "sender",
     "WeightStrategy": "strategy",
     "Timeout": "timing",
+    "WeightUpdaterBase": "updaters.base",
+    "MultiProcessedWeightUpdater": "updaters.local",
+    "RemoteModuleWeightUpdater": "updaters.local",
+    "VanillaWeightUpdater": "updaters.local",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fleet import MultiProcessWeightSyncScheme, Pair
+
 import weightsync.driving.receiver
 import weightsync.driving.sender
-from fleet import MultiProcessWeightSyncScheme, Pair
 from weightsync.transports.liveness import own_host
 from weightsync.transports.pipe import PipeLink
 
@@ -14,8 +15,9 @@ def test_g10_peers_on_this_host_are_watched_by_their_pids(monkeypatch):
 
 
 def test_g10_a_peer_on_another_host_is_not_watched_by_its_pid(monkeypatch):
+    says = elsewhere()
     for driver in (weightsync.driving.sender, weightsync.driving.receiver):
-        monkeypatch.setattr(driver, "own_host", elsewhere())
+        monkeypatch.setattr(driver, "own_host", says)
     assert watched(monkeypatch) == 0
 
 
