@@ -307,7 +307,7 @@ class MailboxScheme(MultiProcessWeightSyncScheme):
         return Mailbox(pipe_or_context)
 
 
-def test_transport_backend_is_a_protocol_of_three_methods() -> None:
+def test_transport_backend_is_a_protocol_of_its_methods() -> None:
     assert isinstance(Mailbox(small()), TransportBackend)
     assert not isinstance(object(), TransportBackend)
     assert isinstance(NoWeightSyncScheme().create_transport(None), TransportBackend)
