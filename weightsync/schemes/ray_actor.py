@@ -1,62 +1,70 @@
-"""`WeightSyncActor`: turns a class of Ray actors into receivers of weights."""
+"""`WeightSyncActor`: the base that makes a Ray actor a receiver of weights."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
+import numpy
 import torch
 
-from weightsync._tables import State
-from weightsync.errors import ConfigurationError, ModelPathError, StateError, TransportError
 from weightsync.receiver import WeightReceiver
-from weightsync.timing import Deadline
-from weightsync.transports.doors import Door, Frames, Parcel
+from weightsync.schemes.ray import CALL, RayWeightSyncScheme
+from weightsync.schemes.ray_desk import Desk, desk_of
+from weightsync.transports.doors import Frames, Parcel
 
-#: The actor's method that senders call.
-CALL: Final = "_weightsync_call"
-#: Seconds a call waits for calls that were begun before it; reached if they were lost.
-PATIENCE_FOR_ORDER: Final = 5.0
-#: Seconds that an async actor's event loop is held while another thread serves.
-PATIENCE_OF_LOOP: Final = 1.0
-#: Seconds between two looks at whether another thread has answered.
-STEP: Final = 0.05
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Desk:
-    """Takes the calls for one model in this process to its receiver, and the answers home.
+def _never_twice(function: _Function) -> _Function:
+    # As Ray's own decorator writes it: importing Ray for it would make every import of weightsync's wait for Ray.
+    function.__dict__["__ray_max_task_retries__"] = 0
+    return function
 
-    Args:
-        model_id: the model.
+
+class WeightSyncActor:
+    """The base that makes a Ray actor a receiver of weights::
+
+        @ray.remote
+        class Collector(WeightSyncActor):
+            def __init__(self):
+                self.policy = make_policy()
+
+    Weights are applied between two calls of a serial actor. Where forwards run in other threads (``max_concurrency``,
+    threads of your own) put them into ``with self.weight_receiver().serving():``. The model is what
+    ``self.get_model(model_id)`` gives, else ``self.<model_id>``, such as ``self.policy``. An actor that initialises a
+    `RayWeightSyncScheme` itself, by `init_on_worker`, is served by that.
     """
 
-    def __init__(self, model_id: str) -> None:
-        self.door = Door(model_id)
-        #: Set once it listens: who is driven by the calls; None: a thread of the receiver's own reads.
-        self.receiver: WeightReceiver | None = None
-        self._early: dict[str, list[Parcel]] = {}
-
-    def call(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
-        """Take a parcel in and have it decided; the answers.
-
-        Waits while the version served is held (`WeightReceiver.serving`), so that nothing is torn.
+    def weight_receiver(self, model_id: str = "policy") -> WeightReceiver:
+        """The receiver of a model in this actor, made now if there is none yet.
 
         Raises:
-            TransportError: its link is not known here, or closed. Whatever is raised, the link is closed.
-            StateError, ConfigurationError, ModelPathError: the receiver is closed, or there is no model.
+            ConfigurationError: no model is found, or a scheme's background thread receives it.
         """
-        try:
-            return self._decided(parcel, lost)
-        except BaseException:
-            self._early.pop(parcel.link, None)
-            self.door.drop(parcel)
-            raise
+        desk = self._weightsync_desk(model_id)
+        return RayWeightSyncScheme.receiver_at(desk)
 
-    def _decided(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
-        early = self._early.pop(parcel.link, [])
-        if not self.door.knows(parcel.link) and not early:
-            self._require_first(parcel)
-        answers = [self.door.knock(each) for each in (*early, parcel)]
-        self.door.skip(parcel, lost)
-        return [frame for answer in answers for frame in answer.result()]
+    def _weightsync_desk(self, model_id: str) -> Desk:
+        desk = desk_of(model_id)
+        with desk.lock:
+            if not desk.attended:
+                RayWeightSyncScheme().init_on_worker(model_id, context=self)
+        return desk
+
+    @_never_twice
+    def _weightsync_call(
+        self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
+    ) -> Frames:
+        """What senders call: see `weightsync.transports.ray.ActorCourier`."""
+        parcel = Parcel(link, number, frame, _bytes_of(payload))
+        return self._weightsync_desk(model_id).call(parcel, lost)
+
+
+assert CALL in vars(WeightSyncActor)
+
+
+def _bytes_of(payload: numpy.ndarray[Any, Any] | torch.Tensor | None) -> memoryview | None:
+    if payload is None:
+        return None
+    return memoryview(payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload)
