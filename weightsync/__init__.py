@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from weightsync.updaters.local import MultiProcessedWeightUpdater as MultiProcessedWeightUpdater
     from weightsync.updaters.local import RemoteModuleWeightUpdater as RemoteModuleWeightUpdater
     from weightsync.updaters.local import VanillaWeightUpdater as VanillaWeightUpdater
+    from weightsync.updaters.ray import RayWeightUpdater as RayWeightUpdater
 
 __version__ = "0.1.0"
 
@@ -98,6 +99,7 @@ _HOMES = {
     "MultiProcessedWeightUpdater": "updaters.local",
     "RemoteModuleWeightUpdater": "updaters.local",
     "VanillaWeightUpdater": "updaters.local",
+    "RayWeightUpdater": "updaters.ray",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

@@ -7,9 +7,11 @@ pushes   one push at a time, over the machines of a sender; calls: a worker's ca
 
 from weightsync.updaters.base import WeightUpdaterBase
 from weightsync.updaters.local import MultiProcessedWeightUpdater, RemoteModuleWeightUpdater, VanillaWeightUpdater
+from weightsync.updaters.ray import RayWeightUpdater
 
 __all__ = [
     "MultiProcessedWeightUpdater",
+    "RayWeightUpdater",
     "RemoteModuleWeightUpdater",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",

@@ -130,9 +130,8 @@ class WeightUpdaterBase(abc.ABC):
         told: Mapping[Any, Outcome] = report.outcomes if report else {}
         skipped = Outcome(kind=OutcomeKind.SKIPPED, reason=self._why_skipped)
         outcomes = {key_of(worker): told.get(key_of(worker), skipped) for worker in targets}
-        report = replace(report or self._pushes.empty(), outcomes=outcomes, preparing=seconds, nbytes=_nbytes(weights))
-        self._concluded(report)
-        return report
+        report = report or self._pushes.empty()
+        return replace(report, outcomes=outcomes, preparing=seconds, nbytes=_nbytes(weights))
 
     def _skips(self, worker: WorkerId) -> bool:
         return worker is not None and self._skip_update(worker)
@@ -141,10 +140,6 @@ class WeightUpdaterBase(abc.ABC):
         if worker is None:
             return self._sync_weights_with_worker(server_weights=weights)
         return self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
-
-    def _concluded(self, report: SyncReport) -> None:
-        """Called once a push, with its report, before that is raised or returned."""
-        return
 
     # -------------------------------------------------------------------------------------- to override
 

@@ -31,6 +31,20 @@ Begin = Callable[[WorkerId], Any]
 GONE: Final = (ConnectionError, EOFError)
 
 
+class Raised(Exception):
+    """How a call's future says that the worker's own code raised.
+
+    Args:
+        reason: the error, in a line.
+        remote_traceback: the worker's own traceback.
+    """
+
+    def __init__(self, reason: str, remote_traceback: str) -> None:
+        super().__init__(reason, remote_traceback)
+        self.reason = reason
+        self.remote_traceback = remote_traceback
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One worker's part of one push."""
@@ -78,7 +92,9 @@ class Call:
         self.answers.set_result([ack])
 
     def _failed(self, error: BaseException) -> None:
-        if isinstance(error, TransportError):
+        if isinstance(error, Raised):
+            self._refused(RefusalKind.REFUSED, error.reason, error.remote_traceback)
+        elif isinstance(error, TransportError):
             self.answers.set_exception(error)
         elif isinstance(error, GONE):
             lost = TransportError(f"the call failed: {type(error).__name__}: {error}")

@@ -48,7 +48,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         return updater
 
     def _get_server_weights(self) -> Any:
-        return _got(self, self.weight_getter, "weight_getter=")
+        return got(self, self.weight_getter, "weight_getter=")
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         WeightStrategy().apply_weights(self._destination, server_weights)
@@ -81,7 +81,7 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         return list(self._policy_weights)
 
     def _get_server_weights(self) -> Any:
-        return _got(self, self.weights_getter, "get_server_weights=")
+        return got(self, self.weights_getter, "get_server_weights=")
 
     def _sync_weights_with_worker(self, worker_id: int | torch.device, server_weights: Any) -> None:  # type: ignore[override]
         WeightStrategy().apply_weights(self._policy_weights[worker_id], server_weights)
@@ -106,13 +106,13 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
         return True
 
     def _get_server_weights(self) -> Any:
-        return _got(self, None, "")
+        return got(self, None, "")
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         return
 
 
-def _got(updater: WeightUpdaterBase, getter: Callable[[], Any] | None, argument: str) -> Any:
+def got(updater: WeightUpdaterBase, getter: Callable[[], Any] | None, argument: str) -> Any:
     """What the getter gives.
 
     Raises:
