@@ -1,7 +1,7 @@
 """Every row and every bulleted name of the reference API, and the tests that say whether it is true here.
 
-Reviewed in one place: `test_reference_rows.py` sees to it that each test exists and that each test of this folder's modules
-of names stands in a row. A module's name stands for the file of that name, wherever in the tests it is.
+Reviewed in one place: `test_reference_rows.py` sees to it that each test exists and that each test of this folder's
+modules of names stands in a row. A module's name stands for the file of that name, wherever in the tests it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of rows is complete: each row has tests, each test that it names exists, and each test of names has a row."""
+"""The table of rows is complete: each row has tests, each of them exists, and each test of names has a row."""
 
 from __future__ import annotations
 

@@ -14,9 +14,13 @@ from tensordict import TensorDict
 from torch import nn
 
 from weightsync import (
+    DistributedTransport,
+    DistributedWeightSyncScheme,
     MPTransport,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RPCTransport,
+    RPCWeightSyncScheme,
     SharedMemTransport,
     SharedMemWeightSyncScheme,
     TransportBackend,
@@ -375,3 +379,72 @@ def test_an_incomplete_transport_raises_at_its_first_send(scheme_class: Any) -> 
 
     with pytest.raises((RuntimeError, ValueError)):
         transport.send_weights("policy", plain(1.0))
+
+
+# --------------------------------------------------------- the others, as far as they need nobody at the other end
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: RPCTransport(), lambda: DistributedTransport(), lambda: RPCTransport(None, None, None)]
+)
+def test_fault_05_transports_without_anybody_to_send_to_say_so(make: Any) -> None:
+    transport = make()
+
+    for send in (transport.send_weights, transport.send_weights_async):
+        with pytest.raises((RuntimeError, ValueError)):
+            send("policy", plain(1.0))
+    with pytest.raises(RuntimeError):
+        transport.wait_ack()
+
+
+def test_fault_05_a_distributed_transport_of_generation_b_without_a_store_says_so() -> None:
+    transport = DistributedTransport(weights_buffer=TensorDict(plain(0.0)))
+
+    with pytest.raises((RuntimeError, ValueError)):
+        transport.send_weights(TensorDict(plain(1.0)))
+
+
+def test_check_connection_is_false_where_nothing_was_initialised() -> None:
+    assert RPCTransport().check_connection() is False
+    assert DistributedTransport().check_connection() is False
+
+
+def test_rpc_transport_receives_nothing() -> None:
+    assert RPCTransport().receive_weights(timeout=0.01) is None
+
+
+def test_distributed_transport_setup_methods_do_nothing() -> None:
+    transport = DistributedTransport(weights_buffer=TensorDict(plain(0.0)))
+
+    assert transport.setup_connection_and_weights_on_sender() is None
+    assert transport.setup_connection_and_weights_on_receiver(worker_idx=0) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "collector_infos"),
+        ({"collector_infos": [1], "collector_rrefs": [], "collector_class": 1}, "collector_rrefs"),
+    ],
+)
+def test_rpc_scheme_names_what_its_sender_misses(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        RPCWeightSyncScheme().init_on_sender("policy", model=small(), **given)
+
+
+def test_distributed_scheme_names_what_its_sides_miss() -> None:
+    with pytest.raises(ValueError, match="store"):
+        DistributedWeightSyncScheme().init_on_worker("policy", model=small(), rank=1)
+    with pytest.raises(ValueError, match="rank"):
+        DistributedWeightSyncScheme().init_on_worker("policy", model=small(), store=object())
+
+
+def test_schemes_make_transports_of_what_they_are_given() -> None:
+    rpc = RPCWeightSyncScheme().create_transport(collector_info=None, collector_rref=None, collector_class=None)
+    distributed = DistributedWeightSyncScheme("gloo", sync=True).create_transport(store=None, rank=1)
+
+    assert isinstance(rpc, RPCTransport)
+    assert isinstance(distributed, DistributedTransport)
+    for transport in (rpc, distributed):
+        with pytest.raises((RuntimeError, ValueError)):
+            transport.send_weights("policy", plain(1.0))
