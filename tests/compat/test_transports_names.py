@@ -384,9 +384,7 @@ def test_an_incomplete_transport_raises_at_its_first_send(scheme_class: Any) -> 
 # --------------------------------------------------------- the others, as far as they need nobody at the other end
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: RPCTransport(), lambda: DistributedTransport(), lambda: RPCTransport(None, None, None)]
-)
+@pytest.mark.parametrize("make", [RPCTransport, DistributedTransport, lambda: RPCTransport(None, None, None)])
 def test_fault_05_transports_without_anybody_to_send_to_say_so(make: Any) -> None:
     transport = make()
 
