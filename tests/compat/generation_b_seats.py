@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from fleet import PATIENCE, Crew, Seat, Worker, constants, small
+from fleet import PATIENCE, Crew, Seat, Worker, constants, filled, small
 from torch import nn
 
 from weightsync.timing import Deadline
@@ -29,7 +29,7 @@ def enter(seat: Seat, index: int, make: Callable[..., nn.Module] = small) -> set
     seat.model = make()
     seat.scheme.init_on_receiver(model_id="policy", model=seat.model, worker_idx=index)
     seat.scheme.connect(worker_idx=index)
-    return constants(seat.model)
+    return holds(seat)
 
 
 def enter_with_context(seat: Seat, index: int) -> set[float]:
@@ -42,7 +42,9 @@ def enter_with_context(seat: Seat, index: int) -> set[float]:
 
 
 def holds(seat: Seat) -> set[float]:
-    return constants(seat.model)
+    """The distinct values of all weights; extra state is none."""
+    tensors = [*seat.model.parameters(), *seat.model.buffers()]
+    return {value for tensor in tensors for value in tensor.flatten().tolist()}
 
 
 def comes_to_hold(seat: Seat, fill: float) -> bool:
@@ -109,6 +111,32 @@ def properties(seat: Seat) -> dict[str, Any]:
 
 def ends(seat: Seat) -> None:
     seat.scheme.shutdown()
+
+
+class Counted(nn.Linear):
+    """Keeps a number as extra state."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(1, 1)
+        self.count = count
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def counted(count: int = 0) -> Counted:
+    return Counted(count)
+
+
+def extra_of(seat: Any) -> int:
+    return seat.model.count
+
+
+def linear(fill: float = 0.0) -> Any:
+    return filled(nn.Linear(2, 2), fill)
 
 
 class Fleet:

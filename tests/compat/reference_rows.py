@@ -284,7 +284,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_properties_on_the_receiver",
             "test_sender_transports_are_those_of_the_workers",
             "test_shared_transport_is_the_one_that_all_workers_share",
-            "test_properties_can_be_set_as_in_the_reference",
+            "test_context_and_model_can_be_set_as_torchrls_collectors_set_them",
             "test_a_pickled_scheme_is_initialised_on_neither_side",
         ),
     },

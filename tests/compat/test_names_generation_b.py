@@ -317,11 +317,12 @@ def test_shared_transport_is_the_one_that_all_workers_share(crew: Crew) -> None:
     assert MultiProcessWeightSyncScheme().shared_transport is None
 
 
-def test_properties_can_be_set_as_in_the_reference(scheme_class: Any) -> None:
+def test_context_and_model_can_be_set_as_torchrls_collectors_set_them(scheme_class: Any) -> None:
     scheme, model, context = scheme_class(), small(), Trainer()
-    scheme.model_id, scheme.context, scheme.model, scheme.worker_idx = "value", context, model, 3
+    scheme.context, scheme.model = context, model
 
-    assert (scheme.model_id, scheme.context, scheme.model, scheme.worker_idx) == ("value", context, model, 3)
+    assert scheme.context is context
+    assert scheme.model is model
 
 
 # --------------------------------------------------------------------------------------------------- backends
@@ -405,37 +406,15 @@ def test_transport_backend_takes_weights_without_a_model_id() -> None:
 
 def test_extra_state_travels(scheme_class: Any, crew: Crew) -> None:
     scheme = scheme_class()
-    scheme.init_on_sender(model_id="policy", model=counted(5), devices=[CPU])
+    scheme.init_on_sender(model_id="policy", model=seats.counted(5), devices=[CPU])
     (worker,) = crew.start(scheme)
-    worker.tell(seats.enter, 0, counted)
+    worker.tell(seats.enter, 0, seats.counted)
     scheme.connect()
     worker.answer()
 
-    assert worker.do(extra_of) == 5
+    assert worker.do(seats.extra_of) == 5
     scheme.shutdown()
     worker.do(seats.ends)
-
-
-class Counted(torch.nn.Linear):
-    """Keeps a number as extra state."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(1, 1)
-        self.count = count
-
-    def get_extra_state(self) -> Any:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.count = state["count"]
-
-
-def counted(count: int = 0) -> Counted:
-    return Counted(count)
-
-
-def extra_of(seat: Any) -> int:
-    return seat.model.count
 
 
 class Adapted(torch.nn.Module):
@@ -459,17 +438,13 @@ def test_lora_modules_are_merged_on_a_copy(scheme_class: Any, crew: Crew) -> Non
     scheme = scheme_class()
     scheme.init_on_sender(model_id="policy", model=adapted, devices=[CPU])
     (worker,) = crew.start(scheme)
-    worker.tell(seats.enter, 0, linear)
+    worker.tell(seats.enter, 0, seats.linear)
     scheme.connect()
 
     assert worker.answer() == {2.0}
     assert constants(adapted.base) == {1.0}
     scheme.shutdown()
     worker.do(seats.ends)
-
-
-def linear(fill: float = 0.0) -> Any:
-    return filled(torch.nn.Linear(2, 2), fill)
 
 
 def test_a_pickled_scheme_is_initialised_on_neither_side(scheme_class: Any) -> None:
