@@ -192,7 +192,9 @@ class Background:
     # ---------------------------------------------------------------------------------------- the receiver's
 
     def link_added(self) -> None:
-        """Read the new link too."""
+        """Read the new link too. That the one before it was lost is no news any more."""
+        with self._news:
+            self._error = None if isinstance(self._error, TransportError) else self._error
         self._spawn()
 
     def applied(self) -> None:
@@ -222,7 +224,7 @@ class Background:
         before = self._told
         self.wait_until(lambda: self._now() != before, Deadline(timeout))
         self._told = self._now()
-        return self._told[1] != before[1]
+        return self._told[1] not in (None, before[1])
 
     def _now(self) -> tuple[int, object]:
         """How many versions were decided, and which is served."""
@@ -235,12 +237,12 @@ class Background:
             TransportError, WeightSyncError: as `receive`.
         """
         while True:
-            if not self.running:
+            if not self.running and self._error is None and self._receiver.broken is None:
                 self._receiver.check_links()
                 self._spawn()
             with self._news:
                 self._news.wait_for(lambda: met() or self._error is not None or not self.running, deadline.remaining)
-                error, self._error = self._error, None
+                error, self._error = self._error or self._receiver.broken, None
                 if error is not None:
                     raise error
                 if met():
