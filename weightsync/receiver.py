@@ -204,6 +204,15 @@ class WeightReceiver(ByHand):
         """
         return self._scheme.user_messages(self._endpoint)
 
+    @property
+    def _transport(self) -> Any:
+        """What TorchRL calls so: its transport class, over this receiver.
+
+        Raises:
+            ConfigurationError: there is no link, or the scheme has no such class.
+        """
+        return self._scheme.transport_of(self, self._endpoint)
+
     def digest(self) -> bytes:
         """The xxh3-128 digest of what the model holds now, 16 bytes, computed as a sender computes it.
 

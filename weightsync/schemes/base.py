@@ -212,6 +212,14 @@ class WeightSyncScheme(abc.ABC):
         """
         raise ConfigurationError(f"{type(self).__name__} has no pipes that could carry messages of your own.")
 
+    def transport_of(self, receiver: Any, endpoint: Any) -> Any:
+        """TorchRL's transport class over ``receiver``, which listens at ``endpoint``: its ``_transport``.
+
+        Raises:
+            ConfigurationError: this scheme has none at the worker's end.
+        """
+        raise ConfigurationError(f"{type(self).__name__} has no transport at the worker's end: use the receiver.")
+
     def published(self, model_id: str, weights: Any) -> None:
         """Called with each version's weights before it is dispatched; keeps nothing of them."""
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightsync.compat.mp import MPTransport, WorkerTransport
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
@@ -45,9 +46,23 @@ class PipeScheme(WeightSyncScheme):
             )
         return pipe
 
-    def create_transport(self, pipe_or_context: Any) -> Link:
-        """A link over a pipe's end for the model ``"policy"``."""
-        return self.lay_link(pipe_or_context, "policy", "the peer")
+    def create_transport(self, pipe_or_context: Any = None, *, pipe: Any = None, **queues: Any) -> Any:
+        """TorchRL's transport class over a pipe's end (or a context that has one), by whatever name it is given.
+
+        Args:
+            pipe_or_context: our end of a pipe, or an object whose ``.pipe`` is that.
+            pipe: the same.
+            **queues: generation B's ``weight_queue``, ``ack_queue`` and ``timeout``.
+
+        Raises:
+            ConfigurationError: nothing is wrong yet if it is incomplete: it raises at the first send.
+        """
+        given = pipe if pipe_or_context is None else pipe_or_context
+        return MPTransport(given, **queues) if given is not None else MPTransport(**queues)
+
+    def transport_of(self, receiver: Any, endpoint: Any) -> WorkerTransport:
+        """`MPTransport` over a receiver that listens on a pipe."""
+        return WorkerTransport(receiver, _pipe(endpoint))
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over a pipe's end, or over the ``.pipe`` of a context.
