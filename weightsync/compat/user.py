@@ -135,8 +135,8 @@ def declared_evidence(transport: object) -> Evidence:
         return Evidence.CALL
     if declared not in (Evidence.CALL, Evidence.ANSWER):
         raise ConfigurationError(
-            f"{type(transport).__name__}.evidence is {declared!r}: it is Evidence.ANSWER if send_weights() returns only "
-            "when the worker has applied the weights, else Evidence.CALL."
+            f"{type(transport).__name__}.evidence is {declared!r}: it is Evidence.ANSWER if send_weights() returns "
+            "only when the worker has applied the weights, else Evidence.CALL."
         )
     return Evidence(declared)
 
@@ -150,12 +150,11 @@ def sending_call(transport: TransportBackend) -> Callable[[str, Any], Any]:
         len([place for place in places if place.default is place.empty]) > 1
     )
     send: Callable[..., Any] = transport.send_weights
-    if names[:1] == ["weights"]:
-        named = "model_id" in names
-        return lambda model_id, weights: send(weights, model_id=model_id) if named else send(weights)
-    if several or names[:1] == ["model_id"]:
-        return lambda model_id, weights: send(model_id, weights)
-    return lambda model_id, weights: send(weights)
+    if names[:1] == ["weights"] and "model_id" in names:
+        return lambda model_id, weights: send(weights, model_id=model_id)
+    if names[:1] == ["model_id"] or (several and names[:1] != ["weights"]):
+        return send
+    return lambda _, weights: send(weights)
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
