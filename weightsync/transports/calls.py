@@ -155,3 +155,7 @@ class CallLink:
     def _require_open(self) -> None:
         if self._closed:
             raise TransportError(f"The link to {self._peer} is closed.")
+
+
+class BlockingLink(CallLink):
+    """Calls of which nobody is told that they are over but he who waits: a sender's `send_async` refuses it."""
