@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch import nn
 
 from weightsync import RayWeightSyncScheme, WeightSyncActor
 from weightsync.schemes import ray_desk
+
+INSTALLED = find_spec("ray.actor") is not None if find_spec("ray") else False
+ray: Any = importlib.import_module("ray") if INSTALLED else None
 
 #: Seconds after which a test gives up; reached only by a failure.
 PATIENCE = 60.0

@@ -69,7 +69,7 @@ class WeightSyncScheme(abc.ABC):
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
         given = checked(kwargs, (*self._sender_arguments, *_ALWAYS_ON_SENDER), "init_on_sender")
         endpoints = self._endpoints(given, context, model_id)
-        sender = WeightSender(self)
+        sender = self.create_sender()
         self._given, self._context = given, held(context)
         sender.set_context(context, model_id)
         for worker_id, endpoint in endpoints.items():
@@ -95,7 +95,7 @@ class WeightSyncScheme(abc.ABC):
             raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
         given = checked(kwargs, (*self._worker_arguments, "model"), "init_on_worker")
         endpoint = self._endpoint(given, context, model_id)
-        receiver = WeightReceiver(self)
+        receiver = self.create_receiver()
         receiver.set_context(context, model_id)
         receiver.register_model(self._worker_model(given, context, model_id))
         receiver.register_worker_transport(endpoint)

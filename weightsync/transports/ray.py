@@ -163,6 +163,16 @@ def _done(*messages: Message) -> Answers:
     return answers
 
 
+def _ack(update: Update) -> Ack:
+    return Ack(
+        model_id=update.model_id,
+        incarnation=update.incarnation,
+        version=update.version,
+        digest=update.digest,
+        evidence=Evidence.CALL,
+    )
+
+
 def _refusal(update: Update, reason: str, trace: str = "", evidence: Evidence = Evidence.NONE) -> Refusal:
     return Refusal(
         model_id=update.model_id,
@@ -207,9 +217,7 @@ class ActorCourier(_Courier):
                 return self._full(message, error)
         frame, number, lost = wire.encode(message), self._next, tuple(self._lost)
         arguments = self._model_id, self._link, number, frame, carried, lost
-        answers = self._begin(
-            lambda: self._call.remote(*arguments), lambda over: self._said(message, number, over)
-        )
+        answers = self._begin(lambda: self._call.remote(*arguments), lambda over: self._said(message, number, over))
         self._next += 1
         del self._lost[: len(lost)]
         if isinstance(message, Update):
@@ -263,8 +271,7 @@ class PlainCourier(_Courier):
     def _said(self, update: Update, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
-            named = {"model_id": update.model_id, "incarnation": update.incarnation, "version": update.version}
-            return [Ack(**named, digest=update.digest, evidence=Evidence.CALL)]
+            return [_ack(update)]
         # First of all: what the actor's method raised may be of any of Ray's types, too.
         if isinstance(error, _exceptions().RayTaskError):
             if isinstance(error, _exceptions().ObjectLostError) and self._row is not None:

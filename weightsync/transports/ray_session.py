@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import threading
 from concurrent.futures import Future
@@ -23,11 +24,10 @@ def require_ray(what: str) -> Any:
         MissingExtraError: Ray is not installed.
     """
     try:
-        import ray
-        import ray.exceptions
+        importlib.import_module("ray.exceptions")
+        return importlib.import_module("ray")
     except ImportError as error:
         raise MissingExtraError("ray", what) from error
-    return ray
 
 
 def plain(text: str) -> str:
@@ -55,7 +55,9 @@ class Session:
         ray = require_ray("RayWeightSyncScheme")
         key = _current(ray)
         if key is None:
-            raise TransportError(f"Ray is not running in this process: {self._peer} cannot be reached. Call ray.init().")
+            raise TransportError(
+                f"Ray is not running in this process: {self._peer} cannot be reached. Call ray.init()."
+            )
         self._key = self._key or key
         if key != self._key:
             raise TransportError(
