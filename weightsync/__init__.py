@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from weightsync._tables import Delivery as Delivery
     from weightsync._tables import RefusalKind as RefusalKind
     from weightsync._tables import State as State
+    from weightsync.compat.ray import RayActorTransport as RayActorTransport
+    from weightsync.compat.ray import RayTransport as RayTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
     from weightsync.schemes.ray_actor import WeightSyncActor as WeightSyncActor
+    from weightsync.schemes.ray_module import RayModuleTransformReceiver as RayModuleTransformReceiver
+    from weightsync.schemes.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
+    from weightsync.schemes.ray_module import RayModuleTransformSender as RayModuleTransformSender
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.sender import WeightSender as WeightSender
     from weightsync.strategy import WeightStrategy as WeightStrategy
@@ -60,6 +65,8 @@ _HOMES = {
     "Delivery": "_tables",
     "RefusalKind": "_tables",
     "State": "_tables",
+    "RayActorTransport": "compat.ray",
+    "RayTransport": "compat.ray",
     "AckTimeoutError": "errors",
     "ConfigurationError": "errors",
     "LayoutError": "errors",
@@ -85,6 +92,9 @@ _HOMES = {
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",
+    "RayModuleTransformReceiver": "schemes.ray_module",
+    "RayModuleTransformScheme": "schemes.ray_module",
+    "RayModuleTransformSender": "schemes.ray_module",
     "WeightSyncActor": "schemes.ray_actor",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "sender",

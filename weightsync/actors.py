@@ -48,7 +48,7 @@ class Backend(enum.Enum):
     NCCL = "nccl"
 
 
-def tensor_transport(value: TensorTransport | str) -> TensorTransport:
+def tensor_transport_of(value: TensorTransport | str) -> TensorTransport:
     """The tensor transport that is meant.
 
     Raises:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 from weightsync import RayWeightSyncScheme, WeightSyncActor
@@ -150,11 +151,14 @@ class Module:
     def __init__(self) -> None:
         self.module = small()
 
-    def _update_weights_tensordict(self, params: Any) -> None:
-        params.to_module(self.module) if params.is_locked else params.data.to_module(self.module)
+    def _update_weights_tensordict(self, params: TensorDict) -> None:
+        params.data.to_module(self.module)
 
-    def _update_weights_state_dict(self, state_dict: Any) -> None:
+    def _update_weights_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         self.module.load_state_dict(state_dict)
+
+    def shows(self) -> set[float]:
+        return constants(self.module.state_dict())
 
 
 def set_policy(actor: Bench, make: Any, *arguments: Any) -> None:

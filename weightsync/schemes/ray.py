@@ -14,8 +14,9 @@ from weightsync.actors import (
     Backend,
     TensorTransport,
     method_of,
+    tensor_transport_of,
 )
-from weightsync.actors import tensor_transport as the_transport
+from weightsync.compat.ray import RayTransport
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.options import Verify, option
@@ -45,8 +46,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         MissingExtraError: ``tensor_transport="nixl"`` without what it needs.
     """
 
-    _sender_arguments = ("remote_collectors", "actor_refs", "actors", "num_collectors")
-    _worker_arguments = ("actor_ref",)
+    _sender_arguments: tuple[str, ...] = ("remote_collectors", "actor_refs", "actors", "num_collectors")
+    _worker_arguments: tuple[str, ...] = ("actor_ref",)
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
     ) -> None:
         self._backend = option(Backend, backend)
-        self._tensor_transport = the_transport(tensor_transport)
+        self._tensor_transport = tensor_transport_of(tensor_transport)
         super().__init__(strategy, verify=verify)
 
     def _begin(self) -> None:
@@ -117,18 +118,37 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """Give ``accept`` each sender's link, as its first call comes: see `WeightSyncScheme.listen`."""
         return desk_of(model_id).open(accept)
 
-    def create_transport(self, pipe_or_context: Any) -> Link:
-        """A link to an actor for the model ``"policy"``."""
-        return self.lay_link(pipe_or_context, "policy", "the actor")
+    def create_transport(
+        self,
+        pipe_or_context: Any = None,
+        *,
+        pipe: Any = None,
+        remote_collector: Any = None,
+        remote_actor: Any = None,
+        worker_idx: int | None = None,
+    ) -> RayTransport:
+        """TorchRL's transport to one actor; without an actor the first send raises.
+
+        Args:
+            pipe_or_context: the actor; ``pipe``, ``remote_collector`` and ``remote_actor`` are other names for it.
+            worker_idx: which worker it is, for people.
+
+        Raises:
+            ConfigurationError: several actors are given.
+        """
+        given = [each for each in (pipe_or_context, pipe, remote_collector, remote_actor) if each is not None]
+        if len(given) > 1:
+            raise ConfigurationError(f"create_transport() was given {len(given)} actors: a transport reaches one.")
+        return RayTransport(given[0] if given else None, self._tensor_transport, worker_idx=worker_idx)
+
+    def create_receiver(self) -> ActorReceiver:
+        """A receiver that the calls to this process's actor drive, once it listens."""
+        return ActorReceiver(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         del state["_links"]
         return state
-
-    def create_receiver(self) -> ActorReceiver:
-        """A receiver that the calls to this process's actor drive, once it listens."""
-        return ActorReceiver(self)
 
 
 def methods_for(strategy: WeightStrategy) -> tuple[str, ...]:

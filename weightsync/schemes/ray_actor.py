@@ -71,4 +71,5 @@ def _bytes_of(payload: Any) -> memoryview | None:
     """Of what Ray brought: a flat array, or a flat tensor if NIXL did."""
     if payload is None:
         return None
-    return memoryview(payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload)
+    found: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
+    return memoryview(found)
