@@ -66,6 +66,7 @@ class Bench:
         ray_desk._desks.clear()
         self.kept: dict[str, Any] = {}
         self.policy: Any = small()
+        self.module: Any = None
 
     def do(self, function: Any, *arguments: Any) -> Any:
         """Do what the test says."""

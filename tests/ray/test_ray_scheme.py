@@ -211,6 +211,20 @@ def test_weights_for_a_model_that_is_not_there_are_a_loss_that_says_so(seats: li
     assert sender.send(timeout=PATIENCE).ok
 
 
+def _ambiguous(actor: Any) -> None:
+    _without_model(actor)
+    actor.policy = actor.module = small()
+
+
+def test_another_models_weights_never_go_into_the_policy(seats: list[Any], trainer: Any) -> None:
+    get(seats[0].do.remote(_ambiguous))
+
+    report = trainer(seats[:1], small(9.0), model_id="critic").send(timeout=PATIENCE, on_failure="report")
+
+    assert report[0].kind is OutcomeKind.LOST
+    assert get(seats[0].shows.remote()) == {0.0}
+
+
 def test_a_newer_sender_fences_an_older_one(seats: list[Any], trainer: Any) -> None:
     older, newer = trainer(seats[:1], small(1.0)), trainer(seats[:1], small(2.0))
     newer.send(timeout=PATIENCE)

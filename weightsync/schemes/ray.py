@@ -105,14 +105,10 @@ class RayWeightSyncScheme(WeightSyncScheme):
         return given.get("actor_ref", context)
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """The model given, or found by ``get_model``, or at the path ``model_id``; for "policy", an actor's module."""
         found = super()._worker_model(given, context, model_id)
-        if not isinstance(found, str):
-            return found
-        try:
-            return _resolve_model(context, found)
-        except ModelPathError:
-            named = [optional(context, name) for name in ("policy", "_actor_module", "module")]
-            return next((model for model in named if model is not MISSING and model is not None), found)
+        # Of another id only its own attribute is meant: a critic's weights would fit many a policy.
+        return only_module(context, found) if found == "policy" else found
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Give ``accept`` each sender's link, as its first call comes: see `WeightSyncScheme.listen`."""
@@ -149,6 +145,15 @@ class RayWeightSyncScheme(WeightSyncScheme):
         state = super().__getstate__()
         del state["_links"]
         return state
+
+
+def only_module(context: Any, path: str) -> Any:
+    """The module of an actor that holds just one, if the path does not resolve on it; else the path."""
+    try:
+        return _resolve_model(context, path)
+    except ModelPathError:
+        named = [optional(context, name) for name in ("_actor_module", "module")]
+        return next((model for model in named if model is not MISSING and model is not None), path)
 
 
 def methods_for(strategy: WeightStrategy) -> tuple[str, ...]:

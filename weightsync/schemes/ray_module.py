@@ -10,7 +10,8 @@ from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError
 from weightsync.options import OnFailure, OnPending, Verify
 from weightsync.report import SyncReport
-from weightsync.schemes.ray import RayWeightSyncScheme, methods_for
+from weightsync.schemes.base import WeightSyncScheme
+from weightsync.schemes.ray import RayWeightSyncScheme, methods_for, only_module
 from weightsync.schemes.ray_desk import ActorReceiver
 from weightsync.sender import WeightSender
 from weightsync.strategy import WeightStrategy
@@ -144,6 +145,11 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """None yet: the actor is found when it is first needed."""
         return {}
+
+    def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """The model given or found by ``get_model``, else the actor's ``_actor_module`` or ``module``, else a path."""
+        found = WeightSyncScheme._worker_model(self, given, context, model_id)
+        return only_module(context, found) if isinstance(found, str) else found
 
     def create_sender(self) -> RayModuleTransformSender:
         """A sender to the one actor."""

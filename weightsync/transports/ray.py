@@ -18,7 +18,7 @@ from weightsync.report import Evidence
 from weightsync.transports.calls import Answers
 from weightsync.transports.doors import decoded
 from weightsync.transports.memory import Buffer
-from weightsync.transports.ray_session import VIGIL, Session, plain, require_ray
+from weightsync.transports.ray_session import VIGIL, Session, plain, require_ray, settle
 
 #: Makes of an update and its payload what goes into the object store.
 Present = Callable[[Update, memoryview], Any]
@@ -107,10 +107,13 @@ class _Courier:
         self._rows = rows
         self._row: Row | None = None
         self._session = Session(peer)
+        self._calls: set[Answers] = set()
 
     def close(self) -> None:
         """No further call will be begun: see `Courier.close`."""
         self._row = None
+        for call in tuple(self._calls):
+            VIGIL.leave(call)
 
     def _put(self, update: Update, payload: Buffer | None) -> Any:
         if self._row is None:
@@ -123,6 +126,8 @@ class _Courier:
             raw = submit().future()
         except Exception as error:
             raise TransportError(f"Ray took no call for {self._peer}: {plain(str(error))}") from error
+        self._calls.add(answers)
+        answers.add_done_callback(self._calls.discard)
         VIGIL.attend(answers, self._peer)
         raw.add_done_callback(lambda over: _conclude(answers, over, said))
         return answers
@@ -142,15 +147,13 @@ class _Courier:
 
 
 def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]], Sequence[Message]]) -> None:
-    """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``, unless Ray's own end was before."""
-    if not VIGIL.dismiss(answers):
-        return
+    """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``."""
     try:
         messages = said(over)
     except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
-        answers.set_exception(error)
+        settle(answers, error=error)
     else:
-        answers.set_result(messages)
+        settle(answers, messages)
 
 
 def _exceptions() -> Any:
