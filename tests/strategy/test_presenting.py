@@ -12,7 +12,7 @@ from torch import nn
 from weightsync.driving.packing import Packer
 from weightsync.errors import ProtocolError
 from weightsync.packing import digest_of
-from weightsync.presenting import present
+from weightsync.presenting import present, present_as
 from weightsync.strategy import WeightStrategy
 from weightsync.weights import layout_of, read_weights
 
@@ -74,3 +74,23 @@ def test_a_payload_that_is_too_short_is_refused():
 
     with pytest.raises(ProtocolError, match="8 bytes"):
         present(packed.layout, packed.buffer.view[:8], packed.extras, WeightStrategy())
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"a.w": torch.ones(2), "_extra_state": {"n": 1}},
+        {"a": {"w": torch.ones(2), "_extra_state": (1, "x")}},
+        TensorDict({"a": {"w": torch.ones(2)}}, []),
+    ],
+    ids=["flat", "nested", "tensordict"],
+)
+def test_weights_are_handed_out_as_what_they_were_given(weights):
+    packed = Packer().pack(weights)
+
+    found = present_as(packed.form, packed.layout, packed.buffer.view, packed.extras)
+
+    assert type(weights) is type(found)
+    assert weights.keys() == found.keys()
+    again = Packer().pack(found)
+    assert (packed.form, packed.digest) == (again.form, again.digest)

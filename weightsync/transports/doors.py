@@ -65,6 +65,8 @@ class DoorLink:
     def bring(self, parcel: Parcel) -> Future[Frames]:
         """Take a call in; the future is done once there is an answer for it, or the link is closed.
 
+        The first call after the link was closed is answered with what was said last, if nobody has heard that.
+
         Raises:
             ProtocolError: the frame is malformed.
             TransportError: the link was closed here.
@@ -72,6 +74,10 @@ class DoorLink:
         message = wire.decode(parcel.frame)
         answer: Future[Frames] = Future()
         with self._lock:
+            if self._closed and self._unsaid:
+                last, self._unsaid = self._unsaid, []
+                answer.set_result(last)
+                return answer
             self._require_open()
             self._open[parcel.number] = answer
             self._early[parcel.number] = _received(message, parcel.payload)
@@ -172,6 +178,8 @@ class DoorLink:
             self._closed = True
             waiting = [self._open[number] for number in sorted(self._open)]
             said = self._unsaid
+            if waiting:
+                self._unsaid = []
             self._open, self._early = {}, {}
         for index, call in enumerate(waiting):
             call.set_result(said if index == 0 else [])
