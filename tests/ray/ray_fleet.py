@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,15 +16,6 @@ from weightsync.schemes import ray_desk
 
 #: Seconds after which a test gives up; reached only by a failure.
 PATIENCE = 60.0
-OBJECT_STORE_NBYTES = 200 * 2**20
-
-
-#: Ray asks nobody on the network, and its actors import what the tests do.
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])]),
-}
 
 
 def small(fill: float = 0.0) -> nn.Module:
