@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weightsync._tables import Delivery as Delivery
     from weightsync._tables import RefusalKind as RefusalKind
     from weightsync._tables import State as State
+    from weightsync.compat.distributed import DistributedTransport as DistributedTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from weightsync.report import OutcomeKind as OutcomeKind
     from weightsync.report import SyncReport as SyncReport
     from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
+    from weightsync.schemes.distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
     from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
@@ -60,6 +62,7 @@ _HOMES = {
     "Delivery": "_tables",
     "RefusalKind": "_tables",
     "State": "_tables",
+    "DistributedTransport": "compat.distributed",
     "AckTimeoutError": "errors",
     "ConfigurationError": "errors",
     "LayoutError": "errors",
@@ -82,6 +85,7 @@ _HOMES = {
     "OutcomeKind": "report",
     "SyncReport": "report",
     "WeightSyncScheme": "schemes.base",
+    "DistributedWeightSyncScheme": "schemes.distributed",
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",

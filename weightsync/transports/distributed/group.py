@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.transports.distributed.c10d import ProcessGroupGloo, Store
 from weightsync.transports.distributed.store import FOR_EVER, Client
 
 #: A payload travels in pieces of this size.
@@ -26,7 +27,7 @@ _LOOK: Final = 0.001
 _AT_ONCE: Final = timedelta(milliseconds=1)
 
 
-class Meeting(dist.Store):
+class Meeting(Store):
     """The store by which two ranks find each other; unlike a plain one it can be given up.
 
     Args:
@@ -49,7 +50,7 @@ class Meeting(dist.Store):
         self.wait([key])
         return self._client.await_value(self._prefix + key)
 
-    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override] # torch passes a list
+    def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys have values."""
         return all(self._client.present(self._prefix + key) for key in keys)
 
@@ -57,13 +58,13 @@ class Meeting(dist.Store):
         """Add to a counter."""
         return self._client.add(self._prefix + key, amount)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta = FOR_EVER) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta = FOR_EVER) -> None:  # noqa: ARG002
         """Return once all keys have values, or the meeting is given up."""
         while not self.check(keys):
             if self._over.wait(_LOOK):
                 raise TransportError("the process group was given up while it was being made")
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override]
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of several keys."""
         return [self.get(key) for key in keys]
 
@@ -143,12 +144,14 @@ class Group:
             with self._lock:
                 self._group = group
 
-    def _move(self, payload: memoryview, in_flight: int, start: Callable[[torch.Tensor, int], Callable[[], None]]) -> None:
+    def _move(
+        self, payload: memoryview, in_flight: int, start: Callable[[torch.Tensor, int], Callable[[], None]]
+    ) -> None:
         whole = torch.frombuffer(payload, dtype=torch.uint8)
         ends: deque[Callable[[], None]] = deque()
         try:
             with _told("failed"):
-                for number, bucket in enumerate(whole.split(BUCKET_NBYTES)):
+                for number, bucket in enumerate(torch.split(whole, BUCKET_NBYTES)):
                     if len(ends) == in_flight:
                         ends.popleft()()
                     ends.append(start(bucket, number))
@@ -206,7 +209,7 @@ def _told(what: str) -> Any:
         raise TransportError(f"The process group with the peer {what}: {str(error).splitlines()[0]}") from error
 
 
-def _backend(name: str) -> tuple[Callable[[dist.Store, int], Any], torch.device | None]:
+def _backend(name: str) -> tuple[Callable[[Store, int], Any], torch.device | None]:
     """How to make a group of that backend, and the device its tensors lie on; None: where they are.
 
     Raises:
@@ -221,9 +224,14 @@ def _backend(name: str) -> tuple[Callable[[dist.Store, int], Any], torch.device 
     raise ConfigurationError(f"backend is {name!r}: give 'gloo' or 'nccl'.")
 
 
-def _gloo(store: dist.Store, rank: int) -> Any:
-    return dist.ProcessGroupGloo(store, rank, 2, _RENDEZVOUS)
+def require_backend(name: str) -> None:
+    """Raise ConfigurationError if that backend is not to be had here."""
+    _backend(name)
 
 
-def _nccl(store: dist.Store, rank: int) -> Any:
+def _gloo(store: Store, rank: int) -> Any:
+    return ProcessGroupGloo(store, rank, 2, _RENDEZVOUS)
+
+
+def _nccl(store: Store, rank: int) -> Any:
     return dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())

@@ -77,6 +77,7 @@ class StoreLink:
         name: str,
         role: Role,
         peer: str,
+        *,
         begin: Callable[[Client], None],
         leave: Callable[[Client], None],
     ) -> None:
@@ -406,12 +407,12 @@ def sender_link(meeting: StoreEnd, model_id: str, peer: str) -> StoreLink:
     def withdraw(client: Client) -> None:
         client.claim(f"weightsync/link/{name}/taken", "closed")
 
-    return StoreLink(meeting, name, SENDER, peer, announce, withdraw)
+    return StoreLink(meeting, name, SENDER, peer, begin=announce, leave=withdraw)
 
 
 def worker_link(meeting: StoreEnd, name: str) -> StoreLink:
     """The worker's end of a link that it has taken."""
-    return StoreLink(meeting, name, WORKER, "the sender", lambda _: None, lambda _: None)
+    return StoreLink(meeting, name, WORKER, "the sender", begin=lambda _: None, leave=lambda _: None)
 
 
 def taken(client: Client, name: str) -> bool:

@@ -46,7 +46,7 @@ class _Listener:
             if self._client is not None:
                 self._client.close()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, _: str) -> None:
         if self._client is not None:
             self._client.cut()
 
@@ -77,7 +77,7 @@ class LostLink:
         self._waker = Waker()
         self._waker.fire()
 
-    def send(self, message: Message, payload: Buffer | None = None) -> None:
+    def send(self, message: Message, payload: Buffer | None = None) -> None:  # noqa: ARG002
         """Fail."""
         raise self._error
 

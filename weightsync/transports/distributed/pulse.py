@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import torch.distributed as dist
-
 from weightsync.errors import TransportError
+from weightsync.transports.distributed.c10d import Store, TCPStore
 from weightsync.transports.distributed.store import Client, base_of
 from weightsync.transports.fork import forget_after_fork
 
@@ -41,7 +39,7 @@ class Pulse:
     Two threads: one beats and listens, the other sees to it that the first is not stuck in a silent store.
     """
 
-    def __init__(self, store: dist.TCPStore) -> None:
+    def __init__(self, store: TCPStore) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._members: dict[int, _Member] = {}
@@ -141,7 +139,7 @@ class _Pulses:
         # Forgotten once, a holder is off the list: a child of the child is another process again.
         forget_after_fork(self)
 
-    def join(self, store: dist.TCPStore, told: Told) -> Heart:
+    def join(self, store: TCPStore, told: Told) -> Heart:
         where = store.host, store.port
         with self._lock:
             pulse = self._running.get(where)
@@ -188,7 +186,7 @@ def process_name() -> str:
     return _pulses.name
 
 
-def join(store: dist.Store, told: Told) -> Heart:
+def join(store: Store, told: Told) -> Heart:
     """Have this process beat in a store.
 
     Args:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
-import torch.distributed as dist
-
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.transports.distributed.c10d import PrefixStore, Store, TCPStore
 from weightsync.transports.fork import forget_after_fork
 
 #: Seconds after which a store that cannot be reached is given up.
@@ -51,7 +50,7 @@ class StoreEnd:
         ConfigurationError: another kind of store, or of rank.
     """
 
-    store: dist.Store
+    store: Store
     rank: int
     backend: str = "gloo"
     in_flight: int = 1
@@ -62,25 +61,25 @@ class StoreEnd:
             raise ConfigurationError(f"rank is {self.rank!r}: the trainer is rank 0, worker i is rank i + 1.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not isinstance(self.store, dist.TCPStore):
+        if not isinstance(self.store, TCPStore):
             raise ConfigurationError("A PrefixStore does not travel to another process: give that process its own.")
         return _arrived, (self.store.host, self.store.port, self.rank, self.backend, self.in_flight)
 
 
 def _arrived(host: str, port: int, rank: int, backend: str, in_flight: int) -> StoreEnd:
-    return StoreEnd(dist.TCPStore(host, port, None, False, DIAL, wait_for_workers=False), rank, backend, in_flight)
+    return StoreEnd(TCPStore(host, port, None, False, DIAL, wait_for_workers=False), rank, backend, in_flight)
 
 
-def base_of(store: Any) -> dist.TCPStore:
+def base_of(store: Any) -> TCPStore:
     """The TCPStore behind a store.
 
     Raises:
         ConfigurationError: there is none: other stores serve one process or one file system, and cannot be waited for.
     """
     base = store
-    while isinstance(base, dist.PrefixStore):
+    while isinstance(base, PrefixStore):
         base = base.underlying_store
-    if not isinstance(base, dist.TCPStore):
+    if not isinstance(base, TCPStore):
         raise ConfigurationError(
             f"a {type(base).__name__} is no store that trainer and workers can meet at: give a "
             "torch.distributed.TCPStore, or a PrefixStore around one."
@@ -98,7 +97,7 @@ class Client:
         TransportError: the store is gone, or the connection was `cut`.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         base = base_of(store)
         self._where = f"the store at {base.host}:{base.port}"
         with _dialling.lock, self._guarded():
@@ -161,9 +160,9 @@ class Client:
             self._plug.close()
 
 
-def _connected(store: dist.Store, base: dist.TCPStore) -> dist.Store:
+def _connected(store: Store, base: TCPStore) -> Store:
     if store is base:
-        return dist.TCPStore(base.host, base.port, None, False, DIAL, wait_for_workers=False)
+        return TCPStore(base.host, base.port, None, False, DIAL, wait_for_workers=False)
     return store.clone()
 
 
