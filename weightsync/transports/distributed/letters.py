@@ -69,7 +69,17 @@ class Inbox:
     def __init__(self, client: Client, key: str) -> None:
         self._client = client
         self._key = key
+        self._read_keys: list[str] = []
         self.number = 0
+
+    def forget(self) -> None:
+        """Remove from the store what was read: once a letter is dealt with, since that takes as long as reading it.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        while self._read_keys:
+            self._client.delete(self._read_keys.pop())
 
     def take(self) -> bytes:
         """The next letter, once it is whole.
@@ -89,7 +99,7 @@ class Inbox:
     def _read(self) -> tuple[bytes, bytes]:
         key = f"{self._key}/{self.number}"
         value = self._client.await_value(key)
-        self._client.delete(key)
+        self._read_keys.append(key)
         self.number += 1
         kind = value[:1]
         if kind == _CLOSED:

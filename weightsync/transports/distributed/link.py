@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import uuid
@@ -241,12 +242,10 @@ class StoreLink:
         try:
             if letter.hint is not None:
                 client.set(letter.hint[0], letter.hint[1].encode())
+            if letter.payload is None or len(letter.payload) <= INLINE_NBYTES:
+                outbox.put(letter.frame if letter.payload is None else letter.frame + letter.payload)
+                return
             outbox.put(letter.frame)
-            if letter.payload is None:
-                return
-            if len(letter.payload) <= INLINE_NBYTES:
-                outbox.put(letter.payload)
-                return
             self._met.wait()
             self._transfer(letter.payload, client)
         finally:
@@ -306,6 +305,9 @@ class StoreLink:
         finally:
             with self._condition:
                 self._reader = None
+            if self._inbox is not None:
+                with contextlib.suppress(TransportError):
+                    self._inbox.forget()
             client.close()
             self._group.close()
 
@@ -313,24 +315,24 @@ class StoreLink:
         self._heart.follow(inbox.take().decode("ascii", "replace"))
         self._met.set()
         while True:
-            message = wire.decode(inbox.take())
-            payload = self._payload(message.nbytes, inbox, client) if isinstance(message, Update) else None
+            inbox.forget()
+            received = self._opened(memoryview(bytearray(inbox.take())), client)
             with self._condition:
-                self._arrived.append(Received(message, payload))
+                self._arrived.append(received)
             self._waker.fire()
 
-    def _payload(self, nbytes: int, inbox: Inbox, client: Client) -> memoryview | None:
-        """An update's payload, whole, in memory of ours."""
-        if not nbytes:
-            return None
+    def _opened(self, letter: memoryview, client: Client) -> Received:
+        """A message, whole, with its payload in memory of ours."""
+        control = wire.peek(letter).control_nbytes
+        message, inline = wire.decode(letter[:control]), letter[control:]
+        nbytes = message.nbytes if isinstance(message, Update) else 0
+        if len(inline) != (nbytes if nbytes <= INLINE_NBYTES else 0):
+            raise wire.malformed(f"{nbytes} bytes were announced, and {len(inline)} came", letter)
         if nbytes <= INLINE_NBYTES:
-            content = memoryview(bytearray(inbox.take()))
-            if len(content) != nbytes:
-                raise wire.malformed(f"{nbytes} bytes were announced, and {len(content)} came", b"")
-            return content
+            return Received(message, inline if nbytes else None)
         landing = self._landings.find(nbytes)
         self._group.receive(client, landing, self._meeting.in_flight)
-        return landing
+        return Received(message, landing)
 
     # ------------------------------------------------------------------------------------------- the end
 

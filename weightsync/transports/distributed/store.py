@@ -103,6 +103,7 @@ class Client:
         with _dialling.lock, self._guarded():
             before = _sockets(base.port)
             self._store = _connected(store, base)
+            self._store.set_timeout(FOR_EVER)
             fresh = [fd for identity, fd in _sockets(base.port).items() if identity not in before]
         self._plug = socket.socket(fileno=os.dup(fresh[0])) if len(fresh) == 1 else None
 
@@ -121,7 +122,6 @@ class Client:
     def await_value(self, key: str) -> bytes:
         """The value of a key, once it has one."""
         with self._guarded():
-            self._store.wait([key], FOR_EVER)
             return self._store.get(key)
 
     def present(self, key: str) -> bool:
