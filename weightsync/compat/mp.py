@@ -63,8 +63,7 @@ class MPTransport(TransportFacade):
             raise ConfigurationError(
                 f"{type(self).__name__} was given no pipe: pass our end of multiprocessing.Pipe(). Nothing was sent."
             )
-        pipe = optional(self._given, "pipe")
-        return self._given if pipe is MISSING else pipe
+        return connection_of(self._given)
 
     def _open_channel(self) -> Channel:
         """The pipe's channel, kept: what was read of the pipe and not handed out yet lies in it."""
@@ -139,6 +138,14 @@ class WorkerTransport(MPTransport):
         """The receiver is the scheme's."""
         self._receivers = {}
         super()._hang_up()
+
+
+def connection_of(endpoint: Any) -> Any:
+    """The connection meant by a pipe's end, by an object whose ``.pipe`` is that, or by an `MPTransport`."""
+    if isinstance(endpoint, MPTransport):
+        return endpoint._connection()
+    pipe = optional(endpoint, "pipe")
+    return endpoint if pipe is MISSING else pipe
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from weightsync.compat.arguments import UNSET, Unset, model_and_weights
-from weightsync.compat.mp import MPTransport
+from weightsync.compat.mp import MPTransport, connection_of
 from weightsync.errors import ConfigurationError, LayoutError, StateError
 from weightsync.layout import extra_state_name
 from weightsync.options import OnFailure
@@ -67,6 +67,7 @@ class SharedMemTransport(MPTransport):
         Raises:
             ConfigurationError: it is no duplex pipe, or registered already.
         """
+        pipe = connection_of(pipe)
         Channel.of(pipe)
         with self._lock:
             if any(known is pipe for known in self._pipes):

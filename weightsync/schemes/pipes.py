@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from weightsync.compat.mp import MPTransport, WorkerTransport
+from weightsync.compat.mp import MPTransport, WorkerTransport, connection_of
 from weightsync.compat.user import user_link
-from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify
 from weightsync.protocol.sender import Standing
@@ -160,7 +159,7 @@ class PipeScheme(WeightSyncScheme):
 
     def transport_of(self, receiver: Any, endpoint: Any) -> WorkerTransport:
         """`MPTransport` over a receiver that listens on a pipe."""
-        return WorkerTransport(receiver, _pipe(endpoint))
+        return WorkerTransport(receiver, connection_of(endpoint))
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over a pipe's end, over the ``.pipe`` of a context, or over a transport of the user's own.
@@ -169,7 +168,7 @@ class PipeScheme(WeightSyncScheme):
             ConfigurationError: it is no duplex pipe.
         """
         users = self._users_transport(endpoint)
-        return PipeLink(_pipe(endpoint), model_id, peer=peer) if users is None else user_link(users, peer)
+        return PipeLink(connection_of(endpoint), model_id, peer=peer) if users is None else user_link(users, peer)
 
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe behind ``endpoint``.
@@ -177,7 +176,7 @@ class PipeScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: it is no duplex pipe.
         """
-        return UserMessages(Channel.of(_pipe(endpoint)))
+        return UserMessages(Channel.of(connection_of(endpoint)))
 
 
 class MultiProcessWeightSyncScheme(PipeScheme):
@@ -191,16 +190,9 @@ class MultiProcessWeightSyncScheme(PipeScheme):
     """
 
 
-def _pipe(endpoint: Any) -> Any:
-    if isinstance(endpoint, MPTransport):
-        return endpoint._connection()
-    pipe = optional(endpoint, "pipe")
-    return endpoint if pipe is MISSING else pipe
-
-
 def _refuse_unusable(pipes: Sequence[Any]) -> None:
     """Refuse pipes before a link is laid over any of them, so that the good ones can be given again."""
-    connections = [_pipe(pipe) for pipe in pipes]
+    connections = [connection_of(pipe) for pipe in pipes]
     if len({id(connection) for connection in connections}) < len(connections):
         raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe a worker.")
     for connection in connections:
