@@ -93,6 +93,14 @@ def connects_with_weights(seat: Seat) -> str | None:
     return raises(seat, "connect", weights=small().state_dict())
 
 
+def moves_to_another_model(seat: Seat) -> bool:
+    """What TorchRL's collectors do once they have copied the policy."""
+    seat.model = small(8.0)
+    seat.kept["collector"] = Collector(seat.model)
+    seat.scheme.context, seat.scheme.model = seat.kept["collector"], seat.model
+    return seat.scheme.context is seat.kept["collector"] and seat.scheme.model is seat.model
+
+
 def properties(seat: Seat) -> dict[str, Any]:
     """What the scheme says of itself on the receiver."""
     scheme = seat.scheme

@@ -77,7 +77,7 @@ def test_init_on_sender_names_what_is_missing_or_contradictory(scheme_class: Any
     ours, _theirs = multiprocessing.Pipe()
 
     with pytest.raises(ValueError, match="pipes"):
-        scheme_class().init_on_sender("policy", Context(num_workers=1))
+        scheme_class().init_on_sender("policy", Context())
     with pytest.raises(ValueError, match="num_workers"):
         scheme_class().init_on_sender("policy", Context(pipes=[ours], num_workers=2))
 

@@ -317,12 +317,12 @@ def test_shared_transport_is_the_one_that_all_workers_share(crew: Crew) -> None:
     assert MultiProcessWeightSyncScheme().shared_transport is None
 
 
-def test_context_and_model_can_be_set_as_torchrls_collectors_set_them(scheme_class: Any) -> None:
-    scheme, model, context = scheme_class(), small(), Trainer()
-    scheme.context, scheme.model = context, model
+def test_context_and_model_can_be_set_as_torchrls_collectors_set_them(scheme_class: Any, crew: Crew) -> None:
+    with fleet_of(crew, scheme_class(), 1) as fleet:
+        assert fleet.workers[0].do(seats.moves_to_another_model)
+        fleet.scheme.send(nested(3.0))
 
-    assert scheme.context is context
-    assert scheme.model is model
+        assert fleet.all(seats.holds) == [{3.0}]
 
 
 # --------------------------------------------------------------------------------------------------- backends
@@ -459,14 +459,16 @@ def test_a_pickled_scheme_is_initialised_on_neither_side(scheme_class: Any) -> N
 
 
 def test_no_scheme_needs_nothing_in_generation_b_either() -> None:
-    scheme = NoWeightSyncScheme()
-    scheme.init_on_sender(model_id="policy")
-    scheme.init_on_receiver(model_id="policy")
-    scheme.connect()
+    trainer, worker = NoWeightSyncScheme(), NoWeightSyncScheme()
+    trainer.init_on_sender(model_id="policy")
+    worker.init_on_receiver(model_id="policy")
+    for scheme in (trainer, worker):
+        scheme.connect()
 
-    assert dict(scheme.send(nested(1.0)).outcomes) == {}
-    assert scheme.receive() is None
-    scheme.shutdown()
+    assert dict(trainer.send(nested(1.0)).outcomes) == {}
+    assert worker.receive() is None
+    for scheme in (trainer, worker):
+        scheme.shutdown()
 
 
 def test_constructors_take_generation_bs_arguments() -> None:
