@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from weightsync.schemes.ray_module import RayModuleTransformReceiver as RayModuleTransformReceiver
     from weightsync.schemes.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
     from weightsync.schemes.ray_module import RayModuleTransformSender as RayModuleTransformSender
+    from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.sender import WeightSender as WeightSender
     from weightsync.strategy import WeightStrategy as WeightStrategy
@@ -96,6 +97,7 @@ _HOMES = {
     "RayModuleTransformScheme": "schemes.ray_module",
     "RayModuleTransformSender": "schemes.ray_module",
     "WeightSyncActor": "schemes.ray_actor",
+    "register_weight_sync_backend": "schemes.registry",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "sender",
     "WeightStrategy": "strategy",
