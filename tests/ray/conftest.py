@@ -20,6 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.ray)
+            # Starting a process takes seconds, and minutes where many do so at once.
+            item.add_marker(pytest.mark.timeout(300))
             # Ray's C++ and its background threads leave what they do not close to the collector.
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
 

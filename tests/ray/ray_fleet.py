@@ -62,7 +62,7 @@ class Bench:
         """Be as new: no receiver, fresh weights."""
         for desk in list(ray_desk._desks.values()):
             if desk.receiver is not None:
-                desk.receiver.close()
+                desk.receiver.close()  # its background thread, too
         ray_desk._desks.clear()
         self.kept: dict[str, Any] = {}
         self.policy: Any = small()

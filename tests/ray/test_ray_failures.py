@@ -234,7 +234,8 @@ PROGRAM = """
     sender = scheme.get_sender()
     seat.sleep.remote(600.0)
     sender.send_async()
-    threading.Timer(0.3, ray.shutdown).start()
+    ending = threading.Timer(0.3, ray.shutdown)
+    ending.start()
     started = time.monotonic()
     during = sender.wait_async(timeout=60, on_failure="report")
     took = time.monotonic() - started
@@ -242,7 +243,8 @@ PROGRAM = """
         after = sender.send(timeout=60)
     except ConnectionError as error:
         after = error
-    assert not ray.is_initialized(), "a send has started a cluster of its own"
+    ending.join()
+    assert not ray.is_initialized(), f"{during} {after!r}: a send has started a cluster of its own"
     scheme.close()
     print(during[0].kind.name, during[0].reason, type(after).__name__, took < 15)
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ import torch
 from ray_fleet import PATIENCE, constants, filled, init_by_hand, ray, set_policy, small
 from torch import nn
 
-from weightsync import ConfigurationError, Evidence, OutcomeKind, RayWeightSyncScheme, RefusedError, State
+from weightsync import (
+    ConfigurationError,
+    Evidence,
+    OutcomeKind,
+    RayWeightSyncScheme,
+    RefusedError,
+    State,
+    WeightSyncScheme,
+)
 from weightsync.messages import Hello
 from weightsync.schemes import ray_desk
 from weightsync.tensors import bits_of
@@ -296,6 +305,40 @@ def test_nixl_says_at_construction_what_is_missing(monkeypatch: pytest.MonkeyPat
 def test_both_generations_construct() -> None:
     assert RayWeightSyncScheme("tensordict", "nccl").strategy == "tensordict"
     assert RayWeightSyncScheme().strategy == "state_dict"
+
+
+# ------------------------------------------------------------------------------------------- generation B
+
+
+def _as_in_generation_b(actor: Any) -> tuple[bool, bool]:
+    scheme = actor.kept["scheme"] = WeightSyncScheme.from_backend("ray", strategy="tensordict")
+    scheme.init_on_receiver(model_id="policy", context=actor, worker_idx=1)
+    scheme.connect()
+    return scheme.initialized_on_receiver, scheme.synchronized_on_receiver
+
+
+def _serves(actor: Any) -> int | None:
+    return actor.kept["scheme"].get_receiver().version
+
+
+def test_generation_b_connects_and_sends(seats: list[Any]) -> None:
+    assert (True, True) == get(seats[1].do.remote(_as_in_generation_b))
+    scheme = WeightSyncScheme.from_backend("ray", strategy="tensordict", backend="gloo")
+    context = SimpleNamespace(remote_collectors=seats, num_collectors=2, policy=small(3.0))
+    scheme.init_on_sender(model_id="policy", context=context)
+    try:
+        scheme.connect()
+        assert scheme.synchronized_on_sender
+        assert [{3.0}, {3.0}] == get([seat.shows.remote() for seat in seats])
+
+        report = scheme.send(small(4.0), worker_ids=[1])
+        assert report[1].evidence is Evidence.ANSWER
+        assert [{3.0}, {4.0}] == get([seat.shows.remote() for seat in seats])
+        assert get(seats[1].do.remote(_serves)) == 2
+        assert scheme.send({0: small(5.0), 1: small(6.0)}).ok
+        assert [{5.0}, {6.0}] == get([seat.shows.remote() for seat in seats])
+    finally:
+        scheme.shutdown()
 
 
 # ------------------------------------------------------------------------------------ the desk, without Ray

@@ -16,14 +16,17 @@ from weightsync.actors import (
     method_of,
     tensor_transport_of,
 )
+from weightsync.background import Background
 from weightsync.compat.ray import RayTransport
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.options import Verify, option
 from weightsync.paths import _resolve_model
+from weightsync.receiver import WeightReceiver
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.ray_desk import ActorReceiver, desk_of
 from weightsync.strategy import WeightStrategy
+from weightsync.timing import Deadline
 from weightsync.transports.base import Link
 from weightsync.transports.ray_session import require_ray
 
@@ -60,6 +63,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         self._backend = option(Backend, backend)
         self._tensor_transport = tensor_transport_of(tensor_transport)
         super().__init__(strategy, verify=verify)
+
+    _left_behind = (*WeightSyncScheme._left_behind, "_links")
 
     def _begin(self) -> None:
         super()._begin()
@@ -114,6 +119,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """Give ``accept`` each sender's link, as its first call comes: see `WeightSyncScheme.listen`."""
         return desk_of(model_id).open(accept)
 
+    def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
+        """Nothing is waited for: the first weights come by a call, which an actor that waits would not take."""
+
     def create_transport(
         self,
         pipe_or_context: Any = None,
@@ -140,11 +148,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def create_receiver(self) -> ActorReceiver:
         """A receiver that the calls to this process's actor drive, once it listens."""
         return ActorReceiver(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        del state["_links"]
-        return state
 
 
 def only_module(context: Any, path: str) -> Any:

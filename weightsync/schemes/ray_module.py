@@ -116,6 +116,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     ) -> None:
         super().__init__(strategy, backend, verify=verify, tensor_transport=tensor_transport)
 
+    _left_behind = (*RayWeightSyncScheme._left_behind, "_transform")
+
     def _begin(self) -> None:
         super()._begin()
         self._transform: Any = None
@@ -158,8 +160,3 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     def create_receiver(self) -> RayModuleTransformReceiver:
         """A receiver that the calls to this process's actor drive, once it listens."""
         return RayModuleTransformReceiver(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        del state["_transform"]
-        return state

@@ -18,7 +18,7 @@ from weightsync.report import Evidence
 from weightsync.transports.calls import Answers
 from weightsync.transports.doors import decoded
 from weightsync.transports.memory import Buffer
-from weightsync.transports.ray_session import VIGIL, Session, plain, require_ray, settle
+from weightsync.transports.ray_session import VIGIL, Session, plain, put_away, require_ray, settle
 
 #: Makes of an update and its payload what goes into the object store.
 Present = Callable[[Update, memoryview], Any]
@@ -111,7 +111,9 @@ class _Courier:
 
     def close(self) -> None:
         """No further call will be begun: see `Courier.close`."""
-        self._row = None
+        if self._row is not None:
+            put_away(self._row)
+            self._row = None
         for call in tuple(self._calls):
             VIGIL.leave(call)
 

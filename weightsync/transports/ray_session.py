@@ -131,5 +131,14 @@ def settle(call: Future[Any], result: Any = None, error: Exception | None = None
         return
 
 
+_ATTIC: list[Any] = []
+
+
+def put_away(holder: Any) -> None:
+    """Let go of what holds references, unless Ray is down: letting one go while Ray ends, Ray ends the process."""
+    if not require_ray("RayWeightSyncScheme").is_initialized():
+        _ATTIC.append(holder)
+
+
 #: Of this process.
 VIGIL: Final = Vigil()
