@@ -25,20 +25,32 @@ class World:
     """One RPC world: ``trainer``, and ``w0``, ``w1`` ... Nothing of RPC runs in the test's own process."""
 
     def __init__(self, context: Any, folder: Path, workers: int, rpc_timeout: float = 60.0) -> None:
-        options = {"init_method": f"file://{folder}/store{next(_numbers)}", "rpc_timeout": rpc_timeout}
         self.context = context
+        self.folder = folder
+        self.rpc_timeout = rpc_timeout
+        self.strangers: list[Worker] = []
         self.trainer = Worker(context, None)
         self.workers = [Worker(context, None) for _ in range(workers)]
         self.names = [f"w{index}" for index in range(workers)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Let all of them join, with a store that nobody has used."""
+        self.options = {"init_method": f"file://{self.folder}/store{next(_numbers)}", "rpc_timeout": self.rpc_timeout}
         everybody = [self.trainer, *self.workers]
         for rank, (name, process) in enumerate(zip(["trainer", *self.names], everybody, strict=True)):
-            process.tell(enter, name, rank, len(everybody), options)
+            process.tell(enter, name, rank, len(everybody), self.options)
         for process in everybody:
             process.answer()
 
+    def stranger(self) -> Worker:
+        """One more process, in no world yet."""
+        self.strangers.append(Worker(self.context, None))
+        return self.strangers[-1]
+
     def end(self) -> None:
         """Kill everybody: torch cannot shut a world down in which somebody is dead."""
-        for process in [self.trainer, *self.workers]:
+        for process in {*self.strangers, self.trainer, *self.workers}:
             process.kill()
             process.end()
 

@@ -167,25 +167,24 @@ def test_shutting_down_gracefully_works_once_the_schemes_are_closed(short_lived:
     assert world.workers[0].answer() < SOON
 
 
-def test_after_a_death_a_new_world_needs_a_shutdown_that_is_not_graceful(short_lived: Make, tmp_path: Any) -> None:
+def test_after_a_death_nobody_is_admitted_but_a_new_world_may_have_everybody_again(short_lived: Make) -> None:
     world = short_lived(2)
     world.workers[0].kill()
-    survivors = [world.trainer, world.workers[1]]
-    for process in survivors:
-        assert process.do(depart) < SOON
-    options = {"init_method": f"file://{tmp_path}/anew", "rpc_timeout": 60.0}
-    for rank, (name, process) in enumerate(zip(["trainer", "w1"], survivors, strict=True)):
-        process.tell(enter, name, rank, 2, options)
-    for process in survivors:
-        process.answer()
+    substitute = world.stranger()
+    substitute.tell(enter, "w0", 1, 3, world.options)
+    time.sleep(2.0)
+    assert not substitute.answered()
+    substitute.kill()
 
-    survivors[1].do(listen)
-    survivors[0].do(command, ["w1"])
-    survivors[0].tell(send, 9.0)
-    assert survivors[1].do(take)
-    assert survivors[0].answer().ok
-    survivors[0].do(retire)
-    survivors[1].do(retire)
+    for process in (world.trainer, world.workers[1]):
+        assert process.do(depart) < SOON
+    world.workers[0] = world.stranger()
+    world.begin()
+    with world.syncing([0, 1]) as trainer:
+        trainer.tell(send, 9.0)
+        assert world.workers[0].do(take)
+        assert world.workers[1].do(take)
+        assert trainer.answer().ok
 
 
 def test_a_link_that_was_lost_is_reported_again_by_each_send(short_lived: Make) -> None:

@@ -30,7 +30,7 @@ ENDLESS: Final = 0.0
 #: What a rank's end means for the others, as torch 2.15 has it.
 NOBODY_NEW: Final = (
     "torch's RPC admits nobody in place of a rank that died: the others go on without it; to have it back, call "
-    "rpc.shutdown(graceful=False) everywhere and init_rpc() with a fresh store"
+    "rpc.shutdown(graceful=False) in all of them and init_rpc() with a fresh store, each with the rank that it had"
 )
 
 
@@ -182,7 +182,7 @@ def plain(error: BaseException) -> str:
 
 def lost(peer: str, error: BaseException) -> TransportError:
     """A call ended without an answer."""
-    if is_initialised():
+    if is_initialised() and "pipe closed" not in str(error):
         reason = f"RPC reaches {peer} no more ({plain(error)}). {NOBODY_NEW}"
     else:
         reason = f"RPC was shut down here while {peer} had not answered ({plain(error)}): it may have applied it"
