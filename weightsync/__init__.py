@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
     from weightsync.schemes.ray_actor import WeightSyncActor as WeightSyncActor
+    from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
     from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.sender import WeightSender as WeightSender
@@ -90,6 +91,7 @@ _HOMES = {
     "WeightSyncActor": "schemes.ray_actor",
     "RPCTransport": "compat.rpc",
     "RPCWeightSyncScheme": "schemes.rpc",
+    "register_weight_sync_backend": "schemes.registry",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "sender",
     "WeightStrategy": "strategy",
