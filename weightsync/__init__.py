@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from weightsync.schemes.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
     from weightsync.schemes.ray_module import RayModuleTransformSender as RayModuleTransformSender
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
+    from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.sender import WeightSender as WeightSender
     from weightsync.strategy import WeightStrategy as WeightStrategy
