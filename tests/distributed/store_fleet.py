@@ -124,7 +124,7 @@ class Network:
 # ------------------------------------------------------------------------------ what workers can be told to do
 
 
-def meet(
+def meet(  # noqa: PLR0917 - told over a pipe, by position
     seat: Seat,
     port: int,
     rank: int,
