@@ -10,21 +10,24 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
+from weightsync._tables import RECEIVER_ROWS, ReceiverInput, State
+from weightsync.byhand import ByHand
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.receiver import Pending, ReceiverDriver
 from weightsync.errors import ConfigurationError, LayoutError, TransportError, WeightSyncError
+from weightsync.extras import encode_extras
 from weightsync.machine import next_state
-from weightsync.messages import Ack, Refusal
-from weightsync.packing import digest, digest_of_weights
+from weightsync.messages import Ack
+from weightsync.packing import digest, digest_of
 from weightsync.paths import _resolve_model
 from weightsync.protocol import receiver as pure
 from weightsync.serving import PATIENCE, ServingLock
-from weightsync.side import Side, pipes_travel
+from weightsync.side import pipes_travel
 from weightsync.target import Mode, Staged, SwapBroken, Target
 from weightsync.timing import Deadline, Stopwatch
 from weightsync.transports.base import Link, wait
 from weightsync.transports.user import UserMessages
+from weightsync.weights import layout_of, read_weights
 
 logger = logging.getLogger("weightsync")
 
@@ -61,7 +64,7 @@ class Ready:
     seconds: float
 
 
-class WeightReceiver(Side):
+class WeightReceiver(ByHand):
     """Takes in the weights of one model in a worker.
 
     A strict state machine (`state`). Versions are applied in the thread that calls `receive`, whole or not at all;
@@ -79,6 +82,7 @@ class WeightReceiver(Side):
         self._listening: list[Callable[[], None]] = []
         self._driver = ReceiverDriver(self._model_id)
         self._target: Target | None = None
+        self._handed = None
         self._staged: Ready | None = None
         self._serving = ServingLock()
         self._attendant: Attendant | None = None
@@ -187,10 +191,12 @@ class WeightReceiver(Side):
         target = self._destination()
         with self._serving.alone(), Shield(self._driver.waker.fire), self._driver.lock:
             next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
-            if self._attendant is None:
+            # What was handed out is not overtaken now: the weights are probably its own.
+            if self._out is None and self._attendant is None:
                 self._driver.pump()
             pending = self._driver.pending
-            if pending is not None and pending.update.digest == digest_of_weights(weights):
+            if pending is not None and self._are_of(pending, weights):
+                self._handed = None
                 self._apply(target)
                 return
             self._write(target, weights, inplace)
@@ -330,6 +336,14 @@ class WeightReceiver(Side):
             self._driver.layout = self._target.layout
         return self._target
 
+    def _are_of(self, pending: Pending, weights: Any) -> bool:
+        """Whether weights given by hand are those of the pending version, as their digest tells."""
+        read = read_weights(weights)
+        if layout_of(read, pending.layout) != pending.layout:
+            return False
+        wanted = pending.update.digest or digest(pending.payload, pending.update.extras)
+        return wanted == digest_of(read, pending.layout, encode_extras(read.extras()))
+
     def take_in(self, target: Target) -> bool | None:
         """Read, stage, and make live what is pending unless somebody holds the version served.
 
@@ -461,17 +475,8 @@ class WeightReceiver(Side):
         self.last_refusal = reason
         self._staged = None
         logger.warning("model %r refused version %d: %s", self._model_id, pending.update.version, reason)
-        self._driver.take(
-            pure.Refused(
-                Refusal(
-                    model_id=self._model_id,
-                    incarnation=pending.update.incarnation,
-                    version=pending.update.version,
-                    kind=RefusalKind.REFUSED,
-                    reason=reason,
-                    remote_traceback=remote_traceback,
-                    fence=self._driver.data.fence,
-                )
-            )
-        )
+        self._driver.take(pure.Refused(self._refusal(pending, reason, remote_traceback)))
         self._decided()
+
+    def _serving_lock(self) -> contextlib.AbstractContextManager[None]:
+        return self._serving.alone()
