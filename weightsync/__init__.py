@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from weightsync.compat.mp import MPTransport as MPTransport
     from weightsync.compat.none import NoTransport as NoTransport
     from weightsync.compat.shared import SharedMemTransport as SharedMemTransport
+    from weightsync.compat.ray import RayActorTransport as RayActorTransport
+    from weightsync.compat.ray import RayTransport as RayTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
     from weightsync.schemes.ray_actor import WeightSyncActor as WeightSyncActor
+    from weightsync.schemes.ray_module import RayModuleTransformReceiver as RayModuleTransformReceiver
+    from weightsync.schemes.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
+    from weightsync.schemes.ray_module import RayModuleTransformSender as RayModuleTransformSender
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.sender import WeightSender as WeightSender
@@ -72,6 +77,8 @@ _HOMES = {
     "MPTransport": "compat.mp",
     "NoTransport": "compat.none",
     "SharedMemTransport": "compat.shared",
+    "RayActorTransport": "compat.ray",
+    "RayTransport": "compat.ray",
     "AckTimeoutError": "errors",
     "ConfigurationError": "errors",
     "LayoutError": "errors",
@@ -98,6 +105,9 @@ _HOMES = {
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",
+    "RayModuleTransformReceiver": "schemes.ray_module",
+    "RayModuleTransformScheme": "schemes.ray_module",
+    "RayModuleTransformSender": "schemes.ray_module",
     "WeightSyncActor": "schemes.ray_actor",
     "register_weight_sync_backend": "schemes.registry",
     "SharedMemWeightSyncScheme": "schemes.shared",
