@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from weightsync.compat.shared import SharedMemTransport as SharedMemTransport
     from weightsync.compat.ray import RayActorTransport as RayActorTransport
     from weightsync.compat.ray import RayTransport as RayTransport
+    from weightsync.compat.rpc import RPCTransport as RPCTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from weightsync.schemes.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
     from weightsync.schemes.ray_module import RayModuleTransformSender as RayModuleTransformSender
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
+    from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.sender import WeightSender as WeightSender
     from weightsync.strategy import WeightStrategy as WeightStrategy
@@ -109,6 +111,8 @@ _HOMES = {
     "RayModuleTransformScheme": "schemes.ray_module",
     "RayModuleTransformSender": "schemes.ray_module",
     "WeightSyncActor": "schemes.ray_actor",
+    "RPCTransport": "compat.rpc",
+    "RPCWeightSyncScheme": "schemes.rpc",
     "register_weight_sync_backend": "schemes.registry",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "sender",
