@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weightsync.compat.ray import RayActorTransport as RayActorTransport
     from weightsync.compat.ray import RayTransport as RayTransport
     from weightsync.compat.rpc import RPCTransport as RPCTransport
+    from weightsync.compat.distributed import DistributedTransport as DistributedTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from weightsync.report import OutcomeKind as OutcomeKind
     from weightsync.report import SyncReport as SyncReport
     from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
+    from weightsync.schemes.distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
     from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
@@ -81,6 +83,7 @@ _HOMES = {
     "SharedMemTransport": "compat.shared",
     "RayActorTransport": "compat.ray",
     "RayTransport": "compat.ray",
+    "DistributedTransport": "compat.distributed",
     "AckTimeoutError": "errors",
     "ConfigurationError": "errors",
     "LayoutError": "errors",
@@ -104,6 +107,7 @@ _HOMES = {
     "OutcomeKind": "report",
     "SyncReport": "report",
     "WeightSyncScheme": "schemes.base",
+    "DistributedWeightSyncScheme": "schemes.distributed",
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",
