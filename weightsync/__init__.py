@@ -67,6 +67,11 @@ if TYPE_CHECKING:
     from weightsync.sender import WeightSender as WeightSender
     from weightsync.strategy import WeightStrategy as WeightStrategy
     from weightsync.timing import Timeout as Timeout
+    from weightsync.updaters.base import WeightUpdaterBase as WeightUpdaterBase
+    from weightsync.updaters.local import MultiProcessedWeightUpdater as MultiProcessedWeightUpdater
+    from weightsync.updaters.local import RemoteModuleWeightUpdater as RemoteModuleWeightUpdater
+    from weightsync.updaters.local import VanillaWeightUpdater as VanillaWeightUpdater
+    from weightsync.updaters.ray import RayWeightUpdater as RayWeightUpdater
 
 __version__ = "0.1.0"
 
@@ -122,6 +127,11 @@ _HOMES = {
     "WeightSender": "sender",
     "WeightStrategy": "strategy",
     "Timeout": "timing",
+    "WeightUpdaterBase": "updaters.base",
+    "MultiProcessedWeightUpdater": "updaters.local",
+    "RemoteModuleWeightUpdater": "updaters.local",
+    "VanillaWeightUpdater": "updaters.local",
+    "RayWeightUpdater": "updaters.ray",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
