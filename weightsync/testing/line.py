@@ -33,7 +33,7 @@ class Line:
     def __init__(self, stage: Stage, model_id: str = "policy", ends: Ends | None = None) -> None:
         self.stage = stage
         self.model_id = model_id
-        self.ends = ends or stage.lay(model_id)
+        self.ends = stage.lay(model_id) if ends is None else stage.adopt(ends)
         self.cable = stage.cable(self.ends, f"the link of {model_id!r}")
         self.cable.patient = True
         self.sender = Tap(self.ends.sender, self.cable, End.SENDER)

@@ -39,7 +39,10 @@ class Stage:
 
     def lay(self, model_id: str) -> Ends:
         """A fresh connection."""
-        ends = self._factory(model_id)
+        return self.adopt(self._factory(model_id))
+
+    def adopt(self, ends: Ends) -> Ends:
+        """Close these too when the scenario is over."""
         self._ends.append(ends)
         return ends
 
@@ -50,7 +53,7 @@ class Stage:
     def strike(self) -> None:
         """Take the scenario down: close every link, dispose of every connection."""
         ends, self._ends = self._ends, []
-        for each in ends:
+        for each in reversed(ends):
             each.sender.close()
             if not callable(each.receiver):
                 each.receiver.close()
