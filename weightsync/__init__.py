@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
     from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
+    from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
+    from weightsync.schemes.ray_actor import WeightSyncActor as WeightSyncActor
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.sender import WeightSender as WeightSender
     from weightsync.strategy import WeightStrategy as WeightStrategy
@@ -82,6 +84,8 @@ _HOMES = {
     "WeightSyncScheme": "schemes.base",
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
+    "RayWeightSyncScheme": "schemes.ray",
+    "WeightSyncActor": "schemes.ray_actor",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "sender",
     "WeightStrategy": "strategy",

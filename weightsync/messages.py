@@ -7,6 +7,7 @@ belongs to. ``version`` 0 means "none yet" or, in a refusal, the handshake itsel
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from weightsync._tables import RefusalKind
@@ -41,6 +42,16 @@ class SlotRef:
     segment: int
 
 
+class WeightsForm(enum.Enum):
+    """What the sender's caller gave as weights, so that they are handed out as such."""
+
+    #: A dict of dotted names, as a state dict.
+    FLAT = "state_dict"
+    #: A dict of dicts.
+    NESTED = "dict"
+    TENSORDICT = "tensordict"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """One version on its way to one worker. Its payload follows it, or lies in a slot."""
@@ -57,6 +68,8 @@ class Update:
     nbytes: int = 0
     #: The modules' extra state, encoded.
     extras: bytes = b""
+    #: As what the weights are handed out to a loop that applies them by hand.
+    form: WeightsForm = WeightsForm.FLAT
     #: None: the payload follows inline.
     slot: SlotRef | None = None
 

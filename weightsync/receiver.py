@@ -9,17 +9,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
+from weightsync._tables import RECEIVER_ROWS, ReceiverInput, State
+from weightsync.byhand import ByHand
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.receiver import Pending, ReceiverDriver
 from weightsync.errors import ConfigurationError, LayoutError, TransportError, WeightSyncError
 from weightsync.extras import encode_extras
 from weightsync.machine import next_state
-from weightsync.messages import Ack, Refusal
+from weightsync.messages import Ack
 from weightsync.packing import digest, digest_of
 from weightsync.paths import _resolve_model
 from weightsync.protocol import receiver as pure
-from weightsync.side import Side, pipes_travel
+from weightsync.side import pipes_travel
 from weightsync.target import Mode, SwapBroken, Target
 from weightsync.timing import Deadline, Stopwatch
 from weightsync.transports.base import wait
@@ -29,7 +30,7 @@ from weightsync.weights import layout_of, read_weights
 logger = logging.getLogger("weightsync")
 
 
-class WeightReceiver(Side):
+class WeightReceiver(ByHand):
     """Takes in the weights of one model in a worker.
 
     A strict state machine (`state`). Versions are applied in the thread that calls `receive`, whole or not at all;
@@ -49,6 +50,7 @@ class WeightReceiver(Side):
         self._target: Target | None = None
         self._serving = threading.RLock()
         self._inside: int | None = None
+        self._handed = None
         #: Why the last version that was refused did not fit; empty: none was refused.
         self.last_refusal = ""
 
@@ -131,9 +133,12 @@ class WeightReceiver(Side):
         target = self._destination()
         with self._serving, Shield(self._driver.waker.fire), self._driver.lock:
             next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
-            self._driver.pump()
+            # What was handed out is not overtaken now: the weights are probably its own.
+            if self._out is None:
+                self._driver.pump()
             pending = self._driver.pending
-            if pending is not None and pending.update.digest == self._digest_of(weights):
+            if pending is not None and self._are_of(pending, weights):
+                self._handed = None
                 self._apply(target)
                 return
             try:
@@ -232,10 +237,13 @@ class WeightReceiver(Side):
             self._driver.layout = self._target.layout
         return self._target
 
-    def _digest_of(self, weights: Any) -> bytes:
-        """The digest of weights given by hand, as a sender computes it."""
+    def _are_of(self, pending: Pending, weights: Any) -> bool:
+        """Whether weights given by hand are those of the pending version, as their digest tells."""
         read = read_weights(weights)
-        return digest_of(read, layout_of(read), encode_extras(read.extras()))
+        if layout_of(read, pending.layout) != pending.layout:
+            return False
+        wanted = pending.update.digest or digest(pending.payload, pending.update.extras)
+        return wanted == digest_of(read, pending.layout, encode_extras(read.extras()))
 
     def _take_in(self, target: Target) -> bool | None:
         """Read, and apply what is pending unless somebody holds the version served; None if nothing was decided.
@@ -318,16 +326,7 @@ class WeightReceiver(Side):
     def _refuse(self, pending: Pending, reason: str, remote_traceback: str) -> None:
         self.last_refusal = reason
         logger.warning("model %r refused version %d: %s", self._model_id, pending.update.version, reason)
-        self._driver.take(
-            pure.Refused(
-                Refusal(
-                    model_id=self._model_id,
-                    incarnation=pending.update.incarnation,
-                    version=pending.update.version,
-                    kind=RefusalKind.REFUSED,
-                    reason=reason,
-                    remote_traceback=remote_traceback,
-                    fence=self._driver.data.fence,
-                )
-            )
-        )
+        self._driver.take(pure.Refused(self._refusal(pending, reason, remote_traceback)))
+
+    def _serving_lock(self) -> threading.RLock:
+        return self._serving

@@ -30,7 +30,7 @@ import xxhash
 
 from weightsync._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.errors import ConfigurationError, ProtocolError
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal, SlotRef, Update
+from weightsync.messages import Ack, Bye, Hello, Message, Refusal, SlotRef, Update, WeightsForm
 from weightsync.nested import decode_report, encode_report
 from weightsync.report import Evidence
 
@@ -46,13 +46,14 @@ _FIRST: Final = struct.Struct("!4sH")
 _START: Final = struct.Struct("!4sHHQ")
 _COVERED: Final = struct.Struct("!BBBBIQ16sQ16s")
 _HELLO: Final = struct.Struct("!HHIBQQ16s")
-_UPDATE: Final = struct.Struct("!HHIIQBQ")
+_UPDATE: Final = struct.Struct("!HHIIQBBQ")
 _ACK: Final = struct.Struct("!HIdB")
 _REFUSAL: Final = struct.Struct("!HBBII16s")
 _BYE: Final = struct.Struct("!HI")
 _DIGEST_SIZES: Final = (0, 16)
 _REFUSALS: Final = tuple(RefusalKind)
 _EVIDENCE: Final = tuple(Evidence)
+_FORMS: Final = tuple(WeightsForm)
 
 Readable = bytes | bytearray | memoryview
 
@@ -119,7 +120,7 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
         case Update():
             fields = name, message.layout_digest, message.layout, message.extras
             slot = (0, 0) if message.slot is None else (1, message.slot.segment)
-            fixed = _UPDATE.pack(*map(len, fields), message.nbytes, *slot)
+            fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *slot)
             return 2, message.version, message.digest, b"".join((fixed, *fields))
         case Ack():
             nested = encode_report(message.nested)
@@ -245,7 +246,7 @@ def _read_hello(head: Head, body: bytes) -> Hello:
 
 
 def _read_update(head: Head, body: bytes) -> Update:
-    named, digested, laid_out, extra, nbytes, placed, segment = _UPDATE.unpack_from(body)
+    named, digested, laid_out, extra, nbytes, form, placed, segment = _UPDATE.unpack_from(body)
     name, layout_digest, layout, extras = _cut(body, _UPDATE.size, named, digested, laid_out, extra)
     if placed > 1:
         raise ValueError(f"{placed} slots")
@@ -258,6 +259,7 @@ def _read_update(head: Head, body: bytes) -> Update:
         digest=head.digest[: head.digest_nbytes],
         nbytes=nbytes,
         extras=extras,
+        form=_FORMS[form],
         slot=SlotRef(segment=segment) if placed else None,
     )
 

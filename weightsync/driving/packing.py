@@ -9,8 +9,10 @@ from typing import Any, Final
 from weightsync.errors import LayoutError
 from weightsync.extras import encode_extras
 from weightsync.layout import Layout
+from weightsync.messages import WeightsForm
 from weightsync.options import Verify
 from weightsync.packing import digest, pack
+from weightsync.presenting import form_of
 from weightsync.transports.memory import Buffer, Pool
 from weightsync.weights import layout_of, read_weights
 from weightsync.wire import MAX_BODY_NBYTES
@@ -28,6 +30,8 @@ class Packed:
     extras: bytes
     #: xxh3-128 of the payload, then of the extra state; empty: not to be verified.
     digest: bytes
+    #: As what the weights were given.
+    form: WeightsForm = WeightsForm.FLAT
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +81,7 @@ class Packer:
             buffer.pin(self)
         try:
             pack(read, layout, buffer.view)
-            packed = Packed(layout, buffer, extras, b"")
+            packed = Packed(layout, buffer, extras, b"", form_of(weights))
             return packed if self._verify is Verify.LAYOUT else replace(packed, digest=packed.digested())
         except BaseException:
             buffer.unpin(self)

@@ -155,6 +155,7 @@ class SenderDriver:
             digest=packed.digest,
             nbytes=packed.layout.nbytes,
             extras=packed.extras,
+            form=packed.form,
         )
         self._write(worker, link, update, packed.buffer)
         self._told[link] = packed.layout.digest

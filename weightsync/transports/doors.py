@@ -47,7 +47,7 @@ class DoorLink:
     def __init__(self, peer: str) -> None:
         self._peer = peer
         self._lock = threading.Lock()
-        self._early: dict[int, Received] = {}
+        self._early: dict[int, Received | None] = {}
         self._next = 0
         self._arrived: deque[Received] = deque()
         self._open: dict[int, Future[Frames]] = {}
@@ -65,6 +65,8 @@ class DoorLink:
     def bring(self, parcel: Parcel) -> Future[Frames]:
         """Take a call in; the future is done once there is an answer for it, or the link is closed.
 
+        The first call after the link was closed is answered with what was said last, if nobody has heard that.
+
         Raises:
             ProtocolError: the frame is malformed.
             TransportError: the link was closed here.
@@ -72,16 +74,38 @@ class DoorLink:
         message = wire.decode(parcel.frame)
         answer: Future[Frames] = Future()
         with self._lock:
+            if self._closed and self._unsaid:
+                last, self._unsaid = self._unsaid, []
+                answer.set_result(last)
+                return answer
             self._require_open()
             self._open[parcel.number] = answer
             self._early[parcel.number] = _received(message, parcel.payload)
-            while (received := self._early.pop(self._next, None)) is not None:
-                self._arrived.append(received)
-                self._next += 1
+            self._deliver()
             ready = self._ready() if self._unsaid else None
         _answer(ready)
         self._waker.fire()
         return answer
+
+    def _deliver(self) -> None:
+        while self._next in self._early:
+            received = self._early.pop(self._next)
+            self._next += 1
+            if received is not None:
+                self._arrived.append(received)
+
+    def skip(self, number: int) -> None:
+        """A call that will never come: those behind it wait for it no longer."""
+        with self._lock:
+            if number >= self._next and not self._closed:
+                self._early.setdefault(number, None)
+                self._deliver()
+        self._waker.fire()
+
+    def awaits_turn(self, number: int) -> bool:
+        """Whether a call that was begun before this one has not come yet."""
+        with self._lock:
+            return not self._closed and number >= self._next
 
     def release(self, number: int) -> None:
         """Let a call go home with what there is to say, if anything."""
@@ -154,6 +178,8 @@ class DoorLink:
             self._closed = True
             waiting = [self._open[number] for number in sorted(self._open)]
             said = self._unsaid
+            if waiting:
+                self._unsaid = []
             self._open, self._early = {}, {}
         for index, call in enumerate(waiting):
             call.set_result(said if index == 0 else [])
@@ -217,6 +243,31 @@ class Door:
             link = self._links.get(parcel.link)
         if link is not None:
             link.release(parcel.number)
+
+    def knows(self, link: str) -> bool:
+        """Whether a call of that link has come before."""
+        with self._lock:
+            return link in self._links
+
+    def awaits_turn(self, parcel: Parcel) -> bool:
+        """Whether a call waits for others of its link, begun before it, that have not come yet."""
+        with self._lock:
+            link = self._links.get(parcel.link)
+        return link is not None and link.awaits_turn(parcel.number)
+
+    def skip(self, parcel: Parcel, numbers: Sequence[int]) -> None:
+        """Those calls of the parcel's link will never come: see `DoorLink.skip`."""
+        with self._lock:
+            link = self._links.get(parcel.link)
+        for number in numbers if link is not None else ():
+            link.skip(number)
+
+    def drop(self, parcel: Parcel) -> None:
+        """Close the link that a parcel came by."""
+        with self._lock:
+            link = self._links.get(parcel.link)
+        if link is not None:
+            link.close()
 
     def open(self, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Have ``accept`` called with each sender's link, those that have come already included.

@@ -1,0 +1,171 @@
+"""Actors for tests: what they are, and what they can be told to do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync import RayWeightSyncScheme, WeightSyncActor
+from weightsync.schemes import ray_desk
+
+#: Seconds after which a test gives up; reached only by a failure.
+PATIENCE = 60.0
+OBJECT_STORE_NBYTES = 200 * 2**20
+
+
+#: Ray asks nobody on the network, and its actors import what the tests do.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])]),
+}
+
+
+def small(fill: float = 0.0) -> nn.Module:
+    """A model of a few hundred bytes."""
+    return filled(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), fill)
+
+
+def filled(model: nn.Module, fill: float) -> nn.Module:
+    """The model, all its weights set to ``fill``."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(fill)
+    return model
+
+
+def constants(weights: Any) -> set[float]:
+    """The distinct values of all weights."""
+    return {value for tensor in weights.values() for value in tensor.flatten().tolist()}
+
+
+class Bench:
+    """What the actors of tests have in common."""
+
+    def __init__(self) -> None:
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Be as new: no receiver, fresh weights."""
+        for desk in list(ray_desk._desks.values()):
+            if desk.receiver is not None:
+                desk.receiver.close()
+        ray_desk._desks.clear()
+        self.kept: dict[str, Any] = {}
+        self.policy: Any = small()
+
+    def do(self, function: Any, *arguments: Any) -> Any:
+        """Do what the test says."""
+        return function(self, *arguments)
+
+    def shows(self) -> set[float]:
+        """The values of the weights."""
+        return constants(self.policy.state_dict())
+
+    def sleep(self, seconds: float) -> None:
+        """Be busy, so that what comes next waits."""
+        time.sleep(seconds)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Seat(Bench, WeightSyncActor):
+    """An actor with our receiver, in one line."""
+
+    def version(self, model_id: str = "policy") -> int | None:
+        return self.weight_receiver(model_id).version
+
+
+class Threads(Bench, WeightSyncActor):
+    """The same, used with several threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.inside = threading.Event()
+
+    def serve(self) -> tuple[set[float], set[float]]:
+        """Hold the version served until told: what the weights were before and after."""
+        with self.weight_receiver().serving():
+            before = self.shows()
+            self.inside.set()
+            assert self.gate.wait(PATIENCE)
+            return before, self.shows()
+
+    def is_inside(self) -> bool:
+        return self.inside.wait(PATIENCE)
+
+    def open_gate(self) -> None:
+        self.gate.set()
+
+
+class Loop(WeightSyncActor):
+    """An async actor."""
+
+    def __init__(self) -> None:
+        self.policy = small()
+        self.gate = asyncio.Event()
+
+    async def shows(self) -> set[float]:
+        return constants(self.policy.state_dict())
+
+    async def hold(self) -> None:
+        with self.weight_receiver().serving():
+            await self.gate.wait()
+
+    async def let_go(self) -> None:
+        self.gate.set()
+
+
+class Plain(Bench):
+    """An actor that knows nothing of weightsync."""
+
+    def update_policy_weights_(self, policy_or_weights: Any) -> str:
+        if "raise" in self.kept:
+            raise ValueError("these weights are not for me")
+        self.kept["type"] = type(policy_or_weights).__name__
+        self.kept["calls"] = self.kept.get("calls", 0) + 1
+        if not isinstance(policy_or_weights, dict):
+            policy_or_weights = policy_or_weights.flatten_keys(".").to_dict()
+        self.policy.load_state_dict(policy_or_weights)
+        return "whatever it returns"
+
+
+class Module:
+    """An actor as TorchRL's RayModuleTransform makes it, without our receiver."""
+
+    def __init__(self) -> None:
+        self.module = small()
+
+    def _update_weights_tensordict(self, params: Any) -> None:
+        params.to_module(self.module) if params.is_locked else params.data.to_module(self.module)
+
+    def _update_weights_state_dict(self, state_dict: Any) -> None:
+        self.module.load_state_dict(state_dict)
+
+
+def set_policy(actor: Bench, make: Any, *arguments: Any) -> None:
+    actor.policy = make(*arguments)
+
+
+def state(actor: Bench) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in actor.policy.state_dict().items()}
+
+
+def init_by_hand(actor: Bench, how: str) -> str:
+    """What a user may do in an actor before anybody calls."""
+    scheme = RayWeightSyncScheme()
+    if how == "model":
+        scheme.init_on_worker("policy", model=actor.policy)
+    else:
+        scheme.init_on_worker("policy", context=actor)
+    actor.kept["scheme"] = scheme
+    return scheme.get_receiver().state.value

@@ -1,0 +1,341 @@
+"""Ray actors as workers: what a send means on each kind of actor."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from ray_fleet import PATIENCE, constants, filled, init_by_hand, set_policy, small
+from torch import nn
+
+from weightsync import ConfigurationError, Evidence, OutcomeKind, RayWeightSyncScheme, RefusedError, State
+from weightsync.schemes import ray_desk
+from weightsync.tensors import bits_of
+
+
+def get(ref: Any) -> Any:
+    import ray
+
+    return ray.get(ref, timeout=PATIENCE)
+
+
+def test_actors_with_the_mixin_answer_and_serve_what_was_sent(seats: list[Any], trainer: Any) -> None:
+    sender = trainer(seats, small(3.0))
+
+    report = sender.send(timeout=PATIENCE)
+
+    assert report.ok
+    assert [Evidence.ANSWER, Evidence.ANSWER] == [report[worker].evidence for worker in report]
+    assert [{3.0}, {3.0}] == get([seat.shows.remote() for seat in seats])
+    assert [1, 1] == get([seat.version.remote() for seat in seats])
+    assert sender.digest() == get(seats[0].do.remote(_digest))
+
+
+def _digest(actor: Any) -> bytes:
+    return actor.weight_receiver().digest()
+
+
+def test_one_put_serves_all_workers_and_a_late_joiner(
+    seats: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    puts: list[Any] = []
+    real = ray.put
+    monkeypatch.setattr(ray, "put", lambda *args, **kwargs: (puts.append(args), real(*args, **kwargs))[1])
+    sender = trainer(seats[:1], small(1.0))
+
+    sender.send(timeout=PATIENCE)
+    sender.add_worker(1, seats[1])
+    _until(lambda: sender.poll() is None and sender.roll[1].served == 1)
+    assert len(puts) == 1
+
+    sender.send(small(2.0), timeout=PATIENCE)
+    assert len(puts) == 2
+    assert [{2.0}, {2.0}] == get([seat.shows.remote() for seat in seats])
+
+
+def _until(condition: Any) -> None:
+    for _ in range(int(PATIENCE / 0.02)):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not come about")
+
+
+def test_a_row_of_the_store_is_let_go_with_its_sender(seats: list[Any], trainer: Any) -> None:
+    sender = trainer(seats, small(1.0))
+    sender.send(timeout=PATIENCE)
+    shelf = sender._scheme._flat._shelf
+    assert len(shelf._rows) == 1
+
+    sender.close()
+
+    assert len(shelf._rows) == 0
+
+
+def test_the_payload_is_read_in_place(seats: list[Any], trainer: Any) -> None:
+    get(seats[0].do.remote(_note_payloads))
+
+    trainer(seats[:1], nn.Linear(300, 300)).send(timeout=PATIENCE, on_failure="report")
+
+    readonly, owns_memory, nbytes = get(seats[0].do.remote(lambda actor: actor.kept["payload"]))
+    assert readonly
+    assert not owns_memory
+    assert nbytes == 4 * 300 * 301
+
+
+def _note_payloads(actor: Any) -> None:
+    """Look at what Ray hands to the hidden method."""
+    actor.policy = nn.Linear(300, 300)
+    desk = actor._weightsync_desk("policy")
+    inner = desk.call
+
+    def call(parcel: Any, lost: Any) -> Any:
+        if parcel.payload is not None:
+            view = parcel.payload
+            actor.kept["payload"] = view.readonly, view.obj.flags.owndata, view.nbytes
+        return inner(parcel, lost)
+
+    desk.call = call
+
+
+def test_weights_of_every_dtype_arrive_bit_by_bit(seats: list[Any], trainer: Any) -> None:
+    weights = _zoo(7)
+    get(seats[0].do.remote(set_policy, _zoo, 0))
+
+    trainer(seats[:1]).send(weights, timeout=PATIENCE)
+
+    assert get(seats[0].do.remote(lambda actor: _bits(actor.policy))) == _bits(weights)
+
+
+def _bits(weights: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
+    """As bytes, since torch cannot unpickle all dtypes."""
+    return {name: (str(tensor.dtype), bytes(bits_of(tensor).tolist())) for name, tensor in weights.items()}
+
+
+def _zoo(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    made: dict[str, torch.Tensor] = {
+        str(dtype).removeprefix("torch."): torch.randn(5, 3).to(dtype)
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
+    }
+    made["fp8"] = torch.randn(8).to(torch.float8_e4m3fn)
+    made["complex"] = torch.randn(4, dtype=torch.complex64)
+    made["strided"] = torch.randn(6, 4).t()[:, ::2]
+    made["empty"] = torch.empty(0, 3)
+    return made
+
+
+def test_strategy_decides_what_plain_actors_get(plain: Any, trainer: Any) -> None:
+    for strategy, type_name, fill in (("state_dict", "dict", 2.0), ("tensordict", "TensorDict", 4.0)):
+        report = trainer([plain], small(fill), strategy=strategy).send(timeout=PATIENCE)
+
+        assert report[0].evidence is Evidence.CALL
+        assert get(plain.do.remote(lambda actor: actor.kept["type"])) == type_name
+        assert get(plain.shows.remote()) == {fill}
+
+
+def test_a_plain_actor_that_raises_refuses_with_its_traceback(plain: Any, seats: list[Any], trainer: Any) -> None:
+    get(plain.do.remote(lambda actor: actor.kept.update({"raise": True})))
+    sender = trainer([plain, seats[0]], small(5.0))
+
+    with pytest.raises(RefusedError, match="these weights are not for me") as refused:
+        sender.send(timeout=PATIENCE)
+
+    outcome = refused.value.report[0]
+    assert outcome.kind is OutcomeKind.REFUSED
+    assert outcome.evidence is Evidence.CALL
+    assert "update_policy_weights_" in outcome.remote_traceback
+    assert "\x1b" not in str(refused.value)
+    assert refused.value.report[1].kind is OutcomeKind.APPLIED
+
+    get(plain.do.remote(lambda actor: actor.kept.clear()))
+    assert sender.send(timeout=PATIENCE).ok
+
+
+def test_one_sender_serves_both_kinds(plain: Any, seats: list[Any], trainer: Any) -> None:
+    report = trainer([seats[0], plain], small(6.0)).send(timeout=PATIENCE)
+
+    assert [Evidence.ANSWER, Evidence.CALL] == [report[worker].evidence for worker in report]
+
+
+def test_an_update_that_does_not_fit_is_refused_and_nothing_changes(seats: list[Any], trainer: Any) -> None:
+    sender = trainer(seats[:1], small(1.0))
+    sender.send(timeout=PATIENCE)
+
+    with pytest.raises(RefusedError) as refused:
+        sender.send({"other": torch.zeros(3)}, timeout=PATIENCE)
+
+    assert refused.value.report[0].evidence is Evidence.ANSWER
+    assert get(seats[0].shows.remote()) == {1.0}
+    assert sender.send(filled(small(), 2.0), timeout=PATIENCE).ok
+
+
+@pytest.mark.parametrize("how", ["model", "context"])
+def test_an_actor_may_initialise_its_own_scheme(seats: list[Any], trainer: Any, how: str) -> None:
+    assert get(seats[0].do.remote(init_by_hand, how)) == "uninitialized"
+
+    trainer(seats[:1], small(8.0)).send(timeout=PATIENCE)
+
+    assert get(seats[0].shows.remote()) == {8.0}
+    assert get(seats[0].do.remote(lambda actor: actor.kept["scheme"].get_receiver().version)) == 1
+
+
+def test_a_model_may_come_into_being_after_the_handshake(seats: list[Any], trainer: Any) -> None:
+    get(seats[0].do.remote(_without_model))
+    sender = trainer(seats[:1], small(9.0), model_id="critic")
+    get(seats[0].do.remote(lambda actor: actor.__dict__.update(critic=small())))
+
+    assert sender.send(timeout=PATIENCE).ok
+    assert get(seats[0].do.remote(lambda actor: constants(actor.critic.state_dict()))) == {9.0}
+
+
+def _without_model(actor: Any) -> None:
+    actor.policy = None
+    actor.__dict__.pop("critic", None)
+
+
+def test_weights_for_a_model_that_is_not_there_are_a_loss_that_says_so(seats: list[Any], trainer: Any) -> None:
+    get(seats[0].do.remote(_without_model))
+    sender = trainer(seats[:1], small(9.0), model_id="critic")
+
+    report = sender.send(timeout=PATIENCE, on_failure="report")
+
+    assert report[0].kind is OutcomeKind.LOST
+    assert "critic" in report[0].reason
+    get(seats[0].do.remote(lambda actor: actor.__dict__.update(critic=small())))
+    sender.add_worker(0, seats[0])
+    assert sender.send(timeout=PATIENCE).ok
+
+
+def test_a_newer_sender_fences_an_older_one(seats: list[Any], trainer: Any) -> None:
+    older, newer = trainer(seats[:1], small(1.0)), trainer(seats[:1], small(2.0))
+    newer.send(timeout=PATIENCE)
+
+    report = older.send(timeout=PATIENCE, on_failure="report")
+
+    assert report[0].kind is OutcomeKind.LOST
+    assert report[0].fence == newer.incarnation
+    assert get(seats[0].shows.remote()) == {2.0}
+
+
+def test_copies_carry_the_actors_and_owe_nothing(seats: list[Any], trainer: Any) -> None:
+    import copy
+
+    import ray
+
+    sender = trainer(seats[:1], small(1.0))
+    sender.send_async()
+
+    copied = copy.copy(sender._scheme)
+
+    with pytest.raises(RuntimeError, match="uninitialized"):
+        copied.get_sender()
+    assert sender.wait_async(timeout=PATIENCE).ok
+    travelled = ray.get(ray.put(sender._scheme))
+    assert isinstance(travelled, RayWeightSyncScheme)
+    assert travelled.strategy == "state_dict"
+
+
+def test_actors_that_take_no_weights_are_refused_at_init(cluster: Any) -> None:
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Deaf:
+        def act(self) -> None: ...
+
+    deaf = Deaf.remote()
+    try:
+        with pytest.raises(ConfigurationError, match="WeightSyncActor"):
+            RayWeightSyncScheme().init_on_sender("policy", remote_collectors=[deaf], model=small())
+    finally:
+        ray.kill(deaf)
+
+
+@pytest.mark.parametrize("given", [{}, {"num_workers": 3}, {"num_collectors": 1}])
+def test_what_init_lacks_is_named(seats: list[Any], given: dict[str, Any]) -> None:
+    scheme, actors = RayWeightSyncScheme(), {"remote_collectors": seats} if given else {}
+
+    with pytest.raises(ConfigurationError, match="remote_collectors|num_"):
+        scheme.init_on_sender("policy", model=small(), **actors, **given)
+
+
+def test_a_context_gives_what_is_not_given(seats: list[Any]) -> None:
+    class Trainer:
+        actor_refs = seats
+        num_collectors = 2
+
+        def get_model(self, model_id: str) -> nn.Module:
+            return source
+
+    source, context = small(4.0), Trainer()
+    with RayWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", context)
+        assert scheme.get_sender().send(timeout=PATIENCE).ok
+    assert get(seats[1].shows.remote()) == {4.0}
+
+
+def test_nixl_says_at_construction_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError, match="nixl"):
+        RayWeightSyncScheme(tensor_transport="nixl")
+    with pytest.raises(ValueError, match="object_store"):
+        RayWeightSyncScheme(tensor_transport="carrier pigeon")
+
+
+def test_both_generations_construct() -> None:
+    assert RayWeightSyncScheme("tensordict", "nccl").strategy == "tensordict"
+    assert RayWeightSyncScheme().strategy == "state_dict"
+
+
+# ------------------------------------------------------------------------------------ the desk, without Ray
+
+
+def test_a_link_that_begins_in_the_middle_is_refused_at_once() -> None:
+    desk = ray_desk.Desk("policy")
+
+    with pytest.raises(ConnectionError, match="restarted"):
+        desk.call(_parcel(number=3), ())
+
+
+def _parcel(number: int) -> Any:
+    from weightsync.messages import Hello
+    from weightsync.transports.doors import Parcel
+    from weightsync.wire import encode
+
+    return Parcel("a link", number, encode(Hello(model_id="policy", incarnation=1)))
+
+
+def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_desk, "PATIENCE_FOR_ORDER", 0.1)
+    desk = ray_desk.Desk("policy")
+    scheme = RayWeightSyncScheme()
+    scheme.init_on_worker("policy", model=small())
+    desk = ray_desk.desk_of("policy")
+    try:
+        assert desk.call(_parcel(0), ())
+        with pytest.raises(ConnectionError, match="begun before"):
+            desk.call(_parcel(2), ())
+        with pytest.raises(ConnectionError, match="no sender any more"):
+            scheme.get_receiver().receive(timeout=0)
+        assert scheme.get_receiver().state is State.UNINITIALIZED
+    finally:
+        scheme.close()
+        ray_desk._desks.clear()
+
+
+def test_calls_that_were_lost_are_not_waited_for() -> None:
+    scheme = RayWeightSyncScheme()
+    scheme.init_on_worker("policy", model=small())
+    desk = ray_desk.desk_of("policy")
+    try:
+        desk.call(_parcel(0), ())
+        answer = desk._door.knock(_parcel(2))
+        desk._door.skip(_parcel(2), (1,))
+        assert not desk._door.awaits_turn(_parcel(2))
+        assert not answer.done()
+    finally:
+        scheme.close()
+        ray_desk._desks.clear()

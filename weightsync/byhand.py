@@ -1,0 +1,170 @@
+"""What receivers offer to loops that apply weights themselves: an update is handed out, and answered by hand."""
+
+from __future__ import annotations
+
+import abc
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from weightsync._tables import RefusalKind
+from weightsync.driving.interrupts import Shield
+from weightsync.driving.receiver import Pending, ReceiverDriver
+from weightsync.errors import StateError
+from weightsync.messages import Ack, Refusal
+from weightsync.presenting import present_as
+from weightsync.protocol import receiver as pure
+from weightsync.report import Evidence
+from weightsync.side import Side
+from weightsync.timing import Deadline
+from weightsync.transports.base import wait
+
+#: The only text that an ack by hand may have, if it is to say that the weights are applied.
+UPDATED = "updated"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handed:
+    """A pending version that was handed out, with the digest that was found of it."""
+
+    pending: Pending
+    digest: bytes
+
+
+class ByHand(Side):
+    """A receiver whose updates may be handed out as weights; each stays pending until it is answered."""
+
+    _driver: ReceiverDriver
+    _handed: Handed | None = None
+
+    def hand_out(self, timeout: float | None = 0.0) -> Any:
+        """The weights of an update that has arrived and was not handed out yet; needs no registered model.
+
+        The update stays pending until `acknowledge`, or `apply_weights` with these weights.
+
+        Args:
+            timeout: seconds to wait for one; 0: do not wait; None: until one comes or the sender is gone.
+
+        Returns:
+            A TensorDict or a dict, fresh, of the kind that the sender was given; None: none came. An update that was
+            damaged on the way is refused, and the sender told.
+
+        Raises:
+            StateError: the receiver is closed, or has no link.
+            TransportError: the sender is gone.
+            ProtocolError: the peer broke the protocol; its link is down.
+        """
+        deadline = Deadline(timeout)
+        with Shield(self._driver.waker.fire) as shield:
+            while True:
+                seen = self._driver.waker.fired
+                weights = self._taken_out()
+                if weights is not None or deadline.passed:
+                    return weights
+                shield.deliver()
+                wait(self._driver.waker, self._driver.links(), deadline.remaining, seen)
+
+    def _taken_out(self) -> Any:
+        with self._driver.lock:
+            self._driver.pump()
+            pending = self._driver.pending
+            if pending is None or pending is self._out:
+                self._check_links()
+                return None
+            try:
+                digest = self._verified(pending)
+                weights = present_as(pending.update.form, pending.layout, pending.payload, pending.update.extras)
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with it is told to the sender
+                self._refuse(pending, str(error), traceback.format_exc())
+                return None
+            self._handed = Handed(pending, digest)
+            return weights
+
+    @property
+    def _out(self) -> Pending | None:
+        """The pending version, if it was handed out."""
+        held = self._handed
+        return held.pending if held is not None and held.pending is self._driver.pending else None
+
+    def acknowledge(self, message: str = UPDATED) -> None:
+        """Answer by hand for the update that was handed out: the outcome's evidence is `CALL`.
+
+        Args:
+            message: "updated": it is applied. Any other text tells the sender that it is not.
+
+        Raises:
+            StateError: no update that was handed out is pending: it was answered, overtaken, or its link went down.
+        """
+        with self._serving_lock(), Shield(self._driver.waker.fire), self._driver.lock:
+            handed = self._handed
+            if handed is None or self._out is None:
+                raise StateError(
+                    "receiver",
+                    self.state.value,
+                    "an ack by hand",
+                    ["receive_weights"],
+                    "No update that was handed out is pending: none was, it is answered already, a newer one "
+                    "overtook it, or its sender is gone.",
+                )
+            self._handed = None
+            if message == UPDATED:
+                self._driver.take(pure.Applied(self._acked_by_hand(handed)))
+            else:
+                self._driver.take(pure.Refused(self._refusal(handed.pending, other_text(message), "", Evidence.CALL)))
+
+    def refuse(self, error: BaseException) -> None:
+        """Answer by hand that the update that was handed out could not be applied; nothing happens if none is pending.
+
+        Args:
+            error: why; the sender is told its text and its traceback.
+        """
+        with self._serving_lock(), Shield(self._driver.waker.fire), self._driver.lock:
+            pending, self._handed = self._out, None
+            if pending is not None:
+                told = "".join(traceback.format_exception(error))
+                self._driver.take(pure.Refused(self._refusal(pending, str(error), told, Evidence.CALL)))
+
+    def _acked_by_hand(self, handed: Handed) -> Ack:
+        update = handed.pending.update
+        return Ack(
+            model_id=self._model_id,
+            incarnation=update.incarnation,
+            version=update.version,
+            digest=handed.digest,
+            evidence=Evidence.CALL,
+        )
+
+    def _refusal(
+        self, pending: Pending, reason: str, remote_traceback: str, evidence: Evidence = Evidence.ANSWER
+    ) -> Refusal:
+        return Refusal(
+            model_id=self._model_id,
+            incarnation=pending.update.incarnation,
+            version=pending.update.version,
+            kind=RefusalKind.REFUSED,
+            reason=reason,
+            remote_traceback=remote_traceback,
+            fence=self._driver.data.fence,
+            evidence=evidence,
+        )
+
+    @abc.abstractmethod
+    def _serving_lock(self) -> Any:
+        """The lock that is held while the version served changes."""
+
+    @abc.abstractmethod
+    def _verified(self, pending: Pending) -> bytes:
+        """The digest of what arrived, if the sender named one."""
+
+    @abc.abstractmethod
+    def _refuse(self, pending: Pending, reason: str, remote_traceback: str) -> None:
+        """Answer that the pending version did not fit."""
+
+    @abc.abstractmethod
+    def _check_links(self) -> None:
+        """Raise if nothing can come any more."""
+
+
+def other_text(message: str) -> str:
+    """The reason of a refusal that stands for an ack by hand with another text."""
+    return f"acknowledged by hand with {message!r}, not {UPDATED!r}"

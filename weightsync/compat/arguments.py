@@ -1,0 +1,59 @@
+"""The two generations' argument forms, told apart."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Final
+
+from weightsync.errors import ConfigurationError
+
+
+class Form(enum.Enum):
+    """Which generation's results a transport gives; the form of its constructor decides."""
+
+    #: ``receive_weights`` gives ``(model_id, weights)``, and waits 1 s if not told otherwise.
+    A = "A"
+    #: ``receive_weights`` gives the weights, and waits until some come if not told otherwise.
+    B = "B"
+
+
+class Unset(enum.Enum):
+    """The value of an argument that was not given, where None means something."""
+
+    UNSET = "unset"
+
+
+UNSET: Final = Unset.UNSET
+#: The model meant where none is named.
+POLICY: Final = "policy"
+
+
+def model_and_weights(model_id: Any, weights: Any) -> tuple[str, Any]:
+    """What ``send_weights(model_id, weights)``, ``(weights)`` or ``(weights, model_id)`` means.
+
+    The str among two is the model's id, wherever it stands; one alone is the weights, of the model "policy".
+
+    Raises:
+        ConfigurationError: no weights, or no str among two.
+    """
+    if weights is UNSET:
+        model_id, weights = POLICY, model_id
+    elif model_id is UNSET:
+        model_id = POLICY
+    elif isinstance(weights, str):
+        model_id, weights = weights, model_id
+    if weights is UNSET or weights is None or isinstance(weights, str):
+        raise ConfigurationError(
+            f"a transport sends weights (a module, a TensorDict or a dict of tensors), not {_named(weights)}: it knows "
+            "no model of its own. Nothing was sent."
+        )
+    if not isinstance(model_id, str):
+        raise ConfigurationError(
+            f"a model's id is a str, not a {type(model_id).__name__}: call send_weights(model_id, weights) or "
+            "send_weights(weights). Nothing was sent."
+        )
+    return model_id, weights
+
+
+def _named(weights: Any) -> str:
+    return "nothing" if weights is UNSET else repr(weights)

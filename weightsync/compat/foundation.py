@@ -1,0 +1,147 @@
+"""What both halves of a transport facade stand on."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from weightsync.compat.arguments import POLICY, Form
+from weightsync.compat.wiring import FacadeWiring
+from weightsync.errors import ConfigurationError, StateError
+from weightsync.receiver import WeightReceiver
+from weightsync.sender import WeightSender
+from weightsync.strategy import WeightStrategy
+from weightsync.timing import Timeout
+from weightsync.transports.base import Link
+from weightsync.transports.fork import forget_after_fork
+from weightsync.transports.user import UserMessages
+
+
+class Foundation(abc.ABC):
+    """A transport facade's configuration, its links, and how it ends and is copied.
+
+    Behind the verbs stand a `WeightSender` or a `WeightReceiver`, one a model, made on first use: a late ack is never
+    taken for a newer one, a dead peer ends a wait, and every failure is raised. A pickled, copied or forked transport
+    carries its configuration only.
+
+    Args:
+        form: which generation's results it gives.
+        timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait; None: for ever; default:
+            `WEIGHTSYNC_TIMEOUT` or 60.
+        strategy: the format of the weights handed out, and how modules are extracted.
+    """
+
+    #: What `__getstate__` leaves behind.
+    _live: tuple[str, ...] = ("_senders", "_receivers", "_outstanding", "_told", "_last", "_lock", "_wiring", "_closed")
+
+    def __init__(
+        self,
+        *,
+        form: Form = Form.A,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        strategy: WeightStrategy | str = "tensordict",
+    ) -> None:
+        self._form = form
+        self.timeout = timeout
+        self._strategy = strategy
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.RLock()
+        self._wiring = FacadeWiring(self, self._strategy)
+        self._senders: dict[str, WeightSender] = {}
+        self._receivers: dict[str, WeightReceiver] = {}
+        # Models whose update is outstanding, oldest first; and those of them whose failure was told.
+        self._outstanding: list[str] = []
+        self._told: set[str] = set()
+        self._last: str | None = None
+        self._closed = False
+        forget_after_fork(self)
+
+    # ------------------------------------------------------------------------------- what a transport gives
+
+    def _endpoints(self) -> Mapping[int, Any]:
+        """Whom `send_weights` reaches: worker id to what `_lay_link` takes. Here: one, itself.
+
+        Raises:
+            ConfigurationError: the transport was not told whom it reaches. Nothing was sent.
+        """
+        return {0: None}
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """The sender's end of a link.
+
+        Raises:
+            ConfigurationError: the transport was not told whom it reaches, or does not send. Nothing was sent.
+        """
+        raise ConfigurationError(f"{type(self).__name__} does not send: use it at the worker's end.")
+
+    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Have ``accept`` called with each link by which a sender reaches us; what is returned ends that.
+
+        Raises:
+            ConfigurationError: the transport was not told where, or does not receive.
+        """
+        raise ConfigurationError(f"{type(self).__name__} does not receive: use it at the trainer's end.")
+
+    def _waiting(self) -> Sequence[str]:
+        """The models for which something may have arrived here."""
+        return (POLICY,)
+
+    def _user_messages(self) -> UserMessages:
+        raise ConfigurationError(f"{type(self).__name__} has no pipe that could carry messages of your own.")
+
+    def _published(self, model_id: str, weights: Any) -> None:
+        """Called with each version's weights before it is dispatched."""
+
+    def _facade_of(self, receiver: Any) -> Self:
+        return self
+
+    @abc.abstractmethod
+    def check_connection(self) -> bool:
+        """Whether the transport can be used now."""
+
+    # -------------------------------------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """Close for good: links close, what is outstanding is ABANDONED. Closing twice is allowed."""
+        with self._lock:
+            self._closed = True
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Close the senders and receivers behind; the next use makes new ones."""
+        with self._lock:
+            sides = [*self._senders.values(), *self._receivers.values()]
+            self._senders, self._receivers = {}, {}
+            self._outstanding, self._told, self._last = [], set(), None
+        for side in sides:
+            side.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_open(self, asked: str) -> None:
+        if self._closed:
+            raise StateError(type(self).__name__, "closed", asked, ["close"])
+
+    # -------------------------------------------------------------------------------------------- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self._live}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def forget(self) -> None:
+        """Become a copy: called in a forked child."""
+        self._begin()

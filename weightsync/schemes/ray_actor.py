@@ -1,0 +1,70 @@
+"""`WeightSyncActor`: the base that makes a Ray actor a receiver of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import numpy
+import torch
+
+from weightsync.receiver import WeightReceiver
+from weightsync.schemes.ray import CALL, RayWeightSyncScheme
+from weightsync.schemes.ray_desk import Desk, desk_of
+from weightsync.transports.doors import Frames, Parcel
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _never_twice(function: _Function) -> _Function:
+    # As Ray's own decorator writes it: importing Ray for it would make every import of weightsync's wait for Ray.
+    function.__dict__["__ray_max_task_retries__"] = 0
+    return function
+
+
+class WeightSyncActor:
+    """The base that makes a Ray actor a receiver of weights::
+
+        @ray.remote
+        class Collector(WeightSyncActor):
+            def __init__(self):
+                self.policy = make_policy()
+
+    Weights are applied between two calls of a serial actor. Where forwards run in other threads (``max_concurrency``,
+    threads of your own) put them into ``with self.weight_receiver().serving():``. The model is what
+    ``self.get_model(model_id)`` gives, else ``self.<model_id>``, such as ``self.policy``. An actor that initialises a
+    `RayWeightSyncScheme` itself, by `init_on_worker`, is served by that.
+    """
+
+    def weight_receiver(self, model_id: str = "policy") -> WeightReceiver:
+        """The receiver of a model in this actor, made now if there is none yet.
+
+        Raises:
+            ConfigurationError: no model is found, or a scheme's background thread receives it.
+        """
+        desk = self._weightsync_desk(model_id)
+        return RayWeightSyncScheme.receiver_at(desk)
+
+    def _weightsync_desk(self, model_id: str) -> Desk:
+        desk = desk_of(model_id)
+        with desk.lock:
+            if not desk.attended:
+                RayWeightSyncScheme().init_on_worker(model_id, context=self)
+        return desk
+
+    @_never_twice
+    def _weightsync_call(
+        self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
+    ) -> Frames:
+        """What senders call: see `weightsync.transports.ray.ActorCourier`."""
+        parcel = Parcel(link, number, frame, _bytes_of(payload))
+        return self._weightsync_desk(model_id).call(parcel, lost)
+
+
+assert CALL in vars(WeightSyncActor)
+
+
+def _bytes_of(payload: numpy.ndarray[Any, Any] | torch.Tensor | None) -> memoryview | None:
+    if payload is None:
+        return None
+    return memoryview(payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload)

@@ -1,0 +1,274 @@
+"""Links over calls of Ray actors: what a version's calls bring lies once in Ray's object store, for all workers."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from weightsync import wire
+from weightsync._tables import RefusalKind
+from weightsync.errors import TransportError
+from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.report import Evidence
+from weightsync.transports.calls import Answers
+from weightsync.transports.doors import decoded
+from weightsync.transports.memory import Buffer
+from weightsync.transports.ray_session import VIGIL, Session, plain, require_ray
+
+#: Makes of an update and its payload what goes into the object store.
+Present = Callable[[Update, memoryview], Any]
+
+
+class Row:
+    """What one sender keeps in the object store: its newest version.
+
+    Args:
+        present: makes of an update and its payload what is put.
+        options: for `ray.put`.
+    """
+
+    def __init__(self, present: Present, **options: Any) -> None:
+        self._present = present
+        self._options = options
+        self._lock = threading.Lock()
+        self._version = 0
+        self._ref: Any = None
+
+    def put(self, update: Update, payload: Buffer | None) -> Any:
+        """The reference of a version, put now unless it is the newest and was put before."""
+        with self._lock:
+            if self._ref is not None and self._version == update.version:
+                return self._ref
+            view = memoryview(b"") if payload is None else payload.view[: update.nbytes]
+            ref = require_ray("RayWeightSyncScheme").put(self._present(update, view), **self._options)
+            # Older versions are for late joiners alone; the calls that bring them keep them.
+            if update.version > self._version:
+                self._version, self._ref = update.version, ref
+            return ref
+
+    def forget(self, version: int) -> None:
+        """A version's object was lost: it is put anew if it is asked for again."""
+        with self._lock:
+            if self._version == version:
+                self._ref = None
+
+
+class Shelf:
+    """The rows of all senders of one scheme. A row lives while a courier of its sender is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: weakref.WeakValueDictionary[tuple[str, int], Row] = weakref.WeakValueDictionary()
+
+    def row(self, kind: str, incarnation: int, make: Callable[[], Row]) -> Row:
+        """The row for one kind of object of the sender with that incarnation."""
+        with self._lock:
+            found = self._rows.get((kind, incarnation))
+            if found is None:
+                found = self._rows[kind, incarnation] = make()
+            return found
+
+
+class Rows:
+    """One kind of row on a shelf: what the couriers of a scheme are given.
+
+    Args:
+        shelf: shared by the scheme's couriers.
+        kind: a name for what ``present`` makes.
+        present: makes of an update and its payload what is put.
+        options: for `ray.put`.
+    """
+
+    def __init__(self, shelf: Shelf, kind: str, present: Present, **options: Any) -> None:
+        self._shelf = shelf
+        self._kind = kind
+        self._make = lambda: Row(present, **options)
+
+    def of(self, incarnation: int) -> Row:
+        """The row of one sender."""
+        return self._shelf.row(self._kind, incarnation, self._make)
+
+
+class _Courier:
+    """What the couriers to actors have in common: one put a version, the session's end, how a call ends.
+
+    Args:
+        peer: who is at the other end, for messages to people.
+        rows: where its sender's row is found.
+    """
+
+    def __init__(self, peer: str, rows: Rows) -> None:
+        self._peer = peer
+        self._rows = rows
+        self._row: Row | None = None
+        self._session = Session(peer)
+
+    def close(self) -> None:
+        """No further call will be begun: see `Courier.close`."""
+        self._row = None
+
+    def _put(self, update: Update, payload: Buffer | None) -> Any:
+        if self._row is None:
+            self._row = self._rows.of(update.incarnation)
+        return self._row.put(update, payload)
+
+    def _begin(self, submit: Callable[[], Any], said: Callable[[Future[Any]], Sequence[Message]]) -> Answers:
+        answers: Answers = Future()
+        try:
+            raw = submit().future()
+        except Exception as error:
+            raise TransportError(f"Ray took no call for {self._peer}: {plain(str(error))}") from error
+        VIGIL.attend(answers, self._peer)
+        raw.add_done_callback(lambda over: _conclude(answers, over, said))
+        return answers
+
+    def _gone(self, error: BaseException) -> TransportError:
+        if isinstance(error, _exceptions().RayTaskError):
+            reason = f"{self._peer} ended its link: {error.cause}"
+        else:
+            reason = f"The call to {self._peer} did not come back: {plain(str(error)) or repr(error)}"
+        lost = TransportError(reason)
+        lost.__cause__ = error
+        return lost
+
+    def _full(self, update: Update, error: BaseException) -> Answers:
+        """Ray's object store did not take the weights: the worker has heard of nothing."""
+        return _done(_refusal(update, f"Ray's object store did not take the weights: {plain(str(error))}"))
+
+
+def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]], Sequence[Message]]) -> None:
+    """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``, unless Ray's own end was before."""
+    if not VIGIL.dismiss(answers):
+        return
+    try:
+        messages = said(over)
+    except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
+        answers.set_exception(error)
+    else:
+        answers.set_result(messages)
+
+
+def _exceptions() -> Any:
+    return require_ray("RayWeightSyncScheme").exceptions
+
+
+def _done(*messages: Message) -> Answers:
+    answers: Answers = Future()
+    answers.set_result(messages)
+    return answers
+
+
+def _refusal(update: Update, reason: str, trace: str = "", evidence: Evidence = Evidence.NONE) -> Refusal:
+    return Refusal(
+        model_id=update.model_id,
+        incarnation=update.incarnation,
+        version=update.version,
+        kind=RefusalKind.REFUSED,
+        reason=reason,
+        remote_traceback=trace,
+        evidence=evidence,
+    )
+
+
+class ActorCourier(_Courier):
+    """Carries messages to an actor that has our receiver: what comes back is its own answer.
+
+    Args:
+        call: the actor's method that takes ``(model_id, link, number, frame, payload, lost)``.
+        model_id: the model.
+        peer: who is at the other end, for messages to people.
+        rows: where its sender's row is found.
+    """
+
+    def __init__(self, call: Any, model_id: str, peer: str, rows: Rows) -> None:
+        super().__init__(peer, rows)
+        self._call = call
+        self._model_id = model_id
+        self._link = uuid.uuid4().hex
+        self._next = 0
+        self._lost: list[int] = []
+        self._untold = b""
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:
+        """Begin the call that carries a message: see `Courier.start`."""
+        ray = self._session.require()
+        carried = None
+        if isinstance(message, Update):
+            message = replace(message, layout=message.layout or self._untold)
+            try:
+                carried = self._put(message, payload) if message.nbytes else None
+            except ray.exceptions.RayError as error:
+                self._untold = message.layout
+                return self._full(message, error)
+        frame, number, lost = wire.encode(message), self._next, tuple(self._lost)
+        arguments = self._model_id, self._link, number, frame, carried, lost
+        answers = self._begin(
+            lambda: self._call.remote(*arguments), lambda over: self._said(message, number, over)
+        )
+        self._next += 1
+        del self._lost[: len(lost)]
+        if isinstance(message, Update):
+            self._untold = b""
+        return answers
+
+    def _said(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
+        error = over.exception()
+        if error is None:
+            return decoded(over.result())
+        if not isinstance(error, _exceptions().ObjectLostError) or not isinstance(message, Update):
+            raise self._gone(error)
+        # Ray gives up a call whose argument is gone before the actor's code sees it: the worker heard nothing.
+        self._lost.append(number)
+        self._untold = self._untold or message.layout
+        if self._row is not None:
+            self._row.forget(message.version)
+        reason = f"the weights were lost from Ray's object store before the worker read them: {plain(str(error))}"
+        return [_refusal(message, reason)]
+
+
+class PlainCourier(_Courier):
+    """Carries versions to an actor without our receiver: that its method returned is all that is known.
+
+    Args:
+        call: calls the actor's method with a reference to the weights.
+        peer: who is at the other end, for messages to people.
+        rows: where its sender's row is found; it presents weights as the method takes them.
+    """
+
+    def __init__(self, call: Callable[[Any], Any], peer: str, rows: Rows) -> None:
+        super().__init__(peer, rows)
+        self._call = call
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:
+        """Begin the call that carries an update; a handshake is answered at once: see `Courier.start`."""
+        ray = self._session.require()
+        match message:
+            case Hello():
+                return _done(Hello(model_id=message.model_id, incarnation=message.incarnation))
+            case Update():
+                try:
+                    ref = self._put(message, payload)
+                except ray.exceptions.RayError as error:
+                    return self._full(message, error)
+                return self._begin(lambda: self._call(ref), lambda over: self._said(message, over))
+            case Bye():
+                return _done()
+        raise TransportError(f"A sender says no {type(message).__name__} to {self._peer}.")
+
+    def _said(self, update: Update, over: Future[Any]) -> Sequence[Message]:
+        error = over.exception()
+        if error is None:
+            named = {"model_id": update.model_id, "incarnation": update.incarnation, "version": update.version}
+            return [Ack(**named, digest=update.digest, evidence=Evidence.CALL)]
+        # First of all: what the actor's method raised may be of any of Ray's types, too.
+        if isinstance(error, _exceptions().RayTaskError):
+            if isinstance(error, _exceptions().ObjectLostError) and self._row is not None:
+                self._row.forget(update.version)
+            trace = plain(str(error))
+            return [_refusal(update, trace.splitlines()[-1] if trace else repr(error), trace, Evidence.CALL)]
+        raise self._gone(error)
