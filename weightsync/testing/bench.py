@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 from weightsync._tables import RefusalKind, State
 from weightsync.driving.packing import Packed
@@ -154,7 +155,7 @@ class Bench:
             if receiver is None or receiver.over:
                 receiver = self.receivers[worker] = Receiver(worker)
                 self._all_receivers.append(receiver)
-            receiver.stops.append(ends.listen(lambda link, receiver=receiver: self._accept(receiver, cable, link)))
+            receiver.stops.append(ends.listen(partial(self._accept, receiver, cable)))
             sender.driver.join(worker, tap)
 
     def _accept(self, receiver: Receiver, cable: Cable, link: Link) -> None:

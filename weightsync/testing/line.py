@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-
 from weightsync.errors import TransportError
 from weightsync.messages import Ack, Bye, Hello, Message, Update
 from weightsync.testing.ends import Ends
 from weightsync.testing.payloads import fill
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.stage import Stage
-from weightsync.testing.tap import Cable, End, Tap, words
+from weightsync.testing.tap import End, Tap, words
 from weightsync.timing import Deadline
 from weightsync.transports.base import Link, Received
 from weightsync.transports.memory import Buffer
@@ -153,5 +152,3 @@ def must_raise(what: str, use: Callable[[], object], rule: Rule) -> None:
     except TransportError:
         return
     raise Breach(rule, f"{what} returned {found!r}")
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from weightsync._tables import RefusalKind
@@ -49,14 +50,19 @@ def fields(stage: Stage) -> None:
     line.answer(hello)
     line.receive(line.sender)
     nested = SyncReport(model_id="ö", version=3, incarnation=1, outcomes={0: Outcome(kind=OutcomeKind.APPLIED)})
-    said = {"model_id": line.model_id, "incarnation": INCARNATION}
-    for number, answer in enumerate(
-        (
-            Ack(**said, version=1, digest=b"x" * 16, seconds=0.125, evidence=Evidence.CALL, nested=nested),
-            Refusal(**said, version=2, kind=RefusalKind.REFUSED, reason="ä\n" * 900, remote_traceback="at ♞", fence=9),
-        )
-    ):
-        line.tell(line.update(number + 1)[0])
+    ack = replace(line.ack(1), digest=b"x" * 16, seconds=0.125, evidence=Evidence.CALL, nested=nested)
+    refusal = Refusal(
+        model_id=line.model_id,
+        incarnation=INCARNATION,
+        version=2,
+        kind=RefusalKind.REFUSED,
+        reason="ä\n" * 900,
+        remote_traceback="at ♞",
+        fence=9,
+    )
+    answers: tuple[Ack | Refusal, ...] = (ack, refusal)
+    for answer in answers:
+        line.tell(line.update(answer.version)[0])
         line.receive(line.receiver)
         line.answer(answer)
         line.receive(line.sender)

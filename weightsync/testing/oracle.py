@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-
 from collections.abc import Callable
 from typing import Any
 
@@ -247,5 +246,3 @@ def _difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
     return "; ".join(
         f"{name} is {found[name]}, and must be {value}" for name, value in wanted.items() if found[name] != value
     )
-
-

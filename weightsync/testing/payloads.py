@@ -1,4 +1,4 @@
-"""Weights for the bench: bytes that say which version they are, in buffers that are overwritten once nobody pins them."""
+"""Weights for the bench: bytes that say whose they are, in buffers that are overwritten once nobody pins them."""
 
 from __future__ import annotations
 

@@ -79,9 +79,7 @@ class Stage:
         """Pump until all that was sent to this end has come out at it."""
         self._until_came(tap.cable, tap.end, tap, pump, lambda: None)
 
-    def until_came(
-        self, cable: Cable, end: End, pump: Callable[[], None], flush: Callable[[Cable], None]
-    ) -> None:
+    def until_came(self, cable: Cable, end: End, pump: Callable[[], None], flush: Callable[[Cable], None]) -> None:
         """Pump until all that was sent to that end has come out at it."""
         self._until_came(cable, end, None, pump, lambda: flush(cable))
 
