@@ -25,6 +25,7 @@ ANSWERS_GO_HOME = (
     "a worker's words go home with the sender's calls: one that is gone, and whose process lives, is noticed at the "
     "next call"
 )
+WORDLESS = "a sender that says no goodbye is told by the end of its process alone, and here both ends are in one"
 NO_CABLE = "nothing lies between the ends of a call that could break while both live"
 
 
@@ -83,6 +84,8 @@ def door(courier: Callable[[Door], Any]) -> Callable[[str], Ends]:
 CALLS = {
     "a receiver that is gone": ANSWERS_GO_HOME,
     "an idle worker says bye": ANSWERS_GO_HOME,
+    "the sender's last words": WORDLESS,
+    "the sender is lost": WORDLESS,
     "a cut": NO_CABLE,
     "a cut with an update outstanding": NO_CABLE,
     "several models": ONE_MODEL,

@@ -37,7 +37,7 @@ class DirectCourier:
         except Exception as error:  # noqa: BLE001 - as a remote call's
             answers.set_exception(error)
             return
-        frames.add_done_callback(lambda done: answers.set_result(decoded(done.result())))
+        frames.add_done_callback(lambda done: _came_home(answers, done))
 
     def close(self) -> None:
         self._closed = True
@@ -59,3 +59,10 @@ class ThreadedCourier(DirectCourier):
     def close(self) -> None:
         super().close()
         self._threads.shutdown(wait=False)
+
+
+def _came_home(answers: Answers, done: Future[Any]) -> None:
+    try:
+        answers.set_result(decoded(done.result()))
+    except Exception as error:  # noqa: BLE001 - as a remote call's
+        answers.set_exception(error)

@@ -99,9 +99,11 @@ class Line:
         while self.cable.flying[tap.end]:
             self._write(other)
             woken = self.stage.readable(tap, min(deadline.remaining or 0.0, 0.05))
+            if not woken and not deadline.passed:
+                continue
             found = tap.receive()
             received += found
-            if deadline.passed and not (found and woken):
+            if deadline.passed and not woken:
                 self._judge(tap, bool(found))
                 break
         return received
