@@ -193,11 +193,11 @@ class Bench:
     def repeat(self, worker: int, back: int = 1) -> None:
         """An update goes out once more, as a network that duplicates would have it."""
         sender, tap = self.sender, self.sender.of[worker]
-        message, buffer = tap.updates[-back]
+        message = tap.updates[-back]
         with self.step(f"version {message.version} goes to worker {worker} once more"):
             number = next(number for number, each in sender.links.items() if each is tap)
             sender.oracle.said[number].append(("Update", message.incarnation, message.version))
-            tap.send(message, buffer)
+            tap.send(message, self.payloads.again(message.digest))
 
     def abandon(self) -> None:
         """The sender gives the outstanding version up."""
@@ -231,7 +231,7 @@ class Bench:
         sender = sender or self.sender
         with self.step(f"{sender.name} takes in what has arrived"):
             for tap in list(sender.links.values()):
-                self.stage.until_arrived(tap, lambda: self._pump_sender(sender))
+                self.stage.until_arrived(tap, lambda: self._pump_sender(sender), self._flush)
             self._pump_sender(sender)
 
     def _pump_sender(self, sender: Sender) -> None:
@@ -257,9 +257,10 @@ class Bench:
         self.stage.watch.check()
 
     def _flush(self, cable: Cable) -> None:
-        for sender in self.senders:
-            for tap in sender.links.values():
-                if tap.cable is cable and not tap.dead and not sender.gone:
+        owners: list[Sender | Receiver] = [*self.senders, *self._all_receivers]
+        for owner in owners:
+            for tap in owner.links.values():
+                if tap.cable is cable and not tap.dead and not owner.gone:
                     self.stage.flush(tap)
 
     def apply(self, worker: int) -> None:

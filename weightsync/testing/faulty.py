@@ -63,6 +63,7 @@ class FaultyTransport:
         self._waker = Waker()
         self._begun = False
         self._cut = False
+        self._dead = False
         self._closed = False
 
     @property
@@ -79,7 +80,7 @@ class FaultyTransport:
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Send it, or what a fault makes of that: see `Link.send`."""
-        self._require_whole()
+        self._require_alive()
         first, self._begun = not self._begun, True
         if first:
             return self.link.send(message, payload)
@@ -96,7 +97,7 @@ class FaultyTransport:
 
     def flush(self) -> bool:
         """Write what is queued, and what has been held long enough: see `Link.flush`."""
-        self._require_whole()
+        self._require_alive()
         self._release()
         return self.link.flush() and not self._held
 
@@ -114,7 +115,11 @@ class FaultyTransport:
     def receive(self) -> list[Received]:
         """See `Link.receive`."""
         self._require_whole()
-        return self.link.receive()
+        try:
+            return self.link.receive()
+        except TransportError:
+            self._dead = True
+            raise
 
     def waitables(self) -> list[int]:
         """Those of the link, and one that is readable while something is held back: see `Link.waitables`."""
@@ -142,6 +147,11 @@ class FaultyTransport:
             raise TransportError(f"The link to {self.peer} is closed.")
         if self._cut:
             raise TransportError(f"The link to {self.peer} was cut.")
+
+    def _require_alive(self) -> None:
+        self._require_whole()
+        if self._dead:
+            raise TransportError(f"The link to {self.peer} is dead.")
 
 
 def _copied(message: Message, payload: Buffer | None) -> Buffer | None:

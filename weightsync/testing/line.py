@@ -103,7 +103,7 @@ class Line:
                 continue
             found = tap.receive()
             received += found
-            if deadline.passed and not woken:
+            if deadline.passed and not (woken and found):
                 self._judge(tap, bool(found))
                 break
         return received

@@ -34,14 +34,26 @@ class Payloads:
         self._storage = storage
         self._seeds = itertools.count(1)
         self._buffers: list[Buffer] = []
+        self._seed_of: dict[bytes, int] = {}
 
     def packed(self) -> Packed:
         """The next version's weights, pinned by us until `handed_over`."""
-        buffer = Buffer(self._layout.nbytes, self._storage)
+        seed = next(self._seeds)
+        buffer = self._made(seed)
         buffer.pin(self)
-        fill(buffer, self._layout.nbytes, next(self._seeds))
+        found = digest(buffer.view[: self._layout.nbytes], b"")
+        self._seed_of[found] = seed
+        return Packed(self._layout, buffer, b"", found)
+
+    def _made(self, seed: int) -> Buffer:
+        buffer = Buffer(self._layout.nbytes, self._storage)
+        fill(buffer, self._layout.nbytes, seed)
         self._buffers.append(buffer)
-        return Packed(self._layout, buffer, b"", digest(buffer.view[: self._layout.nbytes], b""))
+        return buffer
+
+    def again(self, wanted: bytes) -> Buffer:
+        """The weights of that digest, once more."""
+        return self._made(self._seed_of[wanted])
 
     def adopt(self, buffer: Buffer) -> None:
         """Treat a buffer as one of ours."""

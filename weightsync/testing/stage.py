@@ -75,9 +75,9 @@ class Stage:
             act()
             self.watch.check()
 
-    def until_arrived(self, tap: Tap, pump: Callable[[], None]) -> None:
+    def until_arrived(self, tap: Tap, pump: Callable[[], None], flush: Callable[[Cable], None]) -> None:
         """Pump until all that was sent to this end has come out at it."""
-        self._until_came(tap.cable, tap.end, tap, pump, lambda: None)
+        self._until_came(tap.cable, tap.end, tap, pump, lambda: flush(tap.cable))
 
     def until_came(self, cable: Cable, end: End, pump: Callable[[], None], flush: Callable[[Cable], None]) -> None:
         """Pump until all that was sent to that end has come out at it."""
@@ -118,6 +118,8 @@ class Stage:
                 raise Breach(Rule.DEATH_TOLD, f"{tap.end.value} was not told within {self.patience:g} seconds")
             pump()
             self.watch.check()
+            if deadline.passed and not tap.dead:
+                raise Breach(Rule.DEATH_TOLD, f"{tap.end.value} was not told within {self.patience:g} seconds")
 
     def readable(self, tap: Tap, seconds: float) -> bool:
         """Whether one of its waitables becomes readable in that time."""
@@ -138,6 +140,7 @@ class Stage:
                 poller.register(fd, select.POLLIN)
             if not poller.poll(0):
                 return
+            tap.flush()
             if tap.receive():
                 return
         what = f"{tap.end.value} says that there is something to receive, and {_SPURIOUS} reads found nothing"

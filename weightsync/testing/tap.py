@@ -217,8 +217,8 @@ class Tap:
         self.attempts: list[tuple[str, int, int]] = []
         #: Which of these failed.
         self.failures: set[int] = set()
-        #: The updates that were sent, with their payloads.
-        self.updates: list[tuple[Update, Buffer | None]] = []
+        #: The updates that were sent.
+        self.updates: list[Update] = []
         self.dead = False
 
     @property
@@ -239,7 +239,7 @@ class Tap:
         number = len(self.attempts)
         self.attempts.append((type(message).__name__, message.incarnation, version))
         if isinstance(message, Update):
-            self.updates.append((message, payload))
+            self.updates.append(message)
         # Before it is sent: where both ends share a process it may come out inside the call.
         flown = self.cable.sent(self.end, message, payload)
         try:
