@@ -35,10 +35,11 @@ class Door:
                 accept = self._accept
                 if accept is None:
                     self._unmet.append(link)
-        answer = link.bring(parcel)
-        if accept is not None:
-            accept(link)
-        return answer
+        try:
+            return link.bring(parcel)
+        finally:
+            if accept is not None:
+                accept(link)
 
     def release(self, parcel: Parcel) -> None:
         """Let a call go home without waiting any longer."""
