@@ -461,13 +461,14 @@ HelloArrived(w, s, k) ==
             /\ gone' = Gone({old})
   /\ UNCHANGED <<sender>>
 
-\* Another layout, protocol or key.
+\* Another layout, protocol or key. An older sender is told that it is fenced, whatever else does not fit.
 Misfit(w, s, k) ==
-  LET m == Letter(s, w, k, 0, 0) IN
+  LET m == Letter(s, w, k, 0, 0)
+      kind == IF sdata[s].incarnation < rdata[w].fence THEN "FENCED" ELSE "REFUSED" IN
   /\ m \in letters /\ ReceiverMay(rstate[w], "REJECTED") /\ Link(w) # <<s, k>>
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "REJECTED"))
   /\ letters' = LettersBut(w, s, k)
-  /\ answers' = Posted(answers, Rejection(w, s, k, "REFUSED"))
+  /\ answers' = Posted(answers, Rejection(w, s, k, kind))
   /\ gone' = Gone({<<s, w, k>>})
   /\ UNCHANGED <<sender, rdata>>
 
@@ -492,7 +493,8 @@ UpdateArrived(w, s, k, v) ==
     /\ answers' = CASE input = "STALE" -> Posted(answers, Word(s, w, k, key, "STALE", rdata[w].fence))
                     [] input = "NEWER" -> Posted(answers, Word(s, w, k, rdata[w].pending, "SUPERSEDED", rdata[w].fence))
                     [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>,
-                                                     rdata[w].answer, 0))
+                                                     rdata[w].answer,
+                                                     IF rdata[w].answer = "ACK" THEN 0 ELSE rdata[w].fence))
                     [] OTHER -> answers
     /\ UNCHANGED <<sender, gone>>
 

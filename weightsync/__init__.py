@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
     from weightsync.schemes.ray_actor import WeightSyncActor as WeightSyncActor
+    from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.sender import WeightSender as WeightSender
     from weightsync.strategy import WeightStrategy as WeightStrategy
@@ -86,6 +87,7 @@ _HOMES = {
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",
     "WeightSyncActor": "schemes.ray_actor",
+    "register_weight_sync_backend": "schemes.registry",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "sender",
     "WeightStrategy": "strategy",

@@ -69,7 +69,7 @@ class ByHand(Side):
             self._driver.pump()
             pending = self._driver.pending
             if pending is None or pending is self._out:
-                self._check_links()
+                self.check_links()
                 return None
             try:
                 digest = self._verified(pending)
@@ -161,7 +161,7 @@ class ByHand(Side):
         """Answer that the pending version did not fit."""
 
     @abc.abstractmethod
-    def _check_links(self) -> None:
+    def check_links(self) -> None:
         """Raise if nothing can come any more."""
 
 

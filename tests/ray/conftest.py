@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from ray_fleet import ENVIRONMENT, OBJECT_STORE_NBYTES, Plain, Seat
 
 INSTALLED = find_spec("ray") is not None and find_spec("ray.actor") is not None

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from operator import itemgetter
 
 from weightsync._tables import RefusalKind, State
 from weightsync.driving.backlog import Backlog
@@ -190,6 +191,11 @@ class SenderDriver:
         """The links that are open."""
         with self.lock:
             return [link for _, link in self._links.values()]
+
+    def by_worker(self) -> dict[int, Link]:
+        """The links that are open, by worker."""
+        with self.lock:
+            return dict(sorted(self._links.values(), key=itemgetter(0)))
 
     def pump(self) -> None:
         """Write what waits to be written, take in all that has arrived."""

@@ -310,7 +310,8 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
     message, worker, link = event.message, event.worker, event.link
     if isinstance(message, Refusal) and _ends_link(message):
         reason = message.reason or message.kind.name
-        return _lose(data, worker, link, f"{message.kind.name}: {reason}", message.fence)
+        newer = message.fence if message.fence > message.incarnation else 0
+        return _lose(data, worker, link, f"{message.kind.name}: {reason}", newer)
     entry = replace(data.roll[worker], standing=Standing.UP)
     if isinstance(message, Hello):
         return replace(data, roll={**data.roll, worker: entry}), ()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.errors import LayoutError
+from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.options import Verify
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.strategy import WeightStrategy
 from weightsync.target import Mode
+
+#: Equals True, and is not it: tells that the third argument was not given, in either generation's sense.
+_TRUE = 1
 
 
 class SharedMemWeightSyncScheme(PipeScheme):
@@ -20,11 +23,18 @@ class SharedMemWeightSyncScheme(PipeScheme):
     module on the CPU become views of the slot; do not keep references to their memory across `receive()`. Buffers,
     and all destinations that are not modules, are copied out.
 
+    Both generations' arguments are taken. If the first is a strategy they are the second's, which may be given by
+    position: ``(strategy, sync, per_worker_weights)``.
+
     Args:
         policy_weights: model id to a TensorDict or dict that is to hold the newest version after each send. The
             receivers do not read it.
         strategy: "tensordict" (default) or "state_dict", or a `WeightStrategy`.
         auto_register: whether a model may be sent that was not registered.
+        sync: whether the scheme's own `send` waits for its answers (default). If not, it returns what is PENDING, and
+            the next `send`, or `shutdown`, tells what became of it.
+        per_worker_weights: says that workers will be given weights of their own, by ``send({worker_idx: weights})``.
+            Nothing has to be prepared for that: such a send works without it too.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
@@ -32,15 +42,22 @@ class SharedMemWeightSyncScheme(PipeScheme):
 
     def __init__(
         self,
-        policy_weights: Mapping[str, Any] | None = None,
-        strategy: WeightStrategy | str = "tensordict",
-        auto_register: bool = True,
+        policy_weights: Mapping[str, Any] | WeightStrategy | str | None = None,
+        strategy: WeightStrategy | str | bool = "tensordict",
+        auto_register: bool | int = _TRUE,
         *,
+        sync: bool = True,
+        per_worker_weights: bool = False,
         verify: Verify | str = Verify.DIGEST,
     ) -> None:
-        super().__init__(strategy, verify=verify)
-        self._policy_weights = dict(policy_weights or {})
-        self._auto_register = auto_register
+        second = isinstance(policy_weights, str | WeightStrategy)
+        chosen = policy_weights if isinstance(policy_weights, str | WeightStrategy) else strategy
+        if isinstance(chosen, bool):
+            raise ConfigurationError(f"strategy is {chosen}: choose 'tensordict' or 'state_dict'.")
+        super().__init__(chosen, strategy if second and isinstance(strategy, bool) else sync, verify=verify)
+        self._policy_weights = dict(policy_weights) if isinstance(policy_weights, Mapping) else {}
+        self._auto_register = second or bool(auto_register)
+        self.per_worker_weights = bool(auto_register) if second and auto_register is not _TRUE else per_worker_weights
 
     @property
     def policy_weights(self) -> dict[str, Any]:
