@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from weightsync._tables import Delivery as Delivery
     from weightsync._tables import RefusalKind as RefusalKind
     from weightsync._tables import State as State
+    from weightsync.compat.base import InitialSyncTransport as InitialSyncTransport
+    from weightsync.compat.base import TransportBackend as TransportBackend
+    from weightsync.compat.mp import MPTransport as MPTransport
+    from weightsync.compat.none import NoTransport as NoTransport
+    from weightsync.compat.shared import SharedMemTransport as SharedMemTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     from weightsync.options import OnFailure as OnFailure
     from weightsync.options import OnPending as OnPending
     from weightsync.options import Verify as Verify
+    from weightsync.paths import _resolve_model as _resolve_model
     from weightsync.receiver import WeightReceiver as WeightReceiver
     from weightsync.report import Evidence as Evidence
     from weightsync.report import Outcome as Outcome
@@ -61,6 +67,11 @@ _HOMES = {
     "Delivery": "_tables",
     "RefusalKind": "_tables",
     "State": "_tables",
+    "InitialSyncTransport": "compat.base",
+    "TransportBackend": "compat.base",
+    "MPTransport": "compat.mp",
+    "NoTransport": "compat.none",
+    "SharedMemTransport": "compat.shared",
     "AckTimeoutError": "errors",
     "ConfigurationError": "errors",
     "LayoutError": "errors",
@@ -77,6 +88,7 @@ _HOMES = {
     "OnFailure": "options",
     "OnPending": "options",
     "Verify": "options",
+    "_resolve_model": "paths",
     "WeightReceiver": "receiver",
     "Evidence": "report",
     "Outcome": "report",

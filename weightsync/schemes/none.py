@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Never
 
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput
+from weightsync.compat.none import NoTransport
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.machine import next_state
 from weightsync.receiver import WeightReceiver
@@ -14,20 +15,6 @@ from weightsync.sender import WeightSender
 from weightsync.strategy import WeightStrategy
 from weightsync.successive import Successive
 from weightsync.timing import Deadline
-
-
-class NoTransport:
-    """Swallows what is sent, and never has anything."""
-
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Do nothing."""
-
-    def receive_weights(self, timeout: float | None = 1.0) -> None:
-        """Nothing ever comes."""
-
-    def check_connection(self) -> bool:
-        """True: there is nothing that could be down."""
-        return True
 
 
 class NoSender(WeightSender):

@@ -174,3 +174,7 @@ class CallLink:
 
 def _error_of(call: Answers) -> BaseException | None:
     return CancelledError("it was cancelled") if call.cancelled() else call.exception()
+
+
+class BlockingLink(CallLink):
+    """Calls of which nobody is told that they are over but he who waits: a sender's `send_async` refuses it."""
