@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.extras import encode_extras
 from weightsync.layout import extra_state_name
 from weightsync.packing import pack, views
 from weightsync.target import Mode, Target
-from weightsync.tensors import is_lazy, why_unsupported
+from weightsync.tensors import why_unsupported
 from weightsync.weights import Weights, layout_of, ordered, read_live, read_weights
 
 #: The formats in which weights are extracted.
