@@ -36,7 +36,7 @@ class Chunk:
 
     def writable(self) -> Chunk:
         """The same with arrays of its own: torch wants none that lie in Ray's object store."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         return replace(self, **{name: value.copy() for name, value in values.items() if isinstance(value, np.ndarray)})
 
 
