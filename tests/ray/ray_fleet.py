@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,15 +22,6 @@ ray: Any = importlib.import_module("ray") if INSTALLED else None
 
 #: Seconds after which a test gives up; reached only by a failure.
 PATIENCE = 60.0
-OBJECT_STORE_NBYTES = 200 * 2**20
-
-
-#: Ray asks nobody on the network, and its actors import what the tests do.
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])]),
-}
 
 
 def small(fill: float = 0.0) -> nn.Module:

@@ -11,7 +11,8 @@ import time
 from typing import Any
 
 import pytest
-from ray_fleet import ENVIRONMENT, OBJECT_STORE_NBYTES, PATIENCE, Loop, Seat, Threads, ray, small
+from ray_cluster import ENVIRONMENT, OBJECT_STORE_NBYTES
+from ray_fleet import PATIENCE, Loop, Seat, Threads, ray, small
 
 from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WorkerLostError
 from weightsync.transports import ray as couriers

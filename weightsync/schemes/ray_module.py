@@ -33,7 +33,7 @@ class RayModuleTransformSender(WeightSender):
 
     _scheme: RayModuleTransformScheme
 
-    def register_worker(self, worker_id: int, pipe_or_context: Any = None) -> None:
+    def register_worker(self, worker_idx: int, pipe_or_context: Any = None) -> None:
         """Nothing: there is one actor, whoever else is registered."""
 
     _register_worker = register_worker

@@ -207,6 +207,14 @@ class CallWiring:
         """
         raise ConfigurationError("An updater has no pipes that could carry messages of your own.")
 
+    def transport_of(self, receiver: Any, endpoint: Any) -> Never:
+        """There are no receivers here.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("An updater only sends: make receivers by a scheme.")
+
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
         """The weights as they are."""
         return weights
