@@ -20,6 +20,9 @@ from weightsync.timing import Deadline
 class NoSender(WeightSender):
     """Its sends succeed with an empty report; weights are not looked at."""
 
+    def _known_layout(self) -> None:
+        """No layout is told to anybody."""
+
     def send(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
         """Send nothing.
 
