@@ -21,7 +21,7 @@ class NoSender(WeightSender):
     """Its sends succeed with an empty report; weights are not looked at."""
 
     def _known_layout(self) -> None:
-        """No layout is told to anybody."""
+        """There are no weights, and no layout of them."""
 
     def send(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
         """Send nothing.

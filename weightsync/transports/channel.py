@@ -14,7 +14,7 @@ from weightsync.transports.base import Waker
 from weightsync.transports.endpoint import Failure, broken, lost, socket_of
 from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.inflow import Foreign, Frame, Inflow
-from weightsync.transports.liveness import ProcessWatch
+from weightsync.transports.liveness import ProcessWatch, watching
 from weightsync.transports.mailbox import Mailbox, Sorter
 from weightsync.transports.outflow import Outflow, Outgoing
 
@@ -136,10 +136,7 @@ class Channel:
         with self._lock:
             if self._socket is None or (self._watch is not None and self._watch.names(pid, started)):
                 return
-            try:
-                watch = ProcessWatch(pid, started)
-            except OSError as error:
-                raise TransportError(f"Process {pid} cannot be watched: {error.strerror}.") from error
+            watch = watching(pid, started)
             if self._watch is not None:
                 self._watch.close()
             self._watch = watch
