@@ -8,11 +8,11 @@ from typing import Any, Self
 
 import torch.nn
 
+from weightsync.blank import fill_in
 from weightsync.compat.base import TransportBackend
 from weightsync.compat.facade import TransportFacade
 from weightsync.compat.none import NoTransport
 from weightsync.compat.user import user_link
-from weightsync.blank import fill_in
 from weightsync.context import held
 from weightsync.driving.packing import Packer
 from weightsync.errors import ConfigurationError, StateError
