@@ -323,7 +323,7 @@ def _serves(actor: Any) -> int | None:
 
 def test_generation_b_connects_and_sends(seats: list[Any]) -> None:
     assert (True, True) == get(seats[1].do.remote(_as_in_generation_b))
-    scheme = WeightSyncScheme.from_backend("ray", strategy="tensordict", backend="gloo")
+    scheme = RayWeightSyncScheme("tensordict", backend="gloo")
     context = SimpleNamespace(remote_collectors=seats, num_collectors=2, policy=small(3.0))
     scheme.init_on_sender(model_id="policy", context=context)
     try:
