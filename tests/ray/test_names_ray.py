@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from ray_fleet import Module, Seat, constants, small
+from ray_fleet import Module, Seat, constants, ray, small
 from tensordict import TensorDict
 
 from weightsync import (
@@ -29,15 +29,11 @@ def nested(fill: float) -> TensorDict:
 
 
 def shown(actor: Any) -> set[float]:
-    import ray
-
     return ray.get(actor.shows.remote())
 
 
 @pytest.fixture(scope="session")
 def module_actor(cluster: Any) -> Any:
-    import ray
-
     return ray.remote(num_cpus=0)(Shown).remote()
 
 
@@ -104,8 +100,6 @@ def test_ray_transport_takes_generation_bs_arguments(plain: Any) -> None:
 
 
 def test_fault_12_a_worker_that_failed_is_not_updated(plain: Any) -> None:
-    import ray
-
     ray.get(plain.do.remote(breaks))
     transport = RayTransport(plain)
     transport.send_weights_async("policy", nested(1.0))
@@ -119,8 +113,6 @@ def breaks(actor: Any) -> None:
 
 
 def test_fault_12_a_worker_that_died_is_not_updated(cluster: Any) -> None:
-    import ray
-
     doomed = ray.remote(num_cpus=0)(Seat).remote()
     ray.get(doomed.pid.remote())
     transport = RayTransport(doomed)
@@ -316,8 +308,6 @@ def test_ray_weight_updater_takes_a_negative_interval_for_none(seats: list[Any])
 
 
 def test_fault_12_ray_weight_updater_looks_at_its_futures(seats: list[Any], plain: Any) -> None:
-    import ray
-
     ray.get(plain.do.remote(breaks))
     updater = RayWeightUpdater(nested(2.0), [seats[0], plain])
     with pytest.raises(RefusedError, match="not for me") as refused:
