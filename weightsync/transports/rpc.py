@@ -29,8 +29,8 @@ WorkerInfo = Any
 ENDLESS: Final = 0.0
 #: What a rank's end means for the others, as torch 2.15 has it.
 NOBODY_NEW: Final = (
-    "torch's RPC admits nobody in place of a rank that died: the others go on without it; to have it back, call "
-    "rpc.shutdown(graceful=False) in all of them and init_rpc() with a fresh store, each with the rank that it had"
+    "torch's RPC admits nobody in place of a rank that died: the others go on without it; to have it back, start a new "
+    "world in new processes"
 )
 
 
