@@ -78,6 +78,12 @@ def is_initialised() -> bool:
     return True
 
 
+def is_called() -> bool:
+    """Whether this thread is one of RPC's, so that whoever called waits for us."""
+    # RPC's threads are C++'s: Python knows them by name only while they run its code.
+    return isinstance(threading.current_thread(), threading._DummyThread) and is_initialised()
+
+
 _doors: Final = _Doors()
 
 
