@@ -15,9 +15,10 @@ import xxhash
 from torch import Tensor
 
 from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.extras import encode_extras
 from weightsync.layout import Layout
 from weightsync.tensors import DTYPES, address_of, borrowed, why_unsupported
-from weightsync.weights import Weights, ordered
+from weightsync.weights import Weights, layout_of, ordered, read_weights
 
 #: How many bytes are gathered on a device, or packed for `digest_of`, at a time; one tensor may be more.
 CHUNK = 64 << 20
@@ -70,6 +71,16 @@ def digest(payload: memoryview, extras: bytes) -> bytes:
     hashed = xxhash.xxh3_128(payload)
     hashed.update(extras)
     return hashed.digest()
+
+
+def digest_of_weights(weights: object) -> bytes:
+    """The `digest` of weights as a sender would compute it.
+
+    Raises:
+        ConfigurationError, LayoutError: they cannot be sent.
+    """
+    read = read_weights(weights)
+    return digest_of(read, layout_of(read), encode_extras(read.extras()))
 
 
 def digest_of(weights: Weights, layout: Layout, extras: bytes) -> bytes:

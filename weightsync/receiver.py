@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
 
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, State
 from weightsync.byhand import ByHand
@@ -20,14 +21,47 @@ from weightsync.messages import Ack
 from weightsync.packing import digest, digest_of
 from weightsync.paths import _resolve_model
 from weightsync.protocol import receiver as pure
+from weightsync.serving import PATIENCE, ServingLock
 from weightsync.side import pipes_travel
-from weightsync.target import Mode, SwapBroken, Target
+from weightsync.target import Mode, Staged, SwapBroken, Target
 from weightsync.timing import Deadline, Stopwatch
-from weightsync.transports.base import wait
+from weightsync.transports.base import Link, wait
 from weightsync.transports.user import UserMessages
 from weightsync.weights import layout_of, read_weights
 
 logger = logging.getLogger("weightsync")
+
+
+class Attendant(Protocol):
+    """Reads a receiver's links for it, on a thread of its own."""
+
+    def receive(self, timeout: float | None) -> bool:
+        """Wait for what comes of it: see `WeightReceiver.receive`."""
+
+    def link_added(self) -> None:
+        """There is one more link to read."""
+
+    def model_set(self, model: Any) -> None:
+        """Another model is served from now on."""
+
+    def applied(self) -> None:
+        """A version went live, or was refused, on whichever thread."""
+
+    def hands_on(self) -> bool:
+        """Whether what is applied is handed on, and answered for only afterwards."""
+
+    def stop(self) -> None:
+        """Read no more, and end the thread; waits for it, except on itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A version that has been verified and staged, and only has to be swapped in."""
+
+    pending: Pending
+    staged: Staged
+    digest: bytes
+    seconds: float
 
 
 class WeightReceiver(ByHand):
@@ -48,25 +82,40 @@ class WeightReceiver(ByHand):
         self._listening: list[Callable[[], None]] = []
         self._driver = ReceiverDriver(self._model_id)
         self._target: Target | None = None
-        self._serving = threading.RLock()
-        self._inside: int | None = None
         self._handed = None
+        self._staged: Ready | None = None
+        self._serving = ServingLock()
+        self._attendant: Attendant | None = None
         #: Why the last version that was refused did not fit; empty: none was refused.
         self.last_refusal = ""
+        #: Why the model serves nothing any more; None: it does.
+        self.broken: WeightSyncError | None = None
 
     # ------------------------------------------------------------------------------------------- wiring
 
     def register_model(self, model: Any) -> None:
         """Say what the weights are applied to.
 
+        A model set anew serves the version of the one before only if it holds the very same weights; otherwise
+        `version` is None until the next one.
+
         Args:
             model: an `nn.Module`, a TensorDict, a dict of tensors, or a path that is resolved on the context when
                 it is needed, such as ``"env.transform[0]"``.
         """
-        self._model = model
-        self._target = None
-        if not isinstance(model, str):
-            self._destination()
+        with self._serving.alone(), self._driver.lock:
+            self._model = model
+            self._target = self._staged = None
+            if not isinstance(model, str):
+                self._destination()
+            if self.version is not None and (self._target is None or self._target.digest() != self._served_digest()):
+                self._driver.spoil()
+        if self._attendant is not None:
+            self._attendant.model_set(model)
+
+    def _served_digest(self) -> bytes | None:
+        answer = self._driver.data.answer
+        return answer.digest if isinstance(answer, Ack) and answer.digest else None
 
     def register_worker_transport(self, pipe_or_context: Any) -> None:
         """Listen on a link: the first, or one over which a sender makes a new handshake.
@@ -80,8 +129,13 @@ class WeightReceiver(ByHand):
             ConfigurationError: no link can be made of it.
         """
         next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
-        self._listening.append(self._scheme.listen(pipe_or_context, self._model_id, self._driver.add_link))
         self._endpoint = pipe_or_context
+        self._listening.append(self._scheme.listen(pipe_or_context, self._model_id, self._accept))
+
+    def _accept(self, link: Link) -> None:
+        self._driver.add_link(link)
+        if self._attendant is not None:
+            self._attendant.link_added()
 
     _register_model = register_model
     _register_worker_transport = register_worker_transport
@@ -104,11 +158,13 @@ class WeightReceiver(ByHand):
             TransportError: the sender is gone. The model keeps the version it serves; a new link may be registered.
             ProtocolError: the peer broke the protocol; its link is down.
         """
+        if self._attendant is not None:
+            return self._attendant.receive(timeout)
         target, deadline = self._destination(), Deadline(timeout)
         with Shield(self._driver.waker.fire) as shield:
             while True:
                 seen = self._driver.waker.fired
-                applied = self._take_in(target)
+                applied = self.take_in(target)
                 if applied is not None:
                     return applied
                 if deadline.passed:
@@ -116,7 +172,7 @@ class WeightReceiver(ByHand):
                 shield.deliver()
                 wait(self._driver.waker, self._driver.links(), deadline.remaining, seen)
 
-    def apply_weights(self, weights: Any) -> None:
+    def apply_weights(self, weights: Any, *, inplace: bool = True) -> None:
         """Apply weights by hand.
 
         If they are those of the pending version, that is applied and acked. Other weights are written into the
@@ -124,6 +180,8 @@ class WeightReceiver(ByHand):
 
         Args:
             weights: a TensorDict or dict, nested or flat dotted.
+            inplace: if false, other weights than the pending version's get tensors of their own, as
+                `WeightStrategy.apply_weights` says.
 
         Raises:
             StateError: the receiver is closed.
@@ -131,24 +189,30 @@ class WeightReceiver(ByHand):
             LayoutError: they do not fit; nothing was changed.
         """
         target = self._destination()
-        with self._serving, Shield(self._driver.waker.fire), self._driver.lock:
+        with self._serving.alone(), Shield(self._driver.waker.fire), self._driver.lock:
             next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
             # What was handed out is not overtaken now: the weights are probably its own.
-            if self._out is None:
+            if self._out is None and self._attendant is None:
                 self._driver.pump()
             pending = self._driver.pending
             if pending is not None and self._are_of(pending, weights):
                 self._handed = None
                 self._apply(target)
                 return
-            try:
-                target.apply(weights)
-            except SwapBroken:
-                self._driver.spoil()
-                raise
+            self._write(target, weights, inplace)
             self._driver.spoil()
             if pending is not None:
                 self._refuse(pending, "other weights were applied by hand", "")
+
+    def _write(self, target: Target, weights: Any, inplace: bool) -> None:
+        try:
+            if inplace:
+                target.apply(weights)
+            else:
+                self._scheme.strategy.apply_weights(target.destination, weights, inplace=False)
+        except SwapBroken:
+            self._driver.spoil()
+            raise
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[int | None]:
@@ -156,21 +220,43 @@ class WeightReceiver(ByHand):
 
         A `receive` meanwhile, in whichever thread, reads but applies nothing; it does so once the block is left.
         """
+        self._serving.enter()
         try:
-            with self._serving:
-                outer, self._inside = self._inside, threading.get_ident()
-                try:
-                    yield self.version
-                finally:
-                    self._inside = outer
+            yield self.version
         finally:
+            self.end_serving()
+
+    def begin_serving(self, frame: FrameType) -> None:
+        """A forward begins: first it makes live what is staged, so that a busy worker never starves a swap.
+
+        Raises:
+            WeightSyncError: a swap failed half way, now or before: the model serves nothing.
+        """
+        if self.broken is not None:
+            raise WeightSyncError(str(self.broken)) from self.broken
+        if self._staged is not None and not self._serving.mine():
+            with Shield(self._driver.waker.fire):
+                self._swap_staged(PATIENCE)
+        self._serving.enter(frame)
+
+    def end_serving(self) -> None:
+        """What was begun last ends; whoever waits to swap is woken."""
+        self._serving.leave()
+        if self._driver.data.pending is not None:
             self._driver.waker.fire()
 
     def close(self) -> None:
         """Close for good. The model keeps the version it serves; the sender takes us off its roll."""
+        if self._attendant is not None:
+            self._attendant.stop()
         with Shield(self._driver.waker.fire):
             self._deafen()
             self._driver.close()
+            self._staged = None
+
+    def attend(self, attendant: Attendant | None) -> None:
+        """From now on ``attendant`` is the only one who reads our links; None: `receive` does again."""
+        self._attendant = attendant
 
     def _deafen(self) -> None:
         while self._listening:
@@ -203,6 +289,28 @@ class WeightReceiver(ByHand):
             ConfigurationError: there is no pipe.
         """
         return self._scheme.user_messages(self._endpoint)
+
+    @property
+    def _transport(self) -> Any:
+        """What TorchRL calls so: its transport class, over this receiver.
+
+        Raises:
+            ConfigurationError: there is no link, or the scheme has no such class.
+        """
+        return self._scheme.transport_of(self, self._endpoint)
+
+    @property
+    def driver(self) -> ReceiverDriver:
+        """The driver, for an attendant."""
+        return self._driver
+
+    def target(self) -> Target:
+        """What the weights are applied to, as a target.
+
+        Raises:
+            ConfigurationError: no model is registered.
+        """
+        return self._destination()
 
     def digest(self) -> bytes:
         """The xxh3-128 digest of what the model holds now, 16 bytes, computed as a sender computes it.
@@ -245,25 +353,43 @@ class WeightReceiver(ByHand):
         wanted = pending.update.digest or digest(pending.payload, pending.update.extras)
         return wanted == digest_of(read, pending.layout, encode_extras(read.extras()))
 
-    def _take_in(self, target: Target) -> bool | None:
-        """Read, and apply what is pending unless somebody holds the version served; None if nothing was decided.
+    def take_in(self, target: Target) -> bool | None:
+        """Read, stage, and make live what is pending unless somebody holds the version served.
 
         The serving lock comes before the driver's and is held until `version` names what is live.
-        """
-        free = self._serving.acquire(blocking=False)
-        try:
-            with self._driver.lock:
-                self._driver.pump()
-                held = not free or self._inside == threading.get_ident()
-                if self.state is State.PENDING_ASYNC and not held:
-                    return self._apply(target)
-                self._check_links()
-                return None
-        finally:
-            if free:
-                self._serving.release()
 
-    def _check_links(self) -> None:
+        Returns:
+            Whether a version went live; False: it was refused; None: nothing was decided.
+        """
+        with self._driver.lock:
+            self._driver.pump()
+            if self._staged is not None and self._staged.pending is not self._driver.pending:
+                self._staged = None
+            if self._appliable() and not self._stage(target):
+                return False
+        applied = self._swap_staged(0.0) if self._staged is not None else None
+        with self._driver.lock:
+            if applied is None:
+                self.check_links()
+            return applied
+
+    def _appliable(self) -> bool:
+        return self.state is State.PENDING_ASYNC and not self._driver.holding
+
+    def _swap_staged(self, timeout: float) -> bool | None:
+        """Make live what is staged, once nobody serves; None: somebody does, or there is nothing."""
+        with self._serving.swapping(timeout) as free, self._driver.lock:
+            if not free or not self._appliable() or self._target is None:
+                return None
+            return self._apply(self._target)
+
+    def check_links(self) -> None:
+        """Check that there is somebody to receive from, or will be.
+
+        Raises:
+            StateError: the receiver is closed, or has no link yet.
+            TransportError: the sender is gone.
+        """
         if self.state is State.CLOSED:
             next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
         if not self._driver.links() and (self._driver.ended or not self._listening):
@@ -274,21 +400,52 @@ class WeightReceiver(ByHand):
                 )
             next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
 
-    def _apply(self, target: Target) -> bool:
+    def _stage(self, target: Target) -> bool:
+        """Verify and validate what is pending, beside what is live; False: it was refused."""
         pending, stopwatch = self._driver.pending, Stopwatch()
         assert pending is not None
+        if self._staged is not None and self._staged.pending is pending:
+            return True
         try:
             digest = self._verified(pending)
-            target.swap(target.stage(pending.layout, pending.payload, pending.update.extras))
-        except SwapBroken as error:
-            self._deafen()
-            self._driver.break_down()
-            raise self._broken(pending, error) from error
+            staged = target.stage(pending.layout, pending.payload, pending.update.extras)
         except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
             self._refuse(pending, str(error), traceback.format_exc())
             return False
-        self._driver.take(pure.Applied(self._ack(pending, digest, stopwatch.seconds)))
+        self._staged = Ready(pending, staged, digest, stopwatch.seconds)
         return True
+
+    def _apply(self, target: Target) -> bool:
+        """Make live what is pending. The serving lock and the driver's are held."""
+        if not self._stage(target):
+            return False
+        ready, stopwatch = self._staged, Stopwatch()
+        assert ready is not None
+        try:
+            target.swap(ready.staged)
+        except SwapBroken as error:
+            raise self._break_down(ready, error) from error
+        except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
+            self._refuse(ready.pending, str(error), traceback.format_exc())
+            return False
+        self._staged = None
+        if self._attendant is not None and self._attendant.hands_on():
+            self._driver.hold()
+        self._driver.take(pure.Applied(self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)))
+        self._decided()
+        return True
+
+    def _break_down(self, ready: Ready, error: SwapBroken) -> WeightSyncError:
+        self.broken = broken = self._broken(ready.pending, error)
+        self._staged = None
+        self._deafen()
+        self._driver.break_down()
+        self._decided()
+        return broken
+
+    def _decided(self) -> None:
+        if self._attendant is not None:
+            self._attendant.applied()
 
     def _broken(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
         return WeightSyncError(
@@ -325,8 +482,10 @@ class WeightReceiver(ByHand):
 
     def _refuse(self, pending: Pending, reason: str, remote_traceback: str) -> None:
         self.last_refusal = reason
+        self._staged = None
         logger.warning("model %r refused version %d: %s", self._model_id, pending.update.version, reason)
         self._driver.take(pure.Refused(self._refusal(pending, reason, remote_traceback)))
+        self._decided()
 
-    def _serving_lock(self) -> threading.RLock:
-        return self._serving
+    def _serving_lock(self) -> contextlib.AbstractContextManager[None]:
+        return self._serving.alone()

@@ -11,7 +11,7 @@ from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packed
 from weightsync.driving.reporter import Reporter
 from weightsync.driving.sender import SenderDriver
-from weightsync.errors import ConfigurationError, LayoutError, WorkerLostError
+from weightsync.errors import ConfigurationError, LayoutError, StateError, WorkerLostError
 from weightsync.layout import Layout
 from weightsync.machine import next_state
 from weightsync.options import OnFailure, OnPending, option
@@ -19,7 +19,7 @@ from weightsync.protocol import sender as pure
 from weightsync.report import OutcomeKind, SyncReport
 from weightsync.side import Side, pipes_travel, require_worker_id
 from weightsync.timing import Deadline, Stopwatch, Timeout, new_incarnation
-from weightsync.transports.base import wait
+from weightsync.transports.base import Link, wait
 from weightsync.transports.user import UserMessages
 
 
@@ -74,23 +74,34 @@ class WeightSender(Side):
             self._driver.remove(worker_id, "removed from the roll")
         self._endpoints.pop(worker_id, None)
 
-    register_worker = add_worker
-    _register_worker = add_worker
+    def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        """The reference's name of `add_worker`, with its argument's name."""
+        self.add_worker(worker_idx, pipe_or_context)
 
-    def connect(self, fence: int | None = None) -> None:
+    _register_worker = register_worker
+
+    def connect(self, fence: int | None = None, *, weights: Any = None) -> None:
         """Lay the links: each holds our Hello where its worker will find it. Never waits for a worker.
 
         Args:
             fence: the incarnation to rise above, as a `WorkerLostError` of a fenced sender carries it.
+            weights: what will be sent first, where that is not the registered model: the handshake carries its layout.
 
         Raises:
             StateError: the links were laid already, or the sender is closed.
+            ConfigurationError, LayoutError: these weights cannot be sent; no link was laid.
         """
         incarnation = new_incarnation(fence or 0)
+        next_state(SENDER_ROWS, self.state, SenderInput.CONNECT)
+        layout = self._known_layout() if weights is None else self._packer.layout_of(weights)
         with Shield(self._driver.waker.fire), self._driver.lock:
             if self._driver.layout is None:
-                self._driver.layout = self._known_layout()
+                self._driver.layout = layout
             self._driver.take(pure.Connect(incarnation))
+
+    def transports(self) -> dict[int, Link]:
+        """Each worker's link, while it is up or expected."""
+        return self._driver.by_worker()
 
     def _known_layout(self) -> Layout | None:
         """The layout of the registered model, if there is one already."""
@@ -134,7 +145,7 @@ class WeightSender(Side):
             WorkerLostError, RefusedError, SyncError: it did not reach everybody; everybody else was served.
         """
         deadline, failing, stopwatch = Deadline(timeout), option(OnFailure, on_failure), Stopwatch()
-        targets = _targets(worker_ids)
+        targets = worker_ids_of(worker_ids)
         packed = self._prepare(SenderInput.SEND, weights, targets, deadline, option(OnPending, on_pending))
         if packed is None:
             return self._reporter.empty()
@@ -166,7 +177,8 @@ class WeightSender(Side):
         Raises:
             As `send`, but for the outcomes.
         """
-        deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), _targets(worker_ids)
+        deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), worker_ids_of(worker_ids)
+        self._refuse_blocking(targets)
         packed = self._prepare(SenderInput.SEND_ASYNC, weights, targets, deadline, option(OnPending, on_pending))
         if packed is None:
             return self._reporter.empty()
@@ -318,6 +330,12 @@ class WeightSender(Side):
             self.wait_async(timeout=deadline.remaining)
         return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
 
+    def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
+        blocking = self._driver.blocking(targets)
+        if blocking:
+            hint = f"Workers {blocking} are reached by transports of your own, whose calls have to be waited for."
+            raise StateError("sender", self.state.value, "send_async", [SenderInput.SEND.name], hint)
+
     def _pack(self, weights: Any, superseding: bool) -> Packed:
         """Pack the weights. What is outstanding is given up only when nothing can refuse them any more."""
         # A context that was collected is missed only where it is asked.
@@ -372,7 +390,12 @@ class WeightSender(Side):
         return report
 
 
-def _targets(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
+def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """The ids that a send's ``worker_ids`` names; None: all.
+
+    Raises:
+        ConfigurationError: one of them is none.
+    """
     if worker_ids is None:
         return None
     given = worker_ids if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str) else (worker_ids,)

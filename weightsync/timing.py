@@ -11,6 +11,8 @@ from weightsync.errors import ConfigurationError
 
 ENVIRONMENT = "WEIGHTSYNC_TIMEOUT"
 SECONDS = 60.0
+#: How many times the default timeout a rendez-vous may take: a process that imports torch takes long to start.
+START_FACTOR = 5
 _DAY = 86400.0
 
 
@@ -19,6 +21,8 @@ class Timeout(enum.Enum):
 
     #: `WEIGHTSYNC_TIMEOUT` in seconds if that is set, else 60.
     DEFAULT = "default"
+    #: `START_FACTOR` times that: workers may still be starting.
+    START = "start"
 
 
 def seconds(timeout: float | Timeout | None) -> float | None:
@@ -37,7 +41,7 @@ def seconds(timeout: float | Timeout | None) -> float | None:
     if not number >= 0:
         source = f"the environment's {ENVIRONMENT}" if isinstance(timeout, Timeout) else "timeout="
         raise ConfigurationError(f"{source} is {value!r}: it must be seconds, 0 or more (None waits for ever).")
-    return number
+    return number * START_FACTOR if timeout is Timeout.START else number
 
 
 class Deadline:

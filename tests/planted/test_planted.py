@@ -122,7 +122,7 @@ def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
         return None if self._driver.pending is None else self._apply(target)
 
     patch.setattr(ReceiverDriver, "close", close)
-    patch.setattr(WeightReceiver, "_take_in", take_in)
+    patch.setattr(WeightReceiver, "take_in", take_in)
 
 
 PLANTS: dict[str, tuple[Callable[[], None], Plant]] = {

@@ -6,14 +6,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from weightsync._tables import RefusalKind, State
+from weightsync._tables import ReceiverInput, RefusalKind, State
 from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
+from weightsync.report import SyncReport
 from weightsync.transports.base import Link, Received, Waker
 from weightsync.transports.liveness import own_host, own_identity
 
@@ -52,6 +53,11 @@ class ReceiverDriver:
         self.pending: Pending | None = None
         #: Why the last link ended; empty: none has.
         self.ended = ""
+        #: The sender's word in the handshake that was made last; None: none was.
+        self.greeting: Hello | None = None
+        #: Whether answers to applied versions are held back until `release`.
+        self.holding = False
+        self._held: pure.Reply | None = None
         self._links: dict[int, Link] = {}
         self._layouts: dict[bytes, Layout] = {}
         self._todo: deque[pure.Effect] = deque()
@@ -101,6 +107,22 @@ class ReceiverDriver:
             self.pending = None
             self.waker.close()
 
+    def hold(self) -> None:
+        """Hold back the answer to the version that is about to be APPLIED: it is handed on first."""
+        self.holding = True
+
+    def release(self, nested: SyncReport | None) -> None:
+        """Send the answer held back, with what became of the version where it was handed on to."""
+        with self.lock:
+            held, self._held, self.holding = self._held, None, False
+            if held is not None and isinstance(held.answer, Ack):
+                answer = replace(held.answer, nested=nested)
+                if self.data.answer is held.answer:
+                    self.data = replace(self.data, answer=answer)
+                self._todo.append(pure.Reply(held.link, answer))
+            self._finish()
+            self.waker.fire()
+
     def spoil(self) -> None:
         """Somebody wrote other weights into the model by hand: no version is served any more."""
         with self.lock:
@@ -118,6 +140,8 @@ class ReceiverDriver:
                 self._write(link, self._refusal((incarnation, 0), kind, reason))
             case pure.Tell(link, key, kind):
                 self._write(link, self._refusal(key, kind, _REASONS[kind]))
+            case pure.Reply() if self.holding and effect.answer is self.data.answer:
+                self._held = effect
             case pure.Reply(link, answer):
                 self._write(link, answer)
                 self.flush()
@@ -187,6 +211,11 @@ class ReceiverDriver:
         with self.lock:
             return list(self._links.values())
 
+    def in_force(self) -> Link | None:
+        """The link of the handshake in force."""
+        with self.lock:
+            return None if self.data.link is None else self._links.get(self.data.link)
+
     def flush(self) -> None:
         """Write what waits to be written; an answer that has left is ANSWERED."""
         for number, link in list(self._links.items()):
@@ -195,7 +224,8 @@ class ReceiverDriver:
             except TransportError as error:
                 self._down(number, str(error))
                 continue
-            if gone and number == self.data.link and self.machine.state is State.AWAITING_ACK:
+            answered = gone and number == self.data.link and not self.holding
+            if answered and self.machine.state is State.AWAITING_ACK:
                 self._step(pure.Answered())
 
     def pump(self) -> None:
@@ -242,7 +272,9 @@ class ReceiverDriver:
             case Hello():
                 if message.host == own_host():
                     link.watch(message.pid, message.started)
-                self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
+                step = self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
+                if step.input is not ReceiverInput.REJECTED:
+                    self.greeting = message
             case Update():
                 self._update(number, message, received)
             case Bye():

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch.nn
 
-from weightsync.context import MISSING, held, optional
+from weightsync.blank import fill_in
+from weightsync.compat.base import TransportBackend
+from weightsync.compat.facade import TransportFacade
+from weightsync.compat.none import NoTransport
+from weightsync.compat.user import user_link
+from weightsync.context import held
 from weightsync.driving.packing import Packer
-from weightsync.errors import ConfigurationError, ModelPathError, StateError
+from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import Verify, option
 from weightsync.paths import _resolve_model
 from weightsync.receiver import WeightReceiver
+from weightsync.schemes.fleet import Fleet, fleet
+from weightsync.schemes.registry import scheme_of
+from weightsync.schemes.rendezvous import Rendezvous
+from weightsync.schemes.sources import checked, given_or_found, model_for_worker, registered
 from weightsync.sender import WeightSender
 from weightsync.strategy import WeightStrategy
 from weightsync.target import Mode
@@ -21,11 +30,16 @@ from weightsync.transports.base import Link
 from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.user import UserMessages
 
+#: The base, and what schemes read their arguments with.
+__all__ = ["WeightSyncScheme", "checked", "given_or_found"]
 
-class WeightSyncScheme(abc.ABC):
+
+class WeightSyncScheme(Rendezvous, abc.ABC):
     """One model across all workers: makes the sender in the trainer and the receivers in the workers.
 
-    A pickled, copied or forked scheme carries its configuration only; each side is initialised once.
+    Both generations of TorchRL's API: `get_sender` and `get_receiver` give the objects of the first; `connect`, `send`
+    and `receive` of the scheme itself are the second's. A pickled, copied or forked scheme carries its configuration
+    only; each side is initialised once.
 
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
@@ -46,20 +60,42 @@ class WeightSyncScheme(abc.ABC):
         self._receiver: WeightReceiver | None = None
         self._context: Callable[[], Any] = held(None)
         self._given: Mapping[str, Any] = {}
+        self._fleet = Fleet()
+        self._start_over()
         forget_after_fork(self)
+
+    @classmethod
+    def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
+        """Make the scheme of a backend.
+
+        Args:
+            backend: "none" (or "direct"), "shared" (or "thread"), "process" (or "multiprocessing"), "distributed",
+                "rpc", "ray", or a name given to `register_weight_sync_backend`.
+            **kwargs: for its constructor.
+
+        Raises:
+            ConfigurationError: there is no such backend.
+            MissingExtraError: (an ImportError) its optional package is not installed.
+        """
+        scheme: WeightSyncScheme = scheme_of(backend)(**kwargs)
+        return scheme
 
     # ----------------------------------------------------------------------------------------- the sides
 
-    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Make the sender, put the workers on its roll (ids 0, 1, ...) and lay the links. Never waits.
+    def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
+        """Make the sender and put the workers on its roll. Never waits.
+
+        The links are laid here, or at `connect` where the scheme makes them itself.
 
         Args:
             model_id: the name of the model, the same on both sides; may be a path on the context.
             context: gives what is not given by keyword, from attributes of the same names, and the model by
                 ``.get_model(model_id)`` or ``.get_cached_weights(model_id)``. Held weakly.
-            **kwargs: how the workers are reached (see the scheme's own page), ``num_workers``, ``model``,
-                ``source_model``, ``cached_weights``, ``fence`` (the incarnation to rise above, after
-                `WorkerLostError.fence`).
+            **kwargs: how the workers are reached (see the scheme's own page); ``num_workers``, or what says it:
+                ``params_map`` (worker id to its weights), ``devices`` (one a worker), ``device_map_fn(worker_idx,
+                weights)`` with ``num_workers``; ``model``, ``weights``, ``source_model``, ``cached_weights``: what a
+                send without weights means; ``ctx``, a multiprocessing context; ``fence`` (the incarnation to rise
+                above, after `WorkerLostError.fence`).
 
         Raises:
             StateError: initialised already.
@@ -68,13 +104,16 @@ class WeightSyncScheme(abc.ABC):
         if self._sender is not None:
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
         given = checked(kwargs, (*self._sender_arguments, *_ALWAYS_ON_SENDER), "init_on_sender")
+        workers = fleet(given, context, self._strategy)
+        given = workers.counted(given)
         endpoints = self._endpoints(given, context, model_id)
-        sender = WeightSender(self)
-        self._given, self._context = given, held(context)
+        sender = self.create_sender()
+        self._given, self._context, self._fleet = given, held(context), workers
         sender.set_context(context, model_id)
         for worker_id, endpoint in endpoints.items():
             sender.add_worker(worker_id, endpoint)
-        sender.connect(fence=given.get("fence"))
+        if not self._lays_links_at_connect(given, context):
+            sender.connect(fence=given.get("fence"))
         self._sender = sender
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
@@ -85,7 +124,7 @@ class WeightSyncScheme(abc.ABC):
                 the first weights are received.
             context: gives what is not given by keyword, from attributes of the same names, and the model by
                 ``.get_model(model_id)``. Held weakly.
-            **kwargs: how the sender reaches us (see the scheme's own page), ``model``.
+            **kwargs: how the sender reaches us (see the scheme's own page), ``model``, ``worker_idx``.
 
         Raises:
             StateError: initialised already.
@@ -93,12 +132,14 @@ class WeightSyncScheme(abc.ABC):
         """
         if self._receiver is not None:
             raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
-        given = checked(kwargs, (*self._worker_arguments, "model"), "init_on_worker")
+        given = checked(kwargs, (*self._worker_arguments, *_ALWAYS_ON_WORKER), "init_on_worker")
         endpoint = self._endpoint(given, context, model_id)
-        receiver = WeightReceiver(self)
+        model = self._worker_model(given, context, model_id)
+        receiver = self.create_receiver()
         receiver.set_context(context, model_id)
-        receiver.register_model(self._worker_model(given, context, model_id))
+        receiver.register_model(model)
         receiver.register_worker_transport(endpoint)
+        self._arrive(given, context)
         self._receiver = receiver
 
     #: What `init_on_sender` and `init_on_worker` take by keyword besides what all schemes do.
@@ -123,41 +164,28 @@ class WeightSyncScheme(abc.ABC):
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """What the weights are applied to: a model, or a path on the context."""
-        if "model" in given:
-            return given["model"]
-        get_model = optional(context, "get_model")
-        found = MISSING if get_model is MISSING else get_model(model_id)
-        if found is not None and found is not MISSING:
-            return found
-        if context is None:
-            raise ConfigurationError("init_on_worker() needs model=, or a context on which model_id is resolved.")
-        return model_id
+        return model_for_worker(given, context, model_id)
 
-    def get_sender(self) -> WeightSender:
-        """The sender.
+    def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+        """Whether the handshake is left where the worker finds it at `connect`, not at `init_on_sender`."""
+        return False
 
-        Raises:
-            StateError: `init_on_sender` was not called in this process.
-        """
-        if self._sender is None:
-            raise StateError("scheme", "uninitialized on the sender", "get_sender", ["init_on_sender"])
-        return self._sender
+    def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """Make the receiver and listen for the sender: `init_on_worker` in the second generation's words.
 
-    def get_receiver(self) -> WeightReceiver:
-        """The receiver.
+        Args:
+            model_id: the name of the model, the same on both sides.
+            context: as for `init_on_worker`; ``context.worker_idx`` is read too.
+            **kwargs: ``worker_idx`` (this worker's id), ``model``, and how the sender reaches us. A model on the meta
+                device, as TorchRL's collectors give it, gets memory on the CPU, and its first values at `connect`.
 
         Raises:
-            StateError: `init_on_worker` was not called in this process.
+            StateError, ConfigurationError: as `init_on_worker`.
+            LayoutError: a buffer on the meta device that no weights bring.
         """
-        if self._receiver is None:
-            raise StateError("scheme", "uninitialized on the worker", "get_receiver", ["init_on_worker"])
-        return self._receiver
-
-    def close(self) -> None:
-        """Close whichever sides were initialised."""
-        for side in (self._sender, self._receiver):
-            if side is not None:
-                side.close()
+        if isinstance(kwargs.get("model"), torch.nn.Module):
+            fill_in(kwargs["model"])
+        self.init_on_worker(model_id, context, **kwargs)
 
     def __enter__(self) -> Self:
         return self
@@ -191,9 +219,26 @@ class WeightSyncScheme(abc.ABC):
         """A new packer with buffers of the kind that this scheme's links carry best."""
         return Packer(self._verify)
 
-    @abc.abstractmethod
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        """A link over ``endpoint`` for one model; ``peer`` says who is at the other end, for messages to people."""
+        """A link over ``endpoint`` for one model; ``peer`` says who is at the other end, for messages to people.
+
+        Here: over a transport of the user's own, which ``endpoint`` is, or which `create_transport` makes of it.
+
+        Raises:
+            ConfigurationError: no link can be made of it.
+        """
+        users = self._users_transport(endpoint)
+        if users is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} lays no links: give it a TransportBackend, or override create_transport()."
+            )
+        return user_link(users, peer)
+
+    def _users_transport(self, endpoint: Any) -> TransportBackend | None:
+        """The transport of the user's own by which an endpoint is reached; None: the scheme has links of its own."""
+        made = endpoint if isinstance(endpoint, TransportBackend) else self.create_transport(endpoint)
+        ours = isinstance(made, TransportFacade | NoTransport) or not isinstance(made, TransportBackend)
+        return None if ours else made
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Give ``accept`` the links by which senders reach us at ``endpoint``; here there is just one, at once.
@@ -201,6 +246,11 @@ class WeightSyncScheme(abc.ABC):
         Raises:
             ConfigurationError: no link can be made of the endpoint.
         """
+        if self._users_transport(endpoint) is not None:
+            raise ConfigurationError(
+                "A transport of your own brings weights by its own receive_weights(): call that in the worker, and "
+                "WeightStrategy.apply_weights()."
+            )
         accept(self.lay_link(endpoint, model_id, "the sender"))
         return _nothing
 
@@ -211,6 +261,14 @@ class WeightSyncScheme(abc.ABC):
             ConfigurationError: this scheme has no pipes.
         """
         raise ConfigurationError(f"{type(self).__name__} has no pipes that could carry messages of your own.")
+
+    def transport_of(self, receiver: Any, endpoint: Any) -> Any:
+        """TorchRL's transport class over ``receiver``, which listens at ``endpoint``: its ``_transport``.
+
+        Raises:
+            ConfigurationError: this scheme has none at the worker's end.
+        """
+        raise ConfigurationError(f"{type(self).__name__} has no transport at the worker's end: use the receiver.")
 
     def published(self, model_id: str, weights: Any) -> None:
         """Called with each version's weights before it is dispatched; keeps nothing of them."""
@@ -238,10 +296,9 @@ class WeightSyncScheme(abc.ABC):
         return strategy.extract_weights(found) if isinstance(found, torch.nn.Module) else found
 
     def _registered(self, model_id: str, context: Any) -> Any:
-        for source in _SOURCES:
-            found = source(self._given, context, model_id)
-            if found is not None and found is not MISSING:
-                return found
+        found = registered(self._given, context, model_id)
+        if found is not None:
+            return found
         raise ConfigurationError(
             f"send() was given no weights and no model is registered for {model_id!r}: pass weights, or give "
             "init_on_sender() model=, source_model=, cached_weights= or a context that has the model. Nothing was sent."
@@ -251,7 +308,7 @@ class WeightSyncScheme(abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for live in ("_sender", "_receiver", "_context", "_given"):
+        for live in (*_LIVE, *self._left_behind):
             del state[live]
         return state
 
@@ -264,59 +321,13 @@ class WeightSyncScheme(abc.ABC):
         self._begin()
 
 
-_ALWAYS_ON_SENDER = ("num_workers", "model", "source_model", "cached_weights", "fence")
-
-
-def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> dict[str, Any]:
-    """What was given by keyword, without what is None.
-
-    Raises:
-        ConfigurationError: a keyword that ``where`` does not take.
-    """
-    unknown = sorted(set(kwargs) - set(allowed))
-    if unknown:
-        raise ConfigurationError(f"{where}() takes no {', '.join(unknown)}; it takes {', '.join(allowed)}.")
-    return {name: value for name, value in kwargs.items() if value is not None}
-
-
-def given_or_found(given: Mapping[str, Any], context: Any, name: str) -> Any:
-    """What was given by keyword, else the context's attribute of that name; None: neither."""
-    found = given[name] if name in given else optional(context, name)
-    return None if found is MISSING else found
+_LIVE = ("_sender", "_receiver", "_context", "_given", "_fleet")
+_ALWAYS_ON_SENDER = (
+    *("num_workers", "model", "source_model", "cached_weights", "fence"),
+    *("weights", "params_map", "devices", "device_map_fn", "ctx"),
+)
+_ALWAYS_ON_WORKER = ("model", "worker_idx")
 
 
 def _nothing() -> None:
     return None
-
-
-def _cached(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-    if given.get("cached_weights") is not None:
-        return given["cached_weights"]
-    get = optional(context, "get_cached_weights")
-    return MISSING if get is MISSING else get(model_id)
-
-
-def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-    get = optional(context, "get_model")
-    return MISSING if get is MISSING else get(model_id)
-
-
-def _from_path(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-    if context is None:
-        return MISSING
-    try:
-        return _resolve_model(context, model_id)
-    except ModelPathError:
-        return MISSING
-
-
-def _fallback(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-    return optional(context, "_fallback_policy") if model_id == "policy" else MISSING
-
-
-def _at_init(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-    model = given.get("model")
-    return given.get("source_model") if model is None else model
-
-
-_SOURCES = (_cached, _from_get_model, _from_path, _fallback, _at_init)

@@ -5,30 +5,23 @@ from __future__ import annotations
 from typing import Any, Never
 
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput
+from weightsync.compat.none import NoTransport
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.machine import next_state
 from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.sender import WeightSender
-
-
-class NoTransport:
-    """Swallows what is sent, and never has anything."""
-
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Do nothing."""
-
-    def receive_weights(self, timeout: float | None = 1.0) -> None:
-        """Nothing ever comes."""
-
-    def check_connection(self) -> bool:
-        """True: there is nothing that could be down."""
-        return True
+from weightsync.strategy import WeightStrategy
+from weightsync.successive import Successive
+from weightsync.timing import Deadline
 
 
 class NoSender(WeightSender):
     """Its sends succeed with an empty report; weights are not looked at."""
+
+    def _known_layout(self) -> None:
+        """There are no weights, and no layout of them."""
 
     def send(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
         """Send nothing.
@@ -65,17 +58,17 @@ class NoReceiver(WeightReceiver):
         next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
         return False
 
-    def apply_weights(self, weights: Any) -> None:
+    def apply_weights(self, weights: Any, *, inplace: bool = True) -> None:
         """Write weights into the registered model; there is nobody to answer to."""
         if self._model is None:
             raise ConfigurationError("no model is registered: call register_model() first.")
-        self._scheme.strategy.apply_weights(self._model, weights)
+        self._scheme.strategy.apply_weights(self._model, weights, inplace)
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
     """Moves nothing: for workers without a model, or with one that never changes."""
 
-    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+    def init_on_sender(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
         """Make a sender that needs nothing; all other arguments are ignored."""
         if self._sender is not None:
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
@@ -84,11 +77,25 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._sender.connect()
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Make a receiver that needs nothing; all other arguments are ignored."""
+        """Make a receiver that needs nothing; a model is kept, all other arguments are ignored."""
         if self._receiver is not None:
             raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
         self._receiver = self.create_receiver()
         self._receiver.set_context(None, model_id)
+        if kwargs.get("model") is not None:
+            self._receiver.register_model(kwargs["model"])
+        self._arrive({}, None)
+
+    def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
+        """There is nobody to meet."""
+        self._successive = Successive(self.get_sender())
+
+    def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
+        """There is nobody to meet, and nothing to receive in the background."""
+
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+        """The weights as they are: nobody looks at them."""
+        return weights
 
     def create_sender(self) -> WeightSender:
         """A sender that sends nothing."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-from weightsync.context import MISSING, optional
+from weightsync.compat.mp import MPTransport, WorkerTransport, connection_of
+from weightsync.compat.user import user_link
 from weightsync.errors import ConfigurationError
-from weightsync.schemes.base import WeightSyncScheme, given_or_found
+from weightsync.options import Verify
+from weightsync.protocol.sender import Standing
+from weightsync.schemes.base import WeightSyncScheme
+from weightsync.schemes.sources import given_or_found
+from weightsync.side import pipes_travel, require_worker_id
+from weightsync.strategy import WeightStrategy
 from weightsync.transports.base import Link
 from weightsync.transports.channel import Channel
 from weightsync.transports.pipe import PipeLink
@@ -15,47 +23,152 @@ from weightsync.transports.user import UserMessages
 
 
 class PipeScheme(WeightSyncScheme):
-    """A scheme whose control path is one duplex `multiprocessing.Pipe` a worker."""
+    """A scheme whose control path is one duplex `multiprocessing.Pipe` a worker.
+
+    Without ``pipes`` it makes them itself. The workers' ends then travel in the scheme while a process is spawned with
+    it, and are inherited by a forked one; each worker takes its own by its ``worker_idx`` and closes the others.
+
+    Args:
+        strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
+        sync: whether the scheme's own `send` waits for its answers. If not, the next `send`, or `shutdown`, tells.
+        verify: "digest" or "layout": see `WeightSyncScheme`.
+    """
 
     _sender_arguments = ("pipes",)
     _worker_arguments = ("pipe",)
+    _left_behind = (*WeightSyncScheme._left_behind, "_own")
+    #: In a worker: its own of these.
+    _own: Connection[Any, Any] | None
+
+    def __init__(
+        self,
+        strategy: WeightStrategy | str = "state_dict",
+        sync: bool = True,
+        *,
+        verify: Verify | str = Verify.DIGEST,
+    ) -> None:
+        #: The workers' ends of pipes of ours, until they are taken.
+        self._ends: dict[int, Connection[Any, Any]] = {}
+        super().__init__(strategy, verify=verify)
+        self.sync = sync
+
+    # ---------------------------------------------------------------------------------------------- the pipes
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
-        """Our end of one pipe a worker, from ``pipes=`` or ``context.pipes``."""
+        """Our end of one pipe a worker, from ``pipes=`` or ``context.pipes``, or of pipes of our own."""
+        if self._lays_links_at_connect(given, context):
+            return self._own_pipes(given)
         pipes = given_or_found(given, context, "pipes")
-        if pipes is None:
-            raise ConfigurationError(
-                "init_on_sender() needs pipes=, or a context with .pipes: our end of one multiprocessing.Pipe() a "
-                "worker."
-            )
         count = given_or_found(given, context, "num_workers")
         if count not in (None, len(pipes)):
             raise ConfigurationError(
                 f"num_workers is {count}, but there are {len(pipes)} pipes: give one pipe a worker."
             )
         _refuse_unusable(pipes)
-        return dict(enumerate(pipes))
+        return dict(zip(sorted(given.get("params_map", range(len(pipes)))), pipes, strict=True))
+
+    def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+        """With pipes of our own. ``ctx=`` asks for these: a TorchRL collector's ``.pipes`` are its own business."""
+        return "pipes" not in given and ("ctx" in given or given_or_found(given, context, "pipes") is None)
+
+    def _own_pipes(self, given: Mapping[str, Any]) -> dict[int, Any]:
+        if "num_workers" not in given:
+            raise ConfigurationError(
+                "init_on_sender() needs pipes= (our end of one multiprocessing.Pipe() a worker), or to know how many "
+                "workers there are, to make them itself: num_workers=, params_map=, devices=, or a context with "
+                ".pipes or .num_workers."
+            )
+        ours = {}
+        for worker in sorted(given.get("params_map", range(given["num_workers"]))):
+            ours[worker], self._ends[worker] = given.get("ctx", multiprocessing).Pipe()
+        return ours
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """This worker's end of its pipe, from ``pipe=`` or ``context.pipe``."""
+        """This worker's end: ``pipe=``, or that of ``worker_idx`` that came along, or ``context.pipe``."""
+        if "pipe" not in given and self._ends:
+            return self._own_end(given_or_found(given, context, "worker_idx"))
         pipe = given_or_found(given, context, "pipe")
         if pipe is None:
             raise ConfigurationError(
-                "init_on_worker() needs pipe=, or a context with .pipe: this worker's end of a multiprocessing.Pipe()."
+                "init_on_worker() needs pipe=, or a context with .pipe: this worker's end of a multiprocessing.Pipe(). "
+                "A scheme that makes its pipes itself brings it along to a process that is started with it after "
+                "init_on_sender()."
             )
         return pipe
 
-    def create_transport(self, pipe_or_context: Any) -> Link:
-        """A link over a pipe's end for the model ``"policy"``."""
-        return self.lay_link(pipe_or_context, "policy", "the peer")
+    def _own_end(self, worker_idx: Any) -> Any:
+        if worker_idx is None and self._worker_idx is None and len(self._ends) > 1:
+            raise ConfigurationError(
+                f"init_on_receiver() needs worker_idx=, or a context with .worker_idx: which of {sorted(self._ends)}."
+            )
+        told = self._worker_idx if worker_idx is None else worker_idx
+        worker = next(iter(self._ends)) if told is None else require_worker_id(told)
+        if worker not in self._ends:
+            raise ConfigurationError(
+                f"worker {worker} has no pipe here: those of {sorted(self._ends)} came along. For a worker that comes "
+                "back give a new pipe to get_sender().add_worker() and its other end to init_on_receiver(pipe=...)."
+            )
+        own = self._own = self._ends[worker]
+        return own
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._own = None
+
+    def _arrive(self, given: Mapping[str, Any], context: Any) -> None:
+        """Close the ends that came along for other workers, unless this is the trainer's process too."""
+        super()._arrive(given, context)
+        if self._sender is None:
+            for end in self._ends.values():
+                if end is not self._own:
+                    end.close()
+            self._ends = {}
+
+    def _arrived(self) -> None:
+        """Close what we kept of the ends of workers that have taken theirs."""
+        if self._receiver is None:
+            up = {worker for worker, entry in self.get_sender().roll.items() if entry.standing is Standing.UP}
+            for worker in up & self._ends.keys():
+                self._ends.pop(worker).close()
+
+    def close(self) -> None:
+        """Close whichever sides were initialised, and the ends of pipes that we hold for workers."""
+        super().close()
+        for end in (*self._ends.values(), *([] if self._own is None else [self._own])):
+            end.close()
+        self._ends = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_ends"] = dict(self._ends) if pipes_travel() else {}
+        return state
+
+    def create_transport(self, pipe_or_context: Any = None, *, pipe: Any = None, **queues: Any) -> Any:
+        """TorchRL's transport class over a pipe's end (or a context that has one), by whatever name it is given.
+
+        Args:
+            pipe_or_context: our end of a pipe, or an object whose ``.pipe`` is that.
+            pipe: the same.
+            **queues: generation B's ``weight_queue``, ``ack_queue`` and ``timeout``.
+
+        Raises:
+            ConfigurationError: nothing is wrong yet if it is incomplete: it raises at the first send.
+        """
+        given = pipe if pipe_or_context is None else pipe_or_context
+        return MPTransport(given, **queues) if given is not None else MPTransport(**queues)
+
+    def transport_of(self, receiver: Any, endpoint: Any) -> WorkerTransport:
+        """`MPTransport` over a receiver that listens on a pipe."""
+        return WorkerTransport(receiver, connection_of(endpoint))
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        """A link over a pipe's end, or over the ``.pipe`` of a context.
+        """A link over a pipe's end, over the ``.pipe`` of a context, or over a transport of the user's own.
 
         Raises:
             ConfigurationError: it is no duplex pipe.
         """
-        return PipeLink(_pipe(endpoint), model_id, peer=peer)
+        users = self._users_transport(endpoint)
+        return PipeLink(connection_of(endpoint), model_id, peer=peer) if users is None else user_link(users, peer)
 
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe behind ``endpoint``.
@@ -63,7 +176,7 @@ class PipeScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: it is no duplex pipe.
         """
-        return UserMessages(Channel.of(_pipe(endpoint)))
+        return UserMessages(Channel.of(connection_of(endpoint)))
 
 
 class MultiProcessWeightSyncScheme(PipeScheme):
@@ -71,18 +184,15 @@ class MultiProcessWeightSyncScheme(PipeScheme):
 
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
+        sync: whether the scheme's own `send` waits for its answers (default). If not, it returns what is PENDING, and
+            the next `send`, or `shutdown`, tells what became of it.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
 
-def _pipe(endpoint: Any) -> Any:
-    pipe = optional(endpoint, "pipe")
-    return endpoint if pipe is MISSING else pipe
-
-
 def _refuse_unusable(pipes: Sequence[Any]) -> None:
     """Refuse pipes before a link is laid over any of them, so that the good ones can be given again."""
-    connections = [_pipe(pipe) for pipe in pipes]
+    connections = [connection_of(pipe) for pipe in pipes]
     if len({id(connection) for connection in connections}) < len(connections):
         raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe a worker.")
     for connection in connections:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.errors import LayoutError
+from weightsync.compat.shared import SharedMemTransport, require_registered
+from weightsync.errors import ConfigurationError
 from weightsync.options import Verify
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.strategy import WeightStrategy
 from weightsync.target import Mode
+
+#: Equals True, and is not it: tells that the third argument was not given, in either generation's sense.
+_TRUE = 1
 
 
 class SharedMemWeightSyncScheme(PipeScheme):
@@ -20,11 +24,18 @@ class SharedMemWeightSyncScheme(PipeScheme):
     module on the CPU become views of the slot; do not keep references to their memory across `receive()`. Buffers,
     and all destinations that are not modules, are copied out.
 
+    Both generations' arguments are taken. If the first is a strategy they are the second's, which may be given by
+    position: ``(strategy, sync, per_worker_weights)``.
+
     Args:
         policy_weights: model id to a TensorDict or dict that is to hold the newest version after each send. The
             receivers do not read it.
         strategy: "tensordict" (default) or "state_dict", or a `WeightStrategy`.
         auto_register: whether a model may be sent that was not registered.
+        sync: whether the scheme's own `send` waits for its answers (default). If not, it returns what is PENDING, and
+            the next `send`, or `shutdown`, tells what became of it.
+        per_worker_weights: says that workers will be given weights of their own, by ``send({worker_idx: weights})``.
+            Nothing has to be prepared for that: such a send works without it too.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
@@ -32,20 +43,46 @@ class SharedMemWeightSyncScheme(PipeScheme):
 
     def __init__(
         self,
-        policy_weights: Mapping[str, Any] | None = None,
-        strategy: WeightStrategy | str = "tensordict",
-        auto_register: bool = True,
+        policy_weights: Mapping[str, Any] | WeightStrategy | str | None = None,
+        strategy: WeightStrategy | str | bool = "tensordict",
+        auto_register: bool | int = _TRUE,
         *,
+        sync: bool = True,
+        per_worker_weights: bool = False,
         verify: Verify | str = Verify.DIGEST,
     ) -> None:
-        super().__init__(strategy, verify=verify)
-        self._policy_weights = dict(policy_weights or {})
-        self._auto_register = auto_register
+        second = isinstance(policy_weights, str | WeightStrategy)
+        chosen = policy_weights if isinstance(policy_weights, str | WeightStrategy) else strategy
+        if isinstance(chosen, bool):
+            raise ConfigurationError(f"strategy is {chosen}: choose 'tensordict' or 'state_dict'.")
+        super().__init__(chosen, strategy if second and isinstance(strategy, bool) else sync, verify=verify)
+        self._policy_weights = dict(policy_weights) if isinstance(policy_weights, Mapping) else {}
+        self._auto_register = second or bool(auto_register)
+        self.per_worker_weights = bool(auto_register) if second and auto_register is not _TRUE else per_worker_weights
 
     @property
     def policy_weights(self) -> dict[str, Any]:
         """The registered copy targets, by model id."""
         return self._policy_weights
+
+    def create_transport(self, pipe_or_context: Any = None, *, pipe: Any = None, **queues: Any) -> SharedMemTransport:
+        """TorchRL's transport class over this scheme's registered copy targets.
+
+        Args:
+            pipe_or_context: our end of a worker's pipe, or an object whose ``.pipe`` is that; None: no worker.
+            pipe: the same.
+            **queues: nothing else is taken.
+
+        Raises:
+            ConfigurationError: something else was given, or it is no duplex pipe.
+        """
+        if queues:
+            raise ConfigurationError(f"create_transport() of shared memory takes a pipe, not {', '.join(queues)}.")
+        transport = SharedMemTransport(self._policy_weights, self._auto_register, strategy=self.strategy)
+        given = pipe if pipe_or_context is None else pipe_or_context
+        if given is not None:
+            transport.register_pipe(given)
+        return transport
 
     def register_shared_weights(self, model_id: str, weights: Any) -> None:
         """Register a copy target: a TensorDict or dict that holds the model's newest version after each send."""
@@ -57,11 +94,8 @@ class SharedMemWeightSyncScheme(PipeScheme):
         Raises:
             LayoutError: (a KeyError) the model is not registered and ``auto_register`` is off.
         """
-        if not self._auto_register and model_id not in self._policy_weights:
-            raise LayoutError(
-                f"model {model_id!r} is not registered and auto_register is off; registered are "
-                f"{sorted(self._policy_weights)}. Nothing was sent: call register_shared_weights() first."
-            )
+        if not self._auto_register:
+            require_registered(model_id, self._policy_weights)
         return super().prepare_weights(weights, model_id, strategy, context)
 
     def published(self, model_id: str, weights: Any) -> None:

@@ -1,0 +1,386 @@
+"""The background receiver: versions go live between forwards, at once where nobody serves, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from duo import Duo, beside, reader
+from fleet import PATIENCE, constants, filled, small
+from torch import nn
+
+from weightsync import (
+    AckTimeoutError,
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    RefusedError,
+    State,
+    StateError,
+    TransportError,
+    WeightSyncError,
+)
+from weightsync.background import Background
+
+# ------------------------------------------------------------------------------------------------ torn reads
+
+
+class Oops(Exception):
+    pass
+
+
+def serve_while(duo: Duo, ended: threading.Event, raising: bool) -> list[set[float]]:
+    """Forward after forward, without a pause, until told to end: what each of them saw."""
+    seen = []
+    while not ended.is_set():
+        seen.append(duo.model())
+        if raising:
+            with pytest.raises(Oops):
+                fail(duo)
+    return seen
+
+
+def fail(duo: Duo) -> None:
+    """A forward that raises, of a module that has ours inside."""
+    outer = nn.Sequential()
+    outer.forward = lambda: (duo.model(), _raise())  # type: ignore[method-assign]
+    outer()
+
+
+def _raise() -> None:
+    raise Oops
+
+
+@pytest.mark.parametrize(("threads", "raising"), [(1, False), (1, True), (2, False)], ids=["one", "raising", "two"])
+def test_g3_no_forward_sees_two_versions_and_a_busy_worker_starves_no_swap(
+    duo: Duo, threads: int, raising: bool
+) -> None:
+    ended = threading.Event()
+    everything: list[list[set[float]]] = []
+
+    def serve() -> None:
+        everything.append(serve_while(duo, ended, raising))
+
+    workers = [threading.Thread(target=serve) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    try:
+        reports = [duo.send(float(fill), timeout=PATIENCE) for fill in range(2, 102)]
+    finally:
+        ended.set()
+        for worker in workers:
+            worker.join(PATIENCE)
+
+    assert all(report.ok for report in reports)
+    seen = [values for forwards in everything for values in forwards]
+    assert all(len(values) == 1 for values in seen)
+    assert [values for forwards in everything for values in forwards if values == {101.0}] or duo.model() == {101.0}
+    assert len(set(map(tuple, seen))) > 1
+
+
+def test_a_version_that_arrives_during_a_forward_goes_live_after_it(duo: Duo) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def meanwhile() -> None:
+        inside.set()
+        assert go_on.wait(PATIENCE)
+
+    duo.model.meanwhile = meanwhile
+    with beside(duo.model) as seen:
+        assert inside.wait(PATIENCE)
+        with pytest.raises(AckTimeoutError):
+            duo.send(2.0, timeout=0.2)
+        assert duo.receiving.get_receiver().version == 1
+        go_on.set()
+    duo.model.meanwhile = lambda: None
+
+    assert seen == [{1.0}]
+    assert duo.sending.get_sender().wait_async(timeout=PATIENCE).ok
+    assert duo.model() == {2.0}
+
+
+def test_the_outermost_forward_makes_live_what_is_staged_in_its_own_thread(duo: Duo) -> None:
+    """A worker that is never idle: the next forward begins before the last has let go."""
+    receiver = duo.receiving.get_receiver()
+    swapped: list[str] = []
+    shipped = receiver.target().swap
+    receiver.target().swap = lambda staged: (swapped.append(threading.current_thread().name), shipped(staged))  # type: ignore[method-assign]
+    with receiver.serving():
+        duo.sending.sync = False
+        duo.send(2.0)
+        while receiver._staged is None:
+            os.sched_yield()
+        receiver.driver.lock.acquire()  # the thread cannot be the first
+    try:
+        assert duo.model() == {2.0}
+    finally:
+        receiver.driver.lock.release()
+
+    assert swapped == [threading.current_thread().name]
+
+
+def test_an_idle_worker_answers(duo: Duo) -> None:
+    assert duo.send(2.0, timeout=PATIENCE).ok
+    assert duo.receiving.get_receiver().version == 2
+
+
+def test_nested_forwards_serve_one_version(duo: Duo) -> None:
+    seen: list[set[float]] = []
+    depth = 0
+
+    def meanwhile() -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            duo.sending.sync = False
+            duo.send(2.0)
+            seen.append(duo.model())
+
+    duo.model.meanwhile = meanwhile
+    seen.append(duo.model())
+    duo.sending.get_sender().wait_async(timeout=PATIENCE)
+
+    assert seen == [{1.0}, {1.0}]
+    assert duo.model() == {2.0}
+
+
+@pytest.mark.parametrize("error", [Oops(), KeyboardInterrupt()], ids=repr)
+def test_a_forward_that_raises_lets_go_of_the_version(duo: Duo, error: BaseException) -> None:
+    """torch calls no hook after a KeyboardInterrupt."""
+    duo.model.fails = error
+    with pytest.raises(type(error)):
+        duo.model()
+    duo.model.fails = None
+
+    assert duo.send(2.0, timeout=PATIENCE).ok
+    assert duo.model() == {2.0}
+
+
+def test_a_block_of_serving_holds_the_version_where_call_is_bypassed(duo: Duo) -> None:
+    receiver = duo.receiving.get_receiver()
+    with receiver.serving() as version:
+        with pytest.raises(AckTimeoutError):
+            duo.send(2.0, timeout=0.2)
+        assert (version, receiver.version, duo.model.forward()) == (1, 1, {1.0})
+
+    assert duo.sending.get_sender().wait_async(timeout=PATIENCE).ok
+    assert (receiver.version, duo.model.forward()) == (2, {2.0})
+
+
+def test_a_tensordict_is_served_in_blocks(scheme_class: Any) -> None:
+    made = Duo(scheme_class, make=lambda fill: nn.ParameterDict({"a": torch.full((3,), fill)}))
+    made.model = {"a": torch.zeros(3)}
+    made.connect()
+    with made.receiving.get_receiver().serving():
+        assert made.model["a"].tolist() == [1.0] * 3
+    assert made.send(2.0, timeout=PATIENCE).ok
+    assert made.model["a"].tolist() == [2.0] * 3
+    made.end()
+
+
+# --------------------------------------------------------------------------------------------------- receive
+
+
+def test_receive_gives_the_weights_of_each_new_version_once(duo: Duo) -> None:
+    assert duo.receiving.receive(timeout=0) is None
+    duo.send(2.0)
+
+    weights = duo.receiving.receive(timeout=PATIENCE)
+
+    assert weights["mark"].tolist() == [2.0] * 64
+    assert duo.receiving.receive(timeout=0) is None
+
+
+def test_receive_waits_for_the_next_version(duo: Duo) -> None:
+    with beside(duo.receiving.receive) as received:
+        duo.send(2.0)
+
+    assert received[0]["mark"].tolist() == [2.0] * 64
+
+
+def test_the_receivers_own_receive_waits_for_the_thread(duo: Duo) -> None:
+    duo.send(2.0)
+
+    assert duo.receiving.get_receiver().receive(timeout=PATIENCE) is True
+    assert duo.receiving.get_receiver().receive(timeout=0) is False
+
+
+def test_a_refused_version_ends_receive_with_none_and_is_told_to_the_sender(duo: Duo) -> None:
+    with pytest.raises(RefusedError):
+        duo.sending.send({"another": torch.zeros(3)})
+
+    assert duo.receiving.receive(timeout=PATIENCE) is None
+    assert "another" in duo.receiving.get_receiver().last_refusal
+    assert duo.model() == {1.0}
+
+
+def test_weights_applied_by_hand_are_not_a_version(duo: Duo) -> None:
+    duo.receiving.apply_weights(reader(7.0).state_dict())
+
+    assert duo.model() == {7.0}
+    assert duo.receiving.get_receiver().version is None
+    assert duo.send(2.0).ok
+    assert duo.model() == {2.0}
+
+
+def test_applied_by_hand_not_in_place_gives_new_tensors(scheme_class: Any) -> None:
+    made = Duo(scheme_class, make=lambda fill: nn.ParameterDict({"a": torch.full((3,), fill)}))
+    made.model = {"a": torch.zeros(3)}
+    made.connect()
+    old = made.model["a"]
+
+    made.receiving.apply_weights({"a": torch.full((3,), 5.0)}, inplace=False)
+
+    assert (old.tolist(), made.model["a"].tolist()) == ([1.0] * 3, [5.0] * 3)
+    made.end()
+
+
+# -------------------------------------------------------------------------------------- how it ends and begins
+
+
+def threads_of_ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("weightsync")]
+
+
+def test_the_thread_ends_at_shutdown_and_the_guard_with_it(duo: Duo) -> None:
+    assert threads_of_ours() == ["weightsync receiver of 'policy'"]
+
+    duo.receiving.shutdown()
+    duo.receiving.shutdown()
+
+    assert threads_of_ours() == []
+    assert not duo.model._forward_pre_hooks
+    assert not duo.model._forward_hooks
+    assert duo.receiving.get_receiver().state is State.CLOSED
+    with pytest.raises(StateError):
+        duo.receiving.receive(timeout=0)
+
+
+def test_the_thread_ends_when_the_sender_is_gone_and_says_so_at_each_receive(duo: Duo) -> None:
+    duo.sending.shutdown()
+
+    for _ in range(2):
+        with pytest.raises(TransportError, match="no sender any more"):
+            duo.receiving.receive(timeout=PATIENCE)
+    while threads_of_ours():
+        os.sched_yield()
+    assert duo.model() == {1.0}
+
+
+def test_with_a_new_link_it_starts_again(duo: Duo) -> None:
+    duo.sending.shutdown()
+    with pytest.raises(TransportError):
+        duo.receiving.receive(timeout=PATIENCE)
+    ours, theirs = pytest.importorskip("multiprocessing").Pipe()
+
+    duo.receiving.get_receiver().register_worker_transport(theirs)
+    with type(duo.sending)() as another:
+        another.init_on_sender(model_id="policy", model=reader(9.0), pipes=[ours])
+        another.connect(timeout=PATIENCE)
+
+        assert duo.receiving.receive(timeout=PATIENCE)["mark"].tolist() == [9.0] * 64
+        assert duo.model() == {9.0}
+    ours.close()
+    theirs.close()
+
+
+def test_an_error_on_the_thread_is_raised_by_the_next_receive(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(self: Background) -> None:
+        raise ZeroDivisionError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Background, "_attend", attend)
+        duo.receiving.get_receiver().driver.waker.fire()
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            duo.receiving.receive(timeout=PATIENCE)
+
+    with beside(lambda: duo.send(2.0, timeout=PATIENCE)):
+        assert duo.receiving.receive(timeout=PATIENCE) is not None
+
+
+class Fragile(nn.Module):
+    """Its extra state can be set neither forth nor back."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), fill))
+        self.extra, self.worn = fill, False
+
+    def get_extra_state(self) -> float:
+        return self.extra
+
+    def set_extra_state(self, state: float) -> None:
+        self.extra = state if not self.worn else -1.0
+        if self.worn:
+            raise RuntimeError("worn out")
+
+    def forward(self) -> float:
+        return self.extra
+
+
+def test_a_swap_that_broke_half_way_makes_guarded_forwards_raise(scheme_class: Any) -> None:
+    made = Duo(scheme_class, make=Fragile)
+    made.connect()
+    made.model.worn = True
+    made.source.extra = 2.0
+
+    report = made.sending.send(on_failure="report")
+
+    assert report[0].kind is OutcomeKind.LOST
+    with pytest.raises(WeightSyncError, match="serves nothing"):
+        made.model()
+    with pytest.raises(WeightSyncError, match="could not be undone"):
+        made.receiving.receive(timeout=PATIENCE)
+    assert made.receiving.get_receiver().version is None
+    made.end()
+
+
+def test_a_forked_child_has_no_thread_and_no_guard(duo: Duo) -> None:
+    child = os.fork()
+    if child == 0:
+        fine = not duo.model._forward_hooks and duo.model() == {1.0} and threads_of_ours() == []
+        os._exit(0 if fine and not duo.receiving.initialized_on_receiver else 1)
+    _, status = os.waitpid(child, 0)
+
+    assert status == 0
+    assert duo.send(2.0).ok
+
+
+# ----------------------------------------------------------------------------------------------- the model
+
+
+def test_the_guard_moves_with_the_model_and_an_equal_model_serves_the_same_version(duo: Duo) -> None:
+    another = copy.deepcopy(duo.model)
+
+    duo.receiving.model = another
+
+    assert not duo.model._forward_hooks
+    assert len(another._forward_hooks) == 2  # the inert one that came with the copy, and ours
+    assert duo.receiving.get_receiver().version == 1
+    assert duo.send(2.0).ok
+    assert (duo.model(), another()) == ({1.0}, {2.0})
+
+
+def test_a_model_that_holds_other_weights_serves_no_version_yet(duo: Duo) -> None:
+    duo.receiving.model = reader(5.0)
+
+    assert duo.receiving.get_receiver().version is None
+    assert duo.send(2.0).ok
+    assert duo.receiving.get_receiver().version == 2
+
+
+def test_a_copy_of_a_guarded_model_is_not_guarded() -> None:
+    made = Duo(MultiProcessWeightSyncScheme, make=small)
+    made.connect()
+    for another in (copy.deepcopy(made.model), pickle.loads(pickle.dumps(made.model))):
+        receiver = made.receiving.get_receiver()
+        with receiver.serving():
+            another.eval()(torch.zeros(1, 4))
+        assert constants(another) == {1.0}
+    assert filled(made.source, 2.0) is made.source
+    assert made.sending.send().ok
+    made.end()

@@ -1,0 +1,65 @@
+"""Schemes by the name of their backend."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weightsync.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from weightsync.schemes.base import WeightSyncScheme
+
+Scheme = TypeVar("Scheme", bound="type[WeightSyncScheme]")
+
+#: Our own, imported when they are asked for: Ray and the others are not needed by whoever does not.
+_HOMES = {
+    "none": ("weightsync.schemes.none", "NoWeightSyncScheme"),
+    "shared": ("weightsync.schemes.shared", "SharedMemWeightSyncScheme"),
+    "process": ("weightsync.schemes.pipes", "MultiProcessWeightSyncScheme"),
+    "distributed": ("weightsync.schemes.distributed", "DistributedWeightSyncScheme"),
+    "rpc": ("weightsync.schemes.rpc", "RPCWeightSyncScheme"),
+    "ray": ("weightsync.schemes.ray", "RayWeightSyncScheme"),
+}
+#: A direct worker shares the trainer's own model, and a thread its memory.
+_ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
+_registered: dict[str, type[WeightSyncScheme]] = {}
+
+
+def register_weight_sync_backend(backend: str) -> Callable[[Scheme], Scheme]:
+    """A class decorator: `WeightSyncScheme.from_backend` then makes this class for ``backend``.
+
+    It may take the place of one of ours.
+
+    Raises:
+        ConfigurationError: the name is no name.
+    """
+    if not isinstance(backend, str) or not backend:
+        raise ConfigurationError(f"A backend's name is a str, not {backend!r}.")
+
+    def register(scheme: Scheme) -> Scheme:
+        _registered[backend] = scheme
+        return scheme
+
+    return register
+
+
+def scheme_of(backend: str) -> type[Any]:
+    """The class that was registered for a backend, or ours.
+
+    Raises:
+        ConfigurationError: there is no such backend.
+        MissingExtraError: (an ImportError) its optional package is not installed.
+    """
+    if backend in _registered:
+        return _registered[backend]
+    name = _ALIASES.get(backend, backend)
+    if name in _registered:
+        return _registered[name]
+    if name not in _HOMES:
+        known = sorted({*_HOMES, *_ALIASES, *_registered})
+        raise ConfigurationError(f"There is no backend {backend!r}: choose one of {', '.join(known)}.")
+    module, scheme = _HOMES[name]
+    found: type[Any] = getattr(importlib.import_module(module), scheme)
+    return found

@@ -1,0 +1,249 @@
+"""The second generation's verbs, on the sender and the receiver that `WeightSyncScheme` makes."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightsync._tables import State
+from weightsync.background import Background, HandOn
+from weightsync.cascade import hand_on, has_workers
+from weightsync.errors import AckTimeoutError, ConfigurationError, WeightSyncError
+from weightsync.options import OnFailure, option
+from weightsync.receiver import WeightReceiver
+from weightsync.report import SyncReport
+from weightsync.schemes.fleet import grouped, is_per_worker, per_worker
+from weightsync.schemes.groups import send_to_groups
+from weightsync.schemes.sides import Sides
+from weightsync.schemes.sources import registered
+from weightsync.sender import worker_ids_of
+from weightsync.side import require_worker_id
+from weightsync.strategy import WeightStrategy
+from weightsync.successive import Successive
+from weightsync.timing import Deadline, Timeout
+
+logger = logging.getLogger("weightsync")
+
+
+class Rendezvous(Sides):
+    """`connect`, then `send` on one side and `receive` on the other.
+
+    A scheme whose object has both sides is two independent machines: what tells them apart is said at each verb.
+    """
+
+    #: Whether `send` waits for its answers. If not it returns what is PENDING; the next `send` or `shutdown` settles
+    #: it.
+    sync = True
+
+    # ------------------------------------------------------------------------------------------- rendez-vous
+
+    @abc.abstractmethod
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+        """The weights that a send means."""
+
+    def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float | Timeout | None = Timeout.START,
+    ) -> None:
+        """Meet: the workers get their first weights.
+
+        In the trainer: lay the links, send the first weights and wait until every worker serves them; without weights
+        (none given, no model registered) the links are laid and nobody is waited for. In a worker: wait for the first
+        version, apply it, and from then on receive in the background; where the sender has none, wait for its
+        handshake. Of an object with both sides it is the trainer's turn first; ``worker_idx`` says the worker's.
+
+        Args:
+            worker_idx: in a worker, its id, if it was not told before.
+            weights: in the trainer, the first weights: as for `send`.
+            timeout: seconds; None: for ever; default: five times `WEIGHTSYNC_TIMEOUT` or 60, since workers may still
+                be starting.
+
+        Raises:
+            StateError: this side has connected already, or neither side was initialised.
+            ConfigurationError: ``worker_idx`` on the sender's side, or ``weights`` on the receiver's.
+            AckTimeoutError: in the trainer, some worker did not answer in time; in a worker, nothing came in time. It
+                may be called again.
+            WorkerLostError, RefusedError, SyncError, TransportError, WeightSyncError: the first weights were not
+                applied everywhere, or not here.
+        """
+        deadline = Deadline(timeout)
+        if self._is_senders_turn(worker_idx, weights):
+            with self._meeting_of("sender"):
+                self._connect_sender(weights, deadline)
+        else:
+            with self._meeting_of("receiver"):
+                self._connect_receiver(worker_idx, deadline)
+
+    def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
+        sender = self.get_sender()
+        successive = self._successive = self._successive or Successive(sender)
+        first = self._first_weights(weights)
+        if sender.state is State.UNINITIALIZED:
+            sender.connect(fence=self._given.get("fence"), weights=first[0][0] if first else None)
+        if first:
+            send_to_groups(successive.send, first, deadline, OnFailure.RAISE)
+            self._arrived()
+
+    def _first_weights(self, weights: Any) -> list[tuple[Any, list[int] | None]]:
+        if weights is None and not self._fleet.weights and self._source() is None:
+            return []
+        return self._groups(weights if weights is not None else self._fleet.weights or None, None)
+
+    def _source(self) -> Any:
+        return registered(self._given, self._context(), self.get_sender().model_id)
+
+    def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
+        receiver = self.get_receiver()
+        if worker_idx is not None:
+            self._worker_idx = require_worker_id(worker_idx)
+        background = Background(receiver, self._handing_on)
+        background.start()
+        try:
+            self._await_first(receiver, background, deadline)
+        except BaseException:
+            background.stop()
+            raise
+        self._background = background
+
+    def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
+        before, driver = receiver.last_refusal, receiver.driver
+
+        def met() -> bool:
+            without = driver.greeting is not None and not driver.greeting.layout and not driver.greeting.version
+            return receiver.version is not None or receiver.last_refusal != before or without
+
+        if not background.wait_until(met, deadline):
+            raise AckTimeoutError(
+                f"no first version of {receiver.model_id!r} came in time: the sender has not connected, or has not "
+                "sent. The model is unchanged; connect() may be called again."
+            )
+        background.seen()
+        if receiver.last_refusal != before and receiver.version is None:
+            raise WeightSyncError(
+                f"the first version of {receiver.model_id!r} was refused and its sender was told: "
+                f"{receiver.last_refusal}"
+            )
+
+    def _handing_on(self) -> HandOn | None:
+        """How a version is handed on to workers of our own; None: we have none."""
+        receiver, context = self.get_receiver(), self.context
+        if not has_workers(context, receiver.model_id):
+            return None
+        return lambda: hand_on(context, receiver.model_id, receiver.version, lambda: self._extracted(receiver))
+
+    def _extracted(self, receiver: WeightReceiver) -> Any:
+        return self._strategy.extract_weights(receiver.target().destination)
+
+    # ----------------------------------------------------------------------------------------------- sending
+
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+    ) -> SyncReport:
+        """Send weights as the next version, and wait until every target has answered or is lost (``sync=True``).
+
+        An update whose failure was already reported is abandoned first; one that nobody was told about is waited for
+        first.
+
+        Args:
+            weights: as for `WeightSender.send`; or a dict of worker ids to weights: workers whose weights are equal
+                share a version, and the others' versions are sent one after another.
+            worker_ids: one or several ids on the roll; None: all.
+            timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+            on_failure: "raise", or "report": return the report whatever is in it.
+
+        Returns:
+            What became of it, worker by worker; PENDING with ``sync=False``, where the next send or `shutdown` tells.
+
+        Raises:
+            StateError: not initialised, not connected, or shut down.
+            ConfigurationError, LayoutError, AckTimeoutError, WorkerLostError, RefusedError, SyncError: as
+                `WeightSender.send`. With ``sync=False`` the outcomes are those of the update before; this one was
+                dispatched all the same.
+        """
+        successive = self._connected_sender("send")
+        groups = self._groups(weights, worker_ids_of(worker_ids))
+        send = successive.send if self.sync else successive.dispatch
+        report = send_to_groups(send, groups, Deadline(timeout), option(OnFailure, on_failure))
+        self._arrived()
+        return report
+
+    def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> list[tuple[Any, list[int] | None]]:
+        """Weights and who gets them (None: all)."""
+        sender = self.get_sender()
+        own = self._own_weights(weights)
+        if own is None:
+            prepared = self.prepare_weights(weights, sender.model_id, self._strategy, None)
+            return [(prepared, None if worker_ids is None else list(worker_ids))]
+        wanted = sender.worker_ids if worker_ids is None else worker_ids
+        missing = sorted(set(wanted) - own.keys())
+        unknown = sorted(own.keys() - set(sender.worker_ids))
+        if missing or unknown:
+            raise ConfigurationError(
+                f"weights were given worker by worker, but none for {missing} and some for {unknown}, who are not on "
+                "the roll. Nothing was sent."
+            )
+        prepared = {
+            worker: self.prepare_weights(own[worker], sender.model_id, self._strategy, None) for worker in wanted
+        }
+        return [(weights, workers) for weights, workers in grouped(prepared)]
+
+    def _own_weights(self, weights: Any) -> Mapping[int, Any] | None:
+        """Weights worker by worker, if that is how they are given."""
+        if is_per_worker(weights):
+            return per_worker(weights, "weights")
+        if weights is None and self._fleet.weights and self._source() is None:
+            return self._fleet.weights
+        return None
+
+    # --------------------------------------------------------------------------------------------- receiving
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """Wait for the next version to go live.
+
+        Args:
+            timeout: seconds to wait; 0: do not wait; None: until one comes or the sender is gone.
+
+        Returns:
+            The weights that the model holds now, if a new version went live since the last call; None: none came, or it
+            was refused.
+
+        Raises:
+            StateError: not initialised, not connected, or shut down.
+            TransportError: the sender is gone.
+            WeightSyncError: what happened in the background since the last call, told once.
+        """
+        receiver = self._connected_receiver("receive")
+        return self._extracted(receiver) if receiver.receive(timeout) else None
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Apply weights by hand: see `WeightReceiver.apply_weights`.
+
+        Raises:
+            StateError: the receiver's side is not initialised, or closed.
+            ConfigurationError, LayoutError: no model, or weights that do not fit; nothing was changed.
+        """
+        self.get_receiver().apply_weights(weights, inplace=inplace)
+
+    # ------------------------------------------------------------------------------------------------- ending
+
+    def shutdown(self) -> None:
+        """End both sides for good, the background thread too. Again: nothing happens.
+
+        An update that nobody was told about is waited for first (60 s or `WEIGHTSYNC_TIMEOUT` at most); if it failed
+        that is logged, since nothing is raised here.
+        """
+        if self._successive is not None and self._sender is not None and self._sender.state is State.PENDING_ASYNC:
+            report = self._successive.settle()
+            if report is not None and report.failed:
+                logger.warning("at shutdown: %s", report.error())
+        self.close()

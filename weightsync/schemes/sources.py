@@ -1,0 +1,89 @@
+"""Where a scheme finds what it needs: what was given by keyword, and the context's attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightsync.context import MISSING, optional
+from weightsync.errors import ConfigurationError, ModelPathError
+from weightsync.paths import _resolve_model
+
+
+def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> dict[str, Any]:
+    """What was given by keyword, without what is None.
+
+    Raises:
+        ConfigurationError: a keyword that ``where`` does not take.
+    """
+    unknown = sorted(set(kwargs) - set(allowed))
+    if unknown:
+        raise ConfigurationError(f"{where}() takes no {', '.join(unknown)}; it takes {', '.join(allowed)}.")
+    return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def given_or_found(given: Mapping[str, Any], context: Any, name: str) -> Any:
+    """What was given by keyword, else the context's attribute of that name; None: neither."""
+    found = given[name] if name in given else optional(context, name)
+    return None if found is MISSING else found
+
+
+def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    """What a worker's weights are applied to: a model, or a path on the context.
+
+    Raises:
+        ConfigurationError: there is neither a model nor a context.
+    """
+    if "model" in given:
+        return given["model"]
+    get_model = optional(context, "get_model")
+    found = MISSING if get_model is MISSING else get_model(model_id)
+    if found is not None and found is not MISSING:
+        return found
+    if context is None:
+        raise ConfigurationError("init_on_worker() needs model=, or a context on which model_id is resolved.")
+    return model_id
+
+
+def registered(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    """What a send without weights means, the first that is found of the sources below; None: nothing."""
+    for source in _SOURCES:
+        found = source(given, context, model_id)
+        if found is not None and found is not MISSING:
+            return found
+    return None
+
+
+def _cached(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    if given.get("cached_weights") is not None:
+        return given["cached_weights"]
+    get = optional(context, "get_cached_weights")
+    return MISSING if get is MISSING else get(model_id)
+
+
+def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    get = optional(context, "get_model")
+    return MISSING if get is MISSING else get(model_id)
+
+
+def _from_path(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    if context is None:
+        return MISSING
+    try:
+        return _resolve_model(context, model_id)
+    except ModelPathError:
+        return MISSING
+
+
+def _fallback(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    return optional(context, "_fallback_policy") if model_id == "policy" else MISSING
+
+
+def _at_init(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    for name in ("model", "source_model", "weights"):
+        if given.get(name) is not None:
+            return given[name]
+    return MISSING
+
+
+_SOURCES = (_cached, _from_get_model, _from_path, _fallback, _at_init)
