@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from weightsync._tables import State as State
     from weightsync.compat.base import InitialSyncTransport as InitialSyncTransport
     from weightsync.compat.base import TransportBackend as TransportBackend
+    from weightsync.compat.distributed import DistributedTransport as DistributedTransport
     from weightsync.compat.mp import MPTransport as MPTransport
     from weightsync.compat.none import NoTransport as NoTransport
+    from weightsync.compat.ray import RayActorTransport as RayActorTransport
+    from weightsync.compat.ray import RayTransport as RayTransport
+    from weightsync.compat.rpc import RPCTransport as RPCTransport
     from weightsync.compat.shared import SharedMemTransport as SharedMemTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
@@ -49,15 +53,25 @@ if TYPE_CHECKING:
     from weightsync.report import OutcomeKind as OutcomeKind
     from weightsync.report import SyncReport as SyncReport
     from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
+    from weightsync.schemes.distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
     from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
     from weightsync.schemes.ray_actor import WeightSyncActor as WeightSyncActor
+    from weightsync.schemes.ray_module import RayModuleTransformReceiver as RayModuleTransformReceiver
+    from weightsync.schemes.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
+    from weightsync.schemes.ray_module import RayModuleTransformSender as RayModuleTransformSender
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
+    from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.sender import WeightSender as WeightSender
     from weightsync.strategy import WeightStrategy as WeightStrategy
     from weightsync.timing import Timeout as Timeout
+    from weightsync.updaters.base import WeightUpdaterBase as WeightUpdaterBase
+    from weightsync.updaters.local import MultiProcessedWeightUpdater as MultiProcessedWeightUpdater
+    from weightsync.updaters.local import RemoteModuleWeightUpdater as RemoteModuleWeightUpdater
+    from weightsync.updaters.local import VanillaWeightUpdater as VanillaWeightUpdater
+    from weightsync.updaters.ray import RayWeightUpdater as RayWeightUpdater
 
 __version__ = "0.1.0"
 
@@ -72,6 +86,9 @@ _HOMES = {
     "MPTransport": "compat.mp",
     "NoTransport": "compat.none",
     "SharedMemTransport": "compat.shared",
+    "RayActorTransport": "compat.ray",
+    "RayTransport": "compat.ray",
+    "DistributedTransport": "compat.distributed",
     "AckTimeoutError": "errors",
     "ConfigurationError": "errors",
     "LayoutError": "errors",
@@ -95,15 +112,26 @@ _HOMES = {
     "OutcomeKind": "report",
     "SyncReport": "report",
     "WeightSyncScheme": "schemes.base",
+    "DistributedWeightSyncScheme": "schemes.distributed",
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",
+    "RayModuleTransformReceiver": "schemes.ray_module",
+    "RayModuleTransformScheme": "schemes.ray_module",
+    "RayModuleTransformSender": "schemes.ray_module",
     "WeightSyncActor": "schemes.ray_actor",
     "register_weight_sync_backend": "schemes.registry",
+    "RPCTransport": "compat.rpc",
+    "RPCWeightSyncScheme": "schemes.rpc",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "sender",
     "WeightStrategy": "strategy",
     "Timeout": "timing",
+    "WeightUpdaterBase": "updaters.base",
+    "MultiProcessedWeightUpdater": "updaters.local",
+    "RemoteModuleWeightUpdater": "updaters.local",
+    "VanillaWeightUpdater": "updaters.local",
+    "RayWeightUpdater": "updaters.ray",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

@@ -74,8 +74,11 @@ class WeightSender(Side):
             self._driver.remove(worker_id, "removed from the roll")
         self._endpoints.pop(worker_id, None)
 
-    register_worker = add_worker
-    _register_worker = add_worker
+    def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        """The reference's name of `add_worker`, with its argument's name."""
+        self.add_worker(worker_idx, pipe_or_context)
+
+    _register_worker = register_worker
 
     def connect(self, fence: int | None = None, *, weights: Any = None) -> None:
         """Lay the links: each holds our Hello where its worker will find it. Never waits for a worker.

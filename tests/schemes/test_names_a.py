@@ -48,7 +48,7 @@ SIGNATURES = {
         "send_async": ["weights", "worker_ids"],
         "wait_async": [],
         "update_weights": ["weights"],
-        "register_worker": ["worker_id", "pipe_or_context"],
+        "register_worker": ["worker_idx", "pipe_or_context"],
         "set_context": ["context", "model_id"],
     },
     "WeightReceiver": {

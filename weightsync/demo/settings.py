@@ -41,6 +41,7 @@ class SchemeName(enum.Enum):
 
     SHARED = "shared"
     PIPE = "pipe"
+    RAY = "ray"
 
     @property
     def words(self) -> str:
@@ -54,9 +55,11 @@ class SchemeName(enum.Enum):
                 return weightsync.SharedMemWeightSyncScheme()
             case SchemeName.PIPE:
                 return weightsync.MultiProcessWeightSyncScheme()
+            case SchemeName.RAY:
+                return weightsync.RayWeightSyncScheme()
 
 
-_WORDS = {SchemeName.SHARED: "shared memory", SchemeName.PIPE: "pipes"}
+_WORDS = {SchemeName.SHARED: "shared memory", SchemeName.PIPE: "pipes", SchemeName.RAY: "Ray"}
 
 
 class SyncMode(enum.Enum):

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch.nn
 
+from weightsync.blank import fill_in
 from weightsync.compat.base import TransportBackend
 from weightsync.compat.facade import TransportFacade
 from weightsync.compat.none import NoTransport
@@ -175,11 +176,15 @@ class WeightSyncScheme(Rendezvous, abc.ABC):
         Args:
             model_id: the name of the model, the same on both sides.
             context: as for `init_on_worker`; ``context.worker_idx`` is read too.
-            **kwargs: ``worker_idx`` (this worker's id), ``model``, and how the sender reaches us.
+            **kwargs: ``worker_idx`` (this worker's id), ``model``, and how the sender reaches us. A model on the meta
+                device, as TorchRL's collectors give it, gets memory on the CPU, and its first values at `connect`.
 
         Raises:
             StateError, ConfigurationError: as `init_on_worker`.
+            LayoutError: a buffer on the meta device that no weights bring.
         """
+        if isinstance(kwargs.get("model"), torch.nn.Module):
+            fill_in(kwargs["model"])
         self.init_on_worker(model_id, context, **kwargs)
 
     def __enter__(self) -> Self:

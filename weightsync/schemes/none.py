@@ -20,6 +20,9 @@ from weightsync.timing import Deadline
 class NoSender(WeightSender):
     """Its sends succeed with an empty report; weights are not looked at."""
 
+    def _known_layout(self) -> None:
+        """There are no weights, and no layout of them."""
+
     def send(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
         """Send nothing.
 

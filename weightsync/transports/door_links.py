@@ -60,6 +60,7 @@ class DoorLink:
         self._waker = Waker()
         self._watch: ProcessWatch | None = None
         self._closed = False
+        self._hung_up = False
         forget_after_fork(self)
 
     @property
@@ -88,7 +89,7 @@ class DoorLink:
             answer = self._open[parcel.number] = Future()
             self._early[parcel.number] = received
             self._deliver()
-            ready = self._ready() if self._unsaid else None
+            ready = self._ready() if self._unsaid or self._hung_up else None
         _answer(ready)
         self._waker.fire()
         if isinstance(received, ProtocolError):
@@ -109,6 +110,14 @@ class DoorLink:
                 self._early.setdefault(number, None)
                 self._deliver()
         self._waker.fire()
+
+    def hang_up(self) -> None:
+        """The sender waits for no answer any more: calls go home as they are, those still on their way too."""
+        with self._lock:
+            self._hung_up = True
+            ready = [self._give(number) for number in sorted(self._open)]
+        for each in ready:
+            _answer(each)
 
     def awaits_turn(self, number: int) -> bool:
         """Whether a call that was begun before this one has not come yet."""

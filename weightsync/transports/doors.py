@@ -48,6 +48,19 @@ class Door:
         if link is not None:
             link.release(parcel.number)
 
+    def hang_up(self, parcel: Parcel) -> None:
+        """Take a link's last call in: none of its calls waits for an answer any more, whether or not anybody listens.
+
+        Raises:
+            ProtocolError, TransportError: as `knock`; its calls go home all the same.
+        """
+        try:
+            self.knock(parcel)
+        finally:
+            with self._lock:
+                link = self._links[parcel.link]
+            link.hang_up()
+
     def knows(self, link: str) -> bool:
         """Whether a call of that link has come before."""
         with self._lock:
@@ -73,6 +86,12 @@ class Door:
             link = self._links.get(parcel.link)
         if link is not None:
             link.close()
+
+    @property
+    def listening(self) -> bool:
+        """Whether somebody listens."""
+        with self._lock:
+            return self._accept is not None
 
     def open(self, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Have ``accept`` called with each sender's link, those that have come already included.
