@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weightsync._tables import Delivery as Delivery
     from weightsync._tables import RefusalKind as RefusalKind
     from weightsync._tables import State as State
+    from weightsync.compat.rpc import RPCTransport as RPCTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
     from weightsync.schemes.ray_actor import WeightSyncActor as WeightSyncActor
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
+    from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.sender import WeightSender as WeightSender
     from weightsync.strategy import WeightStrategy as WeightStrategy
@@ -93,6 +95,8 @@ _HOMES = {
     "RayWeightSyncScheme": "schemes.ray",
     "WeightSyncActor": "schemes.ray_actor",
     "register_weight_sync_backend": "schemes.registry",
+    "RPCTransport": "compat.rpc",
+    "RPCWeightSyncScheme": "schemes.rpc",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "sender",
     "WeightStrategy": "strategy",

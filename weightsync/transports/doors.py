@@ -55,6 +55,7 @@ class DoorLink:
         self._waker = Waker()
         self._watch: ProcessWatch | None = None
         self._closed = False
+        self._hung_up = False
         forget_after_fork(self)
 
     @property
@@ -82,7 +83,7 @@ class DoorLink:
             self._open[parcel.number] = answer
             self._early[parcel.number] = _received(message, parcel.payload)
             self._deliver()
-            ready = self._ready() if self._unsaid else None
+            ready = self._ready() if self._unsaid or self._hung_up else None
         _answer(ready)
         self._waker.fire()
         return answer
@@ -101,6 +102,14 @@ class DoorLink:
                 self._early.setdefault(number, None)
                 self._deliver()
         self._waker.fire()
+
+    def hang_up(self) -> None:
+        """The sender waits for no answer any more: calls go home as they are, those still on their way too."""
+        with self._lock:
+            self._hung_up = True
+            waiting, self._open = list(self._open.values()), {}
+        for call in waiting:
+            call.set_result([])
 
     def awaits_turn(self, number: int) -> bool:
         """Whether a call that was begun before this one has not come yet."""
@@ -244,6 +253,19 @@ class Door:
         if link is not None:
             link.release(parcel.number)
 
+    def hang_up(self, parcel: Parcel) -> None:
+        """Take a link's last call in: none of its calls waits for an answer any more, whether or not anybody listens.
+
+        Raises:
+            ProtocolError, TransportError: as `knock`; its calls go home all the same.
+        """
+        try:
+            self.knock(parcel)
+        finally:
+            with self._lock:
+                link = self._links[parcel.link]
+            link.hang_up()
+
     def knows(self, link: str) -> bool:
         """Whether a call of that link has come before."""
         with self._lock:
@@ -268,6 +290,12 @@ class Door:
             link = self._links.get(parcel.link)
         if link is not None:
             link.close()
+
+    @property
+    def listening(self) -> bool:
+        """Whether somebody listens."""
+        with self._lock:
+            return self._accept is not None
 
     def open(self, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Have ``accept`` called with each sender's link, those that have come already included.
