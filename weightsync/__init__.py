@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from weightsync._tables import RefusalKind as RefusalKind
     from weightsync._tables import State as State
     from weightsync.compat.rpc import RPCTransport as RPCTransport
+    from weightsync.compat.distributed import DistributedTransport as DistributedTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from weightsync.report import OutcomeKind as OutcomeKind
     from weightsync.report import SyncReport as SyncReport
     from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
+    from weightsync.schemes.distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
     from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
@@ -68,6 +70,7 @@ _HOMES = {
     "Delivery": "_tables",
     "RefusalKind": "_tables",
     "State": "_tables",
+    "DistributedTransport": "compat.distributed",
     "AckTimeoutError": "errors",
     "ConfigurationError": "errors",
     "LayoutError": "errors",
@@ -90,6 +93,7 @@ _HOMES = {
     "OutcomeKind": "report",
     "SyncReport": "report",
     "WeightSyncScheme": "schemes.base",
+    "DistributedWeightSyncScheme": "schemes.distributed",
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",
