@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed import rpc
+from torch.distributed.rpc.functions import async_execution
 
 from weightsync import wire
 from weightsync.errors import ConfigurationError, TransportError, WeightSyncError
@@ -29,7 +30,7 @@ ENDLESS: Final = 0.0
 #: What a rank's end means for the others, as torch 2.15 has it.
 NOBODY_NEW: Final = (
     "torch's RPC admits nobody in place of a rank that died: the others go on without it; to have it back, call "
-    "rpc.shutdown(graceful=False) everywhere and init_rpc() with a fresh store"
+    "rpc.shutdown(graceful=False) in all of them and init_rpc() with a fresh store, each with the rank that it had"
 )
 
 
@@ -85,7 +86,8 @@ def door_of(model_id: str) -> Door:
     return _doors.of(model_id)
 
 
-def _deliver_here(
+@async_execution  # type: ignore[untyped-decorator]
+def _deliver(
     model_id: str, link: str, number: int, frame: bytes, payload: torch.Tensor | None
 ) -> torch.futures.Future[Delivered]:
     """Runs in a thread of the worker's RPC, which is free again at once: the result comes when there is an answer."""
@@ -115,10 +117,6 @@ class _Return:
 
     def __call__(self, answer: Future[Frames]) -> None:
         self.over.set_result(Delivered(tuple(answer.result())))
-
-
-#: What senders call. A name of the module's, since RPC pickles functions by their names.
-_deliver = torch_rpc.functions.async_execution(_deliver_here) if rpc.is_available() else _deliver_here
 
 
 def _hang_up(model_id: str, link: str, number: int, frame: bytes) -> Delivered:
@@ -184,7 +182,7 @@ def plain(error: BaseException) -> str:
 
 def lost(peer: str, error: BaseException) -> TransportError:
     """A call ended without an answer."""
-    if is_initialised():
+    if is_initialised() and "pipe closed" not in str(error):
         reason = f"RPC reaches {peer} no more ({plain(error)}). {NOBODY_NEW}"
     else:
         reason = f"RPC was shut down here while {peer} had not answered ({plain(error)}): it may have applied it"
