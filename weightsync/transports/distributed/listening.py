@@ -26,13 +26,15 @@ class _Listener:
         self._accept = accept
         self._over = threading.Event()
         self._client: Client | None = None
+        #: Wakes the thread from what blocks on the other one.
+        self._bell: Client | None = None
         self._next = 0
         self._heart = pulse.join(meeting.store, self._lose)
         threading.Thread(target=self._listen, name="weightsync-listen", daemon=True).start()
 
     def _listen(self) -> None:
         try:
-            self._client = Client(self._meeting.store)
+            self._bell, self._client = Client(self._meeting.store), Client(self._meeting.store)
             while not self._over.is_set():
                 name = self._client.await_value(f"{self._base}/door/{self._next}").decode("ascii", "replace")
                 if not self._over.is_set() and name != _NOBODY and taken(self._client, name):
@@ -43,8 +45,9 @@ class _Listener:
                 self._accept(LostLink(error))
         finally:
             self._heart.leave()
-            if self._client is not None:
-                self._client.close()
+            for client in (self._client, self._bell):
+                if client is not None:
+                    client.close()
 
     def _lose(self, _: str) -> None:
         if self._client is not None:
@@ -58,10 +61,10 @@ class _Listener:
 
     def _wake(self) -> None:
         """Put a link of nobody's where the thread waits; one that has just been announced there wakes it as well."""
+        # Without a bell the thread is not waiting yet: it looks first.
         try:
-            client = Client(self._meeting.store)
-            client.claim(f"{self._base}/door/{self._next}", _NOBODY)
-            client.close()
+            if self._bell is not None:
+                self._bell.claim(f"{self._base}/door/{self._next}", _NOBODY)
         except TransportError:
             self._lose("")
 

@@ -45,6 +45,7 @@ class Pulse:
         self._members: dict[int, _Member] = {}
         self._last = 0
         self._over = threading.Event()
+        self._dialled = threading.Event()
         self._ended = threading.Event()
         self._rounds = threading.Semaphore(0)
         self._client: Client | None = None
@@ -81,6 +82,7 @@ class Pulse:
     def _beat(self) -> None:
         try:
             client = self._client = Client(self._store)
+            self._dialled.set()
             while not self._over.is_set():
                 client.add(f"weightsync/pulse/{process_name()}", 1)
                 self._listen(client)
@@ -90,6 +92,7 @@ class Pulse:
         except TransportError as error:
             self._lost(str(error))
         finally:
+            self._dialled.set()
             self._ended.set()
             if self._client is not None:
                 self._client.close()
@@ -105,6 +108,7 @@ class Pulse:
                 member.told(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
 
     def _judge(self) -> None:
+        self._dialled.wait()
         while not self._over.is_set():
             if not self._rounds.acquire(timeout=_SILENCE) and not self._rounds.acquire(timeout=_SILENCE):
                 self._lost(f"the store has been silent for {2 * _SILENCE:.0f} s")
