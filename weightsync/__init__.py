@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from weightsync._tables import State as State
     from weightsync.compat.rpc import RPCTransport as RPCTransport
     from weightsync.compat.distributed import DistributedTransport as DistributedTransport
+    from weightsync.compat.ray import RayActorTransport as RayActorTransport
+    from weightsync.compat.ray import RayTransport as RayTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
     from weightsync.schemes.ray_actor import WeightSyncActor as WeightSyncActor
+    from weightsync.schemes.ray_module import RayModuleTransformReceiver as RayModuleTransformReceiver
+    from weightsync.schemes.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
+    from weightsync.schemes.ray_module import RayModuleTransformSender as RayModuleTransformSender
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
     from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
@@ -71,6 +76,8 @@ _HOMES = {
     "RefusalKind": "_tables",
     "State": "_tables",
     "DistributedTransport": "compat.distributed",
+    "RayActorTransport": "compat.ray",
+    "RayTransport": "compat.ray",
     "AckTimeoutError": "errors",
     "ConfigurationError": "errors",
     "LayoutError": "errors",
@@ -97,6 +104,9 @@ _HOMES = {
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",
+    "RayModuleTransformReceiver": "schemes.ray_module",
+    "RayModuleTransformScheme": "schemes.ray_module",
+    "RayModuleTransformSender": "schemes.ray_module",
     "WeightSyncActor": "schemes.ray_actor",
     "register_weight_sync_backend": "schemes.registry",
     "RPCTransport": "compat.rpc",

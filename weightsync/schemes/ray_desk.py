@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from weightsync._tables import State
 from weightsync.errors import ConfigurationError, ModelPathError, StateError, TransportError
@@ -159,3 +159,22 @@ def desk_of(model_id: str) -> Desk:
     """This process's desk for a model: a process holds one actor."""
     with _lock:
         return _desks.setdefault(model_id, Desk(model_id))
+
+
+class ActorReceiver(WeightReceiver):
+    """A receiver that the calls to this process's actor drive: nobody needs to call `receive`.
+
+    Args:
+        scheme: the scheme that wires it.
+    """
+
+    def register_worker_transport(self, pipe_or_context: Any = None) -> None:
+        """Listen for senders' calls: see `WeightReceiver.register_worker_transport`.
+
+        Args:
+            pipe_or_context: the actor, or anything: a process holds one.
+        """
+        super().register_worker_transport(pipe_or_context)
+        desk_of(self.model_id).receiver = self
+
+    _register_worker_transport = register_worker_transport

@@ -281,8 +281,9 @@ class Door:
         """Those calls of the parcel's link will never come: see `DoorLink.skip`."""
         with self._lock:
             link = self._links.get(parcel.link)
-        for number in numbers if link is not None else ():
-            link.skip(number)
+        if link is not None:
+            for number in numbers:
+                link.skip(number)
 
     def drop(self, parcel: Parcel) -> None:
         """Close the link that a parcel came by."""

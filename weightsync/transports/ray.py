@@ -18,7 +18,7 @@ from weightsync.report import Evidence
 from weightsync.transports.calls import Answers
 from weightsync.transports.doors import decoded
 from weightsync.transports.memory import Buffer
-from weightsync.transports.ray_session import VIGIL, Session, plain, require_ray
+from weightsync.transports.ray_session import VIGIL, Session, plain, put_away, require_ray, settle
 
 #: Makes of an update and its payload what goes into the object store.
 Present = Callable[[Update, memoryview], Any]
@@ -107,10 +107,15 @@ class _Courier:
         self._rows = rows
         self._row: Row | None = None
         self._session = Session(peer)
+        self._calls: set[Answers] = set()
 
     def close(self) -> None:
         """No further call will be begun: see `Courier.close`."""
-        self._row = None
+        if self._row is not None:
+            put_away(self._row)
+            self._row = None
+        for call in tuple(self._calls):
+            VIGIL.leave(call)
 
     def _put(self, update: Update, payload: Buffer | None) -> Any:
         if self._row is None:
@@ -123,6 +128,8 @@ class _Courier:
             raw = submit().future()
         except Exception as error:
             raise TransportError(f"Ray took no call for {self._peer}: {plain(str(error))}") from error
+        self._calls.add(answers)
+        answers.add_done_callback(self._calls.discard)
         VIGIL.attend(answers, self._peer)
         raw.add_done_callback(lambda over: _conclude(answers, over, said))
         return answers
@@ -142,15 +149,13 @@ class _Courier:
 
 
 def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]], Sequence[Message]]) -> None:
-    """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``, unless Ray's own end was before."""
-    if not VIGIL.dismiss(answers):
-        return
+    """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``."""
     try:
         messages = said(over)
     except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
-        answers.set_exception(error)
+        settle(answers, error=error)
     else:
-        answers.set_result(messages)
+        settle(answers, messages)
 
 
 def _exceptions() -> Any:
@@ -161,6 +166,16 @@ def _done(*messages: Message) -> Answers:
     answers: Answers = Future()
     answers.set_result(messages)
     return answers
+
+
+def _ack(update: Update) -> Ack:
+    return Ack(
+        model_id=update.model_id,
+        incarnation=update.incarnation,
+        version=update.version,
+        digest=update.digest,
+        evidence=Evidence.CALL,
+    )
 
 
 def _refusal(update: Update, reason: str, trace: str = "", evidence: Evidence = Evidence.NONE) -> Refusal:
@@ -261,8 +276,7 @@ class PlainCourier(_Courier):
     def _said(self, update: Update, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
-            named = {"model_id": update.model_id, "incarnation": update.incarnation, "version": update.version}
-            return [Ack(**named, digest=update.digest, evidence=Evidence.CALL)]
+            return [_ack(update)]
         # First of all: what the actor's method raised may be of any of Ray's types, too.
         if isinstance(error, _exceptions().RayTaskError):
             if isinstance(error, _exceptions().ObjectLostError) and self._row is not None:
