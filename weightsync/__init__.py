@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from weightsync._tables import Delivery as Delivery
     from weightsync._tables import RefusalKind as RefusalKind
     from weightsync._tables import State as State
-    from weightsync.compat.rpc import RPCTransport as RPCTransport
     from weightsync.compat.distributed import DistributedTransport as DistributedTransport
     from weightsync.compat.ray import RayActorTransport as RayActorTransport
     from weightsync.compat.ray import RayTransport as RayTransport
+    from weightsync.compat.rpc import RPCTransport as RPCTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
@@ -111,9 +111,6 @@ _HOMES = {
     "register_weight_sync_backend": "schemes.registry",
     "RPCTransport": "compat.rpc",
     "RPCWeightSyncScheme": "schemes.rpc",
-    "RPCTransport": "compat.rpc",
-    "RPCWeightSyncScheme": "schemes.rpc",
-    "register_weight_sync_backend": "schemes.registry",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "sender",
     "WeightStrategy": "strategy",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_fleet import Plain, Seat
-from ray_fleet import ENVIRONMENT, INSTALLED, OBJECT_STORE_NBYTES, Plain, Seat, ray
+from ray_fleet import Plain, Seat, ray
 
 from weightsync import RayWeightSyncScheme
 
@@ -25,53 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(300))
             # Ray's C++ and its background threads leave what they do not close to the collector.
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
-    """One head node, to which this process is connected. Tests may add nodes, and take them away again."""
-    if not INSTALLED:
-        assert not os.environ.get("CI"), "Ray is not installed, and CI wants its tests"
-        pytest.skip("Ray is not installed: NO TEST OF RAY HAS RUN (pip install 'weightsync[ray]')")
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in ENVIRONMENT.items():
-            patched.setenv(name, value)
-        yield from _running()
-
-
-def _running() -> Iterator[Any]:
-    # Short: Ray's sockets lie below it, and their names may have 107 characters.
-    folder = tempfile.mkdtemp(prefix="ws", dir="/tmp")
-    made = importlib.import_module("ray.cluster_utils").Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": 4,
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_NBYTES,
-            "temp_dir": folder,
-        },
-    )
-    try:
-        ray.init(address=made.address, log_to_driver=False, logging_level="error")
-        yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
-        left = _processes_of(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-    assert not left, f"of Ray's processes, these outlived its cluster: {left}"
-
-
-def _processes_of(folder: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if folder in line:
-            found.append(line[:200])
-    return found
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
