@@ -223,6 +223,7 @@ def test_a_listener_without_any_link_hears_of_the_stores_death(crew: Crew) -> No
     host, worker = crew.start(None, 2)
     worker.do(meet, host.do(open_store), 1)
     worker.tell(serve_until_gone)
+    time.sleep(0.5)  # it listens by now: a store that dies while it is dialled is given up later
     host.kill()
 
     assert "store" in worker.answer()

@@ -219,13 +219,5 @@ class CallWiring:
         """The weights as they are."""
         return weights
 
-    def transport_of(self, receiver: Any, endpoint: Any) -> Any:
-        """There are no receivers.
-
-        Raises:
-            ConfigurationError: always.
-        """
-        raise ConfigurationError("An updater has no receivers, and no transports of theirs.")
-
     def published(self, model_id: str, weights: Any) -> None:
         """Nothing is kept of them."""
