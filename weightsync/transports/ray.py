@@ -207,9 +207,7 @@ class ActorCourier(_Courier):
                 return self._full(message, error)
         frame, number, lost = wire.encode(message), self._next, tuple(self._lost)
         arguments = self._model_id, self._link, number, frame, carried, lost
-        answers = self._begin(
-            lambda: self._call.remote(*arguments), lambda over: self._said(message, number, over)
-        )
+        answers = self._begin(lambda: self._call.remote(*arguments), lambda over: self._said(message, number, over))
         self._next += 1
         del self._lost[: len(lost)]
         if isinstance(message, Update):

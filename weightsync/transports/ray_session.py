@@ -55,7 +55,9 @@ class Session:
         ray = require_ray("RayWeightSyncScheme")
         key = _current(ray)
         if key is None:
-            raise TransportError(f"Ray is not running in this process: {self._peer} cannot be reached. Call ray.init().")
+            raise TransportError(
+                f"Ray is not running in this process: {self._peer} cannot be reached. Call ray.init()."
+            )
         self._key = self._key or key
         if key != self._key:
             raise TransportError(
