@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from ray_cluster import cluster  # noqa: F401 - one cluster for all folders
 
 settings.register_profile("dev", max_examples=50, stateful_step_count=30, deadline=None)
 settings.register_profile(
@@ -32,17 +33,27 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     """Starts processes in milliseconds: its server has torch and weightsync imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "tensordict", "weightsync.schemes.shared", "weightsync.schemes.none", "fleet"]
+        [
+            "torch",
+            "tensordict",
+            "weightsync.schemes.shared",
+            "weightsync.schemes.none",
+            "weightsync.schemes.rpc",
+            "fleet",
+        ]
     )
     return context
 
 
 @pytest.fixture(autouse=True)
 def nothing_outlives_a_test() -> Iterator[None]:
-    """No process, no thread of ours and no name in shared memory stays behind."""
-    names, threads = _shared_names(), set(threading.enumerate())
+    """No process, no thread of ours and no name in shared memory stays behind.
+
+    What was there before is a fixture's of a longer life, and that fixture's to end.
+    """
+    names, threads, children = _shared_names(), set(threading.enumerate()), set(multiprocessing.active_children())
     yield
-    for child in multiprocessing.active_children():
+    for child in set(multiprocessing.active_children()) - children:
         child.join(5)
         assert not child.is_alive(), f"{child} outlived the test"
     assert _shared_names() <= names

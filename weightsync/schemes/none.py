@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Never
 
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput
+from weightsync.compat.none import NoTransport
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.machine import next_state
 from weightsync.receiver import WeightReceiver
@@ -16,22 +17,11 @@ from weightsync.successive import Successive
 from weightsync.timing import Deadline
 
 
-class NoTransport:
-    """Swallows what is sent, and never has anything."""
-
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Do nothing."""
-
-    def receive_weights(self, timeout: float | None = 1.0) -> None:
-        """Nothing ever comes."""
-
-    def check_connection(self) -> bool:
-        """True: there is nothing that could be down."""
-        return True
-
-
 class NoSender(WeightSender):
     """Its sends succeed with an empty report; weights are not looked at."""
+
+    def _known_layout(self) -> None:
+        """There are no weights, and no layout of them."""
 
     def send(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
         """Send nothing.

@@ -1,0 +1,187 @@
+"""RPC worlds for tests: a trainer and its workers, all processes of their own, and what they can be told to do."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from fleet import PATIENCE, Seat, Worker, constants, filled, small
+from torch import nn
+from torch.distributed import rpc
+
+from weightsync import RPCWeightSyncScheme, WeightSyncError
+
+_numbers = itertools.count()
+
+
+class World:
+    """One RPC world: ``trainer``, and ``w0``, ``w1`` ... Nothing of RPC runs in the test's own process."""
+
+    def __init__(self, context: Any, folder: Path, workers: int, rpc_timeout: float = 60.0) -> None:
+        self.context = context
+        self.folder = folder
+        self.rpc_timeout = rpc_timeout
+        self.strangers: list[Worker] = []
+        self.trainer = Worker(context, None)
+        self.workers = [Worker(context, None) for _ in range(workers)]
+        self.names = [f"w{index}" for index in range(workers)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Let all of them join, with a store that nobody has used."""
+        self.options = {"init_method": f"file://{self.folder}/store{next(_numbers)}", "rpc_timeout": self.rpc_timeout}
+        everybody = [self.trainer, *self.workers]
+        for rank, (name, process) in enumerate(zip(["trainer", *self.names], everybody, strict=True)):
+            process.tell(enter, name, rank, len(everybody), self.options)
+        for process in everybody:
+            process.answer()
+
+    def stranger(self) -> Worker:
+        """One more process, in no world yet."""
+        self.strangers.append(Worker(self.context, None))
+        return self.strangers[-1]
+
+    def end(self) -> None:
+        """Kill everybody: torch cannot shut a world down in which somebody is dead."""
+        for process in {*self.strangers, self.trainer, *self.workers}:
+            process.kill()
+            process.end()
+
+    @contextlib.contextmanager
+    def syncing(self, workers: list[int], make: Callable[..., nn.Module] = small, **given: Any) -> Iterator[Worker]:
+        """A trainer with a sender, and those workers with receivers; all are closed afterwards."""
+        for worker in workers:
+            self.workers[worker].do(listen, make)
+        self.trainer.do(command, [self.names[worker] for worker in workers], make, given)
+        try:
+            yield self.trainer
+        finally:
+            self.trainer.do(retire)
+            for worker in workers:
+                if self.workers[worker].process.is_alive():
+                    self.workers[worker].do(retire)
+
+
+# -------------------------------------------------------------------------------------- what anybody can be told
+
+
+def enter(seat: Seat, name: str, rank: int, size: int, options: dict[str, Any]) -> int:
+    """Join an RPC world."""
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # torch of its own deprecations
+        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
+    return os.getpid()
+
+
+def depart(seat: Seat, graceful: bool = False) -> float:
+    """Shut RPC down; the seconds that took."""
+    started = time.monotonic()
+    rpc.shutdown(graceful=graceful)
+    return time.monotonic() - started
+
+
+def retire(seat: Seat) -> None:
+    """Close whatever was made."""
+    for thing in [seat.scheme, *seat.kept.values()]:
+        close = getattr(thing, "close", None)
+        if close is not None:
+            close()
+    seat.scheme, seat.model, seat.receiver, seat.kept = None, None, None, {}
+
+
+# ---------------------------------------------------------------------------------------- what a worker can be told
+
+
+def listen(seat: Seat, make: Callable[..., nn.Module] = small, model_id: str = "policy") -> None:
+    """Make a receiver."""
+    seat.scheme, seat.model = RPCWeightSyncScheme(), make()
+    seat.scheme.init_on_worker(model_id, model=seat.model)
+    seat.receiver = seat.scheme.get_receiver()
+    seat.kept[model_id] = seat.scheme
+
+
+def take(seat: Seat, timeout: float | None = PATIENCE) -> bool:
+    return bool(seat.receiver.receive(timeout=timeout))
+
+
+def shows(seat: Seat) -> tuple[int | None, set[float]]:
+    return seat.receiver.version, constants(seat.model)
+
+
+def take_until_gone(seat: Seat) -> str:
+    """Receive until the sender is gone; what `receive` then said."""
+    try:
+        while True:
+            seat.receiver.receive(timeout=PATIENCE)
+    except ConnectionError as error:
+        return str(error)
+
+
+def state_dict(seat: Seat) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in seat.model.state_dict().items()}
+
+
+# --------------------------------------------------------------------------------------- what the trainer can be told
+
+
+def command(seat: Seat, names: list[Any], make: Callable[..., nn.Module] = small, given: Any = None) -> None:
+    """Make a sender to the workers of those names."""
+    seat.scheme, seat.model = RPCWeightSyncScheme(), make(1.0)
+    seat.scheme.init_on_sender("policy", collector_infos=names, model=seat.model, **(given or {}))
+    seat.kept["sender"] = seat.scheme.get_sender()
+
+
+def send(seat: Seat, fill: float | None = None, **options: Any) -> Any:
+    """Send the model, all its weights set to ``fill`` first; the report."""
+    if fill is not None:
+        filled(seat.model, fill)
+    return seat.kept["sender"].send(**{"timeout": PATIENCE, **options})
+
+
+def send_async(seat: Seat, fill: float, **options: Any) -> Any:
+    filled(seat.model, fill)
+    return seat.kept["sender"].send_async(**options)
+
+
+def wait_async(seat: Seat, **options: Any) -> Any:
+    return seat.kept["sender"].wait_async(**{"timeout": PATIENCE, **options})
+
+
+def sender_state(seat: Seat) -> tuple[str, int, list[str]]:
+    sender = seat.kept["sender"]
+    return sender.state.value, sender.version, [entry.standing.name for entry in sender.roll.values()]
+
+
+def attempt(seat: Seat, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Do something that must fail in one of our ways; the error."""
+    try:
+        function(seat, *arguments, **options)
+    except WeightSyncError as error:
+        return error
+    return None
+
+
+def odd(fill: float = 0.0) -> nn.Module:
+    """Weights of every kind: dtypes, 0-dim, zero-size, a buffer that is not contiguous."""
+    model = nn.Module()
+    kinds = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64]
+    for kind in [*kinds, torch.bool, torch.complex64, torch.float8_e4m3fn]:
+        value = torch.full((3, 5), fill).to(kind) if kind is not torch.bool else torch.full((3, 5), bool(fill))
+        model.register_buffer(f"of_{str(kind).removeprefix('torch.')}", value)
+    model.register_buffer("scalar", torch.tensor(fill))
+    model.register_buffer("nothing", torch.zeros(0, 4))
+    model.register_buffer("strided", torch.full((4, 6), fill).t())
+    return model
+
+
+def send_odd(seat: Seat) -> Any:
+    seat.model = odd(1.0)
+    return seat.kept["sender"].send(seat.model, timeout=PATIENCE)

@@ -1,0 +1,195 @@
+"""RPC worlds in which somebody dies, stops, or shuts RPC down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fleet import PATIENCE, Seat, large
+from rpc_fleet import (
+    World,
+    attempt,
+    command,
+    depart,
+    enter,
+    listen,
+    retire,
+    send,
+    send_async,
+    sender_state,
+    shows,
+    take,
+    take_until_gone,
+    wait_async,
+)
+
+from weightsync import AckTimeoutError, OutcomeKind, State, SyncError, WorkerLostError
+
+Make = Callable[..., World]
+#: Seconds within which a death is noticed.
+SOON = 5.0
+
+
+def test_a_worker_killed_in_the_middle_of_a_send_is_lost_and_the_others_go_on(short_lived: Make) -> None:
+    world = short_lived(2)
+    with world.syncing([0, 1], large) as trainer:
+        trainer.tell(attempt, send, 2.0)
+        assert world.workers[1].do(take)
+        world.workers[0].kill()
+        started = time.monotonic()
+        error = trainer.answer()
+
+        assert time.monotonic() - started < SOON
+        assert isinstance(error, WorkerLostError)
+        assert list(error.lost) == [0]
+        assert error.report.outcomes[1].kind is OutcomeKind.APPLIED
+
+        again = trainer.do(add_dead, 0, "w0")
+        trainer.tell(attempt, send, 3.0)
+        assert world.workers[1].do(take)
+        later = trainer.answer()
+        assert "admits nobody" in later.lost[0]
+        assert "admits nobody" in again
+        assert world.workers[1].do(shows) == (2, {3.0})
+        trainer.do(remove, 0)
+        trainer.tell(send, 4.0)
+        assert world.workers[1].do(take)
+        assert trainer.answer().ok
+
+
+def add_dead(seat: Seat, worker_id: int, name: str) -> str:
+    """A new link to a dead rank; what is said of it."""
+    seat.kept["sender"].add_worker(worker_id, name)
+    deadline = time.monotonic() + PATIENCE
+    while sender_state(seat)[2][0] != "LOST" and time.monotonic() < deadline:
+        seat.kept["sender"].poll()
+    return str(seat.kept["sender"].roll[worker_id].reason)
+
+
+def remove(seat: Seat, worker_id: int) -> None:
+    seat.kept["sender"].remove_worker(worker_id)
+
+
+def test_a_worker_dead_before_the_send_is_lost_at_once(short_lived: Make) -> None:
+    world = short_lived(1)
+    world.workers[0].kill()
+    world.trainer.do(command, ["w0"])
+    started = time.monotonic()
+    error = world.trainer.do(attempt, send, 1.0)
+
+    assert isinstance(error, WorkerLostError)
+    assert time.monotonic() - started < SOON
+
+
+def test_a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(short_lived: Make) -> None:
+    """The world's own rpc_timeout of 1 s ends neither the wait nor the update."""
+    world = short_lived(2, rpc_timeout=1.0)
+    with world.syncing([0, 1], large) as trainer:
+        world.workers[0].stop()
+        trainer.tell(attempt, send_within, 2.0, 2.5)
+        assert world.workers[1].do(take)
+        error = trainer.answer()
+
+        assert isinstance(error, AckTimeoutError)
+        assert error.report.outcomes[0].kind is OutcomeKind.TIMED_OUT
+        assert error.report.outcomes[1].kind is OutcomeKind.APPLIED
+        assert trainer.do(sender_state)[0] == State.PENDING_ASYNC.value
+        world.workers[0].resume()
+        assert world.workers[0].do(take)
+        assert trainer.do(wait_async).ok
+        assert world.workers[0].do(shows) == (1, {2.0})
+
+
+def send_within(seat: Seat, fill: float, timeout: float) -> Any:
+    return send(seat, fill, timeout=timeout)
+
+
+def test_a_trainer_that_is_killed_ends_the_workers_wait(short_lived: Make) -> None:
+    world = short_lived(1)
+    world.workers[0].do(listen)
+    world.trainer.do(command, ["w0"])
+    world.trainer.tell(send, 5.0)
+    assert world.workers[0].do(take)
+    world.trainer.answer()
+    world.workers[0].tell(take_until_gone)
+    started = time.monotonic()
+    world.trainer.kill()
+
+    assert "dead" in world.workers[0].answer()
+    assert time.monotonic() - started < SOON
+    assert world.workers[0].do(shows) == (1, {5.0})
+    world.workers[0].do(retire)
+
+
+def test_rpc_shut_down_in_the_trainer_loses_what_is_pending(short_lived: Make) -> None:
+    world = short_lived(1)
+    world.workers[0].do(listen)
+    world.trainer.do(command, ["w0"])
+    world.trainer.do(send_async, 2.0)
+    world.trainer.do(depart)
+    error = world.trainer.do(attempt, wait_async)
+    later = world.trainer.do(attempt, send, 3.0)
+
+    assert isinstance(error, WorkerLostError)
+    assert "shut down" in error.lost[0]
+    assert isinstance(later, WorkerLostError)
+    world.trainer.do(retire)
+    world.workers[0].do(retire)
+
+
+def test_rpc_shut_down_in_a_worker_loses_it_and_its_late_answer_harms_nobody(short_lived: Make) -> None:
+    world = short_lived(2)
+    with world.syncing([0, 1]) as trainer:
+        trainer.do(send_async, 2.0)
+        assert world.workers[1].do(take)
+        world.workers[0].do(depart)
+        error = trainer.do(attempt, wait_async)
+        # The update had come: it is applied, and the answer finds no way home.
+        assert world.workers[0].do(take)
+
+        assert isinstance(error, WorkerLostError)
+        assert list(error.lost) == [0]
+        assert world.workers[0].do(shows) == (1, {2.0})
+        assert world.workers[0].process.is_alive()
+
+
+def test_shutting_down_gracefully_works_once_the_schemes_are_closed(short_lived: Make) -> None:
+    world = short_lived(1)
+    with world.syncing([0]) as trainer:
+        trainer.tell(send, 2.0)
+        assert world.workers[0].do(take)
+        assert trainer.answer().ok
+    for process in (world.trainer, world.workers[0]):
+        process.tell(depart, True)
+
+    assert world.trainer.answer() < SOON
+    assert world.workers[0].answer() < SOON
+
+
+def test_after_a_death_nobody_is_admitted_and_only_an_abrupt_shutdown_ends(short_lived: Make) -> None:
+    """What torch does, and the docs say."""
+    world = short_lived(2)
+    world.workers[0].kill()
+    substitute = world.stranger()
+    substitute.tell(enter, "w0", 1, 3, world.options)
+    world.workers[1].tell(depart, True)
+    time.sleep(2.0)
+
+    assert not substitute.answered()
+    assert not world.workers[1].answered()
+    assert world.trainer.do(depart) < SOON
+
+
+def test_a_link_that_was_lost_is_reported_again_by_each_send(short_lived: Make) -> None:
+    world = short_lived(2)
+    with world.syncing([0, 1]) as trainer:
+        world.workers[0].kill()
+        for version in (1, 2):
+            trainer.tell(attempt, send, float(version))
+            assert world.workers[1].do(take)
+            error = trainer.answer()
+
+            assert isinstance(error, SyncError)
+            assert error.report.outcomes[0].kind is OutcomeKind.LOST
+            assert error.report.version == version

@@ -1,0 +1,415 @@
+"""`RPCWeightSyncScheme` to workers with our receiver, none of whom dies."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import time
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, Seat, large, small
+from rpc_fleet import (
+    World,
+    attempt,
+    command,
+    listen,
+    odd,
+    retire,
+    send,
+    send_async,
+    send_odd,
+    sender_state,
+    shows,
+    state_dict,
+    take,
+    take_until_gone,
+    wait_async,
+)
+from torch.distributed import rpc
+
+from weightsync import (
+    AckTimeoutError,
+    ConfigurationError,
+    Evidence,
+    OutcomeKind,
+    RefusedError,
+    RPCWeightSyncScheme,
+    State,
+    StateError,
+    WorkerLostError,
+)
+
+# ----------------------------------------------------------------------------------------------- sending
+
+
+@pytest.mark.parametrize("make", [small, large])
+def test_a_version_is_applied_and_answered_for(world: World, make: Any) -> None:
+    with world.syncing([0, 1, 2], make) as trainer:
+        trainer.tell(send, 4.0)
+        assert all(worker.do(take) for worker in world.workers)
+        report = trainer.answer()
+
+        assert report.ok
+        assert {outcome.evidence for outcome in report.outcomes.values()} == {Evidence.ANSWER}
+        assert [worker.do(shows) for worker in world.workers] == [(1, {4.0})] * 3
+
+
+def test_weights_of_every_dtype_and_shape(world: World) -> None:
+    with world.syncing([0], odd) as trainer:
+        trainer.tell(send_odd)
+        assert world.workers[0].do(take)
+        assert trainer.answer().ok
+        expected, found = odd(1.0).state_dict(), world.workers[0].do(state_dict)
+
+        assert list(expected) == list(found)
+        for name, tensor in expected.items():
+            assert tensor.dtype == found[name].dtype
+            assert torch.equal(
+                tensor.contiguous().view(-1).view(torch.uint8), found[name].reshape(-1).view(torch.uint8)
+            )
+
+
+def test_a_subset_changes_nobody_else(world: World) -> None:
+    with world.syncing([0, 1, 2]) as trainer:
+        trainer.tell(send_to, 2.0, [0, 2])
+        assert world.workers[0].do(take)
+        assert world.workers[2].do(take)
+
+        assert sorted(trainer.answer().outcomes) == [0, 2]
+        assert not world.workers[1].do(take, 0)
+        assert world.workers[1].do(shows) == (None, {0.0})
+
+
+def send_to(seat: Seat, fill: float, worker_ids: list[int]) -> Any:
+    return send(seat, fill, worker_ids=worker_ids)
+
+
+def test_the_asynchronous_form_sends_a_snapshot(world: World) -> None:
+    with world.syncing([0, 1]) as trainer:
+        pending = trainer.do(send_async, 3.0)
+        trainer.do(overwrite)
+        assert trainer.do(sender_state)[0] == State.PENDING_ASYNC.value
+        assert isinstance(trainer.do(attempt, send), StateError)
+        assert all(world.workers[worker].do(take) for worker in (0, 1))
+
+        assert {outcome.kind for outcome in pending.outcomes.values()} == {OutcomeKind.PENDING}
+        assert trainer.do(wait_async).ok
+        assert world.workers[0].do(shows) == (1, {3.0})
+
+
+def overwrite(seat: Seat) -> None:
+    with torch.no_grad():
+        for tensor in seat.model.state_dict().values():
+            tensor.fill_(-1)
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_old_stay(world: World) -> None:
+    world.workers[0].do(listen, large)
+    world.workers[1].do(listen)
+    trainer = world.trainer
+    trainer.do(command_unknown, ["w0", "w1"])
+    trainer.tell(attempt, send_small)
+    assert not world.workers[0].do(take)
+    assert world.workers[1].do(take)
+    error = trainer.answer()
+
+    assert isinstance(error, RefusedError)
+    assert list(error.refused) == [0]
+    assert error.report.outcomes[1].kind is OutcomeKind.APPLIED
+    assert world.workers[0].do(shows) == (None, {0.0})
+    for process in (trainer, *world.workers[:2]):
+        process.do(retire)
+
+
+def command_unknown(seat: Seat, names: list[str]) -> None:
+    """A sender that knows no model yet, so that its handshake tells no layout."""
+    seat.scheme = RPCWeightSyncScheme()
+    seat.scheme.init_on_sender("policy", collector_infos=names)
+    seat.kept["sender"] = seat.scheme.get_sender()
+
+
+def send_small(seat: Seat) -> Any:
+    return seat.kept["sender"].send(small(5.0), timeout=PATIENCE)
+
+
+def test_many_versions_one_after_another(world: World) -> None:
+    with world.syncing([0]) as trainer:
+        for version in range(1, 31):
+            trainer.tell(send, float(version))
+            assert world.workers[0].do(take)
+            assert trainer.answer().version == version
+        assert world.workers[0].do(shows) == (30, {30.0})
+
+
+# ------------------------------------------------------------------------------------- who comes when, and who else
+
+
+def test_what_is_sent_before_a_receiver_listens_waits_for_it(world: World) -> None:
+    world.trainer.do(command, ["w0"])
+    world.trainer.do(send_async, 7.0)
+    error = world.trainer.do(attempt, wait_briefly)
+    world.workers[0].do(listen)
+
+    assert isinstance(error, AckTimeoutError)
+    assert world.workers[0].do(take)
+    assert world.trainer.do(wait_async).ok
+    assert world.workers[0].do(shows) == (1, {7.0})
+    world.trainer.do(retire)
+    world.workers[0].do(retire)
+
+
+def wait_briefly(seat: Seat) -> Any:
+    return wait_async(seat, timeout=0.2)
+
+
+def test_waiting_calls_hold_no_thread_of_rpc(world: World) -> None:
+    """Each process of the world has four threads for RPC."""
+    world.trainer.do(command_many, "w0", 12)
+
+    assert world.trainer.do(ask_pid, "w0") == world.workers[0].pid
+    world.trainer.do(retire)
+
+
+def command_many(seat: Seat, name: str, count: int) -> None:
+    for number in range(count):
+        scheme = seat.kept[number] = RPCWeightSyncScheme()
+        scheme.init_on_sender(f"nobody's {number}", collector_infos=[name], model=small())
+
+
+def ask_pid(seat: Seat, name: str) -> int:
+    pid: int = rpc.rpc_sync(name, os.getpid, timeout=PATIENCE)
+    return pid
+
+
+def test_calls_that_nobody_took_go_home_when_the_sender_closes(world: World) -> None:
+    """Else a graceful shutdown of RPC would wait for them for ever."""
+    world.trainer.do(command_many, "w1", 3)
+    assert world.trainer.do(outstanding_calls) >= 3
+    world.trainer.do(retire)
+
+    assert comes_to_rest(world)
+
+
+def comes_to_rest(world: World) -> bool:
+    """Whether the trainer's calls all come home."""
+    deadline = time.monotonic() + 10
+    while world.trainer.do(outstanding_calls) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not world.trainer.do(outstanding_calls)
+
+
+def outstanding_calls(seat: Seat) -> int:
+    return int(rpc.api._get_current_rpc_agent().get_debug_info()["agent.client_active_calls"])
+
+
+def test_two_models_over_one_world(world: World) -> None:
+    world.workers[0].do(listen_two)
+    world.trainer.do(command_two)
+    world.trainer.do(send_two)
+
+    assert world.workers[0].do(take_two) == {"actor": {1.0}, "critic": {2.0}}
+    assert world.trainer.do(wait_two)
+    world.trainer.do(retire)
+    world.workers[0].do(retire)
+
+
+def listen_two(seat: Seat) -> None:
+    for model_id, make in (("actor", small), ("critic", large)):
+        scheme = seat.kept[model_id] = RPCWeightSyncScheme()
+        scheme.init_on_worker(model_id, model=make())
+
+
+def command_two(seat: Seat) -> None:
+    for model_id, model in (("actor", small(1.0)), ("critic", large(2.0))):
+        scheme = seat.kept[model_id] = RPCWeightSyncScheme()
+        scheme.init_on_sender(model_id, collector_infos=["w0"], model=model)
+
+
+def send_two(seat: Seat) -> None:
+    for scheme in seat.kept.values():
+        scheme.get_sender().send_async()
+
+
+def take_two(seat: Seat) -> dict[str, set[float]]:
+    found = {}
+    for model_id, scheme in seat.kept.items():
+        receiver = scheme.get_receiver()
+        assert receiver.receive(timeout=PATIENCE)
+        found[model_id] = {
+            value for tensor in receiver.model.state_dict().values() for value in tensor.unique().tolist()
+        }
+    return found
+
+
+def wait_two(seat: Seat) -> bool:
+    return all(scheme.get_sender().wait_async(timeout=PATIENCE).ok for scheme in seat.kept.values())
+
+
+def test_a_second_sender_fences_the_first(world: World) -> None:
+    with world.syncing([0]) as trainer:
+        trainer.tell(send, 1.0)
+        assert world.workers[0].do(take)
+        assert trainer.answer().ok
+        world.workers[1].do(command, ["w0"])
+        world.workers[1].tell(send, 2.0)
+        assert world.workers[0].do(take)
+        assert world.workers[1].answer().ok
+        fenced = trainer.do(attempt, send, 3.0)
+
+        assert isinstance(fenced, WorkerLostError)
+        assert fenced.fence > 0
+        assert world.workers[0].do(shows) == (1, {2.0})
+        world.workers[1].do(retire)
+
+
+def test_a_sender_that_closes_says_goodbye(world: World) -> None:
+    with world.syncing([0]) as trainer:
+        trainer.tell(send, 1.0)
+        world.workers[0].do(take)
+        trainer.answer()
+        world.workers[0].tell(take_until_gone)
+        trainer.do(retire)
+
+        assert "goodbye" in world.workers[0].answer()
+        assert world.workers[0].do(shows) == (1, {1.0})
+
+
+def test_a_receiver_that_closes_leaves_the_roll_and_another_may_come(world: World) -> None:
+    with world.syncing([0, 1]) as trainer:
+        trainer.tell(send, 1.0)
+        assert world.workers[0].do(take)
+        assert world.workers[1].do(take)
+        trainer.answer()
+        world.workers[0].do(retire)
+        trainer.tell(attempt, send, 2.0)
+        assert world.workers[1].do(take)
+        assert "said goodbye" in trainer.answer().lost[0]
+        assert trainer.do(sender_state)[2] == ["UP"]
+        world.workers[0].do(listen)
+        trainer.do(add_again, 0, "w0")
+
+        assert world.workers[0].do(take)
+        assert world.workers[0].do(shows) == (2, {2.0})
+
+
+def add_again(seat: Seat, worker_id: int, name: str) -> None:
+    seat.kept["sender"].add_worker(worker_id, name)
+
+
+def test_one_receiver_a_model_in_a_process(world: World) -> None:
+    world.workers[0].do(listen)
+
+    assert isinstance(world.workers[0].do(attempt, listen_anew), ConfigurationError)
+    world.workers[0].do(retire)
+    world.workers[0].do(listen)
+    world.workers[0].do(retire)
+
+
+def listen_anew(seat: Seat) -> None:
+    RPCWeightSyncScheme().init_on_worker("policy", model=small())
+
+
+# ------------------------------------------------------------------------------------------- configuration, copies
+
+
+def test_without_rpc_nothing_can_be_sent() -> None:
+    scheme = RPCWeightSyncScheme()
+    with pytest.raises(ConfigurationError, match="not initialised"):
+        scheme.init_on_sender("policy", collector_infos=["w0"], model=small())
+    with pytest.raises(StateError):
+        scheme.get_sender()
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({}, "collector_infos"),
+        ({"collector_infos": ["w0"], "num_workers": 2}, "num_workers"),
+        ({"collector_infos": ["w0"], "collector_class": object}, "collector_rrefs"),
+        ({"collector_infos": ["w0"], "collector_rrefs": [1, 2]}, "collector_rrefs"),
+    ],
+)
+def test_init_names_what_is_missing_or_contradictory(given: Any, missing: str) -> None:
+    with pytest.raises(ConfigurationError, match=missing):
+        RPCWeightSyncScheme().init_on_sender("policy", model=small(), **given)
+
+
+def test_a_context_gives_what_is_not_given(world: World) -> None:
+    world.workers[0].do(listen)
+    world.trainer.do(command_by_context)
+    world.trainer.tell(send, 6.0)
+
+    assert world.workers[0].do(take)
+    assert world.trainer.answer().ok
+    world.trainer.do(retire)
+    world.workers[0].do(retire)
+
+
+class Context:
+    """What a trainer's collector looks like to a scheme."""
+
+    def __init__(self) -> None:
+        self.collector_infos = [rpc.get_worker_info("w0")]
+        self.num_workers = 1
+        self.policy = small()
+
+
+def command_by_context(seat: Seat) -> None:
+    seat.kept["context"] = context = Context()
+    seat.scheme, seat.model = RPCWeightSyncScheme(), context.policy
+    seat.scheme.init_on_sender("policy", context)
+    seat.kept["sender"] = seat.scheme.get_sender()
+
+
+def test_an_unknown_name_is_refused_and_says_that_nobody_new_is_admitted(world: World) -> None:
+    error = world.trainer.do(attempt, command, ["w0", "w9"])
+
+    assert isinstance(error, ConfigurationError)
+    assert "w9" in str(error)
+    assert "admits nobody" in str(error)
+    assert comes_to_rest(world)
+    world.trainer.do(retire)
+
+
+def test_copies_owe_nothing_and_the_original_goes_on(world: World) -> None:
+    with world.syncing([0]) as trainer:
+        trainer.do(send_async, 8.0)
+        assert trainer.do(states_of_copies) == ["uninitialized"] * 2
+        assert world.workers[0].do(take)
+
+        assert trainer.do(wait_async).ok
+
+
+def states_of_copies(seat: Seat) -> list[str]:
+    made = [copy.deepcopy(seat.scheme), pickle.loads(pickle.dumps(seat.scheme))]
+    for scheme in made:
+        with pytest.raises(StateError):
+            scheme.get_sender()
+    return [copy.deepcopy(seat.kept["sender"]).state.value, pickle.loads(pickle.dumps(seat.kept["sender"])).state.value]
+
+
+def test_a_forked_child_cannot_speak_over_its_parents_rpc(world: World) -> None:
+    with world.syncing([0]) as trainer:
+        said = trainer.do(said_by_a_forked_child)
+        trainer.tell(send, 1.0)
+        assert world.workers[0].do(take)
+
+        assert "forked" in said
+        assert trainer.answer().ok
+
+
+def said_by_a_forked_child(seat: Seat) -> str:
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        said = attempt(seat, lambda _: RPCWeightSyncScheme().init_on_sender("policy", collector_infos=["w0"]))
+        os.write(theirs, str(said).encode())
+        os._exit(0)
+    os.close(theirs)
+    with open(ours, "rb") as pipe:
+        found = pipe.read().decode()
+    os.waitpid(child, 0)
+    return found

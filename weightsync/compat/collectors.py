@@ -1,0 +1,277 @@
+"""Remote collectors over RPC: how one is addressed, and what is sent to one without a receiver of ours."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed import rpc
+
+from weightsync._tables import RefusalKind
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.layout import Layout
+from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.presenting import present_as
+from weightsync.report import Evidence
+from weightsync.transports.base import Link
+from weightsync.transports.calls import Answers, CallLink, Courier
+from weightsync.transports.memory import Buffer
+from weightsync.transports.rpc import (
+    ENDLESS,
+    RpcCourier,
+    WorkerInfo,
+    ask_listening,
+    begin,
+    lost,
+    raised_there,
+    worker_named,
+)
+
+#: The method of a collector that takes weights.
+METHOD: Final = "update_policy_weights_"
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """How a worker is reached over RPC.
+
+    The name alone means a process with our receiver: what is sent waits there until one listens. With ``rref`` or
+    ``kind`` it is asked at the handshake: if no receiver of ours listens there for the model, the collector's own
+    method is called.
+    """
+
+    #: The worker's name, rank or `WorkerInfo`; None: the owner of ``rref``.
+    worker: Any = None
+    #: A reference to the collector.
+    rref: Any = None
+    #: Its class.
+    kind: Any = None
+
+
+def link_to(collector: Collector, model_id: str, peer: str, presenter: Presenter) -> Link:
+    """A link to a worker.
+
+    Raises:
+        ConfigurationError: it is not said who that is, RPC is not initialised, or it knows nobody of that name.
+    """
+    worker = worker_named(_worker_of(collector, peer), peer)
+    ours = RpcCourier(worker, model_id, peer)
+    if collector.rref is None and collector.kind is None:
+        return CallLink(ours, peer)
+    plain = CollectorCourier(calling(collector, worker, peer), peer, presenter)
+    return CallLink(AskingCourier(lambda: ask_listening(worker, model_id, peer), ours, plain), peer)
+
+
+def _worker_of(collector: Collector, peer: str) -> Any:
+    if collector.worker is not None:
+        return collector.worker
+    if collector.rref is None:
+        raise ConfigurationError(
+            f"{peer} was given neither collector_info nor collector_rref: say which RPC worker it is. Nothing was sent."
+        )
+    return collector.rref.owner()
+
+
+def calling(collector: Collector, worker: WorkerInfo, peer: str) -> Callable[[Any], torch.futures.Future[Any]]:
+    """Calls a collector's own method with weights.
+
+    A function that takes the reference itself is called as TorchRL's first generation does, with ``(rref, weights)``; a
+    method of instances is called on the instance.
+
+    Raises:
+        ConfigurationError: there is no reference to a collector.
+    """
+    rref, kind = collector.rref, collector.kind
+    if rref is None:
+        raise ConfigurationError(
+            f"{peer} was given collector_class but no collector_rref: the class's {METHOD}() is called with that. "
+            "Nothing was sent."
+        )
+    if kind is None or _takes_self(kind):
+        return _calling_the_instance(rref)
+    function = getattr(kind, METHOD)
+    return lambda weights: rpc.rpc_async(worker, function, args=(rref, weights), timeout=ENDLESS)
+
+
+def _calling_the_instance(rref: Any) -> Callable[[Any], torch.futures.Future[Any]]:
+    # The proxy is for one call each: it finds out the instance's type without waiting.
+    def call(weights: Any) -> torch.futures.Future[Any]:
+        over: torch.futures.Future[Any] = getattr(rref.rpc_async(timeout=ENDLESS), METHOD)(weights)
+        return over
+
+    return call
+
+
+def _takes_self(kind: Any) -> bool:
+    try:
+        method = inspect.getattr_static(kind, METHOD)
+    except AttributeError:
+        raise ConfigurationError(
+            f"collector_class {getattr(kind, '__name__', kind)!r} has no {METHOD}(). Nothing was sent."
+        ) from None
+    if not inspect.isfunction(method):
+        return False
+    return next(iter(inspect.signature(method).parameters), "") == "self"
+
+
+# ---------------------------------------------------------------------------------------- what is sent, and said
+
+
+class _Made:
+    """A version's weights, made once for all collectors and kept while some call carries them."""
+
+    def __init__(self, weights: Any) -> None:
+        self.weights = weights
+
+
+class Presenter:
+    """Makes weights of updates as their sender's caller gave them. Updates tell their layout once a link."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._layouts: dict[bytes, Layout] = {}
+        self._made: weakref.WeakValueDictionary[tuple[str, int, int], _Made] = weakref.WeakValueDictionary()
+
+    def make(self, update: Update, payload: Buffer | None) -> _Made:
+        """The weights of an update; the payload may be written again afterwards."""
+        key = update.model_id, update.incarnation, update.version
+        with self._lock:
+            if update.layout:
+                self._layouts[update.layout_digest] = Layout.decode(update.layout)
+            made = self._made.get(key)
+            if made is None:
+                view = memoryview(b"") if payload is None else payload.view[: update.nbytes]
+                layout = self._layouts[update.layout_digest]
+                made = self._made[key] = _Made(present_as(update.form, layout, view, update.extras))
+            return made
+
+
+class CollectorCourier:
+    """Carries versions to a collector without our receiver: that its method returned is all that is known.
+
+    Args:
+        call: calls the method with weights.
+        peer: who is at the other end, for messages to people.
+        presenter: makes the weights.
+    """
+
+    def __init__(self, call: Callable[[Any], torch.futures.Future[Any]], peer: str, presenter: Presenter) -> None:
+        self._call = call
+        self._peer = peer
+        self._presenter = presenter
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:
+        """Begin the call that carries an update; a handshake is answered at once: see `Courier.start`."""
+        match message:
+            case Hello():
+                return done(Hello(model_id=message.model_id, incarnation=message.incarnation))
+            case Update():
+                made = self._presenter.make(message, payload)
+                return begin(self._peer, lambda: self._call(made.weights), lambda over: self._said(message, made, over))
+            case Bye():
+                return done()
+        raise TransportError(f"A sender says no {type(message).__name__} to {self._peer}.")
+
+    def _said(self, update: Update, made: _Made, over: torch.futures.Future[Any]) -> Sequence[Message]:
+        named: dict[str, Any] = {
+            "model_id": update.model_id,
+            "incarnation": update.incarnation,
+            "version": update.version,
+            "evidence": Evidence.CALL,
+        }
+        try:
+            over.value()
+        except Exception as error:
+            if not raised_there(error):
+                raise lost(self._peer, error) from error
+            trace = str(error).strip()
+            return [Refusal(**named, kind=RefusalKind.REFUSED, reason=_reason(trace), remote_traceback=trace)]
+        return [Ack(**named, digest=update.digest)]
+
+    def close(self) -> None:
+        """No further call will be begun."""
+
+
+def _reason(trace: str) -> str:
+    """What was raised, of torch's text: where, what, and the traceback that ends with it."""
+    lines = trace.partition("\n\nAt:\n")[0].splitlines()
+    return lines[-1] if lines else trace
+
+
+def done(*messages: Message) -> Answers:
+    """A call that is over."""
+    answers: Answers = Future()
+    answers.set_result(messages)
+    return answers
+
+
+class AskingCourier:
+    """Finds out at the first message whether a receiver of ours listens, and carries all in that one's way.
+
+    Args:
+        ask: asks.
+        ours: for a process with our receiver.
+        plain: for one without.
+    """
+
+    def __init__(self, ask: Callable[[], Future[bool]], ours: Courier, plain: Courier) -> None:
+        self._ask = ask
+        self._ours, self._plain = ours, plain
+        self._lock = threading.RLock()
+        self._asked = False
+        self._chosen: Courier | None = None
+        self._failure: BaseException | None = None
+        self._waiting: deque[tuple[Message, Buffer | None, Answers]] = deque()
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:
+        """Begin the call that carries a message, once it is known how: see `Courier.start`."""
+        with self._lock:
+            if self._failure is not None:
+                raise TransportError(str(self._failure)) from self._failure
+            if self._chosen is not None:
+                return self._chosen.start(message, payload)
+            answers: Answers = Future()
+            self._waiting.append((message, payload, answers))
+            if not self._asked:
+                self._asked = True
+                self._ask().add_done_callback(self._found)
+        return answers
+
+    def _found(self, found: Future[bool]) -> None:
+        with self._lock:
+            waiting, self._waiting = list(self._waiting), deque()
+            self._failure = found.exception()
+            if self._failure is None:
+                self._chosen = self._ours if found.result() else self._plain
+            begun = [(answers, self._begin(message, payload)) for message, payload, answers in waiting]
+        for answers, inner in begun:
+            inner.add_done_callback(functools.partial(_hand_on, answers))
+
+    def _begin(self, message: Message, payload: Buffer | None) -> Answers:
+        try:
+            return self.start(message, payload)
+        except Exception as failure:  # noqa: BLE001 - told to whoever waits for the answers
+            failed: Answers = Future()
+            failed.set_exception(failure)
+            return failed
+
+    def close(self) -> None:
+        """No further call will be begun: see `Courier.close`."""
+        self._ours.close()
+        self._plain.close()
+
+
+def _hand_on(answers: Answers, over: Answers) -> None:
+    error = over.exception()
+    if error is None:
+        answers.set_result(over.result())
+    else:
+        answers.set_exception(error)

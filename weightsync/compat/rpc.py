@@ -1,0 +1,87 @@
+"""`RPCTransport`: TorchRL's transport to one remote collector over `torch.distributed.rpc`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from weightsync.compat.arguments import UNSET, Form, Unset
+from weightsync.compat.collectors import Collector, Presenter, link_to
+from weightsync.compat.facade import TransportFacade
+from weightsync.errors import ConfigurationError
+from weightsync.strategy import WeightStrategy
+from weightsync.timing import Timeout
+from weightsync.transports.base import Link
+from weightsync.transports.rpc import door_of, is_initialised
+
+
+class RPCTransport(TransportFacade):
+    """Sends weights to one remote collector by RPC, or, given none, receives them in the collector's process.
+
+    Args:
+        collector_info: the worker, as its `WorkerInfo`, name or rank.
+        collector_rref: a reference to its collector.
+        collector_class: the collector's class, whose ``update_policy_weights_`` is called with ``(rref, weights)``
+            unless a receiver of ours listens in that process.
+        worker_rank: the worker's rank, which stands for ``collector_info`` if that is not given.
+        timeout: seconds that `send_weights` and `wait_ack` wait.
+        strategy: how modules are extracted, and the format of weights handed out.
+    """
+
+    _live = (*TransportFacade._live, "_presenter")
+
+    def __init__(
+        self,
+        collector_info: Any = None,
+        collector_rref: Any = None,
+        collector_class: Any = None,
+        worker_rank: int | None = None,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        strategy: WeightStrategy | str = "state_dict",
+    ) -> None:
+        form = Form.A if worker_rank is None else Form.B
+        super().__init__(form=form, timeout=timeout, strategy=strategy)
+        worker = collector_info if collector_info is not None or collector_rref is not None else worker_rank
+        self._collector = Collector(worker, collector_rref, collector_class)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._presenter = Presenter()
+
+    @property
+    def collector(self) -> Collector:
+        """How the worker is reached."""
+        return self._collector
+
+    def check_connection(self) -> bool:
+        """Whether RPC is initialised in this process."""
+        return is_initialised()
+
+    def receive_weights(
+        self,
+        timeout: float | Unset | None = UNSET,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any:
+        """The weights of the next update, as `TransportFacade.receive_weights`; None at the sender's end."""
+        if self._sends:
+            return None
+        return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
+
+    @property
+    def _sends(self) -> bool:
+        return self._collector != Collector()
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        if not self._sends:
+            raise ConfigurationError(
+                f"{type(self).__name__} was given no collector: pass collector_info=, or collector_rref= with "
+                "collector_class=. Nothing was sent."
+            )
+        return link_to(self._collector, model_id, peer, self._presenter)
+
+    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        return door_of(model_id).open(accept)

@@ -1,0 +1,144 @@
+"""`RPCWeightSyncScheme`: workers are processes of one `torch.distributed.rpc` world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from weightsync.background import Background
+from weightsync.compat.collectors import Collector, Presenter, calling, link_to
+from weightsync.compat.rpc import RPCTransport
+from weightsync.errors import ConfigurationError
+from weightsync.options import Verify
+from weightsync.receiver import WeightReceiver
+from weightsync.schemes.base import WeightSyncScheme, given_or_found
+from weightsync.strategy import WeightStrategy
+from weightsync.timing import Deadline
+from weightsync.transports.base import Link
+from weightsync.transports.rpc import door_of, is_called, require_rpc, worker_named
+
+
+class RPCWeightSyncScheme(WeightSyncScheme):
+    """Workers are processes of one `torch.distributed.rpc` world; each version travels as one flat tensor a worker.
+
+    How a worker is given decides what its outcomes rest on. Given by name alone (``collector_infos=``) it has a
+    receiver of ours, which answers for each version (evidence ``answer``); what is sent before it listens waits. Given
+    with ``collector_rrefs=`` (and ``collector_class=``) it is asked at the handshake: where a receiver of ours listens
+    for the model, that is addressed; elsewhere the collector's own ``update_policy_weights_`` is called, and of that it
+    is known that the call returned, no more (evidence ``call``).
+
+    Args:
+        strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
+        verify: "digest" or "layout": see `WeightSyncScheme`.
+    """
+
+    _sender_arguments = ("collector_infos", "collector_rrefs", "collector_class")
+
+    def __init__(self, strategy: WeightStrategy | str = "state_dict", *, verify: Verify | str = Verify.DIGEST) -> None:
+        super().__init__(strategy, verify=verify)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._presenter = Presenter()
+
+    # ---------------------------------------------------------------------------------------- the sender
+
+    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+        """One worker each, from ``collector_infos=`` and ``collector_rrefs=``, or the context's."""
+        infos = given_or_found(given, context, "collector_infos")
+        rrefs = given_or_found(given, context, "collector_rrefs")
+        kind = given_or_found(given, context, "collector_class")
+        if infos is None and rrefs is None:
+            raise ConfigurationError(
+                "init_on_sender() needs collector_infos=, the names or WorkerInfos of the workers, or collector_rrefs= "
+                "and collector_class=; or a context that has them."
+            )
+        if kind is not None and rrefs is None:
+            raise ConfigurationError("collector_class= needs collector_rrefs=: one reference a worker.")
+        count = len(infos) if infos is not None else len(rrefs)
+        for name, many in (("collector_rrefs", rrefs and len(rrefs)), ("num_workers", _asked(given, context))):
+            if many not in (None, count):
+                raise ConfigurationError(f"{name}: {many}, but there are {count} workers: give one a worker.")
+        found = {worker: Collector(infos and infos[worker], rrefs and rrefs[worker], kind) for worker in range(count)}
+        for worker, collector in found.items():
+            _refuse_unreachable(collector, f"worker {worker}")
+        return found
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """A link to a worker: its name, rank or `WorkerInfo`, an `RPCTransport`, or what `init_on_sender` makes of it.
+
+        Raises:
+            ConfigurationError: RPC is not initialised, or knows nobody of that name.
+        """
+        return link_to(_collector(endpoint), model_id, peer, self._presenter)
+
+    def create_transport(
+        self,
+        pipe_or_context: Any = None,
+        *,
+        collector_info: Any = None,
+        collector_rref: Any = None,
+        collector_class: Any = None,
+        worker_rank: int | None = None,
+    ) -> RPCTransport:
+        """TorchRL's transport to one collector.
+
+        Args:
+            pipe_or_context: the same as ``collector_info``.
+            collector_info: see `RPCTransport`, as for the others.
+            collector_rref: a reference to the collector.
+            collector_class: its class.
+            worker_rank: its rank.
+        """
+        info = collector_info if collector_info is not None else pipe_or_context
+        return RPCTransport(info, collector_rref, collector_class, worker_rank, strategy=self.strategy)
+
+    # ---------------------------------------------------------------------------------------- the worker
+
+    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """Nothing: calls for a model arrive at one door a process, whether or not RPC is initialised yet."""
+        return None
+
+    def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Give ``accept`` each sender's link, those whose calls came before included: see `WeightSyncScheme.listen`.
+
+        Raises:
+            ConfigurationError: this process has a receiver of that model already.
+        """
+        return door_of(model_id).open(accept)
+
+    def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
+        """Wait for the first version, unless `connect` is being called by RPC.
+
+        The caller would not come to its own `connect` before ours returned: then the first version goes live in the
+        background.
+        """
+        if is_called():
+            background.seen()
+        else:
+            super()._await_first(receiver, background, deadline)
+
+    # ---------------------------------------------------------------------------------------------- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_presenter", None)
+        return state
+
+
+def _asked(given: Mapping[str, Any], context: Any) -> Any:
+    return given_or_found(given, context, "num_workers")
+
+
+def _collector(endpoint: Any) -> Collector:
+    if isinstance(endpoint, Collector):
+        return endpoint
+    return endpoint.collector if isinstance(endpoint, RPCTransport) else Collector(endpoint)
+
+
+def _refuse_unreachable(collector: Collector, peer: str) -> None:
+    """Refuse before a link is laid to any, so that the good ones can be given again."""
+    require_rpc(peer)
+    worker = worker_named(collector.worker if collector.worker is not None else collector.rref.owner(), peer)
+    if collector.rref is not None or collector.kind is not None:
+        calling(collector, worker, peer)

@@ -1,0 +1,297 @@
+"""Links over the calls of `torch.distributed.rpc`: payloads are flat tensors, answers are the calls' results."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.distributed import rpc
+from torch.distributed.rpc.functions import async_execution
+
+from weightsync import wire
+from weightsync.errors import ConfigurationError, TransportError, WeightSyncError
+from weightsync.messages import Bye, Message, Update
+from weightsync.transports.calls import Answers
+from weightsync.transports.doors import Door, Frames, Parcel, decoded
+from weightsync.transports.memory import Buffer
+
+#: torch exports, annotates and documents less than it offers.
+torch_rpc: Final[Any] = rpc
+WorkerInfo = Any
+#: torch's word for "no timeout": a call ends with its answer, with its worker or with RPC itself. The deadlines are the
+#: sender's own.
+ENDLESS: Final = 0.0
+#: What a rank's end means for the others, as torch 2.15 has it.
+NOBODY_NEW: Final = (
+    "torch's RPC admits nobody in place of a rank that died: the others go on without it; to have it back, start a new "
+    "world in new processes"
+)
+
+
+class Delivered(NamedTuple):
+    """What a call brings home."""
+
+    #: Answers, each as `wire.encode` makes it.
+    frames: tuple[bytes, ...]
+    #: Why the call was not taken in; empty: it was.
+    failure: str = ""
+
+
+# ----------------------------------------------------------------------------------------------- the worker's end
+
+
+class _Doors:
+    """The doors of this process, one a model; there before anybody listens."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._doors: dict[str, Door] = {}
+        #: Whether RPC was running in the process that this one was forked from.
+        self.inherited = False
+        os.register_at_fork(after_in_child=self._forget)
+
+    def of(self, model_id: str) -> Door:
+        """The door of a model, made if it is not there yet."""
+        with self._lock:
+            return self._doors.setdefault(model_id, Door(model_id))
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._doors = {}
+        self.inherited = self.inherited or is_initialised()
+
+
+def is_initialised() -> bool:
+    """Whether RPC runs in this process."""
+    if not rpc.is_available():
+        return False
+    try:
+        rpc.get_worker_info()
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_called() -> bool:
+    """Whether this thread is one of RPC's, so that whoever called waits for us."""
+    # RPC's threads are C++'s: Python knows them by name only while they run its code.
+    return isinstance(threading.current_thread(), threading._DummyThread) and is_initialised()
+
+
+_doors: Final = _Doors()
+
+
+def door_of(model_id: str) -> Door:
+    """The door of a model in this process; links that come before a receiver listens wait behind it."""
+    return _doors.of(model_id)
+
+
+@async_execution  # type: ignore[untyped-decorator]
+def _deliver(
+    model_id: str, link: str, number: int, frame: bytes, payload: torch.Tensor | None
+) -> torch.futures.Future[Delivered]:
+    """Runs in a thread of the worker's RPC, which is free again at once: the result comes when there is an answer."""
+    over: torch.futures.Future[Delivered] = torch.futures.Future()
+    parcel = Parcel(link, number, frame, None if payload is None else _bytes_of(payload))
+    try:
+        answer = door_of(model_id).knock(parcel)
+    except WeightSyncError as error:
+        over.set_result(Delivered((), str(error)))
+        return over
+    answer.add_done_callback(_Return(over, torch_rpc.api._get_current_rpc_agent()))
+    return over
+
+
+def _bytes_of(payload: torch.Tensor) -> memoryview:
+    array: Any = payload.numpy()
+    return memoryview(array)
+
+
+@dataclass(frozen=True, slots=True)
+class _Return:
+    """Brings a call's answer home."""
+
+    over: torch.futures.Future[Delivered]
+    #: Kept, since an answer may come after RPC was shut down here, and torch then still needs its agent.
+    agent: object
+
+    def __call__(self, answer: Future[Frames]) -> None:
+        self.over.set_result(Delivered(tuple(answer.result())))
+
+
+def _hang_up(model_id: str, link: str, number: int, frame: bytes) -> Delivered:
+    """The sender's last call of a link: none of them waits for an answer any more, whether anybody listens or not."""
+    try:
+        door_of(model_id).hang_up(Parcel(link, number, frame))
+    except WeightSyncError as error:
+        return Delivered((), str(error))
+    return Delivered(())
+
+
+def _is_listening(model_id: str) -> bool:
+    """Whether a receiver of ours listens for that model in this process."""
+    return door_of(model_id).listening
+
+
+# ----------------------------------------------------------------------------------------------- the sender's end
+
+
+def require_rpc(peer: str) -> None:
+    """Refuse to speak where RPC does not run.
+
+    Raises:
+        ConfigurationError: RPC is not initialised in this process, or this torch was built without it.
+    """
+    if not rpc.is_available():
+        raise ConfigurationError(f"{peer} cannot be called: this torch was built without torch.distributed.rpc.")
+    if _doors.inherited:
+        raise ConfigurationError(
+            f"{peer} cannot be called from here: RPC ran in the process that this one was forked from, and torch's RPC "
+            "does not survive a fork. Start the process with spawn or forkserver, and call init_rpc() in it."
+        )
+    if not is_initialised():
+        raise ConfigurationError(
+            f"{peer} cannot be called: RPC is not initialised in this process. Call torch.distributed.rpc.init_rpc() "
+            "first."
+        )
+
+
+def worker_named(worker: Any, peer: str) -> WorkerInfo:
+    """Who is meant by a name, a rank or a `WorkerInfo`.
+
+    Raises:
+        ConfigurationError: as `require_rpc`, or RPC knows nobody of that name.
+    """
+    require_rpc(peer)
+    if isinstance(worker, torch_rpc.WorkerInfo):
+        return worker
+    if isinstance(worker, bool) or not isinstance(worker, str | int):
+        raise ConfigurationError(f"{peer} is a {type(worker).__name__}: give the name, rank or WorkerInfo of a worker.")
+    try:
+        return torch_rpc.api._to_worker_info(worker)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{peer}: RPC knows no worker {worker!r} ({plain(error)}). Is it to replace one that died? {NOBODY_NEW}."
+        ) from error
+
+
+def plain(error: BaseException) -> str:
+    """What torch says of a failure, in one line."""
+    return next(iter(str(error).strip().splitlines()), "") or repr(error)
+
+
+def lost(peer: str, error: BaseException) -> TransportError:
+    """A call ended without an answer."""
+    if is_initialised() and "pipe closed" not in str(error):
+        reason = f"RPC reaches {peer} no more ({plain(error)}). {NOBODY_NEW}"
+    else:
+        reason = f"RPC was shut down here while {peer} had not answered ({plain(error)}): it may have applied it"
+    found = TransportError(f"{reason}.")
+    found.__cause__ = error
+    return found
+
+
+def begin(
+    peer: str,
+    call: Callable[[], torch.futures.Future[Any]],
+    said: Callable[[torch.futures.Future[Any]], Sequence[Message]],
+) -> Answers:
+    """Begin a call whose end becomes answers by ``said``, in a thread of RPC's.
+
+    Raises:
+        TransportError: RPC took no call. The worker will never see it.
+    """
+    answers: Answers = Future()
+
+    def over(call_over: torch.futures.Future[Any]) -> None:
+        try:
+            messages = said(call_over)
+        except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
+            answers.set_exception(error)
+        else:
+            answers.set_result(messages)
+
+    try:
+        require_rpc(peer)
+        call().add_done_callback(over)
+    except Exception as error:
+        raise TransportError(f"RPC took no call for {peer}: {plain(error)}") from error
+    return answers
+
+
+class RpcCourier:
+    """Carries messages to a process with our receiver: what comes back is its own answer.
+
+    Args:
+        worker: who.
+        model_id: the model.
+        peer: who is at the other end, for messages to people.
+    """
+
+    def __init__(self, worker: WorkerInfo, model_id: str, peer: str) -> None:
+        self._worker = worker
+        self._model_id = model_id
+        self._peer = peer
+        self._link = uuid.uuid4().hex
+        self._next = 0
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:
+        """Begin the call that carries a message: see `weightsync.transports.calls.Courier.start`."""
+        arguments: tuple[Any, ...] = (self._model_id, self._link, self._next, wire.encode(message))
+        function: Callable[..., Any] = _hang_up
+        if not isinstance(message, Bye):
+            function, arguments = _deliver, (*arguments, _carried(message, payload))
+        answers = begin(
+            self._peer, lambda: rpc.rpc_async(self._worker, function, args=arguments, timeout=ENDLESS), self._said
+        )
+        self._next += 1
+        return answers
+
+    def _said(self, over: torch.futures.Future[Delivered]) -> Sequence[Message]:
+        try:
+            delivered = over.value()
+        except Exception as error:
+            raise lost(self._peer, error) from error
+        if delivered.failure:
+            raise TransportError(f"{self._peer} took no call: {delivered.failure}")
+        return decoded(delivered.frames)
+
+    def close(self) -> None:
+        """No further call will be begun; those on their way end with the worker's answer."""
+
+
+def _carried(message: Message, payload: Buffer | None) -> torch.Tensor | None:
+    if not isinstance(message, Update) or not message.nbytes or payload is None:
+        return None
+    # A view: RPC reads the buffer itself, which stays pinned until the call is over.
+    return torch.frombuffer(payload.view[: message.nbytes], dtype=torch.uint8)
+
+
+def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[bool]:
+    """Ask whether a receiver of ours listens there. A process without weightsync has none.
+
+    Raises:
+        TransportError: RPC took no call.
+    """
+    found: Future[bool] = Future()
+
+    def said(over: torch.futures.Future[bool]) -> Sequence[Message]:
+        try:
+            found.set_result(bool(over.value()))
+        except Exception as error:  # noqa: BLE001 - told to whoever waits
+            found.set_result(False) if raised_there(error) else found.set_exception(lost(peer, error))
+        return ()
+
+    begin(peer, lambda: rpc.rpc_async(worker, _is_listening, args=(model_id,), timeout=ENDLESS), said)
+    return found
+
+
+def raised_there(error: BaseException) -> bool:
+    """Whether it was raised by what was called, and not by RPC: torch then says where, in these words."""
+    return "On WorkerInfo(" in str(error)
