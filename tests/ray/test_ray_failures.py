@@ -285,7 +285,7 @@ def test_without_ray_a_session_is_refused(seats: list[Any], trainer: Any, monkey
     assert "Ray" in report[0].reason
 
 
-def test_calls_end_with_ray_although_its_own_futures_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_end_with_ray_although_its_own_futures_do_not(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     call: Future[Any] = Future()
 
