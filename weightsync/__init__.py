@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from weightsync._tables import Delivery as Delivery
     from weightsync._tables import RefusalKind as RefusalKind
     from weightsync._tables import State as State
+    from weightsync.compat.base import InitialSyncTransport as InitialSyncTransport
+    from weightsync.compat.base import TransportBackend as TransportBackend
+    from weightsync.compat.distributed import DistributedTransport as DistributedTransport
+    from weightsync.compat.mp import MPTransport as MPTransport
+    from weightsync.compat.none import NoTransport as NoTransport
+    from weightsync.compat.ray import RayActorTransport as RayActorTransport
+    from weightsync.compat.ray import RayTransport as RayTransport
     from weightsync.compat.rpc import RPCTransport as RPCTransport
+    from weightsync.compat.shared import SharedMemTransport as SharedMemTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
@@ -38,22 +46,32 @@ if TYPE_CHECKING:
     from weightsync.options import OnFailure as OnFailure
     from weightsync.options import OnPending as OnPending
     from weightsync.options import Verify as Verify
+    from weightsync.paths import _resolve_model as _resolve_model
     from weightsync.receiver import WeightReceiver as WeightReceiver
     from weightsync.report import Evidence as Evidence
     from weightsync.report import Outcome as Outcome
     from weightsync.report import OutcomeKind as OutcomeKind
     from weightsync.report import SyncReport as SyncReport
     from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
+    from weightsync.schemes.distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
     from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
     from weightsync.schemes.ray_actor import WeightSyncActor as WeightSyncActor
+    from weightsync.schemes.ray_module import RayModuleTransformReceiver as RayModuleTransformReceiver
+    from weightsync.schemes.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
+    from weightsync.schemes.ray_module import RayModuleTransformSender as RayModuleTransformSender
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
     from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
     from weightsync.sender import WeightSender as WeightSender
     from weightsync.strategy import WeightStrategy as WeightStrategy
     from weightsync.timing import Timeout as Timeout
+    from weightsync.updaters.base import WeightUpdaterBase as WeightUpdaterBase
+    from weightsync.updaters.local import MultiProcessedWeightUpdater as MultiProcessedWeightUpdater
+    from weightsync.updaters.local import RemoteModuleWeightUpdater as RemoteModuleWeightUpdater
+    from weightsync.updaters.local import VanillaWeightUpdater as VanillaWeightUpdater
+    from weightsync.updaters.ray import RayWeightUpdater as RayWeightUpdater
 
 __version__ = "0.1.0"
 
@@ -63,6 +81,14 @@ _HOMES = {
     "Delivery": "_tables",
     "RefusalKind": "_tables",
     "State": "_tables",
+    "InitialSyncTransport": "compat.base",
+    "TransportBackend": "compat.base",
+    "MPTransport": "compat.mp",
+    "NoTransport": "compat.none",
+    "SharedMemTransport": "compat.shared",
+    "RayActorTransport": "compat.ray",
+    "RayTransport": "compat.ray",
+    "DistributedTransport": "compat.distributed",
     "AckTimeoutError": "errors",
     "ConfigurationError": "errors",
     "LayoutError": "errors",
@@ -79,23 +105,33 @@ _HOMES = {
     "OnFailure": "options",
     "OnPending": "options",
     "Verify": "options",
+    "_resolve_model": "paths",
     "WeightReceiver": "receiver",
     "Evidence": "report",
     "Outcome": "report",
     "OutcomeKind": "report",
     "SyncReport": "report",
     "WeightSyncScheme": "schemes.base",
+    "DistributedWeightSyncScheme": "schemes.distributed",
     "NoWeightSyncScheme": "schemes.none",
     "MultiProcessWeightSyncScheme": "schemes.pipes",
     "RayWeightSyncScheme": "schemes.ray",
+    "RayModuleTransformReceiver": "schemes.ray_module",
+    "RayModuleTransformScheme": "schemes.ray_module",
+    "RayModuleTransformSender": "schemes.ray_module",
     "WeightSyncActor": "schemes.ray_actor",
+    "register_weight_sync_backend": "schemes.registry",
     "RPCTransport": "compat.rpc",
     "RPCWeightSyncScheme": "schemes.rpc",
-    "register_weight_sync_backend": "schemes.registry",
     "SharedMemWeightSyncScheme": "schemes.shared",
     "WeightSender": "sender",
     "WeightStrategy": "strategy",
     "Timeout": "timing",
+    "WeightUpdaterBase": "updaters.base",
+    "MultiProcessedWeightUpdater": "updaters.local",
+    "RemoteModuleWeightUpdater": "updaters.local",
+    "VanillaWeightUpdater": "updaters.local",
+    "RayWeightUpdater": "updaters.ray",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

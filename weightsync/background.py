@@ -69,8 +69,8 @@ class Background:
         self._stopping = False
         self._hooks: list[RemovableHandle] = []
         self._error: Exception | None = None
-        self._decisions = 0
-        self._told: tuple[int, object] = (0, None)
+        #: The version whose fate the last `receive` told.
+        self._told: object = None
         self._next: HandOn | None = None
         forget_after_fork(self)
 
@@ -85,7 +85,7 @@ class Background:
 
     def seen(self) -> None:
         """What has happened so far is known: `receive` waits for what comes next."""
-        self._told = self._now()
+        self._told = self._receiver.driver.data.decided
 
     def stop(self) -> None:
         """End the thread and the guard. The receiver stays as it is."""
@@ -200,7 +200,6 @@ class Background:
     def applied(self) -> None:
         """Wake whoever waits in `receive`, and the thread if there is something to hand on or to write."""
         with self._news:
-            self._decisions += 1
             self._news.notify_all()
         self._receiver.driver.waker.fire()
 
@@ -221,14 +220,12 @@ class Background:
             TransportError: the sender is gone.
             WeightSyncError: what happened on the thread since the last call, told once.
         """
-        before = self._told
-        self.wait_until(lambda: self._now() != before, Deadline(timeout))
-        self._told = self._now()
-        return self._told[1] not in (None, before[1])
-
-    def _now(self) -> tuple[int, object]:
-        """How many versions were decided, and which is served."""
-        return self._decisions, self._receiver.driver.data.served
+        driver, before = self._receiver.driver, self._told
+        if not self.wait_until(lambda: driver.data.decided != before, Deadline(timeout)):
+            return False
+        data = driver.data
+        self._told = data.decided
+        return data.served == data.decided
 
     def wait_until(self, met: Callable[[], bool], deadline: Deadline) -> bool:
         """Wait until ``met()``, which is asked whenever something has happened; False: time is up.

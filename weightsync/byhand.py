@@ -17,7 +17,7 @@ from weightsync.protocol import receiver as pure
 from weightsync.report import Evidence
 from weightsync.side import Side
 from weightsync.timing import Deadline
-from weightsync.transports.base import wait
+from weightsync.transports.base import Link, wait
 
 #: The only text that an ack by hand may have, if it is to say that the weights are applied.
 UPDATED = "updated"
@@ -64,6 +64,20 @@ class ByHand(Side):
                 shield.deliver()
                 wait(self._driver.waker, self._driver.links(), deadline.remaining, seen)
 
+    def has_update(self) -> bool:
+        """Whether an update has arrived that was not handed out yet. Never waits.
+
+        Raises:
+            ProtocolError: the peer broke the protocol; its link is down.
+        """
+        with Shield(self._driver.waker.fire), self._driver.lock:
+            self._driver.pump()
+            return self._driver.pending is not None and self._out is None
+
+    def links(self) -> list[Link]:
+        """The links that are open, to be waited for."""
+        return self._driver.links()
+
     def _taken_out(self) -> Any:
         with self._driver.lock:
             self._driver.pump()
@@ -85,6 +99,12 @@ class ByHand(Side):
         """The pending version, if it was handed out."""
         held = self._handed
         return held.pending if held is not None and held.pending is self._driver.pending else None
+
+    @property
+    def owes_ack(self) -> bool:
+        """Whether an update that was handed out is pending."""
+        with self._driver.lock:
+            return self._out is not None
 
     def acknowledge(self, message: str = UPDATED) -> None:
         """Answer by hand for the update that was handed out: the outcome's evidence is `CALL`.

@@ -291,6 +291,15 @@ class WeightReceiver(ByHand):
         return self._scheme.user_messages(self._endpoint)
 
     @property
+    def _transport(self) -> Any:
+        """What TorchRL calls so: its transport class, over this receiver.
+
+        Raises:
+            ConfigurationError: there is no link, or the scheme has no such class.
+        """
+        return self._scheme.transport_of(self, self._endpoint)
+
+    @property
     def driver(self) -> ReceiverDriver:
         """The driver, for an attendant."""
         return self._driver

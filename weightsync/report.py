@@ -128,8 +128,11 @@ class SyncReport:
         """The ids of the workers that did not apply it, or of which that is unknown."""
         return tuple(worker for worker, outcome in self.outcomes.items() if not outcome.fine)
 
-    def raise_on_failure(self) -> None:
+    def raise_on_failure(self, advice: Mapping[OutcomeKind, str] | None = None) -> None:
         """Raise if any worker failed.
+
+        Args:
+            advice: as for `error`.
 
         Raises:
             AckTimeoutError: all failures are TIMED_OUT; the update can still be waited for.
@@ -138,13 +141,17 @@ class SyncReport:
             SyncError: failures of several kinds, or ABANDONED.
         """
         if self.failed:
-            raise self.error()
+            raise self.error(advice)
 
-    def error(self) -> SyncError:
-        """The exception that tells of this report's failures."""
+    def error(self, advice: Mapping[OutcomeKind, str] | None = None) -> SyncError:
+        """The exception that tells of this report's failures.
+
+        Args:
+            advice: what to do next about each kind of failure; None: what a sender's caller can do.
+        """
         failures = {worker: self.outcomes[worker] for worker in self.failed}
         kinds = {outcome.kind for outcome in failures.values()}
-        message = self._message(failures, kinds)
+        message = self._message(failures, kinds, _ADVICE if advice is None else advice)
         told = {worker: outcome.reason for worker, outcome in failures.items()}
         if kinds == {OutcomeKind.TIMED_OUT}:
             return AckTimeoutError(message, self, tuple(failures))
@@ -156,11 +163,13 @@ class SyncReport:
             return RefusedError(message, self, full)
         return SyncError(message, self)
 
-    def _message(self, failures: Mapping[int, Outcome], kinds: set[OutcomeKind]) -> str:
+    def _message(
+        self, failures: Mapping[int, Outcome], kinds: set[OutcomeKind], advice: Mapping[OutcomeKind, str]
+    ) -> str:
         head = f"version {self.version} of {self.model_id!r} did not reach {len(failures)} of {len(self)} workers"
         lines = [f"  worker {worker}: {outcome}" for worker, outcome in failures.items()]
-        advice = [_ADVICE[kind] for kind in OutcomeKind if kind in kinds and kind in _ADVICE]
-        return "\n".join([f"{head}:", *lines, *advice])
+        told = [advice[kind] for kind in OutcomeKind if kind in kinds and kind in advice]
+        return "\n".join([f"{head}:", *lines, *told])
 
 
 def _applied(outcome: Outcome) -> bool:

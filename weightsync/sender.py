@@ -11,7 +11,7 @@ from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packed
 from weightsync.driving.reporter import Reporter
 from weightsync.driving.sender import SenderDriver
-from weightsync.errors import ConfigurationError, LayoutError, WorkerLostError
+from weightsync.errors import ConfigurationError, LayoutError, StateError, WorkerLostError
 from weightsync.layout import Layout
 from weightsync.machine import next_state
 from weightsync.options import OnFailure, OnPending, option
@@ -74,8 +74,11 @@ class WeightSender(Side):
             self._driver.remove(worker_id, "removed from the roll")
         self._endpoints.pop(worker_id, None)
 
-    register_worker = add_worker
-    _register_worker = add_worker
+    def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        """The reference's name of `add_worker`, with its argument's name."""
+        self.add_worker(worker_idx, pipe_or_context)
+
+    _register_worker = register_worker
 
     def connect(self, fence: int | None = None, *, weights: Any = None) -> None:
         """Lay the links: each holds our Hello where its worker will find it. Never waits for a worker.
@@ -175,6 +178,7 @@ class WeightSender(Side):
             As `send`, but for the outcomes.
         """
         deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), worker_ids_of(worker_ids)
+        self._refuse_blocking(targets)
         packed = self._prepare(SenderInput.SEND_ASYNC, weights, targets, deadline, option(OnPending, on_pending))
         if packed is None:
             return self._reporter.empty()
@@ -325,6 +329,12 @@ class WeightSender(Side):
         if in_the_way and pending is OnPending.WAIT:
             self.wait_async(timeout=deadline.remaining)
         return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
+
+    def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
+        blocking = self._driver.blocking(targets)
+        if blocking:
+            hint = f"Workers {blocking} are reached by transports of your own, whose calls have to be waited for."
+            raise StateError("sender", self.state.value, "send_async", [SenderInput.SEND.name], hint)
 
     def _pack(self, weights: Any, superseding: bool) -> Packed:
         """Pack the weights. What is outstanding is given up only when nothing can refuse them any more."""

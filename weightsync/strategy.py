@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.extras import encode_extras
 from weightsync.layout import extra_state_name
 from weightsync.packing import pack, views
 from weightsync.target import Mode, Target
+from weightsync.tensors import why_unsupported
 from weightsync.weights import Weights, layout_of, ordered, read_live, read_weights
 
 #: The formats in which weights are extracted.
@@ -59,9 +61,10 @@ class WeightStrategy:
 
         Raises:
             ConfigurationError: the source, or a value in it, is of an unsupported type, or names collide.
+            LayoutError: a parameter is not initialised yet.
         """
         weights = read_weights(source)
-        tensors = {name: tensor.detach() for name, tensor in weights.tensors.items()}
+        tensors = {name: _detached(name, tensor) for name, tensor in weights.tensors.items()}
         extras = {extra_state_name(module): value for module, value in weights.extras().items()}
         if self.extract_as == "state_dict":
             return {**tensors, **extras}
@@ -88,6 +91,13 @@ class WeightStrategy:
             Target(destination, Mode.MAP).apply(weights)
         else:
             _replace(destination, read_weights(weights))
+
+
+def _detached(name: str, tensor: Tensor) -> Tensor:
+    if is_lazy(tensor):
+        why = why_unsupported(tensor)
+        raise LayoutError(f"'{name}' {why}.", mismatched={name: why})
+    return tensor.detach()
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

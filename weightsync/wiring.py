@@ -39,6 +39,9 @@ class Wiring(Protocol):
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe behind ``endpoint``."""
 
+    def transport_of(self, receiver: Any, endpoint: Any) -> Any:
+        """One of TorchRL's transport classes over ``receiver``, which listens at ``endpoint``."""
+
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
         """The weights that a send with these arguments means."""
 

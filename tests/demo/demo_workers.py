@@ -11,10 +11,11 @@ import torch
 
 from weightsync import WeightReceiver
 from weightsync.demo import Settings
+from weightsync.demo.grounds import Seat
 from weightsync.demo.rollout import work
 
 
-def serves_something_else(index: int, settings: Settings, link: Connection, channel: Connection) -> None:
+def serves_something_else(index: int, settings: Settings, seat: Seat, channel: Connection) -> None:
     """The last worker's live model is changed before its digest is taken."""
     honest = WeightReceiver.digest
 
@@ -25,19 +26,19 @@ def serves_something_else(index: int, settings: Settings, link: Connection, chan
 
     if index == settings.workers - 1:
         WeightReceiver.digest = changed  # type: ignore[method-assign]
-    work(index, settings, link, channel)
+    work(index, settings, seat, channel)
 
 
-def stops_after_a_second(index: int, settings: Settings, link: Connection, channel: Connection) -> None:
+def stops_after_a_second(index: int, settings: Settings, seat: Seat, channel: Connection) -> None:
     """The last worker is stopped, as by a debugger: it is there, and does nothing."""
     if index == settings.workers - 1:
         timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGSTOP))
         timer.daemon = True
         timer.start()
-    work(index, settings, link, channel)
+    work(index, settings, seat, channel)
 
 
-def raises(index: int, settings: Settings, link: Connection, channel: Connection) -> None:
+def raises(index: int, settings: Settings, seat: Seat, channel: Connection) -> None:
     """Every worker fails in its first chunk."""
     from weightsync.demo import rollout  # noqa: PLC0415 - only in the worker's process
 
@@ -45,10 +46,10 @@ def raises(index: int, settings: Settings, link: Connection, channel: Connection
         raise ZeroDivisionError("planted")
 
     rollout.Environments.step = step  # type: ignore[method-assign, assignment]
-    work(index, settings, link, channel)
+    work(index, settings, seat, channel)
 
 
-def never_starts(index: int, settings: Settings, link: Connection, channel: Connection) -> None:
+def never_starts(index: int, settings: Settings, seat: Seat, channel: Connection) -> None:
     """The last worker ends before it has said anything."""
     if index < settings.workers - 1:
-        work(index, settings, link, channel)
+        work(index, settings, seat, channel)

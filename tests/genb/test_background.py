@@ -196,7 +196,7 @@ def test_receive_gives_the_weights_of_each_new_version_once(duo: Duo) -> None:
 
 
 def test_receive_waits_for_the_next_version(duo: Duo) -> None:
-    with beside(lambda: duo.receiving.receive()) as received:
+    with beside(duo.receiving.receive) as received:
         duo.send(2.0)
 
     assert received[0]["mark"].tolist() == [2.0] * 64

@@ -1,84 +1,30 @@
-"""A real Ray cluster for all tests of this folder: started once, and nothing of it is left."""
+"""Ray actors as workers, on the cluster that all folders share (tests/ray_cluster.py)."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_fleet import ENVIRONMENT, OBJECT_STORE_NBYTES, Plain, Seat
+from ray_fleet import Plain, Seat, ray
 
-INSTALLED = find_spec("ray") is not None and find_spec("ray.actor") is not None
+from weightsync import RayWeightSyncScheme
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.ray)
+            # Starting a process takes seconds, and minutes where many do so at once.
+            item.add_marker(pytest.mark.timeout(300))
             # Ray's C++ and its background threads leave what they do not close to the collector.
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
-    """One head node, to which this process is connected. Tests may add nodes, and take them away again."""
-    if not INSTALLED:
-        assert not os.environ.get("CI"), "Ray is not installed, and CI wants its tests"
-        pytest.skip("Ray is not installed: NO TEST OF RAY HAS RUN (pip install 'weightsync[ray]')")
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in ENVIRONMENT.items():
-            patched.setenv(name, value)
-        yield from _running()
-
-
-def _running() -> Iterator[Any]:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    # Short: Ray's sockets lie below it, and their names may have 107 characters.
-    folder = tempfile.mkdtemp(prefix="ws", dir="/tmp")
-    made = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": 4,
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_NBYTES,
-            "temp_dir": folder,
-        },
-    )
-    try:
-        ray.init(address=made.address, log_to_driver=False, logging_level="error")
-        yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
-        left = _processes_of(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-    assert not left, f"of Ray's processes, these outlived its cluster: {left}"
-
-
-def _processes_of(folder: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if folder in line:
-            found.append(line[:200])
-    return found
-
-
-@pytest.fixture(scope="session")
 def pool(cluster: Any) -> dict[str, Any]:
     """Actors that many tests use in turn, since each takes seconds to start."""
-    import ray
-
     seat, plain = ray.remote(num_cpus=0)(Seat), ray.remote(num_cpus=0)(Plain)
     return {"seats": [seat.remote(), seat.remote()], "plain": plain.remote()}
 
@@ -86,8 +32,6 @@ def pool(cluster: Any) -> dict[str, Any]:
 @pytest.fixture
 def seats(pool: dict[str, Any]) -> list[Any]:
     """Two actors with our receiver, as new."""
-    import ray
-
     ray.get([seat.start_over.remote() for seat in pool["seats"]])
     return list(pool["seats"])
 
@@ -95,8 +39,6 @@ def seats(pool: dict[str, Any]) -> list[Any]:
 @pytest.fixture
 def plain(pool: dict[str, Any]) -> Any:
     """An actor without our receiver, as new."""
-    import ray
-
     ray.get(pool["plain"].start_over.remote())
     return pool["plain"]
 
@@ -104,8 +46,6 @@ def plain(pool: dict[str, Any]) -> Any:
 @pytest.fixture
 def trainer() -> Iterator[Callable[..., Any]]:
     """Makes senders to actors; all are closed when the test has ended."""
-    from weightsync import RayWeightSyncScheme
-
     schemes: list[Any] = []
 
     def make(actors: list[Any], model: Any = None, model_id: str = "policy", **options: Any) -> Any:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import threading
 import time
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 from weightsync import RayWeightSyncScheme, WeightSyncActor
 from weightsync.schemes import ray_desk
 
+INSTALLED = find_spec("ray.actor") is not None if find_spec("ray") else False
+ray: Any = importlib.import_module("ray") if INSTALLED else None
+
 #: Seconds after which a test gives up; reached only by a failure.
 PATIENCE = 60.0
-OBJECT_STORE_NBYTES = 200 * 2**20
-
-
-#: Ray asks nobody on the network, and its actors import what the tests do.
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])]),
-}
 
 
 def small(fill: float = 0.0) -> nn.Module:
@@ -56,10 +52,11 @@ class Bench:
         """Be as new: no receiver, fresh weights."""
         for desk in list(ray_desk._desks.values()):
             if desk.receiver is not None:
-                desk.receiver.close()
+                desk.receiver.close()  # its background thread, too
         ray_desk._desks.clear()
         self.kept: dict[str, Any] = {}
         self.policy: Any = small()
+        self.module: Any = None
 
     def do(self, function: Any, *arguments: Any) -> Any:
         """Do what the test says."""
@@ -145,11 +142,14 @@ class Module:
     def __init__(self) -> None:
         self.module = small()
 
-    def _update_weights_tensordict(self, params: Any) -> None:
-        params.to_module(self.module) if params.is_locked else params.data.to_module(self.module)
+    def _update_weights_tensordict(self, params: TensorDict) -> None:
+        params.data.to_module(self.module)
 
-    def _update_weights_state_dict(self, state_dict: Any) -> None:
+    def _update_weights_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         self.module.load_state_dict(state_dict)
+
+    def shows(self) -> set[float]:
+        return constants(self.module.state_dict())
 
 
 def set_policy(actor: Bench, make: Any, *arguments: Any) -> None:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from ray_fleet import PATIENCE, constants, filled, init_by_hand, set_policy, small
+from ray_fleet import PATIENCE, constants, filled, init_by_hand, ray, set_policy, small
 from torch import nn
 
-from weightsync import ConfigurationError, Evidence, OutcomeKind, RayWeightSyncScheme, RefusedError, State
+from weightsync import (
+    ConfigurationError,
+    Evidence,
+    OutcomeKind,
+    RayWeightSyncScheme,
+    RefusedError,
+    State,
+    WeightSyncScheme,
+)
+from weightsync.messages import Hello
 from weightsync.schemes import ray_desk
 from weightsync.tensors import bits_of
+from weightsync.transports.doors import Parcel
+from weightsync.wire import encode
 
 
 def get(ref: Any) -> Any:
-    import ray
-
     return ray.get(ref, timeout=PATIENCE)
 
 
@@ -40,8 +51,6 @@ def _digest(actor: Any) -> bytes:
 def test_one_put_serves_all_workers_and_a_late_joiner(
     seats: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ray
-
     puts: list[Any] = []
     real = ray.put
     monkeypatch.setattr(ray, "put", lambda *args, **kwargs: (puts.append(args), real(*args, **kwargs))[1])
@@ -68,7 +77,7 @@ def _until(condition: Any) -> None:
 def test_a_row_of_the_store_is_let_go_with_its_sender(seats: list[Any], trainer: Any) -> None:
     sender = trainer(seats, small(1.0))
     sender.send(timeout=PATIENCE)
-    shelf = sender._scheme._flat._shelf
+    shelf = sender._scheme._links._flat._shelf
     assert len(shelf._rows) == 1
 
     sender.close()
@@ -211,6 +220,20 @@ def test_weights_for_a_model_that_is_not_there_are_a_loss_that_says_so(seats: li
     assert sender.send(timeout=PATIENCE).ok
 
 
+def _ambiguous(actor: Any) -> None:
+    _without_model(actor)
+    actor.policy = actor.module = small()
+
+
+def test_another_models_weights_never_go_into_the_policy(seats: list[Any], trainer: Any) -> None:
+    get(seats[0].do.remote(_ambiguous))
+
+    report = trainer(seats[:1], small(9.0), model_id="critic").send(timeout=PATIENCE, on_failure="report")
+
+    assert report[0].kind is OutcomeKind.LOST
+    assert get(seats[0].shows.remote()) == {0.0}
+
+
 def test_a_newer_sender_fences_an_older_one(seats: list[Any], trainer: Any) -> None:
     older, newer = trainer(seats[:1], small(1.0)), trainer(seats[:1], small(2.0))
     newer.send(timeout=PATIENCE)
@@ -223,26 +246,25 @@ def test_a_newer_sender_fences_an_older_one(seats: list[Any], trainer: Any) -> N
 
 
 def test_copies_carry_the_actors_and_owe_nothing(seats: list[Any], trainer: Any) -> None:
-    import copy
-
-    import ray
-
     sender = trainer(seats[:1], small(1.0))
     sender.send_async()
 
+    twin = copy.copy(sender)
     copied = copy.copy(sender._scheme)
 
     with pytest.raises(RuntimeError, match="uninitialized"):
         copied.get_sender()
     assert sender.wait_async(timeout=PATIENCE).ok
+    with twin:
+        assert (twin.state, twin.worker_ids) == (State.UNINITIALIZED, (0,))
+        assert twin.send(small(2.0), timeout=PATIENCE).ok
+    assert get(seats[0].shows.remote()) == {2.0}
     travelled = ray.get(ray.put(sender._scheme))
     assert isinstance(travelled, RayWeightSyncScheme)
     assert travelled.strategy == "state_dict"
 
 
 def test_actors_that_take_no_weights_are_refused_at_init(cluster: Any) -> None:
-    import ray
-
     @ray.remote(num_cpus=0)
     class Deaf:
         def act(self) -> None: ...
@@ -259,7 +281,7 @@ def test_actors_that_take_no_weights_are_refused_at_init(cluster: Any) -> None:
 def test_what_init_lacks_is_named(seats: list[Any], given: dict[str, Any]) -> None:
     scheme, actors = RayWeightSyncScheme(), {"remote_collectors": seats} if given else {}
 
-    with pytest.raises(ConfigurationError, match="remote_collectors|num_"):
+    with pytest.raises(ConfigurationError, match=r"remote_collectors|num_"):
         scheme.init_on_sender("policy", model=small(), **actors, **given)
 
 
@@ -290,6 +312,40 @@ def test_both_generations_construct() -> None:
     assert RayWeightSyncScheme().strategy == "state_dict"
 
 
+# ------------------------------------------------------------------------------------------- generation B
+
+
+def _as_in_generation_b(actor: Any) -> tuple[bool, bool]:
+    scheme = actor.kept["scheme"] = WeightSyncScheme.from_backend("ray", strategy="tensordict")
+    scheme.init_on_receiver(model_id="policy", context=actor, worker_idx=1)
+    scheme.connect()
+    return scheme.initialized_on_receiver, scheme.synchronized_on_receiver
+
+
+def _serves(actor: Any) -> int | None:
+    return actor.kept["scheme"].get_receiver().version
+
+
+def test_generation_b_connects_and_sends(seats: list[Any]) -> None:
+    assert (True, True) == get(seats[1].do.remote(_as_in_generation_b))
+    scheme = RayWeightSyncScheme("tensordict", backend="gloo")
+    context = SimpleNamespace(remote_collectors=seats, num_collectors=2, policy=small(3.0))
+    scheme.init_on_sender(model_id="policy", context=context)
+    try:
+        scheme.connect()
+        assert scheme.synchronized_on_sender
+        assert [{3.0}, {3.0}] == get([seat.shows.remote() for seat in seats])
+
+        report = scheme.send(small(4.0), worker_ids=[1])
+        assert report[1].evidence is Evidence.ANSWER
+        assert [{3.0}, {4.0}] == get([seat.shows.remote() for seat in seats])
+        assert get(seats[1].do.remote(_serves)) == 2
+        assert scheme.send({0: small(5.0), 1: small(6.0)}).ok
+        assert [{5.0}, {6.0}] == get([seat.shows.remote() for seat in seats])
+    finally:
+        scheme.shutdown()
+
+
 # ------------------------------------------------------------------------------------ the desk, without Ray
 
 
@@ -301,10 +357,6 @@ def test_a_link_that_begins_in_the_middle_is_refused_at_once() -> None:
 
 
 def _parcel(number: int) -> Any:
-    from weightsync.messages import Hello
-    from weightsync.transports.doors import Parcel
-    from weightsync.wire import encode
-
     return Parcel("a link", number, encode(Hello(model_id="policy", incarnation=1)))
 
 

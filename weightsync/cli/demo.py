@@ -17,6 +17,7 @@ from weightsync.cli._demo_words import proof_table, summary
 from weightsync.demo import Board, Casualty, Result, SchemeName, Settings, SyncMode, run
 from weightsync.errors import ConfigurationError
 
+_SCHEMES = "|".join(scheme.value for scheme in SchemeName)
 _FAILED = 1
 _INTERRUPTED = 130
 #: Columns for the table at the end where there is no terminal.
@@ -24,7 +25,7 @@ _PLAIN_WIDTH = 100
 
 
 def demo(  # noqa: PLR0917
-    scheme: Annotated[str, typer.Option(metavar="shared|pipe", help="What the weights travel over.")] = "shared",
+    scheme: Annotated[str, typer.Option(metavar=_SCHEMES, help="What the weights travel over.")] = "shared",
     workers: Annotated[int, typer.Option(help="How many rollout processes act.")] = 2,
     overlap: Annotated[
         bool, typer.Option("--async", help="Send with send_async(): the sync overlaps with training.")

@@ -97,9 +97,6 @@ class Foundation(abc.ABC):
     def _published(self, model_id: str, weights: Any) -> None:
         """Called with each version's weights before it is dispatched."""
 
-    def _facade_of(self, receiver: Any) -> Self:
-        return self
-
     @abc.abstractmethod
     def check_connection(self) -> bool:
         """Whether the transport can be used now."""

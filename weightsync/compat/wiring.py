@@ -27,8 +27,6 @@ class LinkLayer(Protocol):
 
     def _published(self, model_id: str, weights: Any) -> None: ...
 
-    def _facade_of(self, receiver: Any) -> Any: ...
-
 
 class FacadeWiring:
     """What the senders and receivers behind a facade need of a scheme (see `weightsync.wiring.Wiring`).
@@ -78,6 +76,6 @@ class FacadeWiring:
         """Tell the facade of each version, before it is dispatched."""
         self._layer._published(model_id, weights)
 
-    def transport_of(self, receiver: Any) -> Any:
-        """The facade over one of its receivers."""
-        return self._layer._facade_of(receiver)
+    def transport_of(self, receiver: Any, endpoint: Any) -> Any:
+        """The facade that made the receiver."""
+        return self._layer

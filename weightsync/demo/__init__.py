@@ -3,6 +3,7 @@
     settings   what to do              policy, environments, training   the learning
     job        the run as a whole      trainer                          start, train, prove
     fleet      the worker processes    rollout, wire                    what they do, and what they say
+    grounds    where they are reached  ray_actor, ray_fleet             the same over Ray
     syncing    versions to workers     intake                           experience from them
     board      what there is to show   proof                            what came of it
 

@@ -1,147 +1,91 @@
-"""The worker processes, as the trainer holds them. None of them outlives it."""
+"""The workers, as the trainer holds them. None of them outlives it."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
+import os
 import queue
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from multiprocessing import forkserver, resource_tracker
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
-from weightsync.demo.settings import Settings
-from weightsync.demo.wire import FromWorker, Stop, ToWorker
+from weightsync.demo.grounds import Seat
+from weightsync.demo.settings import SchemeName, Settings
+from weightsync.demo.wire import FromWorker, ToWorker
 
-#: What a worker process runs: its id, the settings, its ends of the scheme's pipe and of the demo's.
-Body = Callable[[int, Settings, Connection, Connection], None]
+#: What a worker process runs: its id, the settings, its place, its end of the demo's pipe.
+Body = Callable[[int, Settings, Seat, Connection], None]
 #: Told of a worker's id and its message.
 Listener = Callable[[int, FromWorker], None]
-
-#: What the workers need: imported once, by the process that they are forked from.
-_PRELOADED = ["weightsync.demo.rollout", "gymnasium"]
 #: Seconds that workers have to end by themselves.
-_GRACE = 3.0
-
-
-def warm_up() -> ForkServerContext:
-    """Start the process that the workers are forked from; it begins at once to import what they need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    with _deaf_to_interrupts():
-        forkserver.ensure_running()
-    return context
+GRACE = 3.0
 
 
 class Gone:
-    """A worker's pipe has ended: nothing more will come from it."""
+    """Nothing more will come from a worker."""
 
 
-class Fleet:
-    """Starts the workers and ends them.
+#: What arrives: a worker's id and its message.
+Inbox = queue.SimpleQueue[tuple[int, FromWorker | Gone]]
 
-    Each has a private pipe for the demo's own messages, read by a thread of its own: a worker that is killed while it
-    writes can neither damage what others send nor block the trainer. A worker sees by its pipes when the trainer is
-    gone, however that died, and ends.
+
+class Fleet(Protocol):
+    """Starts the workers, carries the demo's own messages, and ends them."""
+
+    #: How many workers there are.
+    size: int
+    inbox: Inbox
+
+    @property
+    def pids(self) -> Sequence[int | None]:
+        """The process id of each worker."""
+
+    def arguments(self) -> dict[str, Any]:
+        """What `init_on_sender` is to be given to reach them."""
+
+    def tell(self, index: int, message: ToWorker) -> None:
+        """Send a worker a command; one that is gone does not get it."""
+
+    def kill(self, index: int) -> None:
+        """Send a worker SIGKILL."""
+
+    def close(self) -> None:
+        """End all workers: by command, and those who do not obey by SIGKILL."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def warm_up(scheme: SchemeName) -> None:
+    """Begin with what takes seconds at the start of workers over that scheme, and go on meanwhile."""
+    from weightsync.demo import process_fleet  # noqa: PLC0415 - not where Ray starts the workers
+
+    if scheme is SchemeName.RPC:
+        # torch's RPC writes a line for each connection that ends, in every process.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if scheme is not SchemeName.RAY:
+        process_fleet.warm_up()
+
+
+def start(settings: Settings, heard: Listener, body: Body | None) -> Fleet:
+    """Start the workers of a run.
 
     Args:
         settings: how many workers, and what they are told.
         heard: called with each message, in the thread that reads it.
-        body: what they run.
+        body: what worker processes run; None: `rollout.work`.
+
+    Raises:
+        MissingExtraError: Ray is wanted, and not installed.
+        ConfigurationError: a body for workers that are no processes of ours.
     """
+    if settings.scheme is SchemeName.RAY:
+        from weightsync.demo.ray_fleet import RayFleet  # noqa: PLC0415 - only where it is used
 
-    def __init__(self, settings: Settings, heard: Listener, body: Body) -> None:
-        context = warm_up()
-        #: What arrives: a worker's id and its message.
-        self.inbox: queue.SimpleQueue[tuple[int, FromWorker | Gone]] = queue.SimpleQueue()
-        self._heard = heard
-        #: Our ends of the pipes that the scheme runs over, one a worker.
-        self.links: list[Connection] = []
-        self._channels: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        self._readers: list[threading.Thread] = []
-        try:
-            for index in range(settings.workers):
-                self._start(context, index, settings, body)
-        except BaseException:
-            self.close()
-            raise
+        return RayFleet(settings, heard, body)
+    from weightsync.demo.process_fleet import ProcessFleet  # noqa: PLC0415 - not where Ray starts the workers
 
-    def _start(self, context: ForkServerContext, index: int, settings: Settings, body: Body) -> None:
-        link, far_link = context.Pipe()
-        channel, far_channel = context.Pipe()
-        self.links.append(link)
-        self._channels.append(channel)
-        process = context.Process(
-            target=body, args=(index, settings, far_link, far_channel), name=f"rollout-{index}", daemon=True
-        )
-        with far_link, far_channel:
-            process.start()
-        self._processes.append(process)
-        reader = threading.Thread(target=self._read, args=(index, channel), name=f"reader-{index}", daemon=True)
-        self._readers.append(reader)
-        reader.start()
-
-    def _read(self, index: int, channel: Connection) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                message: FromWorker = channel.recv()
-                self._heard(index, message)
-                self.inbox.put((index, message))
-        self.inbox.put((index, Gone()))
-
-    @property
-    def pids(self) -> list[int | None]:
-        """The process id of each worker."""
-        return [process.pid for process in self._processes]
-
-    def tell(self, index: int, message: ToWorker) -> None:
-        """Send a worker a command; one that is gone does not get it."""
-        with contextlib.suppress(OSError):
-            self._channels[index].send(message)
-
-    def kill(self, index: int) -> None:
-        """Send a worker SIGKILL."""
-        self._processes[index].kill()
-
-    def close(self) -> None:
-        """End all workers: by command, and those who do not obey by SIGKILL."""
-        deadline = time.monotonic() + _GRACE
-        try:
-            for index in range(len(self._processes)):
-                self.tell(index, Stop())
-            for process in self._processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-        finally:
-            for process in self._processes:
-                process.kill()
-                process.join()
-        for reader in self._readers:
-            reader.join(_GRACE)
-        for connection in (*self._channels, *self.links):
-            connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-@contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes started inside never get SIGINT: Ctrl-C goes to the whole terminal, but is for the trainer alone."""
-    resource_tracker.ensure_running()  # it would unblock the signal when started inside
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return ProcessFleet(settings, heard, body)

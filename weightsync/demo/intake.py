@@ -36,7 +36,7 @@ class Intake:
 
     def begin(self) -> None:
         """Let every worker collect."""
-        for index in range(len(self._fleet.links)):
+        for index in range(self._fleet.size):
             self._fleet.tell(index, Collect(CHUNKS_AHEAD))
 
     def gather(self, version: Callable[[], int], until: float) -> tuple[list[Chunk], float]:
@@ -52,7 +52,7 @@ class Intake:
         """
         until = min(until, time.monotonic() + WORKER_TIMEOUT)
         while sum(chunk.steps for chunk in self._chunks) < BATCH_STEPS:
-            if len(self._gone) == len(self._fleet.links) or not self._listen(until):
+            if len(self._gone) == self._fleet.size or not self._listen(until):
                 return [], 0.0
         chunks, self._chunks = self._chunks, []
         fresh = [chunk for chunk in chunks if version() - int(chunk.versions.min()) <= MAX_STALENESS]

@@ -17,15 +17,15 @@ def run(settings: Settings, board: Board, body: Body | None = None) -> Result:
     Args:
         settings: what to do.
         board: where to write what there is to show.
-        body: what the workers run; None: `rollout.work`.
+        body: what worker processes run; None: `rollout.work`.
 
     Raises:
-        MissingExtraError: gymnasium is not installed.
+        MissingExtraError: gymnasium is not installed, or Ray where it is wanted.
+        TransportError: the workers did not start.
     """
     require_gymnasium()
-    warm_up()
+    warm_up(settings.scheme)
     # torch takes seconds: the process that the workers are forked from imports it at the same time
-    from weightsync.demo.rollout import work  # noqa: PLC0415
     from weightsync.demo.trainer import train  # noqa: PLC0415
 
-    return train(settings, board, body or work)
+    return train(settings, board, body)

@@ -6,7 +6,7 @@ import time
 
 from weightsync import WeightSender
 from weightsync.demo.board import Board, Phase
-from weightsync.demo.fleet import Body, Fleet
+from weightsync.demo.fleet import Body, Fleet, start
 from weightsync.demo.intake import Intake
 from weightsync.demo.proof import Fate, Result, judge
 from weightsync.demo.settings import (
@@ -25,18 +25,18 @@ from weightsync.demo.training import Training
 from weightsync.demo.wire import Proof
 
 
-def train(settings: Settings, board: Board, body: Body) -> Result:
+def train(settings: Settings, board: Board, body: Body | None) -> Result:
     """Do the whole run. Whatever ends it, an interrupt too, no worker is left.
 
     Args:
         settings: what to do.
         board: where to write what there is to show.
-        body: what the workers run.
+        body: what worker processes run; None: `rollout.work`.
     """
     training = Training(settings.seed)
     scheme = settings.scheme.build()
-    with Fleet(settings, board.heard, body) as fleet:
-        scheme.init_on_sender(MODEL_ID, pipes=fleet.links, model=training.policy)
+    with start(settings, board.heard, body) as fleet:
+        scheme.init_on_sender(MODEL_ID, model=training.policy, **fleet.arguments())
         with scheme.get_sender() as sender:
             board.watch(sender)
             return _Run(settings, board, fleet, training, sender).result()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,13 @@ class Chunk:
     def steps(self) -> int:
         """How many transitions it holds."""
         return int(self.actions.size)
+
+    def writable(self) -> Chunk:
+        """The same with arrays of its own: torch wants none that lie in Ray's object store."""
+        arrays: dict[str, Any] = {
+            each.name: getattr(self, each.name).copy() for each in fields(self) if each.name != "returns"
+        }
+        return replace(self, **arrays)
 
 
 @dataclass(frozen=True, slots=True)

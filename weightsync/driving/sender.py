@@ -17,6 +17,7 @@ from weightsync.machine import SenderMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import sender as pure
 from weightsync.transports.base import Link, Waker
+from weightsync.transports.calls import BlockingLink
 from weightsync.transports.liveness import own_host, own_identity
 from weightsync.transports.memory import Buffer
 
@@ -196,6 +197,12 @@ class SenderDriver:
         """The links that are open, by worker."""
         with self.lock:
             return dict(sorted(self._links.values(), key=itemgetter(0)))
+
+    def blocking(self, targets: tuple[int, ...] | None) -> list[int]:
+        """Those of the targets (None: all) that only a caller who waits can be sent to."""
+        with self.lock:
+            held = [worker for worker, link in self._links.values() if isinstance(link, BlockingLink)]
+            return [worker for worker in held if targets is None or worker in targets]
 
     def pump(self) -> None:
         """Write what waits to be written, take in all that has arrived."""

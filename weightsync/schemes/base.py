@@ -8,6 +8,11 @@ from typing import Any, Self
 
 import torch.nn
 
+from weightsync.blank import fill_in
+from weightsync.compat.base import TransportBackend
+from weightsync.compat.facade import TransportFacade
+from weightsync.compat.none import NoTransport
+from weightsync.compat.user import user_link
 from weightsync.context import held
 from weightsync.driving.packing import Packer
 from weightsync.errors import ConfigurationError, StateError
@@ -171,11 +176,15 @@ class WeightSyncScheme(Rendezvous, abc.ABC):
         Args:
             model_id: the name of the model, the same on both sides.
             context: as for `init_on_worker`; ``context.worker_idx`` is read too.
-            **kwargs: ``worker_idx`` (this worker's id), ``model``, and how the sender reaches us.
+            **kwargs: ``worker_idx`` (this worker's id), ``model``, and how the sender reaches us. A model on the meta
+                device, as TorchRL's collectors give it, gets memory on the CPU, and its first values at `connect`.
 
         Raises:
             StateError, ConfigurationError: as `init_on_worker`.
+            LayoutError: a buffer on the meta device that no weights bring.
         """
+        if isinstance(kwargs.get("model"), torch.nn.Module):
+            fill_in(kwargs["model"])
         self.init_on_worker(model_id, context, **kwargs)
 
     def __enter__(self) -> Self:
@@ -210,9 +219,26 @@ class WeightSyncScheme(Rendezvous, abc.ABC):
         """A new packer with buffers of the kind that this scheme's links carry best."""
         return Packer(self._verify)
 
-    @abc.abstractmethod
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        """A link over ``endpoint`` for one model; ``peer`` says who is at the other end, for messages to people."""
+        """A link over ``endpoint`` for one model; ``peer`` says who is at the other end, for messages to people.
+
+        Here: over a transport of the user's own, which ``endpoint`` is, or which `create_transport` makes of it.
+
+        Raises:
+            ConfigurationError: no link can be made of it.
+        """
+        users = self._users_transport(endpoint)
+        if users is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} lays no links: give it a TransportBackend, or override create_transport()."
+            )
+        return user_link(users, peer)
+
+    def _users_transport(self, endpoint: Any) -> TransportBackend | None:
+        """The transport of the user's own by which an endpoint is reached; None: the scheme has links of its own."""
+        made = endpoint if isinstance(endpoint, TransportBackend) else self.create_transport(endpoint)
+        ours = isinstance(made, TransportFacade | NoTransport) or not isinstance(made, TransportBackend)
+        return None if ours else made
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Give ``accept`` the links by which senders reach us at ``endpoint``; here there is just one, at once.
@@ -220,6 +246,11 @@ class WeightSyncScheme(Rendezvous, abc.ABC):
         Raises:
             ConfigurationError: no link can be made of the endpoint.
         """
+        if self._users_transport(endpoint) is not None:
+            raise ConfigurationError(
+                "A transport of your own brings weights by its own receive_weights(): call that in the worker, and "
+                "WeightStrategy.apply_weights()."
+            )
         accept(self.lay_link(endpoint, model_id, "the sender"))
         return _nothing
 
@@ -230,6 +261,14 @@ class WeightSyncScheme(Rendezvous, abc.ABC):
             ConfigurationError: this scheme has no pipes.
         """
         raise ConfigurationError(f"{type(self).__name__} has no pipes that could carry messages of your own.")
+
+    def transport_of(self, receiver: Any, endpoint: Any) -> Any:
+        """TorchRL's transport class over ``receiver``, which listens at ``endpoint``: its ``_transport``.
+
+        Raises:
+            ConfigurationError: this scheme has none at the worker's end.
+        """
+        raise ConfigurationError(f"{type(self).__name__} has no transport at the worker's end: use the receiver.")
 
     def published(self, model_id: str, weights: Any) -> None:
         """Called with each version's weights before it is dispatched; keeps nothing of them."""

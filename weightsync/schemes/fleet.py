@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn
+from tensordict import TensorDictBase
 
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError
@@ -54,14 +55,19 @@ def per_worker(weights: Any, where: str) -> dict[int, Any]:
     Raises:
         ConfigurationError: this is no dict of worker ids, or an empty one.
     """
-    if not isinstance(weights, Mapping) or not weights:
+    if not _is_dict(weights) or not weights:
         raise ConfigurationError(f"{where} is a dict of worker ids to weights, with an entry for each worker.")
     return {require_worker_id(worker): own for worker, own in weights.items()}
 
 
 def is_per_worker(weights: Any) -> bool:
     """Whether weights are given for each worker: a dict whose keys are ints. Weights have names."""
-    return isinstance(weights, Mapping) and bool(weights) and all(isinstance(key, int) for key in weights)
+    return _is_dict(weights) and bool(weights) and all(isinstance(key, int) for key in weights)
+
+
+def _is_dict(weights: Any) -> bool:
+    # A TensorDict is a Mapping too, and has no truth value.
+    return isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
 
 
 def grouped(weights: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:

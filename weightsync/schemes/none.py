@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Never
 
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput
+from weightsync.compat.none import NoTransport
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.machine import next_state
 from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.sender import WeightSender
-from weightsync.strategy import WeightStrategy
 from weightsync.successive import Successive
 from weightsync.timing import Deadline
 
 
-class NoTransport:
-    """Swallows what is sent, and never has anything."""
-
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Do nothing."""
-
-    def receive_weights(self, timeout: float | None = 1.0) -> None:
-        """Nothing ever comes."""
-
-    def check_connection(self) -> bool:
-        """True: there is nothing that could be down."""
-        return True
-
-
 class NoSender(WeightSender):
     """Its sends succeed with an empty report; weights are not looked at."""
+
+    def _known_layout(self) -> None:
+        """There are no weights, and no layout of them."""
 
     def send(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
         """Send nothing.
@@ -103,9 +93,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
         """There is nobody to meet, and nothing to receive in the background."""
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """The weights as they are: nobody looks at them."""
-        return weights
+    def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> list[tuple[Any, list[int] | None]]:
+        """Nobody looks at the weights."""
+        return [(None, None)]
 
     def create_sender(self) -> WeightSender:
         """A sender that sends nothing."""

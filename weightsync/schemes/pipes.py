@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from weightsync.context import MISSING, optional
+from weightsync.compat.mp import MPTransport, WorkerTransport, connection_of
+from weightsync.compat.user import user_link
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify
 from weightsync.protocol.sender import Standing
@@ -142,17 +143,32 @@ class PipeScheme(WeightSyncScheme):
         state["_ends"] = dict(self._ends) if pipes_travel() else {}
         return state
 
-    def create_transport(self, pipe_or_context: Any) -> Link:
-        """A link over a pipe's end for the model ``"policy"``."""
-        return self.lay_link(pipe_or_context, "policy", "the peer")
+    def create_transport(self, pipe_or_context: Any = None, *, pipe: Any = None, **queues: Any) -> Any:
+        """TorchRL's transport class over a pipe's end (or a context that has one), by whatever name it is given.
+
+        Args:
+            pipe_or_context: our end of a pipe, or an object whose ``.pipe`` is that.
+            pipe: the same.
+            **queues: generation B's ``weight_queue``, ``ack_queue`` and ``timeout``.
+
+        Raises:
+            ConfigurationError: nothing is wrong yet if it is incomplete: it raises at the first send.
+        """
+        given = pipe if pipe_or_context is None else pipe_or_context
+        return MPTransport(given, **queues) if given is not None else MPTransport(**queues)
+
+    def transport_of(self, receiver: Any, endpoint: Any) -> WorkerTransport:
+        """`MPTransport` over a receiver that listens on a pipe."""
+        return WorkerTransport(receiver, connection_of(endpoint))
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        """A link over a pipe's end, or over the ``.pipe`` of a context.
+        """A link over a pipe's end, over the ``.pipe`` of a context, or over a transport of the user's own.
 
         Raises:
             ConfigurationError: it is no duplex pipe.
         """
-        return PipeLink(_pipe(endpoint), model_id, peer=peer)
+        users = self._users_transport(endpoint)
+        return PipeLink(connection_of(endpoint), model_id, peer=peer) if users is None else user_link(users, peer)
 
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe behind ``endpoint``.
@@ -160,7 +176,7 @@ class PipeScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: it is no duplex pipe.
         """
-        return UserMessages(Channel.of(_pipe(endpoint)))
+        return UserMessages(Channel.of(connection_of(endpoint)))
 
 
 class MultiProcessWeightSyncScheme(PipeScheme):
@@ -174,14 +190,9 @@ class MultiProcessWeightSyncScheme(PipeScheme):
     """
 
 
-def _pipe(endpoint: Any) -> Any:
-    pipe = optional(endpoint, "pipe")
-    return endpoint if pipe is MISSING else pipe
-
-
 def _refuse_unusable(pipes: Sequence[Any]) -> None:
     """Refuse pipes before a link is laid over any of them, so that the good ones can be given again."""
-    connections = [_pipe(pipe) for pipe in pipes]
+    connections = [connection_of(pipe) for pipe in pipes]
     if len({id(connection) for connection in connections}) < len(connections):
         raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe a worker.")
     for connection in connections:

@@ -2,54 +2,33 @@
 
 from __future__ import annotations
 
-import enum
-import importlib.util
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
-import numpy
-import torch
-
+from weightsync.actors import (
+    CALL,
+    POLICY_METHOD,
+    STATE_DICT_METHOD,
+    TENSORDICT_METHOD,
+    ActorLinks,
+    Backend,
+    TensorTransport,
+    method_of,
+    tensor_transport_of,
+)
+from weightsync.background import Background
+from weightsync.compat.ray import RayTransport
 from weightsync.context import MISSING, optional
-from weightsync.errors import ConfigurationError, MissingExtraError, ModelPathError
-from weightsync.layout import Layout
-from weightsync.messages import Update
+from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.options import Verify, option
 from weightsync.paths import _resolve_model
-from weightsync.presenting import present
 from weightsync.receiver import WeightReceiver
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.ray_desk import Desk, desk_of
+from weightsync.schemes.ray_desk import ActorReceiver, ActorSender, desk_of
 from weightsync.strategy import WeightStrategy
+from weightsync.timing import Deadline
 from weightsync.transports.base import Link
-from weightsync.transports.calls import CallLink
-from weightsync.transports.ray import ActorCourier, PlainCourier, Rows, Shelf
 from weightsync.transports.ray_session import require_ray
-
-#: The method of a `WeightSyncActor` that senders call.
-CALL: Final = "_weightsync_call"
-#: The methods of plain actors that are known, and the name under which each takes the weights.
-METHODS: Final = {
-    "update_policy_weights_": "policy_or_weights",
-    "_update_weights_tensordict": "params",
-    "_update_weights_state_dict": "state_dict",
-}
-
-
-class TensorTransport(enum.Enum):
-    """How Ray moves a payload."""
-
-    #: Through its object store: one copy a node, read in place.
-    OBJECT_STORE = "object_store"
-    #: By NIXL, from memory to memory.
-    NIXL = "nixl"
-
-
-class Backend(enum.Enum):
-    """TorchRL's name for the process group beside Ray. Ours needs none: accepted, and without effect."""
-
-    GLOO = "gloo"
-    NCCL = "nccl"
 
 
 class RayWeightSyncScheme(WeightSyncScheme):
@@ -70,8 +49,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         MissingExtraError: ``tensor_transport="nixl"`` without what it needs.
     """
 
-    _sender_arguments = ("remote_collectors", "actor_refs", "actors", "num_collectors")
-    _worker_arguments = ("actor_ref",)
+    _sender_arguments: tuple[str, ...] = ("remote_collectors", "actor_refs", "actors", "num_collectors")
+    _worker_arguments: tuple[str, ...] = ("actor_ref",)
 
     def __init__(
         self,
@@ -82,14 +61,14 @@ class RayWeightSyncScheme(WeightSyncScheme):
         tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
     ) -> None:
         self._backend = option(Backend, backend)
-        self._tensor_transport = option(TensorTransport, tensor_transport)
-        if self._tensor_transport is TensorTransport.NIXL:
-            require_nixl()
+        self._tensor_transport = tensor_transport_of(tensor_transport)
         super().__init__(strategy, verify=verify)
+
+    _left_behind = (*WeightSyncScheme._left_behind, "_links")
 
     def _begin(self) -> None:
         super()._begin()
-        self._flat, self._plain = rows(self._tensor_transport, self.strategy)
+        self._links = ActorLinks(self._tensor_transport)
 
     # ---------------------------------------------------------------------------------------- the sender
 
@@ -102,7 +81,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             if count not in (None, len(actors)):
                 raise ConfigurationError(f"{name} is {count}, but there are {len(actors)} actors: give one a worker.")
         for worker_id, actor in enumerate(actors):
-            called_by(actor, self.strategy, f"worker {worker_id}")
+            method_of(actor, methods_for(self.strategy), f"worker {worker_id}")
         return dict(enumerate(actors))
 
     def _actors(self, given: Mapping[str, Any], context: Any) -> list[Any]:
@@ -122,131 +101,71 @@ class RayWeightSyncScheme(WeightSyncScheme):
             MissingExtraError: Ray is not installed.
             ConfigurationError: the actor has none of the methods that take weights.
         """
-        require_ray(type(self).__name__)
-        name, method = called_by(endpoint, self.strategy, peer)
-        if name == CALL:
-            return CallLink(ActorCourier(method, model_id, peer, self._flat), peer)
-        return CallLink(PlainCourier(calling(name, method), peer, self._plain), peer)
+        return self._links.lay(endpoint, methods_for(self.strategy), model_id, peer)
 
     # ---------------------------------------------------------------------------------------- the worker
-
-    def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Make the receiver in an actor: see `WeightSyncScheme.init_on_worker`.
-
-        The actor's class derives from `WeightSyncActor`, and the calls of senders drive the receiver: nobody needs to
-        call `receive`.
-
-        Args:
-            model_id: the name of the model, the same on both sides.
-            context: the actor itself, usually. Without ``model=`` its ``get_model(model_id)`` gives the model, else
-                the path ``model_id``, ``policy``, ``_actor_module`` or ``module`` on it, in this order.
-            **kwargs: ``model``, ``actor_ref``.
-
-        Raises:
-            StateError: initialised already.
-            ConfigurationError: there is neither a model nor a context, or this model has a receiver in this process.
-        """
-        super().init_on_worker(model_id, context, **kwargs)
-        desk_of(model_id).receiver = self._receiver
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The actor that we are in: nothing of it is needed, since a process holds one."""
         return given.get("actor_ref", context)
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """The model given, or found by ``get_model``, or at the path ``model_id``; for "policy", an actor's module."""
         found = super()._worker_model(given, context, model_id)
-        if not isinstance(found, str):
-            return found
-        try:
-            return _resolve_model(context, found)
-        except ModelPathError:
-            named = [optional(context, name) for name in ("policy", "_actor_module", "module")]
-            return next((model for model in named if model is not MISSING and model is not None), found)
+        # Of another id only its own attribute is meant: a critic's weights would fit many a policy.
+        return only_module(context, found) if found == "policy" else found
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Give ``accept`` each sender's link, as its first call comes: see `WeightSyncScheme.listen`."""
         return desk_of(model_id).open(accept)
 
-    @staticmethod
-    def receiver_at(desk: Desk) -> WeightReceiver:
-        """The receiver that the calls drive.
+    def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
+        """Nothing is waited for: the first weights come by a call, which an actor that waits would not take."""
+
+    def create_transport(
+        self,
+        pipe_or_context: Any = None,
+        *,
+        pipe: Any = None,
+        remote_collector: Any = None,
+        remote_actor: Any = None,
+        worker_idx: int | None = None,
+    ) -> RayTransport:
+        """TorchRL's transport to one actor; without an actor the first send raises.
+
+        Args:
+            pipe_or_context: the actor; ``pipe``, ``remote_collector`` and ``remote_actor`` are other names for it.
+            worker_idx: which worker it is, for people.
 
         Raises:
-            ConfigurationError: none does; a thread of its own reads for the one that listens.
+            ConfigurationError: several actors are given.
         """
-        if desk.receiver is None:
-            raise ConfigurationError(f"Model {desk.model_id!r} is received by a scheme of yours: ask that.")
-        return desk.receiver
+        given = [each for each in (pipe_or_context, pipe, remote_collector, remote_actor) if each is not None]
+        if len(given) > 1:
+            raise ConfigurationError(f"create_transport() was given {len(given)} actors: a transport reaches one.")
+        return RayTransport(given[0] if given else None, self._tensor_transport, worker_idx=worker_idx)
 
-    def create_transport(self, pipe_or_context: Any) -> Link:
-        """A link to an actor for the model ``"policy"``."""
-        return self.lay_link(pipe_or_context, "policy", "the actor")
+    def create_sender(self) -> ActorSender:
+        """A sender without workers, whose copies carry the actors' handles."""
+        return ActorSender(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        del state["_flat"], state["_plain"]
-        return state
+    def create_receiver(self) -> ActorReceiver:
+        """A receiver that the calls to this process's actor drive, once it listens."""
+        return ActorReceiver(self)
 
 
-def called_by(endpoint: Any, strategy: WeightStrategy, peer: str) -> tuple[str, Any]:
-    """The actor's method that takes weights, by the methods that its handle knows: its name, and itself.
+def only_module(context: Any, path: str) -> Any:
+    """The module of an actor that holds just one, if the path does not resolve on it; else the path."""
+    try:
+        return _resolve_model(context, path)
+    except ModelPathError:
+        named = [optional(context, name) for name in ("_actor_module", "module")]
+        return next((model for model in named if model is not MISSING and model is not None), path)
 
-    Raises:
-        ConfigurationError: it has none.
-    """
-    last = "_update_weights_tensordict" if strategy == "state_dict" else "_update_weights_state_dict"
-    names = [CALL, *(name for name in METHODS if name != last), last]
-    for actor in (endpoint, optional(endpoint, "_actor")):
-        for name in names if actor is not MISSING else ():
-            method = optional(actor, name)
-            if method is not MISSING:
-                return name, method
-    raise ConfigurationError(
-        f"{peer} is a {type(endpoint).__name__} without a method that takes weights: derive its class from "
-        f"WeightSyncActor, or give it one of {', '.join(METHODS)}."
+
+def methods_for(strategy: WeightStrategy) -> tuple[str, ...]:
+    """The methods by which an actor may take weights, the best one first."""
+    by_form = (
+        (STATE_DICT_METHOD, TENSORDICT_METHOD) if strategy == "state_dict" else (TENSORDICT_METHOD, STATE_DICT_METHOD)
     )
-
-
-def calling(name: str, method: Any) -> Callable[[Any], Any]:
-    """Calls a plain actor's method with a reference to the weights, under the name that it takes them by."""
-    return lambda ref: method.remote(**{METHODS[name]: ref})
-
-
-def rows(transport: TensorTransport, strategy: WeightStrategy) -> tuple[Rows, Rows]:
-    """What a scheme's couriers put: flat bytes for our own receivers, and weights for plain actors."""
-    shelf = Shelf()
-    if transport is TensorTransport.NIXL:
-        return Rows(shelf, "flat", _tensor, _tensor_transport="nixl"), Rows(shelf, "plain", _Presenter(strategy))
-    return Rows(shelf, "flat", _array), Rows(shelf, "plain", _Presenter(strategy))
-
-
-def _array(update: Update, payload: memoryview) -> numpy.ndarray[Any, Any]:
-    return numpy.frombuffer(payload, dtype=numpy.uint8)
-
-
-def _tensor(update: Update, payload: memoryview) -> torch.Tensor:
-    return torch.frombuffer(payload, dtype=torch.uint8).clone()
-
-
-class _Presenter:
-    """Makes weights of updates, which tell their layout once a link."""
-
-    def __init__(self, strategy: WeightStrategy) -> None:
-        self._strategy = strategy
-        self._layouts: dict[bytes, Layout] = {}
-
-    def __call__(self, update: Update, payload: memoryview) -> Any:
-        if update.layout:
-            self._layouts[update.layout_digest] = Layout.decode(update.layout)
-        return present(self._layouts[update.layout_digest], payload, update.extras, self._strategy)
-
-
-def require_nixl() -> None:
-    """Refuse ``tensor_transport="nixl"`` where it cannot work.
-
-    Raises:
-        MissingExtraError: the package nixl, or Ray, is not installed.
-    """
-    require_ray('tensor_transport="nixl"')
-    if importlib.util.find_spec("nixl") is None:
-        raise MissingExtraError("nixl", 'tensor_transport="nixl"')
+    return (CALL, POLICY_METHOD, *by_form)

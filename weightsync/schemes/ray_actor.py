@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy
 import torch
 
+from weightsync.actors import CALL
+from weightsync.errors import ConfigurationError
 from weightsync.receiver import WeightReceiver
-from weightsync.schemes.ray import CALL, RayWeightSyncScheme
+from weightsync.schemes.ray import RayWeightSyncScheme
 from weightsync.schemes.ray_desk import Desk, desk_of
 from weightsync.transports.doors import Frames, Parcel
 
@@ -42,8 +43,10 @@ class WeightSyncActor:
         Raises:
             ConfigurationError: no model is found, or a scheme's background thread receives it.
         """
-        desk = self._weightsync_desk(model_id)
-        return RayWeightSyncScheme.receiver_at(desk)
+        receiver = self._weightsync_desk(model_id).receiver
+        if receiver is None:
+            raise ConfigurationError(f"Model {model_id!r} is received by another scheme in this process: ask that.")
+        return receiver
 
     def _weightsync_desk(self, model_id: str) -> Desk:
         desk = desk_of(model_id)
@@ -53,7 +56,7 @@ class WeightSyncActor:
         return desk
 
     @_never_twice
-    def _weightsync_call(
+    def _weightsync_call(  # noqa: PLR0917 - Ray carries what is positional at less cost
         self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:
         """What senders call: see `weightsync.transports.ray.ActorCourier`."""
@@ -64,7 +67,9 @@ class WeightSyncActor:
 assert CALL in vars(WeightSyncActor)
 
 
-def _bytes_of(payload: numpy.ndarray[Any, Any] | torch.Tensor | None) -> memoryview | None:
+def _bytes_of(payload: Any) -> memoryview | None:
+    """Of what Ray brought: a flat array, or a flat tensor if NIXL did."""
     if payload is None:
         return None
-    return memoryview(payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload)
+    found: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
+    return memoryview(found)

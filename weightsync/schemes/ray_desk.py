@@ -1,4 +1,4 @@
-"""Where a Ray actor's calls meet its receivers: one desk a model in each process."""
+"""Where a Ray actor's calls meet its receivers: one desk a model in each process; and the two sides on Ray."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from weightsync._tables import State
 from weightsync.errors import ConfigurationError, ModelPathError, StateError, TransportError
 from weightsync.messages import Hello
 from weightsync.receiver import WeightReceiver
+from weightsync.sender import WeightSender
 from weightsync.timing import Deadline
 from weightsync.transports.base import Link
 from weightsync.transports.doors import Door, Frames, Parcel
@@ -159,3 +160,33 @@ def desk_of(model_id: str) -> Desk:
     """This process's desk for a model: a process holds one actor."""
     with _lock:
         return _desks.setdefault(model_id, Desk(model_id))
+
+
+class ActorSender(WeightSender):
+    """A sender to actors: a copy of it carries their handles, and makes handshakes of its own with its first send.
+
+    Args:
+        scheme: the scheme that wires it.
+    """
+
+    def _travelling(self) -> dict[int, Any]:
+        return dict(self._endpoints)
+
+
+class ActorReceiver(WeightReceiver):
+    """A receiver that the calls to this process's actor drive: nobody needs to call `receive`.
+
+    Args:
+        scheme: the scheme that wires it.
+    """
+
+    def register_worker_transport(self, pipe_or_context: Any = None) -> None:
+        """Listen for senders' calls: see `WeightReceiver.register_worker_transport`.
+
+        Args:
+            pipe_or_context: the actor, or anything: a process holds one.
+        """
+        super().register_worker_transport(pipe_or_context)
+        desk_of(self.model_id).receiver = self
+
+    _register_worker_transport = register_worker_transport

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.compat.shared import SharedMemTransport, require_registered
+from weightsync.errors import ConfigurationError
 from weightsync.options import Verify
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.strategy import WeightStrategy
@@ -64,6 +65,25 @@ class SharedMemWeightSyncScheme(PipeScheme):
         """The registered copy targets, by model id."""
         return self._policy_weights
 
+    def create_transport(self, pipe_or_context: Any = None, *, pipe: Any = None, **queues: Any) -> SharedMemTransport:
+        """TorchRL's transport class over this scheme's registered copy targets.
+
+        Args:
+            pipe_or_context: our end of a worker's pipe, or an object whose ``.pipe`` is that; None: no worker.
+            pipe: the same.
+            **queues: nothing else is taken.
+
+        Raises:
+            ConfigurationError: something else was given, or it is no duplex pipe.
+        """
+        if queues:
+            raise ConfigurationError(f"create_transport() of shared memory takes a pipe, not {', '.join(queues)}.")
+        transport = SharedMemTransport(self._policy_weights, self._auto_register, strategy=self.strategy)
+        given = pipe if pipe_or_context is None else pipe_or_context
+        if given is not None:
+            transport.register_pipe(given)
+        return transport
+
     def register_shared_weights(self, model_id: str, weights: Any) -> None:
         """Register a copy target: a TensorDict or dict that holds the model's newest version after each send."""
         self._policy_weights[model_id] = weights
@@ -74,11 +94,8 @@ class SharedMemWeightSyncScheme(PipeScheme):
         Raises:
             LayoutError: (a KeyError) the model is not registered and ``auto_register`` is off.
         """
-        if not self._auto_register and model_id not in self._policy_weights:
-            raise LayoutError(
-                f"model {model_id!r} is not registered and auto_register is off; registered are "
-                f"{sorted(self._policy_weights)}. Nothing was sent: call register_shared_weights() first."
-            )
+        if not self._auto_register:
+            require_registered(model_id, self._policy_weights)
         return super().prepare_weights(weights, model_id, strategy, context)
 
     def published(self, model_id: str, weights: Any) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from weightsync._tables import Delivery
 from weightsync.messages import Message
@@ -192,7 +192,20 @@ def _drain(eventfd: int) -> None:
         return
 
 
-def wait(waker: Waker, links: Sequence[Link], timeout: float | None, since: int | None = None) -> list[Link]:
+class Waitable(Protocol):
+    """What can be waited for: a link, or a whole channel."""
+
+    def waitables(self) -> list[int]:
+        """File descriptors that are readable when there is something to do."""
+
+    def wants_write(self) -> int | None:
+        """The file descriptor to be watched for room to write; else None."""
+
+
+_Waited = TypeVar("_Waited", bound=Waitable)
+
+
+def wait(waker: Waker, links: Sequence[_Waited], timeout: float | None, since: int | None = None) -> list[_Waited]:
     """Block until a link can be read or written, the waker fires, or time is up.
 
     Args:
@@ -222,7 +235,7 @@ def wait(waker: Waker, links: Sequence[Link], timeout: float | None, since: int 
     return [links[index] for index in sorted(set(found))]
 
 
-def _register(poller: select.poll, links: Sequence[Link]) -> dict[int, list[int]]:
+def _register(poller: select.poll, links: Sequence[Waitable]) -> dict[int, list[int]]:
     owners: dict[int, list[int]] = {}
     masks: dict[int, int] = {}
     for index, link in enumerate(links):

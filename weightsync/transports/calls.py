@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
 from weightsync._tables import Delivery
-from weightsync.errors import ProtocolError, TransportError
-from weightsync.messages import Message
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.messages import Message, Update
 from weightsync.transports.base import Received, Waker
 from weightsync.transports.fork import forget_after_fork
-from weightsync.transports.liveness import ProcessWatch
+from weightsync.transports.liveness import ProcessWatch, watching
 from weightsync.transports.memory import Buffer
 
 #: What a call gives once it is over: what the worker had to say by then. Fails with TransportError if the worker is
@@ -63,6 +64,9 @@ class CallLink:
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Begin the call that carries a message: see `Link.send`."""
         self._require_open()
+        nbytes = message.nbytes if isinstance(message, Update) else 0
+        if nbytes and (payload is None or payload.nbytes < nbytes):
+            raise ConfigurationError(f"The update comes without its {nbytes} bytes.")
         token = object()
         if payload is not None:
             payload.pin(token)
@@ -87,14 +91,15 @@ class CallLink:
         return True
 
     def receive(self) -> list[Received]:
-        """The answers of the calls that are over: see `Link.receive`."""
+        """The answers of the calls that are over, in the order in which the calls were begun: see `Link.receive`.
+
+        A call that failed is told at once, even if an older one is still on its way.
+        """
         self._require_open()
         self._waker.clear()
         # Asked before looking: what the peer said before its death is then certainly there.
         dead = self._watch is not None and self._watch.dead
-        over = [call for call in self._calls if call.done()]
-        self._calls = [call for call in self._calls if call not in over]
-        received = [Received(message) for call in over for message in self._said(call)]
+        received = [Received(message) for call in self._over_now() for message in self._said(call)]
         if self._failed is None and dead and self._watch is not None:
             self._failed = TransportError(f"{self._peer} has ended: process {self._watch.pid} is dead.")
         if self._failed is not None:
@@ -104,8 +109,17 @@ class CallLink:
             self._waker.fire()
         return received
 
+    def _over_now(self) -> list[Answers]:
+        """The calls that are over up to the first that is not; all that are over, if one of them failed."""
+        over = list(itertools.takewhile(Future.done, self._calls))
+        failed = [call for call in self._calls if call.done() and _error_of(call) is not None]
+        if failed:
+            over = [call for call in self._calls if call.done()]
+        self._calls = [call for call in self._calls if call not in over]
+        return over
+
     def _said(self, call: Answers) -> Sequence[Message]:
-        error = call.exception()
+        error = _error_of(call)
         if error is None:
             return call.result()
         if isinstance(error, TransportError | ProtocolError):
@@ -130,10 +144,11 @@ class CallLink:
         """Notice the death of the peer's process: see `Link.watch`."""
         if not pid or self._closed or (self._watch is not None and self._watch.names(pid, started)):
             return
+        watch = watching(pid, started)
         if self._watch is not None:
             self._watch.close()
-        self._watch = ProcessWatch(pid, started)
-        if self._watch.dead:
+        self._watch = watch
+        if watch.dead:
             self._waker.fire()
 
     def close(self) -> None:
@@ -155,3 +170,11 @@ class CallLink:
     def _require_open(self) -> None:
         if self._closed:
             raise TransportError(f"The link to {self._peer} is closed.")
+
+
+def _error_of(call: Answers) -> BaseException | None:
+    return CancelledError("it was cancelled") if call.cancelled() else call.exception()
+
+
+class BlockingLink(CallLink):
+    """Calls of which nobody is told that they are over but he who waits: a sender's `send_async` refuses it."""

@@ -14,7 +14,7 @@ from weightsync.transports.base import Waker
 from weightsync.transports.endpoint import Failure, broken, lost, socket_of
 from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.inflow import Foreign, Frame, Inflow
-from weightsync.transports.liveness import ProcessWatch
+from weightsync.transports.liveness import ProcessWatch, watching
 from weightsync.transports.mailbox import Mailbox, Sorter
 from weightsync.transports.outflow import Outflow, Outgoing
 
@@ -136,10 +136,7 @@ class Channel:
         with self._lock:
             if self._socket is None or (self._watch is not None and self._watch.names(pid, started)):
                 return
-            try:
-                watch = ProcessWatch(pid, started)
-            except OSError as error:
-                raise TransportError(f"Process {pid} cannot be watched: {error.strerror}.") from error
+            watch = watching(pid, started)
             if self._watch is not None:
                 self._watch.close()
             self._watch = watch
@@ -175,6 +172,12 @@ class Channel:
                 self._read(None)
             return bool(self._sorter.foreign) or self._deaf is not None
 
+    def has_ended(self) -> bool:
+        """Read what can be read: can nothing come any more?"""
+        with self._lock:
+            self._read(None)
+            return self._deaf is not None
+
     def take_foreign(self) -> Foreign | None:
         """The next message of the user's own; None if another thread has just taken it.
 
@@ -185,7 +188,17 @@ class Channel:
         with self._lock:
             if not self._sorter.foreign and self._deaf is not None:
                 raise self._deaf("the peer")
-            return self._sorter.foreign.popleft() if self._sorter.foreign else None
+            return self._sorter.take_foreign()
+
+    def strays(self) -> tuple[str, ...]:
+        """The models for which something has come that no link here is of."""
+        with self._lock:
+            return self._sorter.strays()
+
+    def foreign_comes_first(self, model_id: str) -> bool:
+        """Whether the next message of the user's own came before the model's newest update."""
+        with self._lock:
+            return self._sorter.foreign_comes_first(model_id)
 
     def _read(self, reader: Mailbox | None) -> None:
         if self._deaf is None and (self._socket is None or self.connection.closed):

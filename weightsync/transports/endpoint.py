@@ -17,6 +17,13 @@ PLEASE: Final = "give one end of multiprocessing.Pipe(duplex=True)"
 Failure = Callable[[str], WeightSyncError]
 
 
+class _Socket(socket.socket):
+    """Closes when it is let go of, without a warning: whoever leaves a link unclosed has its channel close it."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def socket_of(connection: Connection[Any, Any]) -> socket.socket:
     """A socket on a descriptor of our own: closing it leaves the user's open, and the reverse.
 
@@ -32,7 +39,7 @@ def socket_of(connection: Connection[Any, Any]) -> socket.socket:
     if not (two_way and stat.S_ISSOCK(os.fstat(connection.fileno()).st_mode)):
         raise ConfigurationError(f"The connection goes one way only: {PLEASE}.")
     try:
-        sock = socket.socket(fileno=os.dup(connection.fileno()))
+        sock = _Socket(fileno=os.dup(connection.fileno()))
     except OSError as error:
         raise TransportError(f"The connection cannot be used: {error.strerror}.") from error
     if socket.getdefaulttimeout() is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import xxhash
 
+from weightsync.errors import TransportError
 from weightsync.transports.fork import forget_after_fork
 
 
@@ -95,3 +96,15 @@ class ProcessWatch:
 
     def __del__(self) -> None:
         self.close()
+
+
+def watching(pid: int, started: int) -> ProcessWatch:
+    """A watch of that process.
+
+    Raises:
+        TransportError: it cannot be watched: no descriptor is left, or that is not allowed.
+    """
+    try:
+        return ProcessWatch(pid, started)
+    except OSError as error:
+        raise TransportError(f"Process {pid} cannot be watched: {error.strerror}.") from error

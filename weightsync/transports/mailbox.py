@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.messages import Update
 from weightsync.transports.base import Waker
 from weightsync.transports.inflow import Foreign, Frame
 
@@ -54,6 +55,10 @@ class Sorter:
         self._left: set[str] = set()
         self.foreign: deque[Foreign] = deque()
         self._user_waker: Waker | None = None
+        # In which order the user's own messages came, and each model's newest update among them.
+        self._sorted = 0
+        self._foreign_at: deque[int] = deque()
+        self._updated_at: dict[str, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._boxes)
@@ -93,18 +98,37 @@ class Sorter:
         box.waker.close()
         return True
 
+    def strays(self) -> tuple[str, ...]:
+        """The models for which something has come that nobody has registered."""
+        return tuple(dict.fromkeys(frame.message.model_id for frame in self._strays))
+
+    def take_foreign(self) -> Foreign | None:
+        """The next message of the user's own, if there is one."""
+        if not self.foreign:
+            return None
+        self._foreign_at.popleft()
+        return self.foreign.popleft()
+
+    def foreign_comes_first(self, model_id: str) -> bool:
+        """Whether the next message of the user's own came before the model's newest update."""
+        return bool(self.foreign) and self._foreign_at[0] < self._updated_at.get(model_id, 0)
+
     def sort(self, frame: Frame | Foreign, reader: Mailbox | None) -> None:
         """Put a frame where it belongs, and wake its owner unless that is who reads.
 
         Raises:
             ProtocolError: too many frames for models that nobody has registered.
         """
+        self._sorted += 1
         if isinstance(frame, Foreign):
             self.foreign.append(frame)
+            self._foreign_at.append(self._sorted)
             if self._user_waker is not None:
                 self._user_waker.fire()
             return
         model_id = frame.message.model_id
+        if isinstance(frame.message, Update):
+            self._updated_at[model_id] = self._sorted
         box = self._boxes.get(model_id)
         if box is not None:
             box.frames.append(frame)
@@ -114,6 +138,8 @@ class Sorter:
             discard([frame])
         elif len(self._strays) < MAX_STRAYS:
             self._strays.append(frame)
+            if self._user_waker is not None:
+                self._user_waker.fire()
         else:
             discard([frame])
             raise ProtocolError(f"More than {MAX_STRAYS} messages came for models without a link here ({model_id!r}).")

@@ -1,10 +1,8 @@
-"""Links over calls of Ray actors: what a version's calls bring lies once in Ray's object store, for all workers."""
+"""Couriers whose calls are those of Ray actors."""
 
 from __future__ import annotations
 
-import threading
 import uuid
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,80 +16,8 @@ from weightsync.report import Evidence
 from weightsync.transports.calls import Answers
 from weightsync.transports.doors import decoded
 from weightsync.transports.memory import Buffer
-from weightsync.transports.ray_session import VIGIL, Session, plain, require_ray
-
-#: Makes of an update and its payload what goes into the object store.
-Present = Callable[[Update, memoryview], Any]
-
-
-class Row:
-    """What one sender keeps in the object store: its newest version.
-
-    Args:
-        present: makes of an update and its payload what is put.
-        options: for `ray.put`.
-    """
-
-    def __init__(self, present: Present, **options: Any) -> None:
-        self._present = present
-        self._options = options
-        self._lock = threading.Lock()
-        self._version = 0
-        self._ref: Any = None
-
-    def put(self, update: Update, payload: Buffer | None) -> Any:
-        """The reference of a version, put now unless it is the newest and was put before."""
-        with self._lock:
-            if self._ref is not None and self._version == update.version:
-                return self._ref
-            view = memoryview(b"") if payload is None else payload.view[: update.nbytes]
-            ref = require_ray("RayWeightSyncScheme").put(self._present(update, view), **self._options)
-            # Older versions are for late joiners alone; the calls that bring them keep them.
-            if update.version > self._version:
-                self._version, self._ref = update.version, ref
-            return ref
-
-    def forget(self, version: int) -> None:
-        """A version's object was lost: it is put anew if it is asked for again."""
-        with self._lock:
-            if self._version == version:
-                self._ref = None
-
-
-class Shelf:
-    """The rows of all senders of one scheme. A row lives while a courier of its sender is open."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._rows: weakref.WeakValueDictionary[tuple[str, int], Row] = weakref.WeakValueDictionary()
-
-    def row(self, kind: str, incarnation: int, make: Callable[[], Row]) -> Row:
-        """The row for one kind of object of the sender with that incarnation."""
-        with self._lock:
-            found = self._rows.get((kind, incarnation))
-            if found is None:
-                found = self._rows[kind, incarnation] = make()
-            return found
-
-
-class Rows:
-    """One kind of row on a shelf: what the couriers of a scheme are given.
-
-    Args:
-        shelf: shared by the scheme's couriers.
-        kind: a name for what ``present`` makes.
-        present: makes of an update and its payload what is put.
-        options: for `ray.put`.
-    """
-
-    def __init__(self, shelf: Shelf, kind: str, present: Present, **options: Any) -> None:
-        self._shelf = shelf
-        self._kind = kind
-        self._make = lambda: Row(present, **options)
-
-    def of(self, incarnation: int) -> Row:
-        """The row of one sender."""
-        return self._shelf.row(self._kind, incarnation, self._make)
+from weightsync.transports.ray_session import VIGIL, Session, plain, put_away, require_ray, settle
+from weightsync.transports.ray_store import Row, Rows
 
 
 class _Courier:
@@ -107,10 +33,15 @@ class _Courier:
         self._rows = rows
         self._row: Row | None = None
         self._session = Session(peer)
+        self._calls: set[Answers] = set()
 
     def close(self) -> None:
         """No further call will be begun: see `Courier.close`."""
-        self._row = None
+        if self._row is not None:
+            put_away(self._row)
+            self._row = None
+        for call in tuple(self._calls):
+            VIGIL.leave(call)
 
     def _put(self, update: Update, payload: Buffer | None) -> Any:
         if self._row is None:
@@ -123,6 +54,8 @@ class _Courier:
             raw = submit().future()
         except Exception as error:
             raise TransportError(f"Ray took no call for {self._peer}: {plain(str(error))}") from error
+        self._calls.add(answers)
+        answers.add_done_callback(self._calls.discard)
         VIGIL.attend(answers, self._peer)
         raw.add_done_callback(lambda over: _conclude(answers, over, said))
         return answers
@@ -142,15 +75,13 @@ class _Courier:
 
 
 def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]], Sequence[Message]]) -> None:
-    """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``, unless Ray's own end was before."""
-    if not VIGIL.dismiss(answers):
-        return
+    """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``."""
     try:
         messages = said(over)
     except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
-        answers.set_exception(error)
+        settle(answers, error=error)
     else:
-        answers.set_result(messages)
+        settle(answers, messages)
 
 
 def _exceptions() -> Any:
@@ -161,6 +92,16 @@ def _done(*messages: Message) -> Answers:
     answers: Answers = Future()
     answers.set_result(messages)
     return answers
+
+
+def _ack(update: Update) -> Ack:
+    return Ack(
+        model_id=update.model_id,
+        incarnation=update.incarnation,
+        version=update.version,
+        digest=update.digest,
+        evidence=Evidence.CALL,
+    )
 
 
 def _refusal(update: Update, reason: str, trace: str = "", evidence: Evidence = Evidence.NONE) -> Refusal:
@@ -199,21 +140,18 @@ class ActorCourier(_Courier):
         ray = self._session.require()
         carried = None
         if isinstance(message, Update):
-            message = replace(message, layout=message.layout or self._untold)
+            untold, self._untold = self._untold, b""
+            message = replace(message, layout=message.layout or untold)
             try:
                 carried = self._put(message, payload) if message.nbytes else None
             except ray.exceptions.RayError as error:
                 self._untold = message.layout
                 return self._full(message, error)
-        frame, number, lost = wire.encode(message), self._next, tuple(self._lost)
-        arguments = self._model_id, self._link, number, frame, carried, lost
-        answers = self._begin(
-            lambda: self._call.remote(*arguments), lambda over: self._said(message, number, over)
-        )
+        lost, number = tuple(self._lost), self._next
+        arguments = self._model_id, self._link, number, wire.encode(message), carried, lost
+        answers = self._begin(lambda: self._call.remote(*arguments), lambda over: self._said(message, number, over))
         self._next += 1
         del self._lost[: len(lost)]
-        if isinstance(message, Update):
-            self._untold = b""
         return answers
 
     def _said(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
@@ -263,8 +201,7 @@ class PlainCourier(_Courier):
     def _said(self, update: Update, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
-            named = {"model_id": update.model_id, "incarnation": update.incarnation, "version": update.version}
-            return [Ack(**named, digest=update.digest, evidence=Evidence.CALL)]
+            return [_ack(update)]
         # First of all: what the actor's method raised may be of any of Ray's types, too.
         if isinstance(error, _exceptions().RayTaskError):
             if isinstance(error, _exceptions().ObjectLostError) and self._row is not None:

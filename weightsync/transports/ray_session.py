@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, Final
 
 from weightsync.errors import MissingExtraError, TransportError
@@ -23,11 +24,10 @@ def require_ray(what: str) -> Any:
         MissingExtraError: Ray is not installed.
     """
     try:
-        import ray
-        import ray.exceptions
+        importlib.import_module("ray.exceptions")
+        return importlib.import_module("ray")
     except ImportError as error:
         raise MissingExtraError("ray", what) from error
-    return ray
 
 
 def plain(text: str) -> str:
@@ -55,7 +55,9 @@ class Session:
         ray = require_ray("RayWeightSyncScheme")
         key = _current(ray)
         if key is None:
-            raise TransportError(f"Ray is not running in this process: {self._peer} cannot be reached. Call ray.init().")
+            raise TransportError(
+                f"Ray is not running in this process: {self._peer} cannot be reached. Call ray.init()."
+            )
         self._key = self._key or key
         if key != self._key:
             raise TransportError(
@@ -76,28 +78,29 @@ class Vigil:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pending: dict[Future[Any], str] = {}
+        self._calls: dict[Future[Any], str] = {}
         self._thread: threading.Thread | None = None
         forget_after_fork(self)
 
-    def attend(self, answers: Future[Any], peer: str) -> None:
-        """Look after a call to ``peer``."""
+    def attend(self, call: Future[Any], peer: str) -> None:
+        """Look after a call to ``peer``, until it is over or `leave` says so."""
         with self._lock:
-            self._pending[answers] = peer
+            self._calls[call] = peer
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="weightsync-ray", daemon=True)
                 self._thread.start()
+        call.add_done_callback(self.leave)
 
-    def dismiss(self, answers: Future[Any]) -> bool:
-        """The call is over; whether it is the caller's to end its future, and not ours."""
+    def leave(self, call: Future[Any]) -> None:
+        """Nobody waits for that call any more."""
         with self._lock:
-            return self._pending.pop(answers, None) is not None
+            self._calls.pop(call, None)
 
     def _watch(self) -> None:
         ray, pause = require_ray("RayWeightSyncScheme"), threading.Event()
         while True:
             with self._lock:
-                if not self._pending:
+                if not self._calls:
                     self._thread = None
                     return
             if not ray.is_initialized():
@@ -106,15 +109,35 @@ class Vigil:
 
     def _end_all(self) -> None:
         with self._lock:
-            ended, self._pending = self._pending, {}
-        for answers, peer in ended.items():
-            answers.set_exception(TransportError(f"Ray was shut down before {peer} had answered."))
+            ended, self._calls = self._calls, {}
+        for call, peer in ended.items():
+            settle(call, error=TransportError(f"Ray was shut down before {peer} had answered."))
 
     def forget(self) -> None:
         """In a forked child: the calls are the parent's."""
         self._lock = threading.Lock()
-        self._pending = {}
+        self._calls = {}
         self._thread = None
+
+
+def settle(call: Future[Any], result: Any = None, error: Exception | None = None) -> None:
+    """End a call, unless it was ended in the same instant."""
+    try:
+        if error is None:
+            call.set_result(result)
+        else:
+            call.set_exception(error)
+    except InvalidStateError:
+        return
+
+
+_ATTIC: list[Any] = []
+
+
+def put_away(holder: Any) -> None:
+    """Let go of what holds references, unless Ray is down: letting one go while Ray ends, Ray ends the process."""
+    if not require_ray("RayWeightSyncScheme").is_initialized():
+        _ATTIC.append(holder)
 
 
 #: Of this process.

@@ -1,0 +1,178 @@
+"""What a worker process of generation B can be told to do: the scheme comes to it pickled, after `init_on_sender`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from fleet import PATIENCE, Crew, Seat, Worker, constants, filled, small
+from torch import nn
+
+from weightsync.timing import Deadline
+
+
+class Collector:
+    """What TorchRL calls a context, on a worker: it has the model, and hands updates on to its own sub-collectors."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.policy = policy
+        self.handed_on: list[tuple[str, Any]] = []
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, *, model_id: str = "policy") -> None:
+        self.handed_on.append((model_id, policy_or_weights))
+
+
+def enter(seat: Seat, index: int, make: Callable[..., nn.Module] = small) -> set[float]:
+    """Initialise and connect as the documentation says; the values that the model then has."""
+    seat.model = make()
+    seat.scheme.init_on_receiver(model_id="policy", model=seat.model, worker_idx=index)
+    seat.scheme.connect(worker_idx=index)
+    return holds(seat)
+
+
+def enter_with_context(seat: Seat, index: int) -> set[float]:
+    """The same with a context, which has the model."""
+    seat.kept["collector"] = Collector(small())
+    seat.model = seat.kept["collector"].policy
+    seat.scheme.init_on_receiver(model_id="policy", context=seat.kept["collector"], worker_idx=index)
+    seat.scheme.connect(worker_idx=index)
+    return constants(seat.model)
+
+
+def holds(seat: Seat) -> set[float]:
+    """The distinct values of all weights; extra state is none."""
+    tensors = [*seat.model.parameters(), *seat.model.buffers()]
+    return {value for tensor in tensors for value in tensor.flatten().tolist()}
+
+
+def comes_to_hold(seat: Seat, fill: float) -> bool:
+    """Whether the model comes to hold that value, without anybody calling `receive`."""
+    deadline = Deadline(PATIENCE)
+    while constants(seat.model) != {fill} and not deadline.passed:
+        pass
+    return constants(seat.model) == {fill}
+
+
+def handed_on(seat: Seat) -> list[str]:
+    return [model_id for model_id, _ in seat.kept["collector"].handed_on]
+
+
+def receives(seat: Seat, timeout: float) -> Any:
+    """What `scheme.receive` returns: the kind of it, and its values."""
+    weights = seat.scheme.receive(timeout=timeout)
+    return None if weights is None else sorted(constants(SimpleNamespace(state_dict=lambda: flat(weights))))
+
+
+def flat(weights: Any) -> Any:
+    from weightsync import WeightStrategy  # noqa: PLC0415 - in the worker only
+
+    return WeightStrategy("state_dict").extract_weights(weights)
+
+
+def applies_by_hand(seat: Seat, fill: float) -> set[float]:
+    seat.scheme.apply_weights(small(fill).state_dict())
+    return constants(seat.model)
+
+
+def raises(seat: Seat, name: str, *arguments: Any, **named: Any) -> str | None:
+    """The names of the types of what a method of the scheme raises; None: nothing."""
+    try:
+        getattr(seat.scheme, name)(*arguments, **named)
+    except Exception as error:  # noqa: BLE001 - told to the test
+        return " ".join(kind.__name__ for kind in type(error).__mro__)
+    return None
+
+
+def connects_again(seat: Seat, index: int) -> str | None:
+    return raises(seat, "connect", worker_idx=index)
+
+
+def connects_with_weights(seat: Seat) -> str | None:
+    return raises(seat, "connect", weights=small().state_dict())
+
+
+def moves_to_another_model(seat: Seat) -> bool:
+    """What TorchRL's collectors do once they have copied the policy."""
+    seat.model = small(8.0)
+    seat.kept["collector"] = Collector(seat.model)
+    seat.scheme.context, seat.scheme.model = seat.kept["collector"], seat.model
+    return seat.scheme.context is seat.kept["collector"] and seat.scheme.model is seat.model
+
+
+def properties(seat: Seat) -> dict[str, Any]:
+    """What the scheme says of itself on the receiver."""
+    scheme = seat.scheme
+    return {
+        "initialized": (scheme.initialized_on_sender, scheme.initialized_on_receiver),
+        "synchronized": (scheme.synchronized_on_sender, scheme.synchronized_on_receiver),
+        "model_id": scheme.model_id,
+        "worker_idx": scheme.worker_idx,
+        "model": scheme.model is seat.model,
+        "weights": sorted(constants(SimpleNamespace(state_dict=lambda: flat(scheme.weights)))),
+        "context": scheme.context is seat.kept.get("collector"),
+        "strategy": (str(scheme.strategy), scheme.strategy_str),
+        "receiver_transport": scheme.receiver_transport is not None,
+    }
+
+
+def ends(seat: Seat) -> None:
+    seat.scheme.shutdown()
+
+
+class Counted(nn.Linear):
+    """Keeps a number as extra state."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(1, 1)
+        self.count = count
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def counted(count: int = 0) -> Counted:
+    return Counted(count)
+
+
+def extra_of(seat: Any) -> int:
+    return seat.model.count
+
+
+def linear(fill: float = 0.0) -> Any:
+    return filled(nn.Linear(2, 2), fill)
+
+
+class Fleet:
+    """A scheme of generation B, and workers that have entered it."""
+
+    def __init__(self, crew: Crew, scheme: Any, count: int = 2, *, entering: Any = enter, **sender: Any) -> None:
+        self.scheme = scheme
+        given = sender or {"model": small(1.0), "num_workers": count, "devices": ["cpu"] * count}
+        self.given = given
+        scheme.init_on_sender(model_id="policy", **given)
+        self.workers: list[Worker] = crew.start(scheme, count)
+        for index, worker in enumerate(self.workers):
+            worker.tell(entering, index)
+        scheme.connect()
+        self.first = [worker.answer() for worker in self.workers]
+
+    def all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        for worker in self.workers:
+            worker.tell(function, *arguments)
+        return [worker.answer() for worker in self.workers]
+
+
+@contextlib.contextmanager
+def fleet_of(crew: Crew, scheme: Any, count: int = 2, **how: Any) -> Iterator[Fleet]:
+    """A scheme and its workers, shut down at the end: first the trainer's side, then theirs."""
+    made = Fleet(crew, scheme, count, **how)
+    try:
+        yield made
+    finally:
+        scheme.shutdown()
+        made.all(ends)

@@ -1,0 +1,130 @@
+"""The one list of transports that carry weights for tests: a sender here, and workers wherever they are."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from in_process_courier import DirectCourier, ThreadedCourier
+from weight_kinds import snapshot
+
+from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, SyncReport, WeightSender
+from weightsync.schemes.base import WeightSyncScheme
+from weightsync.transports.base import Link, Payloads
+from weightsync.transports.calls import CallLink
+from weightsync.transports.doors import Door
+from weightsync.transports.local import local_pair
+from weightsync.transports.pipe import PipeLink
+
+#: Seconds after which a test gives up; reached only by a failure.
+PATIENCE = 60.0
+
+
+class Carrier:
+    """One sender and one worker."""
+
+    sender: WeightSender
+
+    def send(self, weights: Any) -> SyncReport:
+        """One whole send."""
+        raise NotImplementedError
+
+    def served(self) -> dict[str, Any]:
+        """All that the worker serves, bit by bit."""
+        raise NotImplementedError
+
+    def digest(self) -> bytes:
+        """The digest of what the worker serves."""
+        raise NotImplementedError
+
+
+class Here(Carrier):
+    """The worker's end is in this process, and driven by the same thread."""
+
+    def __init__(self, sending: Any, receiving: Any, theirs: Any, make: Callable[[], Any], **given: Any) -> None:
+        self.model = make()
+        sending.init_on_sender("policy", **given)
+        receiving.init_on_worker("policy", model=self.model, **theirs)
+        self.sender, self.receiver = sending.get_sender(), receiving.get_receiver()
+
+    def send(self, weights: Any) -> SyncReport:
+        self.sender.send_async(weights)
+        while self.sender.poll() is not None and not self._over():
+            self.receiver.receive(timeout=0.01)
+        return self.sender.wait_async(timeout=PATIENCE)
+
+    def _over(self) -> bool:
+        outstanding = self.sender._driver.data.outstanding
+        return outstanding is None or not outstanding.owed
+
+    def served(self) -> dict[str, Any]:
+        return snapshot(self.model)
+
+    def digest(self) -> bytes:
+        return self.receiver.digest()
+
+
+@contextlib.contextmanager
+def over_pipes(scheme: Any, make: Callable[[], Any]) -> Iterator[Carrier]:
+    ours, theirs = multiprocessing.Pipe()
+    with scheme() as sending, scheme() as receiving:
+        yield Here(sending, receiving, {"pipe": theirs}, make, pipes=[ours])
+    ours.close()
+    theirs.close()
+
+
+class LinkScheme(WeightSyncScheme):
+    """Endpoints are links, or doors."""
+
+    _sender_arguments = ("ends",)
+    _worker_arguments = ("end",)
+
+    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+        return dict(enumerate(given["ends"]))
+
+    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        return given["end"]
+
+    def create_transport(self, pipe_or_context: Any) -> Any:
+        return pipe_or_context
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        link: Link = endpoint
+        return link
+
+    def listen(self, endpoint: Any, model_id: str, accept: Any) -> Any:
+        return endpoint.open(accept) if isinstance(endpoint, Door) else super().listen(endpoint, model_id, accept)
+
+
+def linked(lay: Callable[[], tuple[Any, Any]]) -> Callable[[Callable[[], Any]], Any]:
+    @contextlib.contextmanager
+    def carry(make: Callable[[], Any]) -> Iterator[Carrier]:
+        first, second = lay()
+        with LinkScheme() as sending, LinkScheme() as receiving:
+            yield Here(sending, receiving, {"end": second}, make, ends=[first])
+
+    return carry
+
+
+def inline() -> tuple[Any, Any]:
+    ends = multiprocessing.Pipe()
+    return tuple(PipeLink(end, "policy", payloads=Payloads.INLINE) for end in ends)
+
+
+def called(courier: Any) -> tuple[Any, Any]:
+    door = Door("policy")
+    return CallLink(courier(door), "the worker"), door
+
+
+CARRIERS = {
+    "pipe": lambda make: over_pipes(MultiProcessWeightSyncScheme, make),
+    "shared": lambda make: over_pipes(SharedMemWeightSyncScheme, make),
+    "pipe inline": linked(inline),
+    "local": linked(local_pair),
+    "calls": linked(lambda: called(DirectCourier)),
+    "calls in threads": linked(lambda: called(ThreadedCourier)),
+}
+PARAMS = [pytest.param(carry, id=name) for name, carry in CARRIERS.items()]

@@ -1,0 +1,68 @@
+"""Couriers that bring calls to a door of this very process: in the caller's thread, or in several others."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from weightsync import wire
+from weightsync.errors import TransportError
+from weightsync.transports.calls import Answers
+from weightsync.transports.doors import Door, Parcel, decoded
+
+
+class DirectCourier:
+    """Knocks in the thread that sends."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self._link = uuid.uuid4().hex
+        self._numbers = itertools.count()
+        self._closed = False
+
+    def start(self, message: Any, payload: Any) -> Answers:
+        if self._closed:
+            raise TransportError("The courier is closed.")
+        carried = None if payload is None else memoryview(bytearray(payload.view[: message.nbytes]))
+        parcel = Parcel(self._link, next(self._numbers), wire.encode(message), carried)
+        answers: Answers = Future()
+        self._bring(parcel, answers)
+        return answers
+
+    def _bring(self, parcel: Parcel, answers: Answers) -> None:
+        try:
+            frames = self.door.knock(parcel)
+        except Exception as error:  # noqa: BLE001 - as a remote call's
+            answers.set_exception(error)
+            return
+        frames.add_done_callback(lambda done: _came_home(answers, done))
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class ThreadedCourier(DirectCourier):
+    """Knocks in threads of its own, so that calls overtake each other."""
+
+    def __init__(self, door: Door) -> None:
+        super().__init__(door)
+        self._threads = ThreadPoolExecutor(3)
+
+    def _bring(self, parcel: Parcel, answers: Answers) -> None:
+        try:
+            self._threads.submit(super()._bring, parcel, answers)
+        except RuntimeError as error:
+            raise TransportError("The courier is closed.") from error
+
+    def close(self) -> None:
+        super().close()
+        self._threads.shutdown(wait=False)
+
+
+def _came_home(answers: Answers, done: Future[Any]) -> None:
+    try:
+        answers.set_result(decoded(done.result()))
+    except Exception as error:  # noqa: BLE001 - as a remote call's
+        answers.set_exception(error)

@@ -1,0 +1,114 @@
+"""`FaultyTransport` misbehaves as its delivery allows: the drivers stay where the protocol says, whatever it does."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+
+import pytest
+
+from weightsync import ConfigurationError, TransportError
+from weightsync._tables import Delivery
+from weightsync.messages import Ack, Hello
+from weightsync.testing import Ends, FaultyTransport, Nonconforming, Rule, check_transport
+from weightsync.transports.base import Waker, wait
+from weightsync.transports.local import local_pair
+from weightsync.transports.pipe import PipeLink
+
+FAULTS = {
+    Delivery.ORDERED: {"delay": 0.3},
+    Delivery.REORDERED: {"delay": 0.4},
+    Delivery.AT_LEAST_ONCE: {"delay": 0.3, "duplicate": 0.3},
+    Delivery.BEST_EFFORT: {"delay": 0.2, "duplicate": 0.2, "drop": 0.2},
+}
+#: What is held back in the wrapper leaves in its own `flush`, and not once its owner has closed it.
+HELD = {"several models": "one model a connection here"}
+
+
+def faulty(delivery: Delivery, seed: int, **faults: float) -> Callable[[str], Ends]:
+    def lay(model_id: str) -> Ends:
+        ours, theirs = multiprocessing.Pipe()
+        ends = [
+            FaultyTransport(PipeLink(end, model_id), delivery, seed=seed + index, **faults)
+            for index, end in enumerate((ours, theirs))
+        ]
+        return Ends(*ends, cut=ends[0].cut)
+
+    return lay
+
+
+@pytest.mark.parametrize("delivery", Delivery, ids=lambda delivery: delivery.name)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_protocol_holds_over_it(delivery: Delivery, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", "weightsync")
+    found = check_transport(faulty(delivery, seed, **FAULTS[delivery]), unreachable=HELD, patience=20.0)
+
+    assert found.delivery is delivery
+    assert {f"walk {number}" for number in range(12)} <= set(found.passed)
+
+
+def test_faults_that_it_does_not_declare_are_found() -> None:
+    """Wrapped in a wrapper that promises more than what lies below it keeps."""
+
+    def lay(model_id: str) -> Ends:
+        inner = [
+            FaultyTransport(link, Delivery.AT_LEAST_ONCE, seed=3, duplicate=0.5, delay=0.5) for link in local_pair()
+        ]
+        return Ends(*(FaultyTransport(link, Delivery.ORDERED) for link in inner))
+
+    with pytest.raises(Nonconforming) as refused:
+        check_transport(lay, only=["many messages"], patience=2.0)
+    assert refused.value.rules <= {Rule.ORDER, Rule.ONCE}
+
+
+@pytest.mark.parametrize(
+    ("delivery", "fault"),
+    [(Delivery.ORDERED, "drop"), (Delivery.AT_LEAST_ONCE, "drop"), (Delivery.REORDERED, "duplicate")],
+)
+def test_no_fault_goes_beyond_what_is_declared(delivery: Delivery, fault: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"promises not to {fault}"):
+        FaultyTransport(local_pair(delivery)[0], delivery, **{fault: 0.5})
+
+
+def said(count: int) -> list[Ack | Hello]:
+    return [Hello(model_id="m", incarnation=1), *(Ack(model_id="m", incarnation=1, version=v) for v in range(count))]
+
+
+def heard(delivery: Delivery, seed: int, **faults: float) -> list[int | str]:
+    first, second = local_pair(delivery)
+    link = FaultyTransport(first, delivery, seed=seed, **faults)
+    for message in said(30):
+        link.send(message)
+    while not link.flush():
+        pass
+    return [message.version if isinstance(message := one.message, Ack) else "Hello" for one in second.receive()]
+
+
+def test_one_seed_does_the_same_every_time() -> None:
+    faults = FAULTS[Delivery.BEST_EFFORT]
+
+    assert heard(Delivery.BEST_EFFORT, 7, **faults) == heard(Delivery.BEST_EFFORT, 7, **faults)
+    assert heard(Delivery.BEST_EFFORT, 7, **faults) != heard(Delivery.BEST_EFFORT, 8, **faults)
+
+
+@pytest.mark.parametrize("delivery", Delivery, ids=lambda delivery: delivery.name)
+def test_each_fault_happens_where_it_is_allowed_and_never_to_the_handshake(delivery: Delivery) -> None:
+    found = heard(delivery, 5, **FAULTS[delivery])
+    versions = found[1:]
+
+    assert found[0] == "Hello"
+    assert (versions != sorted(versions, key=int)) == delivery.reorders
+    assert (len(versions) != len(set(versions))) == delivery.duplicates
+    assert (set(versions) != set(range(30))) == delivery.loses
+
+
+def test_a_cut_is_told_at_both_ends() -> None:
+    first, second = (FaultyTransport(link, Delivery.ORDERED) for link in local_pair())
+    first.send(said(0)[0])
+    first.cut()
+
+    assert [second] == wait(Waker(), [second], 5.0)
+    assert len(second.receive()) == 1
+    for use in (second.receive, first.receive, first.flush, lambda: first.send(said(0)[0])):
+        with pytest.raises(TransportError):
+            use()

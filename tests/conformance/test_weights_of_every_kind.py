@@ -1,0 +1,67 @@
+"""Weights of every kind arrive bit by bit over every transport, version after version (issue 4, point 7)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from carriers import PARAMS, PATIENCE, over_pipes
+from weight_kinds import KINDS, REFUSED, Kind, expected, linear, seeded, snapshot
+
+from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, SharedMemWeightSyncScheme
+
+
+# torch warns of complex32 whenever it allocates some, as the table does.
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.name) for kind in KINDS])
+@pytest.mark.parametrize("carry", PARAMS)
+def test_it_arrives_bit_by_bit(carry: Any, kind: Kind) -> None:
+    source = kind.source(1)
+    with carry(partial(kind.destination, 2)) as carrier:
+        for version in (1, 2, 3):
+            wanted = expected(source)
+            report = carrier.send(source)
+            assert (report.version, report[0].kind) == (version, OutcomeKind.APPLIED)
+            assert carrier.served() == wanted
+            assert carrier.digest() == carrier.sender.digest()
+            source = kind.change(source)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("carry", PARAMS)
+def test_what_cannot_travel_is_a_layout_error_before_anything_is_sent(carry: Any, kind: str) -> None:
+    make, said = REFUSED[kind]
+    good = seeded(linear, 1)
+    with carry(partial(seeded, linear, 2)) as carrier:
+        carrier.send(good)
+        with pytest.raises(LayoutError, match=f"(?i){said}"):
+            carrier.sender.send(make(), timeout=PATIENCE)
+
+        assert carrier.served() == snapshot(good)
+        assert (carrier.sender.version, carrier.sender.state.value) == (1, "ready")
+        assert carrier.send(good).version == 2
+
+
+@pytest.mark.parametrize("carry", PARAMS)
+def test_a_change_after_the_send_changes_nothing_that_was_sent(carry: Any) -> None:
+    source = {"w": torch.zeros(50_000)}
+    with carry(lambda: {"w": torch.ones(50_000)}) as carrier:
+        carrier.sender.send_async(source)
+        source["w"].fill_(9.0)
+        while carrier.receiver.version is None:
+            carrier.receiver.receive(timeout=0.01)
+
+        assert carrier.sender.wait_async(timeout=PATIENCE).ok
+        assert carrier.model["w"].unique().tolist() == [0.0]
+
+
+@pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme], ids=["pipe", "shared"])
+def test_one_gibibyte(scheme: Any) -> None:
+    source = {"w": torch.arange(2**28, dtype=torch.int32)}
+    with over_pipes(scheme, lambda: {"w": torch.zeros(2**28, dtype=torch.int32)}) as carrier:
+        report = carrier.send(source)
+
+        assert report.nbytes >= 2**30
+        assert torch.equal(carrier.model["w"], source["w"])

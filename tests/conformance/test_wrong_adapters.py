@@ -1,0 +1,299 @@
+"""Deliberately wrong adapters are refused, each by the rule that it breaks."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weightsync.testing
+from weightsync import ConfigurationError, TransportError
+from weightsync._tables import Delivery
+from weightsync.messages import Ack, Update
+from weightsync.testing import Ends, Nonconforming, Rule, check_transport
+from weightsync.transports.base import Payloads, Received, Waker
+from weightsync.transports.local import LocalLink, local_pair
+from weightsync.transports.memory import Buffer
+
+#: Seconds after which the kit calls something never. Each wrong adapter that swallows something costs that much.
+PATIENCE = 1.5
+
+
+class Wrong:
+    """A right link, wrapped; subclasses spoil one thing."""
+
+    def __init__(self, link: LocalLink) -> None:
+        self.link = link
+        self.delivery = link.delivery
+        self.peer = link.peer
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.link, name)
+
+
+class Drops(Wrong):
+    def send(self, message: Any, payload: Any = None) -> None:
+        self.count += 1
+        if self.count != 7:
+            self.link.send(message, payload)
+
+
+class Reorders(Wrong):
+    kept: Any = None
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        self.count += 1
+        if self.count == 5:
+            self.kept = message, payload
+            return
+        self.link.send(message, payload)
+        if self.kept is not None:
+            kept, self.kept = self.kept, None
+            self.link.send(*kept)
+
+
+class GreetsLate(Reorders):
+    """The update overtakes the handshake."""
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        self.count += 4 if self.count == 0 else 1
+        super().send(message, payload)
+
+
+class Duplicates(Wrong):
+    def send(self, message: Any, payload: Any = None) -> None:
+        self.link.send(message, payload)
+        if isinstance(message, Update):
+            self.link.send(message, payload)
+
+
+class Forges(Wrong):
+    def receive(self) -> list[Received]:
+        received = self.link.receive()
+        return [
+            Received(Ack(model_id=one.message.model_id, incarnation=1, version=99))
+            if isinstance(one.message, Ack)
+            else one
+            for one in received
+        ]
+
+
+class SwallowsDeath(Wrong):
+    def receive(self) -> list[Received]:
+        try:
+            return self.link.receive()
+        except TransportError:
+            if self.link._closed:
+                raise
+            return []
+
+
+class DiesOfItself(Wrong):
+    def receive(self) -> list[Received]:
+        self.count += 1
+        if self.count > 2:
+            raise TransportError("The link has had enough.")
+        return self.link.receive()
+
+
+class ForgetsLastWords(Wrong):
+    def receive(self) -> list[Received]:
+        side = self.link.side
+        if not self.link._closed and side in self.link.network._ended:
+            self.link.network._inboxes[side].clear()
+        return self.link.receive()
+
+
+class Tears(Wrong):
+    def receive(self) -> list[Received]:
+        received = self.link.receive()
+        for one in received:
+            if one.payload is not None and len(one.payload) > 4096:
+                one.payload[4096:] = bytes(len(one.payload) - 4096)
+        return received
+
+
+class Shortens(Wrong):
+    def receive(self) -> list[Received]:
+        received = self.link.receive()
+        return [Received(one.message, one.payload and one.payload[:65_536]) for one in received]
+
+
+class Blocks(Wrong):
+    def __init__(self, link: LocalLink) -> None:
+        super().__init__(link)
+        self.closed = threading.Event()
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        self.count += 1
+        if self.count == 9:
+            self.closed.wait()
+        self.link.send(message, payload)
+
+    def close(self) -> None:
+        self.closed.set()
+        self.link.close()
+
+
+class KeepsPinned(Wrong):
+    def send(self, message: Any, payload: Any = None) -> None:
+        if payload is not None:
+            payload.pin(object())
+        self.link.send(message, payload)
+
+
+class NeverPins(Wrong):
+    """Shows the worker the sender's own buffer, and says nothing of it."""
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        self.link.send(message, None if payload is None else _Unpinned(payload))
+
+
+class _Unpinned(Buffer):
+    def __init__(self, real: Buffer) -> None:
+        super().__init__(0)
+        self.real = real
+
+    @property
+    def view(self) -> memoryview:
+        return self.real.view
+
+    @property
+    def nbytes(self) -> int:
+        return self.real.nbytes
+
+
+class Silent(Wrong):
+    """Its waitables tell of nothing."""
+
+    def __init__(self, link: LocalLink) -> None:
+        super().__init__(link)
+        self.waker = Waker()
+
+    def waitables(self) -> list[int]:
+        return [] if self.link._closed else [self.waker.fileno()]
+
+
+class Screams(Silent):
+    """Its waitables are readable for ever."""
+
+    def waitables(self) -> list[int]:
+        self.waker.fire()
+        return super().waitables()
+
+
+class OpenForEver(Wrong):
+    def close(self) -> None:
+        self.count += 1
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        self.link.send(message, payload)
+
+
+class RaisesItsOwn(Wrong):
+    def send(self, message: Any, payload: Any = None) -> None:
+        if self.link._closed:
+            raise OSError("Bad file descriptor")
+        self.link.send(message, payload)
+
+
+def factory(wrong: Callable[[LocalLink], Any], payloads: Payloads = Payloads.INLINE) -> Callable[[str], Ends]:
+    def lay(model_id: str) -> Ends:
+        first, second = local_pair(payloads=payloads)
+        return Ends(wrong(first), wrong(second), cut=first.network.cut, dispose=lambda: close(first, second))
+
+    def close(*links: LocalLink) -> None:
+        for link in links:
+            link.close()
+
+    return lay
+
+
+WRONG = [
+    (Drops, Rule.ARRIVES, "many messages"),
+    (Reorders, Rule.ORDER, "many messages"),
+    (GreetsLate, Rule.ORDER, "the first update with the handshake"),
+    (Duplicates, Rule.ONCE, "many messages"),
+    (Duplicates, Rule.ONCE, "updates"),
+    (Forges, Rule.GENUINE, "many messages"),
+    (SwallowsDeath, Rule.DEATH_TOLD, "a receiver that is gone"),
+    (SwallowsDeath, Rule.DEATH_TOLD, "the sender is lost"),
+    (SwallowsDeath, Rule.DEATH_TOLD, "a cut with an update outstanding"),
+    (DiesOfItself, Rule.LIVES, "waitables"),
+    (ForgetsLastWords, Rule.LAST_WORDS, "the sender's last words"),
+    (Tears, Rule.PAYLOAD, "payloads of every size (segments)"),
+    (Shortens, Rule.PAYLOAD, "payloads of every size (heap)"),
+    (Blocks, Rule.NEVER_BLOCKS, "a peer that does not read"),
+    (KeepsPinned, Rule.UNPINNED, "buffers (heap)"),
+    (KeepsPinned, Rule.UNPINNED, "updates"),
+    (Silent, Rule.WAKES, "many messages"),
+    (Screams, Rule.QUIET, "waitables"),
+    (OpenForEver, Rule.CLOSED, "closing"),
+    (RaisesItsOwn, Rule.OWN_ERRORS, "closing"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "rule", "scenario"), WRONG, ids=lambda each: getattr(each, "__name__", str(each)))
+def test_a_wrong_adapter_is_refused_by_its_rule(wrong: Any, rule: Rule, scenario: str) -> None:
+    with pytest.raises(Nonconforming) as refused:
+        check_transport(factory(wrong), only=[scenario], patience=PATIENCE)
+
+    assert refused.value.rules == {rule}
+    (broken,) = refused.value.conformance.broken
+    assert (broken.scenario, bool(broken.steps), bool(broken.what)) == (scenario, True, True)
+    assert f"{rule.name}: {rule.value}" in str(refused.value)
+
+
+@pytest.mark.parametrize("scenario", ["payloads of every size (heap)", "updates"])
+def test_a_buffer_that_is_shown_and_not_pinned_is_found_by_what_the_worker_then_reads(scenario: str) -> None:
+    with pytest.raises(Nonconforming) as refused:
+        check_transport(factory(NeverPins, Payloads.SHARED), only=[scenario], patience=PATIENCE)
+
+    assert refused.value.rules <= {Rule.PAYLOAD, Rule.PINNED}
+
+
+def test_what_cannot_be_reached_and_is_not_declared_is_refused() -> None:
+    def lay(model_id: str) -> Ends:
+        return Ends(*local_pair())
+
+    with pytest.raises(Nonconforming, match=r"Ends\.cut") as refused:
+        check_transport(lay, only=["a cut", "several models", "handshake"], patience=PATIENCE)
+    assert refused.value.rules == {Rule.DECLARED}
+    assert refused.value.conformance.passed == ("handshake",)
+
+    reasons = {"a cut": "nothing can be cut here", "several models": "one model a link"}
+    found = check_transport(lay, unreachable=reasons, only=[*reasons, "handshake"], patience=PATIENCE)
+    assert found.unreachable == reasons
+    assert "not reached: a cut, since nothing can be cut here" in str(found)
+
+
+@pytest.mark.parametrize("bad", [{"no such scenario": "why"}, {"a cut": " "}])
+def test_declarations_are_checked(bad: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError):
+        check_transport(lambda model_id: Ends(*local_pair()), unreachable=bad)
+
+
+def test_a_link_that_may_lose_is_not_asked_for_what_it_lost() -> None:
+    found = check_transport(lambda model_id: Ends(*local_pair(Delivery.BEST_EFFORT)), patience=PATIENCE)
+
+    assert "updates" in found.beside
+    assert "many messages" in found.passed
+
+
+def test_the_kit_needs_no_pytest_and_no_hypothesis() -> None:
+    modules = Path(weightsync.testing.__file__).parent.glob("*.py")
+    found = {
+        alias.name
+        for path in modules
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+
+    assert found & {"pytest", "hypothesis"} == set()
+    assert {"contextlib", "random"} <= found

@@ -1,0 +1,52 @@
+"""Stores on ports of their own, and pairs over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from fleet import crew  # noqa: F401 - the fixture
+from store_fleet import StorePair
+
+# torch asks the DNS for a name of each address it connects to. A test machine's may not answer.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "distributed" in item.path.parts:
+            item.add_marker(pytest.mark.gloo)
+
+
+@pytest.fixture(autouse=True)
+def _gloo() -> None:
+    if not dist.is_available() or not dist.is_gloo_available():
+        if os.environ.get("CI"):
+            pytest.fail("CI needs a torch with gloo")
+        pytest.skip("NO GLOO: this torch was built without torch.distributed over gloo")
+
+
+@pytest.fixture
+def store() -> Any:
+    """A store hosted by this process."""
+    return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+
+
+@pytest.fixture
+def pair(store: Any) -> Iterator[StorePair]:
+    """A sender and one receiver in this process."""
+    made = StorePair(store)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def three(store: Any) -> Iterator[StorePair]:
+    """A sender and three receivers in this process."""
+    made = StorePair(store, workers=3)
+    yield made
+    made.close()

@@ -1,0 +1,209 @@
+"""Pairs over a store, workers that meet there, and a network between them that can be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fleet import PATIENCE, Seat, filled, large
+from torch import nn
+
+from weightsync import DistributedTransport, DistributedWeightSyncScheme, WeightReceiver, WeightSender
+
+
+def reach(port: int) -> Any:
+    """A connection of one's own to the store."""
+    return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+
+
+def big(fill: float = 0.0) -> nn.Module:
+    """A model of 64 MiB, which no socket takes at once."""
+    return filled(nn.Linear(4096, 4096, bias=False), fill)
+
+
+class StorePair:
+    """A sender and its receivers in this process: one thread can drive both ends."""
+
+    def __init__(
+        self, store: Any, workers: int = 1, model: Callable[..., nn.Module] = large, sync: bool = True, **names: Any
+    ) -> None:
+        self.store = store
+        self.source = model(1.0)
+        self.models = [model(0.0) for _ in range(workers)]
+        self.scheme = DistributedWeightSyncScheme(sync=sync)
+        self.scheme.init_on_sender("policy", store=store, num_workers=workers, model=self.source, **names)
+        self.sender: WeightSender = self.scheme.get_sender()
+        self.schemes = [DistributedWeightSyncScheme(sync=sync) for _ in range(workers)]
+        for index, (scheme, destination) in enumerate(zip(self.schemes, self.models, strict=True)):
+            scheme.init_on_worker("policy", store=store, rank=index + 1, model=destination)
+        self.receivers: list[WeightReceiver] = [scheme.get_receiver() for scheme in self.schemes]
+
+    @property
+    def receiver(self) -> WeightReceiver:
+        return self.receivers[0]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.models[0]
+
+    def sync(self, weights: Any = None, worker_ids: Any = None) -> Any:
+        """One whole send to those named, or all."""
+        self.sender.send_async(weights, worker_ids)
+        for index, receiver in enumerate(self.receivers):
+            if worker_ids is None or index in worker_ids:
+                receiver.receive(timeout=PATIENCE)
+        return self.sender.wait_async(timeout=PATIENCE)
+
+    def close(self) -> None:
+        self.scheme.close()
+        for scheme in self.schemes:
+            scheme.close()
+
+
+class Network:
+    """Carries connections to a port, until it is cut or falls silent."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._ways: dict[socket.socket, socket.socket] = {}
+        self._silent = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread.start()
+
+    def _carry(self) -> None:
+        while not self._over.is_set():
+            ready, _, _ = select.select([self._listener, *self._ways], [], [], 0.05)
+            if self._silent.is_set():
+                self._over.wait(0.05)
+                continue
+            for sock in ready:
+                self._join() if sock is self._listener else self._pass_on(sock)
+
+    def _join(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(("127.0.0.1", self._target))
+        self._ways |= {near: far, far: near}
+
+    def _pass_on(self, sock: socket.socket) -> None:
+        if sock not in self._ways:
+            return
+        data = b""
+        with contextlib.suppress(OSError):
+            data = sock.recv(1 << 16)
+        if data:
+            with contextlib.suppress(OSError):
+                self._ways[sock].sendall(data)
+            return
+        other = self._ways.pop(sock)
+        self._ways.pop(other, None)
+        sock.close()
+        other.close()
+
+    def fall_silent(self) -> None:
+        """Carry nothing any more, and tell nobody."""
+        self._silent.set()
+
+    def cut(self) -> None:
+        """End all connections; no new ones are taken."""
+        self._over.set()
+        self._thread.join()
+        for sock in [self._listener, *self._ways]:
+            sock.close()
+
+
+# ------------------------------------------------------------------------------ what workers can be told to do
+
+
+def meet(  # noqa: PLR0917 - told over a pipe, by position
+    seat: Seat,
+    port: int,
+    rank: int,
+    make: Callable[..., nn.Module] = large,
+    model_id: str = "policy",
+    sync: bool = True,
+) -> None:
+    """Initialise the worker's side."""
+    seat.model = make()
+    seat.kept["store"] = reach(port)
+    seat.scheme = DistributedWeightSyncScheme(sync=sync)
+    seat.scheme.init_on_worker(model_id, store=seat.kept["store"], rank=rank, model=seat.model)
+    seat.receiver = seat.scheme.get_receiver()
+    seat.kept[model_id] = (seat.scheme, seat.receiver, seat.model)
+
+
+def turn_to(seat: Seat, model_id: str) -> None:
+    """Go on with that one of several models."""
+    seat.scheme, seat.receiver, seat.model = seat.kept[model_id]
+
+
+def open_store(seat: Seat) -> int:
+    """Host a store; its port."""
+    seat.kept["store"] = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    port: int = seat.kept["store"].port
+    return port
+
+
+def lead(seat: Seat, port: int, workers: int, make: Callable[..., nn.Module] = large, fill: float = 1.0) -> None:
+    """Initialise the trainer's side."""
+    seat.model = make(fill)
+    seat.kept["store"] = reach(port)
+    seat.scheme = DistributedWeightSyncScheme()
+    seat.scheme.init_on_sender("policy", store=seat.kept["store"], num_workers=workers, model=seat.model)
+    seat.kept["sender"] = seat.scheme.get_sender()
+
+
+def start_sending(seat: Seat) -> None:
+    """Dispatch and go on."""
+    seat.kept["sender"].send_async()
+
+
+def wait_until_met(seat: Seat) -> int | None:
+    """Receive, through losses, until a version came over a link; which one that was."""
+    before = seat.receiver.version
+    while seat.receiver.version == before:
+        with contextlib.suppress(ConnectionError):
+            seat.receiver.receive(timeout=0.1)
+    version: int | None = seat.receiver.version
+    return version
+
+
+def is_written_for_the_reference(seat: Seat, port: int, rank: int, times: int) -> list[float]:
+    """A worker's loop on TorchRL's own keys; the first number of each version's "weight"."""
+    store, seen = reach(port), []
+    transport = DistributedTransport(store, rank)
+    for _ in range(times):
+        instruction = store.get(f"NODE_{rank}_in")
+        store.delete_key(f"NODE_{rank}_in")
+        assert instruction == b"update_weights"
+        model_id, weights = transport.receive_weights(timeout=PATIENCE)
+        assert model_id == "policy"
+        seen.append(float(weights["weight"][0, 0]))
+        transport.send_ack("updated")
+    transport.close()
+    return seen
+
+
+def joins_a_group_of_its_own(seat: Seat, port: int, rank: int, world: int) -> None:
+    """What a user's own program does beside us."""
+    dist.init_process_group("gloo", store=dist.PrefixStore("own", reach(port)), rank=rank, world_size=world)
+
+
+def sums(seat: Seat | None, value: float) -> float:
+    """A collective of the user's own."""
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def leaves_its_group(seat: Seat) -> None:
+    dist.destroy_process_group()

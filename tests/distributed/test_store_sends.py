@@ -1,0 +1,313 @@
+"""Sends over a store and process groups: what arrives, at whom, and under which keys."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fleet import PATIENCE, Crew, constants, descriptors, filled, large, serve, shows, small
+from store_fleet import StorePair, joins_a_group_of_its_own, leaves_its_group, meet, sums, turn_to
+from torch import nn
+
+from weightsync import ConfigurationError, DistributedWeightSyncScheme, RefusedError, StateError, WorkerLostError
+from weightsync.report import Evidence, OutcomeKind
+from weightsync.transports.distributed import group
+from weightsync.transports.distributed.letters import PIECE_NBYTES
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_acked_means_served_in_processes_of_their_own(crew: Crew, store: Any, sync: bool) -> None:
+    workers = crew.start(None, 2)
+    scheme = DistributedWeightSyncScheme(sync=sync)
+    scheme.init_on_sender("policy", store=store, num_workers=2, model=large(3.0))
+    for index, worker in enumerate(workers):
+        worker.do(meet, store.port, index + 1, large, "policy", sync)
+        worker.tell(serve, 1)
+
+    with scheme:
+        report = scheme.get_sender().send(timeout=PATIENCE)
+
+        assert [worker.answer() for worker in workers] == [1, 1]
+        assert {Evidence.ANSWER} == {outcome.evidence for outcome in report.outcomes.values()}
+        for worker in workers:
+            assert worker.do(shows)[2] == {3.0}
+
+
+def test_a_subset_changes_nobody_else(three: StorePair) -> None:
+    three.sync(worker_ids=[0, 2])
+
+    assert [{1.0}, {0.0}, {1.0}] == [constants(model) for model in three.models]
+    assert not three.receivers[1].receive(timeout=0.05)
+
+
+def test_small_payloads_go_through_the_store_and_need_no_group(store: Any) -> None:
+    pair = StorePair(store, model=small)
+    with contextlib.closing(pair):
+        pair.sync()
+
+        assert {1.0} == constants(pair.model)
+        assert not [key for key in _keys(store) if "/group/" in key]
+
+
+def test_a_send_async_carries_the_weights_as_they_were(pair: StorePair) -> None:
+    pair.sender.send_async()
+    filled(pair.source, 9.0)
+    assert pair.receiver.receive(timeout=PATIENCE)
+
+    assert pair.sender.wait_async(timeout=PATIENCE).ok
+    assert {1.0} == constants(pair.model)
+
+
+def test_a_refusal_comes_home_with_its_reason_and_the_old_weights_stay(store: Any) -> None:
+    pair = StorePair(store, workers=2)
+    pair.schemes[1].close()
+    other = DistributedWeightSyncScheme()
+    model = nn.Linear(200, 100)
+    before = model.weight.detach().clone()
+    other.init_on_worker("policy", store=store, rank=2, model=model)
+    with contextlib.closing(pair), other:
+        pair.sender.poll()
+        pair.sender.add_worker(1, (store, 2))
+        pair.sender.send_async()
+        pair.receivers[0].receive(timeout=PATIENCE)
+        with pytest.raises(ConnectionError):
+            other.get_receiver().receive(timeout=PATIENCE)
+
+        report = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")
+
+    assert OutcomeKind.APPLIED is report.outcomes[0].kind
+    assert "0.weight" in report.outcomes[1].reason
+    assert torch.equal(before, model.weight)
+
+
+def test_a_hook_that_raises_is_refused_with_its_traceback(pair: StorePair) -> None:
+    pair.sync()
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no thanks")
+
+    pair.model.register_load_state_dict_pre_hook(refuse)
+    pair.model.set_extra_state = refuse  # type: ignore[method-assign, assignment]
+    pair.sender.send_async({name: tensor[:1] for name, tensor in pair.source.state_dict().items()})
+    assert not pair.receiver.receive(timeout=PATIENCE)
+
+    with pytest.raises(RefusedError) as refused:
+        pair.sender.wait_async(timeout=PATIENCE)
+    assert 1 == pair.receiver.version
+    assert refused.value.report.outcomes[0].remote_traceback
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_payload_of_many_buckets_arrives_whole(store: Any, sync: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "BUCKET_NBYTES", 10_000)
+    pair = StorePair(store, sync=sync)
+    with contextlib.closing(pair), torch.no_grad():
+        for parameter in pair.source.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter))
+        pair.sync()
+
+        for name, tensor in pair.source.state_dict().items():
+            assert torch.equal(tensor, pair.model.state_dict()[name])
+
+
+def test_two_thousand_small_tensors(store: Any) -> None:
+    pair = StorePair(store, model=lambda fill: filled(nn.ParameterList([nn.Parameter(torch.zeros(64))] * 0 + [
+        nn.Parameter(torch.zeros(64)) for _ in range(2000)
+    ]), fill))  # fmt: skip
+    with contextlib.closing(pair):
+        assert pair.sync().ok
+        assert {1.0} == constants(pair.model)
+
+
+def test_a_frame_beyond_what_a_store_takes_as_one_value(store: Any) -> None:
+    class Wordy(nn.Linear):
+        words = b""
+
+        def get_extra_state(self) -> bytes:
+            return self.words
+
+        def set_extra_state(self, state: bytes) -> None:
+            self.words = state
+
+    pair = StorePair(store, model=lambda fill: filled(Wordy(2, 2), fill))
+    pair.source.words = os.urandom(2 * PIECE_NBYTES + 5)  # type: ignore[assignment]
+    with contextlib.closing(pair):
+        pair.sync()
+
+        assert pair.source.words == pair.model.words
+
+
+def test_several_models_of_one_worker(crew: Crew, store: Any) -> None:
+    (worker,) = crew.start(None)
+    with contextlib.ExitStack() as stack:
+        for fill, model_id in ((2.0, "policy"), (5.0, "value.net")):
+            scheme = stack.enter_context(DistributedWeightSyncScheme())
+            scheme.init_on_sender(model_id, store=store, num_workers=1, model=large(fill))
+            worker.do(meet, store.port, 1, large, model_id)
+            worker.tell(serve, 1)
+            assert scheme.get_sender().send(timeout=PATIENCE).ok
+            assert 1 == worker.answer()
+        worker.do(turn_to, "policy")
+        assert {2.0} == worker.do(shows)[2]
+        worker.do(turn_to, "value.net")
+        assert {5.0} == worker.do(shows)[2]
+
+
+def test_works_beside_the_users_own_process_group(crew: Crew, store: Any) -> None:
+    (worker,) = crew.start(None)
+    worker.tell(joins_a_group_of_its_own, store.port, 1, 2)
+    joins_a_group_of_its_own(None, store.port, 0, 2)  # type: ignore[arg-type]
+    worker.answer()
+    try:
+        worker.tell(sums, 2.0)
+        assert 3.0 == sums(None, 1.0) == worker.answer()
+        scheme = DistributedWeightSyncScheme()
+        scheme.init_on_sender("policy", store=store, num_workers=1, model=large(4.0))
+        worker.do(meet, store.port, 1)
+        with scheme:
+            worker.tell(serve, 1)
+            assert scheme.get_sender().send(timeout=PATIENCE).ok
+            worker.answer()
+            worker.tell(sums, 20.0)
+            assert 30.0 == sums(None, 10.0) == worker.answer()
+        assert {4.0} == worker.do(shows)[2]
+    finally:
+        worker.tell(leaves_its_group)
+        dist.destroy_process_group()
+        worker.answer()
+
+
+def test_a_second_sender_takes_over_and_the_first_is_fenced(pair: StorePair) -> None:
+    pair.sync()
+    second = DistributedWeightSyncScheme()
+    second.init_on_sender("policy", store=pair.store, num_workers=1, model=large(7.0))
+    with second:
+        second.get_sender().send_async()
+        while pair.receiver.incarnation == pair.sender.incarnation:
+            pair.receiver.receive(timeout=0.2)
+        assert second.get_sender().wait_async(timeout=PATIENCE).ok
+        assert {7.0} == constants(pair.model)
+
+        with pytest.raises(WorkerLostError, match="newer sender"):
+            pair.sender.send(timeout=PATIENCE)
+        assert {7.0} == constants(pair.model)
+
+
+def test_a_worker_that_comes_late_is_served_what_is_due(store: Any) -> None:
+    scheme, late = DistributedWeightSyncScheme(), DistributedWeightSyncScheme()
+    scheme.init_on_sender("policy", store=store, num_workers=1, model=large(6.0))
+    model = large()
+    with scheme, late:
+        scheme.get_sender().send_async()
+        late.init_on_worker("policy", store=store, rank=1, model=model)
+        assert late.get_receiver().receive(timeout=PATIENCE)
+
+        assert scheme.get_sender().wait_async(timeout=PATIENCE).ok
+        assert {6.0} == constants(model)
+
+
+def test_a_receiver_that_closes_leaves_the_roll_and_may_come_back(pair: StorePair) -> None:
+    pair.sync()
+    pair.schemes[0].close()
+    again, model = DistributedWeightSyncScheme(), large()
+    with again:
+        again.init_on_worker("policy", store=pair.store, rank=1, model=model)
+        until = time.monotonic() + PATIENCE
+        while 0 in pair.sender.worker_ids and time.monotonic() < until:
+            pair.sender.poll()
+        pair.sender.add_worker(0, (pair.store, 1))
+
+        assert again.get_receiver().receive(timeout=PATIENCE)
+        assert {1.0} == constants(model)
+
+
+def test_prefixes_keep_two_trainings_apart(store: Any) -> None:
+    pairs = [StorePair(dist.PrefixStore(name, store)) for name in ("a", "b")]
+    filled(pairs[1].source, 8.0)
+    try:
+        for pair in pairs:
+            pair.sync()
+        assert [{1.0}, {8.0}] == [constants(pair.model) for pair in pairs]
+    finally:
+        for pair in pairs:
+            pair.close()
+
+
+def test_stores_that_cannot_be_met_at_are_refused(tmp_path: Any) -> None:
+    for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 2)):
+        with pytest.raises(ConfigurationError, match="TCPStore"):
+            DistributedWeightSyncScheme().init_on_sender("policy", store=store, num_workers=1, model=small())
+
+
+def test_what_is_missing_is_named(store: Any) -> None:
+    with pytest.raises(ValueError, match="num_workers"):
+        DistributedWeightSyncScheme().init_on_sender("policy", store=store, model=small())
+    with pytest.raises(ValueError, match="rank"):
+        DistributedWeightSyncScheme().init_on_worker("policy", store=store, model=small())
+    with pytest.raises(ValueError, match="rank 0"):
+        DistributedWeightSyncScheme().init_on_worker("policy", store=store, rank=0, model=small())
+    with pytest.raises(ValueError, match="store_info"):
+        DistributedWeightSyncScheme().init_on_worker("policy", rank=1, model=small())
+    with pytest.raises(ValueError, match="'gloo' or 'nccl'"):
+        DistributedWeightSyncScheme(backend="carrier pigeon")
+
+
+def test_a_scheme_without_a_store_makes_one_and_takes_its_address_along() -> None:
+    scheme = DistributedWeightSyncScheme()
+    scheme.init_on_sender("policy", num_workers=1, model=large(2.0))
+    travelled, model = pickle.loads(pickle.dumps(scheme)), large()
+    with scheme, travelled:
+        with pytest.raises(StateError):
+            travelled.get_sender()
+        assert scheme.get_store_info() == travelled.get_store_info()
+        travelled.init_on_worker("policy", rank=1, model=model)
+        scheme.get_sender().send_async()
+        assert travelled.get_receiver().receive(timeout=PATIENCE)
+        assert scheme.get_sender().wait_async(timeout=PATIENCE).ok
+    assert {2.0} == constants(model)
+
+
+def test_close_leaves_no_thread_and_no_descriptor(store: Any) -> None:
+    before, threads = _stable(descriptors), set(threading.enumerate())
+    for _ in range(2):
+        pair = StorePair(store)
+        pair.sync()
+        pair.close()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(5)
+
+    assert not set(threading.enumerate()) - threads
+    until = time.monotonic() + 10
+    while len(_stable(descriptors)) > len(before) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(before) == len(_stable(descriptors))
+
+
+def test_in_a_forked_child_links_are_the_parents(pair: StorePair) -> None:
+    pair.sync()
+    child = os.fork()
+    if child == 0:
+        states = {pair.sender.state.value, pair.receiver.state.value}
+        os._exit(0 if states == {"uninitialized"} else 1)
+    assert 0 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    filled(pair.source, 2.0)
+    assert pair.sync().ok
+    assert {2.0} == constants(pair.model)
+
+
+def _keys(store: Any) -> list[str]:
+    keys: list[str] = store.list_keys()
+    return keys
+
+
+def _stable(look: Any) -> dict[str, str]:
+    found: dict[str, str] = look()
+    return {fd: name for fd, name in found.items() if name.startswith(("socket:", "anon_inode:[eventfd]"))}

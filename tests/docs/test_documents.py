@@ -1,0 +1,124 @@
+"""What the documents promise: a page's program runs and prints what the page says, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+#: Seconds in which a page's program must end; a fresh interpreter takes 5 to 9 of them to import torch.
+PATIENCE = 110.0
+NEEDS = {"ray": [pytest.mark.ray], "rpc": [pytest.mark.rpc], "distributed": [pytest.mark.gloo]}
+SCHEMES = ("processes", "shared", "none", "ray", "rpc", "distributed")
+
+
+def page(name: str) -> str:
+    return (DOCS / "schemes" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", document, re.DOTALL | re.MULTILINE)
+
+
+def test_each_scheme_has_its_page() -> None:
+    assert {path.stem for path in (DOCS / "schemes").glob("*.md")} == set(SCHEMES)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_schemes_page_has_one_whole_program_and_says_what_it_prints(name: str) -> None:
+    (program,) = blocks(page(name), "python")
+
+    compile(program, f"{name}.md", "exec")
+    assert "print(" in program
+    assert blocks(page(name), "text")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, [])) for name in SCHEMES])
+def test_a_schemes_program_prints_what_its_page_says(name: str, tmp_path: Path) -> None:
+    (program,) = blocks(page(name), "python")
+    path = tmp_path / f"{name}.py"
+    path.write_text(program, encoding="utf-8")
+
+    code, output, errors = run(path)
+
+    assert code == 0, errors
+    for line in blocks(page(name), "text")[0].splitlines():
+        assert promised(line, output), f"{line!r} is not in:\n{output}\n{errors}"
+
+
+def promised(line: str, output: str) -> bool:
+    """Whether the output has that line; ``...`` in it stands for anything."""
+    pattern = ".*".join(map(re.escape, line.strip().split("...")))
+    return re.search(rf"^\s*{pattern}\s*$", output, re.MULTILINE) is not None
+
+
+def run(path: Path) -> tuple[int, str, str]:
+    """Run a program in an interpreter of its own; nothing that it started outlives it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    process = subprocess.Popen(
+        [sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=path.parent,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        pytest.fail(f"{path.name} did not end within {PATIENCE} s\n{output}\n{errors}")
+    return process.returncode, output, errors
+
+
+# ------------------------------------------------------------------------------------------------------- links
+
+
+def documents() -> list[Path]:
+    return sorted(
+        [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "spec").glob("*.md"), *(ROOT / "tla").glob("*.md")]
+    )
+
+
+def links(path: Path) -> list[str]:
+    """Where the links of a document lead, without those to other sites."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text)
+    return [target for target in found if not re.match(r"[a-z]+:", target)]
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(path: Path) -> None:
+    missing = []
+    for target in links(path):
+        name, _, anchor = target.partition("#")
+        leads_to = (path.parent / name).resolve() if name else path
+        if not leads_to.exists() or (anchor and anchor not in anchors(leads_to)):
+            missing.append(target)
+
+    assert missing == []
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that a site gives the headings of a document."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_index_names_every_page() -> None:
+    named = {(DOCS / target).resolve() for target in links(DOCS / "README.md")}
+
+    assert {path for path in DOCS.rglob("*.md") if path.name != "README.md"} - named == set()
+
+
+def test_the_readme_leads_to_the_index() -> None:
+    assert "docs/README.md" in links(ROOT / "README.md")

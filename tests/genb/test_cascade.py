@@ -1,0 +1,177 @@
+"""A worker with workers of its own: it answers once they were updated, and what became of that is told."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from duo import Duo, beside, reader
+from fleet import PATIENCE
+
+from weightsync import OutcomeKind, SharedMemWeightSyncScheme, SyncError, SyncReport
+from weightsync.report import Outcome
+
+
+class Manager:
+    """A worker's context that has workers of its own."""
+
+    def __init__(self, duo: Duo) -> None:
+        self.duo = duo
+        self.asked: list[tuple[str, set[float]]] = []
+        self.versions: list[int | None] = []
+        self.result: Any = None
+
+    def update_policy_weights_(self, *, model_id: str, policy_or_weights: Any) -> Any:
+        self.asked.append((model_id, set(policy_or_weights["mark"].tolist())))
+        self.versions.append(self.duo.receiving.get_receiver().version)
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+@pytest.fixture
+def manager(scheme_class: Any) -> Any:
+    duo = Duo(scheme_class, strategy="tensordict")
+    made = Manager(duo)
+    duo.connect(context=made)
+    yield made
+    duo.end()
+
+
+def nested(kind: OutcomeKind) -> SyncReport:
+    return SyncReport(model_id="policy", version=3, incarnation=1, outcomes={0: Outcome(kind=kind, reason="so it is")})
+
+
+def test_the_first_version_is_handed_on_too(manager: Manager) -> None:
+    assert manager.asked == [("policy", {1.0})]
+
+
+def test_what_is_handed_on_is_live_already_and_its_report_travels(manager: Manager) -> None:
+    manager.result = nested(OutcomeKind.APPLIED)
+
+    report = manager.duo.send(2.0)
+
+    assert manager.asked[-1] == ("policy", {2.0})
+    assert manager.versions[-1] == 2
+    assert report.ok
+    assert report[0].nested == manager.result
+
+
+def test_the_answer_waits_for_it(manager: Manager) -> None:
+    go_on = threading.Event()
+    manager.result = None
+    shipped = Manager.update_policy_weights_
+
+    def slowly(**given: Any) -> Any:
+        assert go_on.wait(PATIENCE)
+        return shipped(manager, **given)
+
+    manager.update_policy_weights_ = slowly  # type: ignore[method-assign]
+    with beside(lambda: manager.duo.send(2.0, timeout=PATIENCE)) as sent:
+        while manager.duo.receiving.get_receiver().version != 2:
+            assert not sent
+        assert manager.duo.model() == {2.0}
+        assert not sent
+        go_on.set()
+
+    assert sent[0].ok
+
+
+def test_a_send_raises_unless_everybody_below_applied_it(manager: Manager) -> None:
+    manager.result = nested(OutcomeKind.TIMED_OUT)
+
+    with pytest.raises(SyncError, match="handed on") as raised:
+        manager.duo.send(2.0)
+
+    assert raised.value.report[0].kind is OutcomeKind.APPLIED
+    assert raised.value.report[0].nested[0].kind is OutcomeKind.TIMED_OUT
+    assert manager.duo.model() == {2.0}
+
+
+def test_a_report_that_was_raised_travels(manager: Manager) -> None:
+    manager.result = nested(OutcomeKind.LOST).error()
+
+    report = manager.duo.send(2.0, on_failure="report")
+
+    assert report[0].nested == nested(OutcomeKind.LOST)
+    assert not report.ok
+
+
+def test_any_other_error_is_told_and_the_worker_serves_the_version(manager: Manager) -> None:
+    manager.result = ZeroDivisionError("planted")
+
+    with pytest.raises(SyncError, match="planted") as raised:
+        manager.duo.send(2.0)
+
+    outcome = raised.value.report[0]
+    assert outcome.kind is OutcomeKind.APPLIED
+    assert outcome.nested[0].kind is OutcomeKind.ABANDONED
+    assert "update_policy_weights_" in outcome.nested[0].remote_traceback
+    assert manager.duo.model() == {2.0}
+    manager.result = None
+    assert manager.duo.send(3.0).ok
+
+
+def test_a_forward_that_swaps_leaves_the_handing_on_to_the_thread(manager: Manager) -> None:
+    stop = threading.Event()
+
+    def serve() -> set[float]:
+        seen: set[float] = set()
+        while not stop.is_set():
+            seen |= manager.duo.model()
+        return seen
+
+    with beside(serve) as seen:
+        reports = [manager.duo.send(float(fill), timeout=PATIENCE) for fill in range(2, 40)]
+        stop.set()
+
+    assert all(report.ok for report in reports)
+    assert [values for _, values in manager.asked] == [{float(fill)} for fill in range(1, 40)]
+    assert 39.0 in seen[0] | manager.duo.model()
+
+
+class Leaf:
+    """As a TorchRL collector without workers of its own: it has the method, and no scheme to use it with."""
+
+    def __init__(self, schemes: Any) -> None:
+        self._weight_sync_schemes = schemes
+
+    def update_policy_weights_(self, **_: Any) -> None:
+        raise AssertionError("it would write into its own policy")
+
+
+@pytest.mark.parametrize("schemes", [None, {}, {"value": object()}])
+def test_a_collector_without_workers_is_not_asked_to_hand_on(schemes: Any) -> None:
+    duo = Duo(SharedMemWeightSyncScheme)
+    leaf = Leaf(schemes)
+    duo.connect(context=leaf)
+
+    assert duo.send(2.0)[0].nested is None
+    duo.end()
+
+
+def test_two_levels_of_our_own_schemes(scheme_class: Any) -> None:
+    """A tree: the middle worker's send raises if its own worker refuses, and the root hears of it."""
+    top = Duo(scheme_class)
+    low = Duo(scheme_class)
+
+    class Middle:
+        def update_policy_weights_(self, *, model_id: str, policy_or_weights: Any) -> SyncReport:
+            report: SyncReport = low.sending.send(policy_or_weights)
+            return report
+
+    low.connect()
+    middle = Middle()
+    top.connect(context=middle)
+
+    report = top.send(2.0)
+    assert report[0].nested[0].kind is OutcomeKind.APPLIED
+    assert low.model() == {2.0}
+
+    low.receiving.model = reader().double()
+    with pytest.raises(SyncError, match="float64"):
+        top.send(3.0)
+    assert top.model() == {3.0}
+    top.end()
+    low.end()

@@ -1,0 +1,486 @@
+"""The second generation's init in all its forms, the rendez-vous, and the scheme's own send."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from duo import Duo, beside
+from fleet import PATIENCE, Crew, Seat, constants, filled, small
+from tensordict import TensorDict
+from torch import nn
+
+import weightsync
+from weightsync import (
+    AckTimeoutError,
+    ConfigurationError,
+    LayoutError,
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    OutcomeKind,
+    SharedMemWeightSyncScheme,
+    State,
+    StateError,
+    WeightStrategy,
+    WeightSyncError,
+    WeightSyncScheme,
+    WorkerLostError,
+    register_weight_sync_backend,
+)
+from weightsync.schemes.registry import _registered
+
+# ------------------------------------------------------------------------- workers that a scheme makes pipes for
+
+
+def meet(seat: Seat, worker: int, make: Any = small) -> None:
+    """A worker's init and connect, with the scheme that it was started with."""
+    seat.model = make()
+    seat.scheme.init_on_receiver(model_id="policy", model=seat.model, worker_idx=worker)
+    seat.scheme.connect(worker_idx=worker, timeout=PATIENCE)
+
+
+def held(seat: Seat) -> tuple[set[float], int | None]:
+    receiver = seat.scheme.get_receiver()
+    return constants(seat.model), receiver.version
+
+
+def finish(seat: Seat) -> None:
+    seat.scheme.shutdown()
+
+
+def begun(crew: Crew, scheme: Any, workers: list[int]) -> list[Any]:
+    """Workers started with the scheme, which is then connected on both sides."""
+    started = crew.start(scheme, len(workers))
+    for worker, process in zip(workers, started, strict=True):
+        process.tell(meet, worker)
+    scheme.connect(timeout=PATIENCE)
+    for process in started:
+        process.answer()
+    return started
+
+
+def weights(fill: float) -> TensorDict:
+    extracted = WeightStrategy("tensordict").extract_weights(filled(small(), fill))
+    assert isinstance(extracted, TensorDict)
+    return extracted
+
+
+FORMS: dict[str, tuple[dict[str, Any], list[set[float]]]] = {
+    "context": ({"model_id": "policy", "context": SimpleNamespace(num_workers=2, policy=small(1.0))}, [{1.0}, {1.0}]),
+    "params_map": ({"params_map": {0: weights(1.0), 1: weights(2.0)}}, [{1.0}, {2.0}]),
+    "params_map and id": ({"params_map": {0: weights(3.0), 1: weights(3.0)}, "model_id": "policy"}, [{3.0}, {3.0}]),
+    "weights and devices": ({"weights": weights(1.0), "devices": [torch.device("cpu")] * 2}, [{1.0}, {1.0}]),
+    "model and devices": ({"model": small(1.0), "devices": ["cpu", "cpu"]}, [{1.0}, {1.0}]),
+    "weights and device_map_fn": (
+        {"weights": weights(1.0), "device_map_fn": lambda idx, given: given + idx, "num_workers": 2},
+        [{1.0}, {2.0}],
+    ),
+    "model and device_map_fn": (
+        {"model": small(1.0), "device_map_fn": lambda idx, given: given.to("cpu"), "num_workers": 2},
+        [{1.0}, {1.0}],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_init_on_sender_gives_the_workers_their_first_weights(
+    scheme_class: Any, crew: Crew, form: str
+) -> None:
+    given, expected = FORMS[form]
+    with scheme_class(strategy="tensordict") as scheme:
+        scheme.init_on_sender(**given, ctx=crew.context)
+        started = begun(crew, scheme, [0, 1])
+
+        assert [process.do(held)[0] for process in started] == expected
+        assert scheme.send(weights(8.0)).ok
+        assert [process.do(held)[0] for process in started] == [{8.0}, {8.0}]
+        for process in started:
+            process.do(finish)
+
+
+def test_worker_ids_are_the_keys_of_params_map(crew: Crew) -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender(params_map={3: weights(3.0), 7: weights(7.0)}, ctx=crew.context)
+        started = begun(crew, scheme, [7, 3])
+
+        assert [process.do(held) for process in started] == [({7.0}, 2), ({3.0}, 1)]
+        for process in started:
+            process.do(finish)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "num_workers"),
+        ({"model": small()}, "num_workers"),
+        ({"params_map": {}}, "params_map"),
+        ({"params_map": {-1: 0}}, "0 or more"),
+        ({"params_map": {0: weights(0)}, "devices": ["cpu"]}, "not both"),
+        ({"params_map": {0: weights(0)}, "num_workers": 2}, "num_workers is 2"),
+        ({"devices": ["cpu"]}, "weights= or model="),
+        ({"weights": weights(0), "model": small(), "devices": ["cpu"]}, "not both"),
+        ({"weights": weights(0), "device_map_fn": lambda idx, given: given}, "num_workers="),
+        ({"model": small(), "num_workers": 1, "nonsense": 1}, "nonsense"),
+    ],
+)
+def test_a_contradictory_init_is_refused_and_can_be_made_again(given: dict[str, Any], named: str) -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        with pytest.raises(ConfigurationError, match=named):
+            scheme.init_on_sender(**given)
+        scheme.init_on_sender(model=small(), num_workers=1)
+
+
+# ------------------------------------------------------------------------------------------ the rendez-vous
+
+
+def test_the_links_are_laid_at_connect_where_the_scheme_makes_the_pipes() -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender(num_workers=1)
+        assert scheme.get_sender().state is State.UNINITIALIZED
+        scheme.connect()
+        assert scheme.get_sender().state is State.READY
+        assert scheme.synchronized_on_sender
+
+
+def test_connecting_twice_is_refused_on_both_sides(duo: Duo) -> None:
+    with pytest.raises(StateError, match="connected"):
+        duo.sending.connect()
+    with pytest.raises(RuntimeError, match="connected"):
+        duo.receiving.connect()
+
+
+def test_connecting_uninitialised_or_with_the_other_sides_arguments_is_refused(duo: Duo) -> None:
+    with pytest.raises(StateError, match="uninitialized"):
+        MultiProcessWeightSyncScheme().connect()
+    with pytest.raises(ConfigurationError, match="worker_idx"):
+        duo.sending.connect(worker_idx=0)
+    with pytest.raises(ConfigurationError, match="weights"):
+        duo.receiving.connect(weights=weights(1.0))
+
+
+def test_weights_given_to_connect_are_the_first(scheme_class: Any) -> None:
+    duo = Duo(scheme_class, make=small)
+    duo.arrive()
+    with beside(lambda: duo.sending.connect(weights=weights(4.0), timeout=PATIENCE)):
+        duo.receiving.connect()
+
+    assert constants(duo.model) == {4.0}
+    duo.end()
+
+
+def test_without_weights_the_links_are_laid_and_the_worker_has_no_version_yet(scheme_class: Any) -> None:
+    with scheme_class() as a, scheme_class() as b:
+        ours, theirs = multiprocessing.Pipe()
+        a.init_on_sender(model_id="policy", pipes=[ours])
+        b.init_on_receiver(model_id="policy", pipe=theirs, model=small())
+        a.connect()
+        b.connect()
+
+        assert b.get_receiver().version is None
+        assert a.send(weights(5.0)).ok
+        assert constants(b.model) == {5.0}
+
+
+def test_nobody_comes_in_time_and_connect_may_be_called_again(scheme_class: Any) -> None:
+    duo = Duo(scheme_class)
+    with pytest.raises(AckTimeoutError, match="never connected"):
+        duo.sending.connect(timeout=0.01)
+    assert not duo.sending.synchronized_on_sender
+    duo.arrive()
+    with beside(lambda: duo.sending.connect(timeout=PATIENCE)):
+        duo.receiving.connect(timeout=PATIENCE)
+
+    assert duo.model() == {1.0}
+    duo.end()
+
+
+def test_a_worker_whose_trainer_does_not_come_in_time_may_connect_again(scheme_class: Any) -> None:
+    duo = Duo(scheme_class)
+    duo.arrive()
+    with pytest.raises(TimeoutError, match="in time"):
+        duo.receiving.connect(timeout=0.01)
+    assert not duo.receiving.synchronized_on_receiver
+    assert not duo.model._forward_hooks
+    with beside(lambda: duo.sending.connect(timeout=PATIENCE)):
+        duo.receiving.connect(timeout=PATIENCE)
+    duo.end()
+
+
+def test_first_weights_that_do_not_fit_fail_on_both_sides(scheme_class: Any) -> None:
+    with scheme_class() as a, scheme_class() as b:
+        ours, theirs = multiprocessing.Pipe()
+        a.init_on_sender(model_id="policy", pipes=[ours], model=nn.Linear(1, 1))
+        b.init_on_receiver(model_id="policy", pipe=theirs, model=small())
+
+        def worker() -> None:
+            with pytest.raises(WeightSyncError, match="refused"):
+                b.connect(timeout=PATIENCE)
+
+        with beside(worker), pytest.raises(WeightSyncError, match="missing"):
+            a.connect(timeout=PATIENCE)
+        assert not b.synchronized_on_receiver
+
+
+# ------------------------------------------------------------------------------------------------- sending
+
+
+def test_a_send_before_connect_and_after_shutdown_is_refused(duo: Duo) -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        with pytest.raises(StateError, match="init_on_sender"):
+            scheme.send()
+        with pytest.raises(StateError, match="init_on_receiver"):
+            scheme.receive()
+        scheme.init_on_sender(model=small(), num_workers=1)
+        with pytest.raises(StateError, match="connect"):
+            scheme.send()
+    duo.sending.shutdown()
+    with pytest.raises(StateError, match="closed"):
+        duo.sending.send()
+
+
+def test_a_send_first_abandons_what_was_reported_and_then_sends(duo: Duo) -> None:
+    with duo.receiving.get_receiver().serving():
+        with pytest.raises(AckTimeoutError):
+            duo.send(2.0, timeout=0.05)
+        assert duo.send(3.0, timeout=0.05, on_failure="report")[0].kind is OutcomeKind.TIMED_OUT
+    assert duo.send(4.0).ok
+    assert duo.model() == {4.0}
+
+
+def test_a_send_first_waits_for_what_nobody_was_told_about(duo: Duo) -> None:
+    duo.sending.sync = False
+    assert duo.send(2.0)[0].kind is OutcomeKind.PENDING
+    assert duo.send(3.0)[0].kind is OutcomeKind.PENDING
+    duo.sending.sync = True
+
+    report = duo.send(4.0)
+
+    assert (report.version, report.ok) == (4, True)
+    assert duo.model() == {4.0}
+
+
+def test_not_waiting_tells_of_a_failure_at_the_next_send_which_is_dispatched(duo: Duo) -> None:
+    duo.sending.sync = False
+    duo.sending.send({"another": torch.zeros(1)})
+
+    with pytest.raises(WeightSyncError, match="another"):
+        duo.send(3.0)
+    duo.sending.shutdown()
+
+    assert duo.model() == {3.0}
+
+
+def test_shutdown_settles_what_is_pending(duo: Duo) -> None:
+    duo.sending.sync = False
+    duo.send(2.0)
+    duo.sending.shutdown()
+    duo.sending.shutdown()
+
+    assert duo.model() == {2.0}
+    assert duo.sending.get_sender().state is State.CLOSED
+
+
+def test_weights_worker_by_worker(scheme_class: Any, crew: Crew) -> None:
+    with scheme_class() as scheme:
+        scheme.init_on_sender(model=small(1.0), num_workers=3, ctx=crew.context)
+        started = begun(crew, scheme, [0, 1, 2])
+
+        report = scheme.send({0: weights(4.0), 1: weights(5.0), 2: weights(4.0)})
+
+        assert report.ok
+        assert list(report) == [0, 1, 2]
+        assert [process.do(held) for process in started] == [({4.0}, 2), ({5.0}, 3), ({4.0}, 2)]
+        assert scheme.send({1: weights(6.0)}, worker_ids=1).version == 4
+        with pytest.raises(ConfigurationError, match=r"none for \[0, 2\]"):
+            scheme.send({1: weights(6.0)})
+        with pytest.raises(ConfigurationError, match="roll"):
+            scheme.send({1: weights(6.0), 9: weights(6.0)}, worker_ids=[1])
+        started[0].kill()
+        with pytest.raises(WorkerLostError) as raised:
+            scheme.send({0: weights(7.0), 1: weights(8.0), 2: weights(9.0)})
+        assert raised.value.report.of(OutcomeKind.APPLIED) == (1, 2)
+        for process in started[1:]:
+            process.do(finish)
+
+
+# ---------------------------------------------------------------------------------------- what can be seen
+
+
+def test_the_properties_tell_of_each_side(duo: Duo) -> None:
+    sending, receiving = duo.sending, duo.receiving
+
+    assert (sending.initialized_on_sender, sending.initialized_on_receiver) == (True, False)
+    assert (receiving.initialized_on_sender, receiving.initialized_on_receiver) == (False, True)
+    assert (sending.synchronized_on_sender, sending.synchronized_on_receiver) == (True, False)
+    assert (receiving.synchronized_on_sender, receiving.synchronized_on_receiver) == (False, True)
+    assert (sending.model, receiving.model) == (duo.source, duo.model)
+    assert (sending.model_id, receiving.model_id) == ("policy", "policy")
+    assert (sending.worker_idx, receiving.worker_idx) == (None, 0)
+    assert receiving.strategy_str == receiving.strategy.extract_as
+    assert list(sending.sender_transports) == [0]
+    assert sending.receiver_transport is None
+    assert receiving.receiver_transport is not None
+    assert receiving.sender_transports == {}
+    assert sending.shared_transport is None
+    assert "mark" in receiving.weights
+    with pytest.raises(StateError):
+        sending.worker_idx = 1
+
+
+def test_before_an_init_there_is_nothing_to_see() -> None:
+    scheme = SharedMemWeightSyncScheme()
+
+    seen = (scheme.model_id, scheme.context, scheme.model, scheme.weights, scheme.worker_idx, scheme.sender_transports)
+    assert seen == (None, None, None, None, None, {})
+
+
+class Collector:
+    pass
+
+
+def test_a_context_set_later_is_the_context_while_it_lives(duo: Duo) -> None:
+    assert duo.receiving.context is None
+    later = Collector()
+    duo.receiving.context = later
+
+    assert duo.receiving.context is later
+    del later
+    assert duo.receiving.context is None
+
+
+def test_the_model_may_be_found_on_the_context(scheme_class: Any) -> None:
+    duo = Duo(scheme_class, make=small)
+    collector = SimpleNamespace(policy=duo.model, worker_idx=0)
+    duo.arrive(model=None, context=collector)
+    with beside(lambda: duo.sending.connect(timeout=PATIENCE)):
+        duo.receiving.connect(timeout=PATIENCE)
+
+    assert duo.receiving.worker_idx == 0
+    assert duo.receiving.model is duo.model
+    assert constants(duo.model) == {1.0}
+    duo.end()
+
+
+def test_no_scheme_connects_to_nobody() -> None:
+    with NoWeightSyncScheme() as scheme, NoWeightSyncScheme() as worker:
+        scheme.init_on_sender(model_id="policy")
+        worker.init_on_receiver(model_id="policy", model=small(1.0))
+        scheme.connect()
+        worker.connect(worker_idx=0)
+
+        assert len(scheme.send()) == 0
+        assert worker.receive(timeout=0) is None
+        assert worker.receive() is None
+        with pytest.raises(StateError):
+            scheme.connect()
+        worker.apply_weights(small(2.0).state_dict())
+        assert constants(worker.model) == {2.0}
+        worker.shutdown()
+        worker.shutdown()
+
+
+# ------------------------------------------------------------------------------------------- constructors
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "expected"),
+    [
+        ((), {}, ("tensordict", True, False)),
+        (("state_dict",), {}, ("state_dict", True, False)),
+        ((WeightStrategy("state_dict"), False), {}, ("state_dict", False, False)),
+        (("tensordict", False, True), {}, ("tensordict", False, True)),
+        (("tensordict", True, False), {}, ("tensordict", True, False)),
+        (("tensordict",), {"sync": False, "per_worker_weights": True}, ("tensordict", False, True)),
+        ((), {"strategy": "state_dict", "sync": False}, ("state_dict", False, False)),
+        (({},), {"strategy": "state_dict"}, ("state_dict", True, False)),
+        (({}, "state_dict", False), {}, ("state_dict", True, False)),
+        ((None, "tensordict", True), {"sync": False}, ("tensordict", False, False)),
+    ],
+)
+def test_shared_memory_takes_both_generations_arguments(given: Any, named: Any, expected: Any) -> None:
+    scheme = SharedMemWeightSyncScheme(*given, **named)
+
+    assert (scheme.strategy_str, scheme.sync, scheme.per_worker_weights) == expected
+
+
+def test_shared_memory_refuses_what_is_neither() -> None:
+    with pytest.raises(ConfigurationError, match="strategy"):
+        SharedMemWeightSyncScheme(None, True)
+
+
+def test_multiprocess_takes_strategy_and_sync() -> None:
+    assert list(inspect.signature(MultiProcessWeightSyncScheme.__init__).parameters)[1:3] == ["strategy", "sync"]
+    assert MultiProcessWeightSyncScheme("tensordict", False).sync is False
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("none", "NoWeightSyncScheme"),
+        ("direct", "NoWeightSyncScheme"),
+        ("shared", "SharedMemWeightSyncScheme"),
+        ("thread", "SharedMemWeightSyncScheme"),
+        ("process", "MultiProcessWeightSyncScheme"),
+        ("multiprocessing", "MultiProcessWeightSyncScheme"),
+    ],
+)
+def test_from_backend_gives_the_scheme_of_that_name(backend: str, expected: str) -> None:
+    scheme = WeightSyncScheme.from_backend(backend, strategy="state_dict")
+
+    assert type(scheme) is getattr(weightsync, expected)
+    assert scheme.strategy == "state_dict"
+
+
+def test_a_backend_of_ones_own_is_registered_by_name() -> None:
+    @register_weight_sync_backend("mine")
+    class Mine(NoWeightSyncScheme):
+        pass
+
+    try:
+        assert type(WeightSyncScheme.from_backend("mine")) is Mine
+    finally:
+        del _registered["mine"]
+    with pytest.raises(ConfigurationError, match="choose one of direct, distributed"):
+        WeightSyncScheme.from_backend("mine")
+
+
+def test_modules_of_other_kinds_are_not_weights_by_worker() -> None:
+    assert not weightsync.schemes.fleet.is_per_worker(nn.Linear(1, 1))
+    assert not weightsync.schemes.fleet.is_per_worker(TensorDict({}))
+    assert not weightsync.schemes.fleet.is_per_worker({"a": 1})
+
+
+# -------------------------------------------------------------------------------------- models without weights
+
+
+def test_a_model_on_the_meta_device_gets_its_first_values_at_connect(scheme_class: Any) -> None:
+    duo = Duo(scheme_class, make=tied)
+    duo.model = tied(0.0).to("meta")
+    duo.model.b.weight = duo.model.a.weight
+    duo.connect()
+
+    assert constants(duo.model) == {1.0}
+    assert duo.model.a.weight is duo.model.b.weight
+    assert duo.send(2.0).ok
+    assert constants(duo.model) == {2.0}
+    duo.end()
+
+
+def tied(fill: float) -> nn.Module:
+    model = nn.Module()
+    model.a, model.b = nn.Linear(3, 3), nn.Linear(3, 3)
+    model.b.weight = model.a.weight
+    return filled(model, fill)
+
+
+def test_a_buffer_that_nothing_would_ever_fill_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("cache", torch.zeros(1), persistent=False)
+    model.to("meta")
+    with MultiProcessWeightSyncScheme() as scheme, pytest.raises(LayoutError, match="cache"):
+        scheme.init_on_receiver(model_id="policy", model=model, pipe=None)
+    assert model.weight.is_meta

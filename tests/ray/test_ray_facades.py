@@ -1,0 +1,168 @@
+"""TorchRL's transports to Ray actors, and the scheme with one shared actor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray_fleet import PATIENCE, Module, constants, small
+from tensordict import TensorDict
+
+from weightsync import (
+    ConfigurationError,
+    Evidence,
+    RayActorTransport,
+    RayModuleTransformReceiver,
+    RayModuleTransformScheme,
+    RayModuleTransformSender,
+    RayTransport,
+    RayWeightSyncScheme,
+    RefusedError,
+    StateError,
+)
+
+
+def get(ref: Any) -> Any:
+    return ref if not hasattr(ref, "future") else ref.future().result(PATIENCE)
+
+
+def weights(fill: float) -> dict[str, Any]:
+    return dict(small(fill).state_dict())
+
+
+def test_ray_transport_sends_to_a_plain_collector(plain: Any) -> None:
+    with RayTransport(plain) as transport:
+        assert transport.check_connection()
+        report = transport.send_weights("policy", weights(2.0))
+        assert report[0].evidence is Evidence.CALL
+        assert get(plain.shows.remote()) == {2.0}
+
+        transport.send_weights_async("policy", TensorDict.from_module(small(3.0)).data)
+        assert transport.wait_ack().ok
+        assert get(plain.do.remote(lambda actor: actor.kept["type"])) == "TensorDict"
+        assert transport.receive_weights() is None
+
+
+def test_ray_transports_of_either_generation_reach_an_actor_of_ours(seats: list[Any]) -> None:
+    with RayTransport(remote_actor=seats[0], worker_idx=0, backend="gloo") as transport:
+        transport.setup_connection_and_weights_on_sender()
+        report = transport.send_weights(weights(5.0))
+
+    assert report[0].evidence is Evidence.ANSWER
+    assert get(seats[0].shows.remote()) == {5.0}
+
+
+def test_wait_ack_looks_at_what_became_of_the_call(plain: Any) -> None:
+    """Fault 12: the reference counts a collector that raised as updated."""
+    get(plain.do.remote(lambda actor: actor.kept.update({"raise": True})))
+    with RayTransport(plain) as transport:
+        transport.send_weights_async("policy", weights(2.0))
+
+        with pytest.raises(RefusedError, match="not for me"):
+            transport.wait_ack()
+
+
+def test_wait_ack_with_nothing_pending_is_refused(cluster: Any) -> None:
+    with RayTransport() as transport, pytest.raises(StateError):
+        transport.wait_ack()
+
+
+@pytest.mark.parametrize("transport_class", [RayTransport, RayActorTransport])
+def test_without_an_actor_nothing_is_sent_and_somebody_is_told(cluster: Any, transport_class: Any) -> None:
+    """Fault 5."""
+    with transport_class() as transport, pytest.raises(ConfigurationError, match="no actor"):
+        transport.send_weights("policy", weights(1.0))
+
+
+@pytest.fixture(scope="module")
+def module(cluster: Any) -> Any:
+    import ray  # noqa: PLC0415 - the cluster has seen to it that it is there
+
+    return ray.remote(num_cpus=0)(Module).remote()
+
+
+def _shown(module: Any) -> set[float]:
+    return set(get(module.shows.remote()))
+
+
+@pytest.mark.parametrize("update_method", ["tensordict", "state_dict"])
+def test_ray_actor_transport_calls_the_method_that_was_named(module: Any, update_method: str) -> None:
+    fill = float(len(update_method))
+    with RayActorTransport(update_method=update_method) as transport:
+        assert not transport.check_connection()
+        transport.set_actor(module)
+        assert transport.check_connection()
+        transport.send_weights("policy", weights(fill))
+        transport.send_ack()
+        transport.check_ack()
+
+    assert _shown(module) == {fill}
+
+
+def test_ray_actor_transport_refuses_another_method(cluster: Any) -> None:
+    with pytest.raises(ValueError, match="state_dict"):
+        RayActorTransport(update_method="telepathy")
+
+
+def test_create_transport_gives_torchrls_transport(plain: Any) -> None:
+    with RayWeightSyncScheme().create_transport(plain) as transport:
+        assert transport.send_weights(weights(7.0)).ok
+    with RayWeightSyncScheme().create_transport() as transport, pytest.raises(ConfigurationError):
+        transport.send_weights(weights(7.0))
+
+
+# ------------------------------------------------------------------------------- one actor that many share
+
+
+@pytest.mark.parametrize("how", ["context", "handle", "actor_refs", "set_transform"])
+def test_the_module_scheme_finds_its_one_actor(module: Any, how: str) -> None:
+    context = {"context": SimpleNamespace(_actor=module), "handle": module}.get(how)
+    with RayModuleTransformScheme() as scheme:
+        if how == "set_transform":
+            scheme._set_transform(SimpleNamespace(_actor=module))
+        given = {"actor_refs": [module]} if how == "actor_refs" else {}
+        scheme.init_on_sender("module", context, model=small(6.0), **given)
+        sender = scheme.get_sender()
+        assert isinstance(sender, RayModuleTransformSender)
+        sender.register_worker(3, "whatever")
+
+        report = sender.send(worker_ids=[0], timeout=PATIENCE)
+
+        assert report[0].evidence is Evidence.CALL
+        assert _shown(module) == {6.0}
+        sender.send_async(small(8.0))
+        assert sender.wait_async(timeout=PATIENCE).ok
+        assert _shown(module) == {8.0}
+        with pytest.raises(ValueError, match="1"):
+            sender.send(worker_ids=[1])
+
+
+def test_the_module_scheme_wants_one_actor(seats: list[Any]) -> None:
+    with RayModuleTransformScheme() as scheme:
+        scheme.init_on_sender("module", model=small(), actor_refs=seats)
+        with pytest.raises(ValueError, match="2 actors"):
+            scheme.get_sender().send()
+    with RayModuleTransformScheme() as scheme:
+        scheme.init_on_sender("module", model=small())
+        with pytest.raises(ValueError, match="actor_refs"):
+            scheme.get_sender().send()
+
+
+def _as_transform(actor: Any) -> str:
+    """What an actor that holds one module does."""
+    actor.module, actor.policy = small(), None
+    actor.kept["scheme"] = RayModuleTransformScheme()
+    actor.kept["scheme"].init_on_worker("transform_module", context=actor)
+    return type(actor.kept["scheme"].get_receiver()).__name__
+
+
+def test_the_modules_receiver_lives_in_the_actor(seats: list[Any]) -> None:
+    assert get(seats[0].do.remote(_as_transform)) == RayModuleTransformReceiver.__name__
+    with RayModuleTransformScheme() as scheme:
+        scheme.init_on_sender("transform_module", SimpleNamespace(_actor=seats[0]), model=small(9.0))
+
+        report = scheme.get_sender().send(timeout=PATIENCE)
+
+    assert report[0].evidence is Evidence.ANSWER
+    assert get(seats[0].do.remote(lambda actor: constants(actor.module.state_dict()))) == {9.0}

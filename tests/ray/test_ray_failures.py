@@ -1,0 +1,292 @@
+"""What goes wrong on Ray, and what the sender says of it: each failure has its outcome, and none hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import pytest
+from ray_cluster import ENVIRONMENT, OBJECT_STORE_NBYTES
+from ray_fleet import PATIENCE, Loop, Seat, Threads, ray, small
+
+from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WorkerLostError
+from weightsync.transports.ray_session import Session
+
+#: Seconds within which a death is noticed; the timeout of the send is far beyond.
+SOON = 15.0
+
+
+def get(ref: Any) -> Any:
+    return ray.get(ref, timeout=PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def fresh(cluster: Any) -> Any:
+    """Actors that are to die here, or to be used in several threads: all started at once."""
+    made = {
+        "mortal": ray.remote(num_cpus=0, max_restarts=1, max_task_retries=-1)(Seat).remote(),
+        "threads": ray.remote(num_cpus=0, max_concurrency=4)(Threads).remote(),
+        "loop": ray.remote(num_cpus=0)(Loop).remote(),
+    }
+    yield made
+    for actor in made.values():
+        ray.kill(actor)
+
+
+def test_an_actor_killed_mid_send_is_lost_and_the_others_are_served(fresh: Any, seats: list[Any], trainer: Any) -> None:
+    """Killed by SIGKILL; Ray restarts it, and its new life knows nobody until it is added again."""
+    mortal = fresh["mortal"]
+    pid = get(mortal.pid.remote())
+    sender = trainer([mortal, seats[0]], small(1.0))
+    sender.send(timeout=PATIENCE)
+    mortal.sleep.options(max_task_retries=0).remote(600.0)
+
+    sender.send_async(small(2.0))
+    started = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerLostError) as lost:
+        sender.wait_async(timeout=PATIENCE)
+
+    assert time.monotonic() - started < SOON
+    assert lost.value.report[0].kind is OutcomeKind.LOST
+    assert lost.value.report[1].kind is OutcomeKind.APPLIED
+    assert sender.send(small(3.0), timeout=PATIENCE, on_failure="report")[0].kind is OutcomeKind.LOST
+
+    sender.add_worker(0, mortal)
+    assert sender.send(small(4.0), timeout=PATIENCE).ok
+    assert get(mortal.shows.remote()) == {4.0}
+    assert get(mortal.pid.remote()) != pid
+
+
+def test_an_actor_killed_by_ray_is_lost(fresh: Any, trainer: Any) -> None:
+    """After the test before this one, it has no life left."""
+    mortal = fresh["mortal"]
+    sender = trainer([mortal], small(1.0))
+    sender.send(timeout=PATIENCE)
+    mortal.sleep.options(max_task_retries=0).remote(600.0)
+    sender.send_async(small(2.0))
+
+    ray.kill(mortal)
+
+    with pytest.raises(WorkerLostError):
+        sender.wait_async(timeout=PATIENCE)
+    with pytest.raises(WorkerLostError):
+        sender.send(timeout=PATIENCE)
+
+
+def test_a_stopped_actor_times_out_and_can_be_waited_for(seats: list[Any], trainer: Any) -> None:
+    pid = get(seats[0].pid.remote())
+    sender = trainer(seats[:1], small(1.0))
+    sender.send(timeout=PATIENCE)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(AckTimeoutError):
+            sender.send(small(2.0), timeout=0.5)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    assert sender.wait_async(timeout=PATIENCE).ok
+    assert get(seats[0].shows.remote()) == {2.0}
+
+
+@pytest.fixture
+def lost_object(cluster: Any) -> Any:
+    """A reference whose object is gone for good: its owner died."""
+
+    @ray.remote(num_cpus=0)
+    class Owner:
+        def make(self) -> list[Any]:
+            return [ray.put(bytearray(10 * 2**20))]
+
+    owner = Owner.remote()
+    (ref,) = get(owner.make.remote())
+    ray.kill(owner)
+    for _ in range(int(PATIENCE / 0.05)):
+        try:
+            ray.get(ref)
+        except ray.exceptions.ObjectLostError:
+            return ref
+        time.sleep(0.05)
+    raise AssertionError("the object outlives its owner")
+
+
+def test_a_lost_payload_is_a_refusal_and_the_link_goes_on(
+    seats: list[Any], plain: Any, trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = trainer([seats[0], plain], small(1.0))
+    sender.send(timeout=PATIENCE)
+    real = ray.put
+    monkeypatch.setattr(ray, "put", lambda *args, **kwargs: lost_object)
+
+    with pytest.raises(RefusedError, match="lost from Ray's object store") as refused:
+        sender.send(small(2.0), timeout=PATIENCE)
+
+    assert [OutcomeKind.REFUSED] * 2 == [refused.value.report[worker].kind for worker in (0, 1)]
+    assert refused.value.report[0].evidence is Evidence.NONE
+    assert get(seats[0].shows.remote()) == {1.0}
+    monkeypatch.setattr(ray, "put", real)
+    assert sender.send(small(3.0), timeout=PATIENCE).ok
+    assert get(seats[0].shows.remote()) == {3.0}
+
+
+def test_the_layout_that_a_lost_call_brought_is_told_again(
+    seats: list[Any], trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = trainer(seats[:1], small(1.0))
+    with monkeypatch.context() as patched:
+        patched.setattr(ray, "put", lambda *args, **kwargs: lost_object)
+        assert sender.send(timeout=PATIENCE, on_failure="report")[0].kind is OutcomeKind.REFUSED
+
+    assert sender.send(timeout=PATIENCE).ok
+
+
+def test_a_full_object_store_is_a_refusal(seats: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = trainer(seats[:1], small(1.0))
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise ray.exceptions.ObjectStoreFullError("no room for this object")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ray, "put", full)
+        with pytest.raises(RefusedError, match="no room"):
+            sender.send(timeout=PATIENCE)
+
+    assert sender.send(timeout=PATIENCE).ok
+
+
+def test_a_node_killed_mid_send_loses_its_workers_only(cluster: Any, seats: list[Any], trainer: Any) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in ENVIRONMENT.items():
+            patched.setenv(name, value)
+        node = cluster.add_node(num_cpus=1, resources={"far": 1}, object_store_memory=OBJECT_STORE_NBYTES)
+    far = ray.remote(num_cpus=0, resources={"far": 1})(Seat).remote()
+    sender = trainer([seats[0], far], small(1.0))
+    sender.send(timeout=PATIENCE)
+    far.sleep.remote(600.0)
+    sender.send_async(small(2.0))
+
+    started = time.monotonic()
+    cluster.remove_node(node, allow_graceful=False)
+    report = sender.wait_async(timeout=PATIENCE, on_failure="report")
+
+    assert time.monotonic() - started < SOON
+    assert report[1].kind is OutcomeKind.LOST
+    assert report[0].kind is OutcomeKind.APPLIED
+    sender.remove_worker(1)
+    assert sender.send(small(3.0), timeout=PATIENCE).ok
+
+
+def test_a_threaded_actor_waits_until_nobody_serves(fresh: Any, trainer: Any) -> None:
+    threads = fresh["threads"]
+    sender = trainer([threads], small(1.0))
+    sender.send(timeout=PATIENCE)
+    served = threads.serve.remote()
+    get(threads.is_inside.remote())
+
+    sender.send_async(small(2.0))
+    with pytest.raises(AckTimeoutError):
+        sender.wait_async(timeout=0.5)
+    get(threads.open_gate.remote())
+
+    assert ({1.0}, {1.0}) == get(served)
+    assert sender.wait_async(timeout=PATIENCE).ok
+    assert get(threads.shows.remote()) == {2.0}
+
+
+def test_calls_of_a_threaded_actor_are_put_in_order(fresh: Any, trainer: Any) -> None:
+    sender = trainer([fresh["threads"]], small(0.0))
+    for version in range(1, 20):
+        sender.send_async(small(float(version)), on_pending="supersede")
+
+    assert sender.wait_async(timeout=PATIENCE).ok
+    assert get(fresh["threads"].shows.remote()) == {19.0}
+
+
+def test_an_async_actor_applies_between_two_awaits(fresh: Any, trainer: Any) -> None:
+    loop = fresh["loop"]
+    sender = trainer([loop], small(1.0))
+
+    assert sender.send(timeout=PATIENCE).ok
+
+    assert get(loop.shows.remote()) == {1.0}
+    held = loop.hold.remote()
+    report = sender.send(small(2.0), timeout=PATIENCE, on_failure="report")
+    assert report[0].kind is OutcomeKind.LOST
+    assert "serving() before you await" in report[0].reason
+    get([loop.let_go.remote(), held])
+    assert get(loop.shows.remote()) == {1.0}
+
+
+PROGRAM = """
+    import sys, threading, time
+    import ray
+    from ray_fleet import Seat, small
+    from weightsync import RayWeightSyncScheme
+
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
+    seat = ray.get_actor(sys.argv[2], namespace=sys.argv[3])
+    scheme = RayWeightSyncScheme()
+    scheme.init_on_sender("policy", remote_collectors=[seat], model=small(1.0))
+    sender = scheme.get_sender()
+    seat.sleep.remote(600.0)
+    sender.send_async()
+    ending = threading.Timer(0.3, ray.shutdown)
+    ending.start()
+    started = time.monotonic()
+    during = sender.wait_async(timeout=60, on_failure="report")
+    took = time.monotonic() - started
+    try:
+        after = sender.send(timeout=60)
+    except ConnectionError as error:
+        after = error
+    ending.join()
+    assert not ray.is_initialized(), f"{during} {after!r}: a send has started a cluster of its own"
+    scheme.close()
+    print(during[0].kind.name, during[0].reason, type(after).__name__, took < 15)
+"""
+
+
+def test_ray_shut_down_under_a_send_loses_everybody_and_hangs_nobody(cluster: Any) -> None:
+    """In a process of its own, with an actor that outlives that process's connection."""
+    seat = ray.remote(num_cpus=0)(Seat).options(name="outlives").remote()
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), cluster.address, "outlives", _namespace()],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    ray.kill(seat)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[0].startswith("LOST Ray was shut down before worker 0 had answered.")
+    assert done.stdout.rstrip().endswith("WorkerLostError True")
+
+
+def _namespace() -> str:
+    return str(ray.get_runtime_context().namespace)
+
+
+def test_without_ray_a_session_is_refused(seats: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = trainer(seats[:1], small(1.0))
+    with monkeypatch.context() as patched:
+        patched.setattr(ray, "is_initialized", lambda: False)
+        report = sender.send(timeout=PATIENCE, on_failure="report")
+
+    assert report[0].kind is OutcomeKind.LOST
+    assert "Ray" in report[0].reason
+
+
+def test_a_link_of_an_earlier_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = iter([("job", "node"), ("job", "another node")])
+    monkeypatch.setattr("weightsync.transports.ray_session._current", lambda _: next(keys))
+    session = Session("worker 0")
+
+    with pytest.raises(ConnectionError, match="add_worker"):
+        session.require()

@@ -1,0 +1,73 @@
+"""A real Ray cluster for the tests of all folders: started once, and nothing of it is left."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+INSTALLED = find_spec("ray") is not None and find_spec("ray.actor") is not None
+OBJECT_STORE_NBYTES = 200 * 2**20
+#: Where what actors need is imported from.
+FOLDERS = [*sorted(path for path in Path(__file__).parent.iterdir() if path.is_dir()), Path(__file__).parents[1]]
+#: Ray asks nobody on the network, and its actors import what the tests do.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "PYTHONPATH": os.pathsep.join(map(str, FOLDERS)),
+}
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """One head node, to which this process is connected. Tests may add nodes, and take them away again."""
+    if not INSTALLED:
+        assert not os.environ.get("CI"), "Ray is not installed, and CI wants its tests"
+        pytest.skip("Ray is not installed: NO TEST OF RAY HAS RUN (pip install 'weightsync[ray]')")
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in ENVIRONMENT.items():
+            patched.setenv(name, value)
+        yield from _running()
+
+
+def _running() -> Iterator[Any]:
+    ray, utilities = importlib.import_module("ray"), importlib.import_module("ray.cluster_utils")
+    # Short: Ray's sockets lie below it, and their names may have 107 characters.
+    folder = tempfile.mkdtemp(prefix="ws", dir="/tmp")
+    made = utilities.Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 4,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_NBYTES,
+            "temp_dir": folder,
+        },
+    )
+    try:
+        ray.init(address=made.address, log_to_driver=False, logging_level="error")
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+        left = _processes_of(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+    assert not left, f"of Ray's processes, these outlived its cluster: {left}"
+
+
+def _processes_of(folder: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if folder in line:
+            found.append(line[:200])
+    return found

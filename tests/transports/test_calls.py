@@ -1,0 +1,164 @@
+"""Links whose messages are calls: answers in the order of the calls, failures at once, buffers free when calls end."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from weightsync import ConfigurationError, ProtocolError, TransportError
+from weightsync.messages import Ack, Bye, Hello, Update
+from weightsync.transports import liveness
+from weightsync.transports.base import Waker, wait
+from weightsync.transports.calls import CallLink
+from weightsync.transports.liveness import own_identity
+from weightsync.transports.memory import Buffer
+
+
+class Courier:
+    """Keeps the calls, for the test to end."""
+
+    def __init__(self) -> None:
+        self.calls: list[Future[Any]] = []
+        self.closed = False
+        self.refuses: Exception | None = None
+
+    def start(self, message: Any, payload: Any) -> Future[Any]:
+        if self.refuses is not None:
+            raise self.refuses
+        self.calls.append(Future())
+        return self.calls[-1]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def laid() -> Any:
+    courier = Courier()
+    link = CallLink(courier, "worker 4")
+    yield link, courier
+    link.close()
+
+
+def ack(version: int) -> Ack:
+    return Ack(model_id="m", incarnation=1, version=version)
+
+
+def update(version: int, nbytes: int = 0) -> Update:
+    return Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=nbytes)
+
+
+def versions(link: CallLink) -> list[int]:
+    return [one.message.version for one in link.receive()]
+
+
+def test_answers_come_in_the_order_of_the_calls_whichever_is_over_first(laid: Any) -> None:
+    link, courier = laid
+    for version in (1, 2, 3):
+        link.send(update(version))
+    courier.calls[2].set_result([ack(3)])
+    courier.calls[1].set_result([ack(2)])
+    assert versions(link) == []
+    assert wait(Waker(), [link], 0.0) == []
+    courier.calls[0].set_result([ack(1)])
+
+    assert wait(Waker(), [link], 5.0) == [link]
+    assert versions(link) == [1, 2, 3]
+    assert versions(link) == []
+
+
+@pytest.mark.parametrize("error", [TransportError("gone"), ProtocolError("nonsense"), OSError("no route"), KeyError(3)])
+def test_a_call_that_fails_is_told_at_once_after_what_was_said_before(laid: Any, error: Exception) -> None:
+    link, courier = laid
+    for version in (1, 2, 3):
+        link.send(update(version))
+    courier.calls[0].set_result([ack(1)])
+    courier.calls[2].set_exception(error)
+
+    assert versions(link) == [1]
+    assert wait(Waker(), [link], 5.0) == [link]
+    expected = ProtocolError if isinstance(error, ProtocolError) else TransportError
+    for _ in range(2):
+        with pytest.raises(expected) as raised:
+            link.receive()
+    assert raised.value is error or raised.value.__cause__ is error
+
+
+def test_a_call_that_was_cancelled_is_a_dead_link(laid: Any) -> None:
+    link, courier = laid
+    link.send(update(1))
+    courier.calls[0].cancel()
+
+    with pytest.raises(TransportError, match=r"worker 4.*cancelled"):
+        link.receive()
+
+
+def test_a_payload_stays_pinned_until_its_call_is_over_even_after_the_close(laid: Any) -> None:
+    link, courier = laid
+    over, late, refused = Buffer(4), Buffer(4), Buffer(4)
+    link.send(update(1, 4), over)
+    link.send(update(2, 4), late)
+    courier.refuses = TransportError("there is no way")
+    with pytest.raises(TransportError, match="no way"):
+        link.send(update(3, 4), refused)
+    assert [buffer.pinned for buffer in (over, late, refused)] == [True, True, False]
+    courier.calls[0].set_result([])
+    assert [over.pinned, late.pinned] == [False, True]
+    link.close()
+    assert late.pinned
+    courier.calls[1].set_exception(TransportError("closed"))
+
+    assert not late.pinned
+    assert courier.closed
+
+
+def test_an_update_without_its_bytes_is_refused_and_no_call_begun(laid: Any) -> None:
+    link, courier = laid
+    for payload in (None, Buffer(3)):
+        with pytest.raises(ConfigurationError, match="without its 4 bytes"):
+            link.send(update(1, 4), payload)
+
+    assert courier.calls == []
+
+
+def test_a_closed_link_is_closed(laid: Any) -> None:
+    link, _ = laid
+    link.close()
+    link.close()
+
+    assert (link.waitables(), link.wants_write()) == ([], None)
+    for use in (link.receive, link.flush, lambda: link.send(update(1))):
+        with pytest.raises(TransportError, match="worker 4 is closed"):
+            use()
+
+
+def test_a_dead_process_ends_the_link_after_its_last_words(laid: Any) -> None:
+    link, courier = laid
+    link.send(Hello(model_id="m", incarnation=1))
+    courier.calls[0].set_result([ack(1)])
+    pid, started = own_identity()
+    link.watch(pid, started + 1)
+
+    assert versions(link) == [1]
+    with pytest.raises(TransportError, match=f"worker 4 has ended: process {pid} is dead"):
+        link.receive()
+
+
+def test_a_process_that_cannot_be_watched_is_a_transport_error(laid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(24, os.strerror(24))
+
+    monkeypatch.setattr(liveness.os, "pidfd_open", refuse)
+    with pytest.raises(TransportError, match="cannot be watched: Too many open files"):
+        laid[0].watch(*own_identity())
+
+
+def test_a_goodbye_comes_home_like_any_answer(laid: Any) -> None:
+    link, courier = laid
+    link.send(update(1))
+    courier.calls[0].set_result([ack(1), Bye(model_id="m", incarnation=1)])
+
+    assert [type(one.message) for one in link.receive()] == [Ack, Bye]

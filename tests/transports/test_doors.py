@@ -1,0 +1,245 @@
+"""Doors: calls from any thread in any order are delivered in theirs, each answered once, and none waits for nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from weightsync import ConfigurationError, ProtocolError, TransportError, wire
+from weightsync.messages import Ack, Bye, Update
+from weightsync.transports.base import Waker, wait
+from weightsync.transports.doors import Door, Parcel, decoded
+from weightsync.transports.liveness import own_identity
+
+
+def ack(version: int) -> Ack:
+    return Ack(model_id="m", incarnation=1, version=version)
+
+
+def parcel(number: int, nbytes: int = 0, link: str = "a", payload: bytes | None = None) -> Parcel:
+    update = Update(model_id="m", incarnation=1, version=number, layout_digest=b"", nbytes=nbytes)
+    brought = payload if payload is not None else bytes([number % 256]) * nbytes
+    return Parcel(link, number, wire.encode(update), memoryview(bytearray(brought)) if nbytes else None)
+
+
+@pytest.fixture
+def opened() -> Any:
+    door, links = Door("m"), []
+    stop = door.open(links.append)
+    yield door, links
+    stop()
+    for link in links:
+        link.close()
+
+
+def versions(link: Any) -> list[int]:
+    return [one.message.version for one in link.receive()]
+
+
+def answers(future: Any) -> list[Any]:
+    return decoded(future.result(timeout=5))
+
+
+def test_calls_are_delivered_in_the_order_in_which_they_were_begun(opened: Any) -> None:
+    door, links = opened
+    door.knock(parcel(0))
+    (link,) = links
+    door.knock(parcel(2, nbytes=3))
+    door.knock(parcel(3))
+    assert versions(link) == [0]
+    assert wait(Waker(), [link], 0.0) == [] or versions(link) == []
+    door.knock(parcel(1))
+
+    assert wait(Waker(), [link], 5.0) == [link]
+    received = link.receive()
+    assert [one.message.version for one in received] == [1, 2, 3]
+    assert bytes(received[1].payload) == b"\x02\x02\x02"
+
+
+def test_calls_from_many_threads_all_arrive_once_and_in_order(opened: Any) -> None:
+    door, links = opened
+    numbers = list(range(200))
+    random.Random(3).shuffle(numbers)
+    threads = [
+        threading.Thread(target=lambda part=part: [door.knock(parcel(n)) for n in part])
+        for part in (numbers[0::4], numbers[1::4], numbers[2::4], numbers[3::4])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert versions(links[0]) == list(range(200))
+    assert len(links) == 1
+
+
+def test_an_answer_goes_home_with_the_oldest_call_that_has_had_none(opened: Any) -> None:
+    door, links = opened
+    first, second = door.knock(parcel(0)), door.knock(parcel(1))
+    (link,) = links
+    link.send(ack(1))
+    assert (answers(first), second.done()) == ([ack(1)], False)
+    link.send(ack(2))
+    link.send(ack(3))
+
+    assert answers(second) == [ack(2)]
+    assert answers(door.knock(parcel(2))) == [ack(3)]
+
+
+def test_a_call_that_comes_again_gets_the_answer_of_its_first_time_and_is_delivered_once(opened: Any) -> None:
+    door, links = opened
+    waiting = door.knock(parcel(0))
+    again = door.knock(parcel(0))
+    (link,) = links
+    assert versions(link) == [0]
+    link.send(ack(1))
+    assert answers(waiting) == answers(again) == answers(door.knock(parcel(0))) == [ack(1)]
+
+    assert versions(link) == []
+    assert not door.knock(parcel(1)).done()
+
+
+def test_a_malformed_call_fails_and_is_told_after_what_came_before_it(opened: Any) -> None:
+    door, links = opened
+    door.knock(parcel(0))
+    bad = Parcel("a", 2, b"nonsense" * 20)
+    with pytest.raises(ProtocolError):
+        door.knock(bad)
+    door.knock(parcel(3))
+    door.knock(parcel(1))
+
+    (link,) = links
+    assert versions(link) == [0, 1]
+    assert wait(Waker(), [link], 5.0) == [link]
+    for _ in range(2):
+        with pytest.raises(ProtocolError):
+            link.receive()
+
+
+def test_an_update_that_comes_without_its_bytes_is_malformed(opened: Any) -> None:
+    door, links = opened
+    with pytest.raises(ProtocolError, match="without its 9 bytes"):
+        door.knock(parcel(0, nbytes=9, payload=b"short"))
+
+    with pytest.raises(ProtocolError, match="without its 9 bytes"):
+        links[0].receive()
+
+
+def test_when_the_link_is_given_up_no_call_waits_for_an_answer_that_never_comes(opened: Any) -> None:
+    door, links = opened
+    calls = [door.knock(parcel(number)) for number in range(3)]
+    links[0].close()
+
+    for call in calls:
+        with pytest.raises(TransportError, match="before it answered"):
+            call.result(timeout=5)
+    with pytest.raises(TransportError, match="closed"):
+        door.knock(parcel(3))
+
+
+def test_a_goodbye_goes_home_with_one_call_and_the_others_go_home_too(opened: Any) -> None:
+    door, links = opened
+    calls = [door.knock(parcel(number)) for number in range(3)]
+    bye = Bye(model_id="m", incarnation=1)
+    links[0].send(bye)
+    links[0].close()
+
+    assert [answers(call) for call in calls] == [[bye], [], []]
+
+
+def test_a_goodbye_that_no_call_took_home_answers_the_next(opened: Any) -> None:
+    door, links = opened
+    links_first = door.knock(parcel(0))
+    (link,) = links
+    link.send(ack(0))
+    assert answers(links_first) == [ack(0)]
+    bye = Bye(model_id="m", incarnation=1)
+    link.send(bye)
+    link.close()
+
+    assert answers(door.knock(parcel(1))) == [bye]
+    with pytest.raises(TransportError):
+        door.knock(parcel(2))
+
+
+def test_a_released_call_goes_home_with_what_there_is_to_say(opened: Any) -> None:
+    door, links = opened
+    call = door.knock(parcel(0))
+    door.release(parcel(0))
+    assert answers(call) == []
+    door.release(parcel(0))
+    links[0].send(ack(7))
+
+    assert answers(door.knock(parcel(1))) == [ack(7)]
+
+
+def test_calls_that_come_before_anybody_listens_wait_behind_the_door() -> None:
+    door, links = Door("m"), []
+    early = door.knock(parcel(0)), door.knock(parcel(0, link="b"))
+    stop = door.open(links.append)
+    assert [versions(link) for link in links] == [[0], [0]]
+    with pytest.raises(ConfigurationError, match="has a receiver"):
+        door.open(links.append)
+    links[1].send(ack(5))
+    assert (early[0].done(), answers(early[1])) == (False, [ack(5)])
+    stop()
+    door.knock(parcel(0, link="c"))
+    assert len(links) == 2
+    again = door.open(links.append)
+
+    assert len(links) == 3
+    again()
+    for link in links:
+        link.close()
+
+
+def test_a_call_that_will_never_come_is_waited_for_no_longer(opened: Any) -> None:
+    door, links = opened
+    door.knock(parcel(0))
+    door.knock(parcel(2))
+    assert versions(links[0]) == [0]
+    assert door.awaits_turn(parcel(2))
+    door.skip(parcel(2), [1])
+
+    assert versions(links[0]) == [2]
+    assert not door.awaits_turn(parcel(2))
+
+
+def test_a_receivers_words_carry_no_payload(opened: Any) -> None:
+    door, links = opened
+    door.knock(parcel(0))
+
+    with pytest.raises(ConfigurationError):
+        links[0].send(ack(1), object())
+
+
+def test_a_dead_sender_ends_the_link_after_its_last_words(opened: Any) -> None:
+    door, links = opened
+    door.knock(parcel(0))
+    pid, started = own_identity()
+    links[0].watch(pid, started + 1)
+
+    assert versions(links[0]) == [0]
+    with pytest.raises(TransportError, match=f"process {pid} is dead"):
+        links[0].receive()
+
+
+def test_what_a_forked_child_inherits_is_closed_and_answers_nobody(opened: Any) -> None:
+    door, links = opened
+    call = door.knock(parcel(0))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            links[0].close()
+            with pytest.raises(TransportError):
+                links[0].receive()
+            os._exit(0 if not call.done() else 2)
+        finally:
+            os._exit(1)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert versions(links[0]) == [0]

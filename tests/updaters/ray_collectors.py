@@ -1,0 +1,43 @@
+"""Remote collectors for tests: Ray actors that know nothing of weightsync."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+
+class RemoteCollector:
+    """Keeps what it is given; or does as it is told to. Has two threads, so that it can be told while it is busy."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+        self.go_on = threading.Event()
+        self.behave("take")
+
+    def behave(self, how: str) -> None:
+        """From now on: "take", "raise" or "hang" (until told otherwise)."""
+        self.how = how
+        if how == "hang":
+            self.go_on.clear()
+        else:
+            self.go_on.set()
+
+    # The reference calls this by an argument's name that has changed over time.
+    def update_policy_weights_(self, policy_weights: Any) -> str:
+        if self.how == "raise":
+            # Even this does not look as if the connection had failed.
+            raise ConnectionResetError("not for me")
+        assert self.go_on.wait(60)
+        self.given.append(policy_weights)
+        return "whatever it returns"
+
+    def seen(self) -> list[float]:
+        """A value of each push."""
+        return [float(next(iter(weights.values(True, True))).flatten()[0]) for weights in self.given]
+
+    def last(self) -> Any:
+        return self.given.pop()
+
+    def pid(self) -> int:
+        return os.getpid()

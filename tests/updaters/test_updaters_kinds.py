@@ -1,0 +1,291 @@
+"""The updaters that make no calls to other machines, and what all updaters know of collectors."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from updaters_support import Collector, Recorder, constant, weights
+
+from weightsync import (
+    ConfigurationError,
+    Evidence,
+    MultiProcessedWeightUpdater,
+    OutcomeKind,
+    RefusedError,
+    RemoteModuleWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
+
+CPU = torch.device("cpu")
+
+# ---------------------------------------------------------------------------------------------------- collectors
+
+
+def test_without_a_collector_there_is_none() -> None:
+    updater = Recorder()
+
+    assert updater.collector is None
+    assert updater.collectors is None
+    updater.increment_version()
+
+
+def test_a_collector_is_held_weakly() -> None:
+    updater, collector = Recorder(), Collector()
+    updater.register_collector(collector)
+    assert updater.collector is collector
+    assert updater.collectors == [collector]
+
+    del collector
+    gc.collect()
+
+    assert updater.collector is None
+    assert updater.collectors == []
+    updater.increment_version()
+
+
+def test_several_collectors_may_register() -> None:
+    updater, first, second = Recorder(), Collector(), Collector()
+    for collector in (first, second, first):
+        updater.register_collector(collector)
+
+    assert updater.collectors == [first, second]
+    with pytest.raises(ValueError, match="collectors"):
+        updater.collector  # noqa: B018
+
+    del second
+    gc.collect()
+    assert updater.collector is first
+
+
+def test_increment_version_reaches_every_collector() -> None:
+    updater, collectors = Recorder(), [Collector(), Collector()]
+    for collector in collectors:
+        updater.register_collector(collector)
+
+    updater.increment_version()
+    updater.push_weights()
+
+    assert [collector.version for collector in collectors] == [1, 1]
+
+
+def test_increment_version_as_a_post_hook() -> None:
+    updater, collector = Recorder(), Collector()
+    updater.register_collector(collector)
+    updater.register_post_hook(updater.increment_version)
+
+    updater.push_weights()
+
+    assert collector.version == 1
+
+
+def test_init_takes_anything_and_does_nothing() -> None:
+    updater = Recorder([0])
+
+    updater.init(1, anything=2)
+
+    assert updater.log == []
+
+
+def test_from_policy_is_none_by_default() -> None:
+    assert Recorder.from_policy(nn.Linear(1, 1)) is None
+    assert RemoteModuleWeightUpdater.from_policy(nn.Linear(1, 1)) is None
+
+
+@pytest.mark.parametrize("kind", [VanillaWeightUpdater, MultiProcessedWeightUpdater, RemoteModuleWeightUpdater])
+def test_all_are_weight_updaters(kind: type) -> None:
+    assert issubclass(kind, WeightUpdaterBase)
+
+
+# ------------------------------------------------------------------------------------------------------- vanilla
+
+
+def test_vanilla_copies_in_place() -> None:
+    live = weights(0.0)
+    held = live["layer", "weight"]
+    updater = VanillaWeightUpdater(policy_weights=live)
+
+    report = updater.push_weights(weights(2.0))
+
+    assert held.tolist() == [2.0, 2.0]
+    assert constant(live) == {2.0}
+    assert report[0].kind is OutcomeKind.APPLIED
+    assert report[0].evidence is Evidence.CALL
+    assert updater.all_worker_ids() is None
+    assert updater.policy_weights is live
+
+
+def test_vanilla_gets_weights_where_none_are_given() -> None:
+    live = weights(0.0)
+    updater = VanillaWeightUpdater(weight_getter=lambda: weights(3.0), policy_weights=live)
+
+    updater.push_weights()
+
+    assert constant(live) == {3.0}
+
+
+@pytest.mark.parametrize("getter", [None, lambda: None])
+def test_vanilla_without_any_weights_says_so(getter: Any) -> None:
+    live = weights(0.0)
+
+    with pytest.raises(ConfigurationError, match="Nothing was pushed"):
+        VanillaWeightUpdater(weight_getter=getter, policy_weights=live).push_weights()
+
+    assert constant(live) == {0.0}
+
+
+def test_vanilla_from_policy_writes_to_the_policy_its_buffers_and_extra_state() -> None:
+    class Counting(nn.BatchNorm1d):
+        told = 0
+
+        def get_extra_state(self) -> int:
+            return self.told
+
+        def set_extra_state(self, state: int) -> None:
+            self.told = state
+
+    def policy(fill: float, told: int) -> Any:
+        made = nn.Sequential(nn.Linear(2, 2), Counting(2))
+        made[1].told = told
+        with torch.no_grad():
+            for tensor in [*made.parameters(), *made.buffers()]:
+                tensor.fill_(fill)
+        return made
+
+    live, trained = policy(0.0, 0), policy(1.0, 7)
+    parameter = live[0].weight
+    updater = VanillaWeightUpdater.from_policy(live)
+
+    updater.push_weights(trained)
+
+    assert {
+        value
+        for tensor in live.state_dict().values()
+        if isinstance(tensor, torch.Tensor)
+        for value in tensor.flatten().tolist()
+    } == {1.0}
+    assert live[1].told == 7
+    assert live[0].weight is parameter
+    assert updater.policy_weights["0", "weight"] is parameter
+
+
+def test_vanilla_from_policy_takes_a_tensordict_modules_own_names() -> None:
+    live, trained = (TensorDictModule(nn.Linear(2, 1), in_keys=["x"], out_keys=["y"]) for _ in range(2))
+    updater = VanillaWeightUpdater.from_policy(live)
+
+    updater.push_weights(trained)
+    assert torch.equal(live.module.weight, trained.module.weight)
+
+    updater.push_weights(TensorDict.from_module(trained).data)
+    assert torch.equal(live.module.bias, trained.module.bias)
+
+
+def test_weights_that_do_not_fit_are_refused_and_change_nothing() -> None:
+    live = weights(0.0)
+    other = weights(1.0)
+    other["layer", "bias"] = torch.ones(3)
+
+    with pytest.raises(RefusedError, match=r"layer.bias"):
+        VanillaWeightUpdater(policy_weights=live).push_weights(other)
+
+    assert constant(live) == {0.0}
+
+
+# ----------------------------------------------------------------------------------------------- multi-processed
+
+
+def test_multiprocessed_copies_into_each_buffer() -> None:
+    buffers = {CPU: weights(0.0), torch.device("cpu", 0): weights(0.0)}
+    updater = MultiProcessedWeightUpdater(get_server_weights=lambda: weights(5.0), policy_weights=buffers)
+
+    report = updater.push_weights()
+
+    assert updater.all_worker_ids() == list(buffers)
+    assert [constant(buffer) for buffer in buffers.values()] == [{5.0}, {5.0}]
+    assert [report[device].kind for device in buffers] == [OutcomeKind.APPLIED] * 2
+
+
+def test_multiprocessed_copies_only_into_those_named() -> None:
+    buffers: Any = {0: weights(0.0), 1: weights(0.0)}
+    updater = MultiProcessedWeightUpdater(get_server_weights=None, policy_weights=buffers)
+
+    updater.push_weights(weights(1.0), worker_ids=[1])
+
+    assert [constant(buffer) for buffer in buffers.values()] == [{0.0}, {1.0}]
+
+
+def write_and_say(shared: Any, updated: Any, seen: Any) -> None:
+    """A worker of another process, which reads the buffer that it was handed."""
+    updated.wait(60)
+    seen.put(sorted(constant(shared)))
+
+
+def test_multiprocessed_reaches_another_process_by_shared_memory(forkserver: Any) -> None:
+    shared = weights(0.0).share_memory_()
+    updated, seen = forkserver.Event(), forkserver.SimpleQueue()
+    process = forkserver.Process(target=write_and_say, args=(shared, updated, seen))
+    process.start()
+
+    updater = MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={CPU: shared})
+    updater.push_weights(weights(4.0))
+    updated.set()
+    process.join(60)
+
+    assert process.exitcode == 0
+    assert seen.get() == [4.0]
+    seen.close()
+
+
+def test_multiprocessed_refuses_what_does_not_fit_one_buffer_and_serves_the_others() -> None:
+    buffers: Any = {0: TensorDict({"other": torch.zeros(1)}, batch_size=[]), 1: weights(0.0)}
+    updater = MultiProcessedWeightUpdater(get_server_weights=None, policy_weights=buffers)
+
+    with pytest.raises(RefusedError) as failure:
+        updater.push_weights(weights(1.0))
+
+    assert failure.value.refused.keys() == {0}
+    assert constant(buffers[1]) == {1.0}
+    assert buffers[0]["other"].tolist() == [0.0]
+
+
+def test_multiprocessed_without_a_getter_needs_weights() -> None:
+    updater = MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={CPU: weights(0.0)})
+
+    with pytest.raises(ConfigurationError, match="get_server_weights="):
+        updater.push_weights()
+
+
+def test_multiprocessed_says_that_it_may_tear() -> None:
+    said = MultiProcessedWeightUpdater.__doc__ or ""
+
+    assert "two versions" in said
+    assert "SharedMemWeightSyncScheme" in said
+
+
+# ------------------------------------------------------------------------------------------------- remote module
+
+
+def test_remote_module_needs_weights() -> None:
+    updater = RemoteModuleWeightUpdater()
+
+    with pytest.raises(RuntimeError, match="Pass them"):
+        updater.push_weights()
+
+
+def test_remote_module_moves_nothing_and_says_so() -> None:
+    updater = RemoteModuleWeightUpdater()
+    ran: list[int] = []
+    updater.register_post_hook(lambda: ran.append(1))
+
+    report = updater.push_weights(weights())
+
+    assert updater.all_worker_ids() is None
+    assert [outcome.kind for outcome in report.outcomes.values()] == [OutcomeKind.SKIPPED]
+    assert report.version is None
+    assert ran == [1]

@@ -1,0 +1,572 @@
+"""`WeightUpdaterBase`: what a push does, in which order, and what it says became of each worker."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from updaters_support import Pending, Recorder, constant, raises, weights
+
+from weightsync import (
+    AckTimeoutError,
+    ConfigurationError,
+    Evidence,
+    Outcome,
+    OutcomeKind,
+    RefusedError,
+    State,
+    StateError,
+    SyncError,
+    TransportError,
+    WeightUpdaterBase,
+    WorkerLostError,
+)
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def kinds(report: Any) -> dict[Any, OutcomeKind]:
+    return {worker: outcome.kind for worker, outcome in report.outcomes.items()}
+
+
+APPLIED, REFUSED, LOST = OutcomeKind.APPLIED, OutcomeKind.REFUSED, OutcomeKind.LOST
+TIMED_OUT, SKIPPED = OutcomeKind.TIMED_OUT, OutcomeKind.SKIPPED
+
+# --------------------------------------------------------------------------------------------- the hooks' order
+
+
+def test_a_push_gets_maps_and_syncs_each_worker_in_order() -> None:
+    updater = Recorder([0, 1])
+
+    report = updater.push_weights()
+
+    got = updater.log[1][1]
+    assert updater.log == [
+        "get",
+        ("map", got),
+        ("skip?", 0),
+        ("skip?", 1),
+        ("sync", 0, got),
+        ("sync", 1, got),
+    ]
+    assert kinds(report) == {0: APPLIED, 1: APPLIED}
+    assert {outcome.evidence for outcome in report.outcomes.values()} == {Evidence.CALL}
+    assert report.ok
+    assert report.version == 1
+    assert report.nbytes == 12
+
+
+def test_a_call_is_a_push() -> None:
+    updater = Recorder([0, 1])
+    given = weights(2.0)
+
+    report = updater(given, worker_ids=1)
+
+    assert kinds(report) == {1: APPLIED}
+    assert updater.log == [("map", given), ("skip?", 1), ("sync", 1, given)]
+
+
+def test_without_ids_one_call_serves_all() -> None:
+    updater = Recorder(None)
+
+    report = updater.push_weights()
+
+    assert updater.synced == [None]
+    assert kinds(report) == {0: APPLIED}
+    assert not any(entry[0] == "skip?" for entry in updater.log)
+
+
+def test_a_module_is_extracted_and_a_dict_taken_as_it_is() -> None:
+    updater = Recorder([0])
+    flat = {"layer.weight": torch.ones(2)}
+
+    updater.push_weights(nn.Linear(2, 1))
+    updater.push_weights(flat)
+
+    extracted, as_it_is = (entry[2] for entry in updater.log if entry[0] == "sync")
+    assert isinstance(extracted, TensorDict)
+    assert set(extracted.keys()) == {"weight", "bias"}
+    assert not extracted["weight"].requires_grad
+    assert as_it_is is flat
+
+
+def test_what_the_getter_gives_is_the_subclasss_own_affair() -> None:
+    class Own(Recorder):
+        def _get_server_weights(self) -> Any:
+            return None
+
+    updater = Own([0])
+
+    assert updater.push_weights().ok
+    assert updater.log[-1] == ("sync", 0, None)
+
+
+@pytest.mark.parametrize("given", [3, "weights", [torch.ones(2)]])
+def test_other_types_of_weights_are_refused(given: Any) -> None:
+    updater = Recorder([0])
+
+    with pytest.raises(ConfigurationError, match="Nothing was pushed"):
+        updater.push_weights(given)
+
+    assert updater.log == []
+
+
+# --------------------------------------------------------------------------------------------------- worker ids
+
+
+@pytest.mark.parametrize(
+    ("known", "given", "called"),
+    [
+        ([0, 1, 2], None, [0, 1, 2]),
+        ([0, 1, 2], 2, [2]),
+        ([0, 1, 2], [2, 0], [2, 0]),
+        ([0, 1, 2], (1, 1), [1]),
+        ([CPU, META], None, [CPU, META]),
+        ([CPU, META], META, [META]),
+        ([CPU, META], [CPU], [CPU]),
+        ([CPU, META], "meta", [META]),
+        (None, 7, [7]),
+        (None, [CPU, META], [CPU, META]),
+    ],
+)
+def test_worker_ids_are_ints_or_devices_one_or_a_list(known: Any, given: Any, called: list[Any]) -> None:
+    updater = Recorder(known)
+
+    report = updater.push_weights(worker_ids=given)
+
+    assert updater.synced == called
+    assert kinds(report) == dict.fromkeys(called, APPLIED)
+
+
+@pytest.mark.parametrize("given", [[], 3, [0, 3], CPU, "cuda:0", "nonsense", 1.5, None.__class__])
+def test_no_workers_or_unknown_ones_are_a_value_error(given: Any) -> None:
+    updater = Recorder([0, 1])
+
+    with pytest.raises(ValueError, match="Nothing was pushed"):
+        updater.push_weights(worker_ids=given)
+
+    assert updater.log == []
+
+
+def test_an_updater_of_no_workers_has_an_empty_report() -> None:
+    report = Recorder([]).push_weights()
+
+    assert report.outcomes == {}
+    assert report.version is None
+
+
+# --------------------------------------------------------------------------------------------------------- skips
+
+
+def test_skipped_workers_are_in_the_report() -> None:
+    updater = Recorder([0, 1, 2])
+    updater.skipped = {1}
+
+    report = updater.push_weights()
+
+    assert kinds(report) == {0: APPLIED, 1: SKIPPED, 2: APPLIED}
+    assert report.failed == ()
+    assert updater.synced == [0, 2]
+
+
+def test_all_skipped_is_a_normal_return() -> None:
+    updater = Recorder([0, 1])
+    updater.skipped = {0, 1}
+    ran: list[int] = []
+    updater.register_post_hook(lambda: ran.append(1))
+
+    report = updater.push_weights()
+
+    assert kinds(report) == {0: SKIPPED, 1: SKIPPED}
+    assert report.version is None
+    assert updater.synced == []
+    assert ran == [1]
+
+
+# ------------------------------------------------------------------------------------------------------ failures
+
+
+def test_a_worker_that_fails_is_told_after_everybody_else_was_served() -> None:
+    updater = Recorder([0, 1, 2], worker_1=raises(ZeroDivisionError("by zero")))
+
+    with pytest.raises(RefusedError, match="worker 1") as failure:
+        updater.push_weights()
+
+    assert updater.synced == [0, 1, 2]
+    assert kinds(failure.value.report) == {0: APPLIED, 1: REFUSED, 2: APPLIED}
+    assert "ZeroDivisionError: by zero" in failure.value.refused[1]
+    assert "updaters_support.py" in failure.value.report[1].remote_traceback
+    assert failure.value.report[1].evidence is Evidence.CALL
+    assert "add_worker" not in str(failure.value)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("gone"), EOFError(), TransportError("the link failed")])
+def test_a_worker_that_is_gone_is_lost(error: Exception) -> None:
+    updater = Recorder([0, 1, 2], worker_0=raises(error))
+
+    with pytest.raises(WorkerLostError) as failure:
+        updater.push_weights()
+
+    assert updater.synced == [0, 1, 2]
+    assert failure.value.lost.keys() == {0}
+    assert kinds(failure.value.report) == {0: LOST, 1: APPLIED, 2: APPLIED}
+
+
+def test_a_lost_worker_is_called_again_by_the_next_push() -> None:
+    updater = Recorder([0, 1], worker_0=raises(ConnectionError("gone")))
+    for _ in range(2):
+        assert kinds(updater.push_weights(on_failure="report")) == {0: LOST, 1: APPLIED}
+    updater.does.clear()
+
+    assert kinds(updater.push_weights()) == {0: APPLIED, 1: APPLIED}
+
+
+def test_all_workers_lost_is_told_with_a_report_each_time() -> None:
+    updater = Recorder([CPU], worker_cpu=raises(ConnectionError("gone")))
+
+    for _ in range(2):
+        with pytest.raises(WorkerLostError) as failure:
+            updater.push_weights()
+        assert failure.value.lost.keys() == {CPU}
+        assert kinds(failure.value.report) == {CPU: LOST}
+
+
+def test_failures_of_several_kinds_are_a_sync_error() -> None:
+    updater = Recorder([0, 1], worker_0=raises(ConnectionError("gone")), worker_1=raises(KeyError("x")))
+
+    with pytest.raises(SyncError) as failure:
+        updater.push_weights()
+
+    assert type(failure.value) is SyncError
+    assert kinds(failure.value.report) == {0: LOST, 1: REFUSED}
+
+
+def test_a_report_can_be_asked_for_instead() -> None:
+    updater = Recorder([0, 1], worker_0=raises(KeyError("x")))
+
+    report = updater.push_weights(on_failure="report")
+
+    assert report.failed == (0,)
+    assert not report.ok
+
+
+def test_a_getter_that_raises_calls_nobody() -> None:
+    class Broken(Recorder):
+        def _get_server_weights(self) -> Any:
+            raise LookupError("no weights")
+
+    updater = Broken([0])
+
+    with pytest.raises(LookupError, match="no weights"):
+        updater.push_weights()
+
+    assert updater.synced == []
+    assert updater.state is State.UNINITIALIZED
+
+
+# ----------------------------------------------------------------------------------------- calls that take longer
+
+
+def ended(future: Future[None], error: Exception | None = None) -> None:
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def test_futures_are_waited_for_together() -> None:
+    first, second = Pending(), Pending()
+    updater = Recorder([0, 1, 2], worker_0=first, worker_1=second)
+    both_begun = threading.Event()
+
+    def end() -> None:
+        both_begun.wait(30)
+        ended(second.futures[0], ValueError("no"))
+        ended(first.futures[0])
+
+    def begun() -> None:
+        both_begun.set()
+
+    updater.does["worker_2"] = begun
+    thread = threading.Thread(target=end)
+    thread.start()
+
+    with pytest.raises(RefusedError) as failure:
+        updater.push_weights(timeout=30)
+    thread.join()
+
+    assert kinds(failure.value.report) == {0: APPLIED, 1: REFUSED, 2: APPLIED}
+
+
+def test_a_cancelled_future_is_a_refusal() -> None:
+    pending = Pending()
+    updater = Recorder([0], worker_0=lambda: (pending(), pending.futures[0].cancel())[0])
+
+    assert "cancelled" in updater.push_weights(on_failure="report", timeout=30)[0].reason
+
+
+def test_a_call_that_does_not_end_is_an_ack_timeout() -> None:
+    pending = Pending()
+    updater = Recorder([0, 1], worker_0=pending)
+
+    with pytest.raises(AckTimeoutError) as failure:
+        updater.push_weights(timeout=0.05)
+
+    assert failure.value.pending == (0,)
+    assert kinds(failure.value.report) == {0: TIMED_OUT, 1: APPLIED}
+    assert "next push" in str(failure.value)
+    assert "wait_async" not in str(failure.value)
+    assert updater.state is State.PENDING_ASYNC
+
+
+def test_the_default_timeout_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "0.05")
+
+    with pytest.raises(TimeoutError):
+        Recorder([0], worker_0=Pending()).push_weights()
+
+
+def test_after_a_timeout_the_next_push_gives_up_the_one_before_and_late_ends_count_for_nothing() -> None:
+    pending = Pending()
+    updater = Recorder([0], worker_0=pending)
+    with pytest.raises(AckTimeoutError):
+        updater.push_weights(timeout=0.05)
+
+    updater.does["worker_0"] = lambda: (ended(pending.futures[0]), pending())[1]
+    with pytest.raises(AckTimeoutError) as failure:
+        updater.push_weights(timeout=0.05)
+
+    assert failure.value.report.version == 2
+    ended(pending.futures[1])
+    updater.does.clear()
+    assert updater.push_weights().version == 3
+
+
+def test_a_worker_that_answers_nothing_costs_two_calls_and_gets_the_newest_once_it_answers() -> None:
+    pending = Pending()
+    updater = Recorder([0], worker_0=pending)
+    for fill in (1.0, 2.0, 3.0):
+        with pytest.raises(AckTimeoutError):
+            updater.push_weights(weights(fill), timeout=0.01)
+    assert len(pending.futures) == 2
+
+    updater.does.clear()
+    timer = threading.Timer(0.1, lambda: [ended(future) for future in pending.futures])
+    timer.start()
+    report = updater.push_weights(weights(4.0), timeout=30)
+    timer.join()
+
+    assert report.ok
+    assert [constant(entry[2]) for entry in updater.log if entry[0] == "sync"] == [{1.0}, {2.0}, {4.0}]
+
+
+def test_an_interrupted_wait_is_waited_for_first_by_the_next_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = Pending()
+    updater = Recorder([0], worker_0=pending)
+    sender = updater._pushes._sender
+    honest = sender.wait_async
+
+    def interrupted(**_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sender, "wait_async", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        updater.push_weights()
+    monkeypatch.setattr(sender, "wait_async", honest)
+
+    ended(pending.futures[0], ValueError("the first push's"))
+    with pytest.raises(RefusedError, match="the first push's"):
+        updater.push_weights()
+
+    assert len(pending.futures) == 1
+    updater.does.clear()
+    assert updater.push_weights().ok
+
+
+def test_an_interrupted_call_keeps_no_other_from_being_made() -> None:
+    updater = Recorder([0, 1, 2], worker_1=raises(KeyboardInterrupt()))
+
+    with pytest.raises(KeyboardInterrupt):
+        updater.push_weights()
+
+    assert updater.synced == [0, 1, 2]
+    updater.does.clear()
+    assert updater.push_weights().ok
+
+
+# ------------------------------------------------------------------------------------------- one push at a time
+
+
+def test_a_second_thread_that_pushes_while_the_first_waits_gets_a_state_error() -> None:
+    pending = Pending()
+    updater = Recorder([0], worker_0=pending)
+    reports: list[Any] = []
+    thread = threading.Thread(target=lambda: reports.append(updater.push_weights(timeout=30)))
+    thread.start()
+    while updater.state is not State.AWAITING_ACK:
+        threading.Event().wait(0.001)
+
+    with pytest.raises(StateError, match="One push at a time"):
+        updater.push_weights()
+    ended(pending.futures[0])
+    thread.join()
+
+    assert len(pending.futures) == 1
+    assert reports[0].ok
+
+
+def test_a_second_thread_is_refused_at_once_while_a_call_blocks() -> None:
+    inside, leave = threading.Event(), threading.Event()
+    updater = Recorder([0], worker_0=lambda: (inside.set(), leave.wait(30))[0])
+    thread = threading.Thread(target=updater.push_weights)
+    thread.start()
+    assert inside.wait(30)
+
+    with pytest.raises(StateError):
+        updater.push_weights()
+    leave.set()
+    thread.join()
+
+    assert updater.synced == [0]
+
+
+# ---------------------------------------------------------------------------------------------------- post-hooks
+
+
+def test_post_hooks_run_after_the_push_in_order_without_arguments() -> None:
+    updater = Recorder([0])
+    for name in "abc":
+        updater.register_post_hook(lambda name=name: updater.log.append(name))
+
+    updater.push_weights()
+
+    assert updater.log[-3:] == ["a", "b", "c"]
+    assert updater.synced == [0]
+    assert len(updater.post_hooks) == 3
+
+
+def test_no_post_hook_runs_after_a_push_that_raised() -> None:
+    updater = Recorder([0], worker_0=raises(KeyError("x")))
+    updater.register_post_hook(lambda: updater.log.append("hook"))
+
+    with pytest.raises(RefusedError):
+        updater.push_weights()
+    assert "hook" not in updater.log
+
+    updater.push_weights(on_failure="report")
+    assert updater.log[-1] == "hook"
+
+
+def test_what_a_post_hook_raises_is_raised_and_the_weights_are_pushed() -> None:
+    updater = Recorder([0])
+    updater.register_post_hook(raises(LookupError("hook")))
+    updater.register_post_hook(lambda: updater.log.append("behind it"))
+
+    with pytest.raises(LookupError, match="hook"):
+        updater.push_weights()
+
+    assert updater.synced == [0]
+    assert "behind it" not in updater.log
+
+
+@pytest.mark.parametrize(
+    "where", ["post_hook", "_get_server_weights", "_maybe_map_weights", "_sync_weights_with_worker"]
+)
+def test_no_hook_may_start_a_push(where: str) -> None:
+    updater = Recorder([0])
+    refused: list[StateError] = []
+
+    def push(*_: Any, **__: Any) -> None:
+        with pytest.raises(StateError) as failure:
+            updater.push_weights()
+        refused.append(failure.value)
+
+    if where == "post_hook":
+        updater.register_post_hook(push)
+    else:
+        setattr(updater, where, push)
+    report = updater.push_weights()
+
+    assert len(refused) == 1
+    assert report.version == 1
+    assert updater.push_weights().version == 2
+
+
+def test_a_hook_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ConfigurationError):
+        Recorder([0]).register_post_hook(3)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ copies and forks
+
+
+class Still(WeightUpdaterBase):
+    """Calls nobody."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        pass
+
+
+def hook() -> None:
+    """A hook that can be pickled."""
+
+
+@pytest.mark.parametrize("copied", [lambda u: pickle.loads(pickle.dumps(u)), copy.copy, copy.deepcopy])
+def test_a_copy_has_configuration_and_hooks_but_no_push(copied: Any) -> None:
+    updater = Still("mine")
+    updater.register_post_hook(hook)
+    updater.register_collector(updater)
+    updater.push_weights({})
+
+    made = copied(updater)
+    made.register_post_hook(hook)
+
+    assert made.name == "mine"
+    assert made.collectors is None
+    assert len(updater.post_hooks) == 1
+    assert made.state is State.UNINITIALIZED
+    assert updater.state is State.READY
+    assert made.push_weights({}).version == 1
+    assert made._pushes is not updater._pushes
+
+
+def test_a_forked_child_may_push_whatever_its_parent_was_doing() -> None:
+    updater = Recorder([0])
+
+    def child() -> None:
+        updater.does.clear()
+        assert updater.state is State.UNINITIALIZED
+        assert updater.push_weights().version == 1
+
+    processes: list[Any] = []
+
+    def fork() -> None:
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(60)
+        processes.append(process)
+
+    updater.does["worker_0"] = fork
+    updater.push_weights()
+
+    assert [process.exitcode for process in processes] == [0]
+
+
+def test_an_updater_needs_only_the_worker_call_to_be_overridden() -> None:
+    with pytest.raises(TypeError, match="_sync_weights_with_worker"):
+        WeightUpdaterBase()  # type: ignore[abstract]
+
+    assert Still("x").push_weights({}).outcomes == {
+        0: Outcome(kind=APPLIED, evidence=Evidence.CALL, seconds=pytest.approx(0.0, abs=5.0))  # type: ignore[arg-type]
+    }

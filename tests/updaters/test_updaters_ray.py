@@ -1,0 +1,301 @@
+"""`RayWeightUpdater` on a real Ray cluster: it looks at its calls, and says who failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ray_collectors import RemoteCollector
+from torch import nn
+from updaters_support import Collector, constant, weights
+
+import weightsync
+from weightsync import (
+    AckTimeoutError,
+    Evidence,
+    MissingExtraError,
+    OutcomeKind,
+    RayWeightUpdater,
+    RefusedError,
+    StateError,
+    WorkerLostError,
+)
+from weightsync.transports import ray_session
+
+#: Seconds after which a test gives up; reached only by a failure.
+PATIENCE = 60.0
+APPLIED, SKIPPED = OutcomeKind.APPLIED, OutcomeKind.SKIPPED
+REFUSED, LOST = OutcomeKind.REFUSED, OutcomeKind.LOST
+pytestmark = [
+    pytest.mark.ray,
+    # Ray's C++ and its background threads leave what they do not close to the collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+def get(reference: Any) -> Any:
+    import ray  # noqa: PLC0415
+
+    return ray.get(reference, timeout=PATIENCE)
+
+
+def start(**options: Any) -> Any:
+    """An actor on the head node, where nothing else is said: other nodes are there to be killed."""
+    import ray  # noqa: PLC0415
+
+    options.setdefault("resources", {"node:__internal_head__": 0.001})
+    return ray.remote(num_cpus=0, max_concurrency=2)(RemoteCollector).options(**options).remote()
+
+
+def kinds(report: Any) -> list[OutcomeKind]:
+    return [outcome.kind for outcome in report.outcomes.values()]
+
+
+def behave(collector: Any, how: str) -> None:
+    get(collector.behave.remote(how))
+
+
+@pytest.fixture(scope="module")
+def all_collectors(cluster: Any) -> list[Any]:
+    """Started at once, since each takes seconds. The last is there to be killed."""
+    return [start(), start(), start()]
+
+
+@pytest.fixture
+def pool(all_collectors: list[Any]) -> Iterator[list[Any]]:
+    """Two collectors that no test harms."""
+    yield all_collectors[:2]
+    for collector in all_collectors[:2]:
+        behave(collector, "take")
+
+
+def seen(collectors: list[Any]) -> list[float]:
+    """What each was given last."""
+    return [get(collector.seen.remote())[-1] for collector in collectors]
+
+
+def test_every_collector_gets_the_weights_by_one_put(pool: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray  # noqa: PLC0415
+
+    puts: list[Any] = []
+    honest = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: (puts.append(value), honest(value))[1])
+    updater = RayWeightUpdater(weights(3.0), pool)
+
+    report = updater.push_weights()
+
+    assert updater.all_worker_ids() == [0, 1]
+    assert seen(pool) == [3.0, 3.0]
+    assert len(puts) == 1
+    assert kinds(report) == [APPLIED, APPLIED]
+    assert [outcome.evidence for outcome in report.outcomes.values()] == [Evidence.CALL] * 2
+    assert report.nbytes == 12
+
+
+def test_what_is_registered_is_pushed_as_it_is_at_that_time(pool: list[Any]) -> None:
+    registered = weights(1.0)
+    updater = RayWeightUpdater(registered, pool)
+    updater.push_weights()
+    registered["layer", "weight"].fill_(2.0)
+    registered["layer", "bias"].fill_(2.0)
+
+    updater.push_weights()
+
+    assert [get(collector.seen.remote())[-2:] for collector in pool] == [[1.0, 2.0]] * 2
+
+
+def test_modules_dicts_and_tensordicts_can_be_pushed(pool: list[Any]) -> None:
+    updater = RayWeightUpdater(weights(), pool)
+    module = nn.Linear(2, 1)
+
+    updater.push_weights(module, worker_ids=0)
+    given = get(pool[0].last.remote())
+    assert torch.equal(given["weight"], module.weight)
+    assert not given["weight"].requires_grad
+
+    updater.push_weights({"a": {"b": module.bias}}, worker_ids=[0])
+    given = get(pool[0].last.remote())
+    assert list(given) == ["a"]
+    assert torch.equal(given["a"]["b"], module.bias)
+
+    updater(weights(7.0), worker_ids=0)
+    assert constant(get(pool[0].last.remote())) == {7.0}
+
+
+# ------------------------------------------------------------------------------------------------------ intervals
+
+
+def test_max_interval_pushes_are_skipped_between_two_and_never_the_first(pool: list[Any]) -> None:
+    updater = RayWeightUpdater(weights(), pool, max_interval=2)
+
+    told = [kinds(updater.push_weights())[0] for _ in range(7)]
+
+    assert told == [APPLIED, SKIPPED, SKIPPED, APPLIED, SKIPPED, SKIPPED, APPLIED]
+
+
+def test_the_interval_holds_for_named_workers_too_each_with_its_own(pool: list[Any]) -> None:
+    updater = RayWeightUpdater(weights(), pool, max_interval=1)
+
+    assert kinds(updater.push_weights(worker_ids=[0])) == [APPLIED]
+    assert kinds(updater.push_weights()) == [SKIPPED, APPLIED]
+    report = updater.push_weights(worker_ids=1)
+    assert kinds(report) == [SKIPPED]
+    assert report.version is None
+    assert report.failed == ()
+    assert kinds(updater.push_weights()) == [APPLIED, APPLIED]
+
+
+def test_a_negative_interval_is_none(pool: list[Any]) -> None:
+    updater = RayWeightUpdater(weights(), pool, max_interval=-3)
+
+    assert updater.max_interval == 0
+    assert [kinds(updater.push_weights())[0] for _ in range(2)] == [APPLIED, APPLIED]
+
+
+def test_a_worker_that_failed_is_not_skipped_next_time(pool: list[Any]) -> None:
+    behave(pool[1], "raise")
+    updater = RayWeightUpdater(weights(), pool, max_interval=5)
+
+    told = [kinds(updater.push_weights(on_failure="report", timeout=PATIENCE)) for _ in range(2)]
+
+    assert told == [[APPLIED, REFUSED], [SKIPPED, REFUSED]]
+
+
+# ------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_collector_that_raises_is_told_with_its_own_traceback_after_the_others(pool: list[Any]) -> None:
+    behave(pool[0], "raise")
+    updater = RayWeightUpdater(weights(11.0), pool)
+
+    with pytest.raises(RefusedError) as failure:
+        updater.push_weights(timeout=PATIENCE)
+
+    assert failure.value.refused.keys() == {0}
+    assert "ConnectionResetError: not for me" in failure.value.report[0].reason
+    assert "ray_collectors.py" in failure.value.report[0].remote_traceback
+    assert seen(pool[1:]) == [11.0]
+
+
+def test_an_actor_without_the_method_is_refused(pool: list[Any]) -> None:
+    updater = RayWeightUpdater(weights(12.0), [object(), pool[0]])
+
+    with pytest.raises(RefusedError, match="update_policy_weights_"):
+        updater.push_weights(timeout=PATIENCE)
+
+    assert seen(pool[:1]) == [12.0]
+
+
+def test_a_collector_that_hangs_ends_in_a_timeout_and_the_others_are_served(pool: list[Any]) -> None:
+    behave(pool[0], "hang")
+    updater = RayWeightUpdater(weights(13.0), pool)
+
+    with pytest.raises(AckTimeoutError) as failure:
+        updater.push_weights(timeout=1.0)
+
+    assert failure.value.pending == (0,)
+    assert kinds(failure.value.report) == [OutcomeKind.TIMED_OUT, APPLIED]
+    assert seen(pool[1:]) == [13.0]
+    behave(pool[0], "take")
+    assert kinds(updater.push_weights(weights(14.0), timeout=PATIENCE)) == [APPLIED, APPLIED]
+    assert seen(pool) == [14.0, 14.0]
+
+
+def test_the_default_timeout_is_finite_and_the_environments(pool: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    behave(pool[0], "hang")
+    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "0.2")
+
+    with pytest.raises(AckTimeoutError):
+        RayWeightUpdater(weights(), pool).push_weights()
+
+
+def test_a_second_thread_may_not_push_while_the_first_waits(pool: list[Any]) -> None:
+    behave(pool[0], "hang")
+    updater = RayWeightUpdater(weights(), pool)
+    thread = threading.Thread(target=updater.push_weights, kwargs={"timeout": PATIENCE})
+    thread.start()
+    while updater.state is not weightsync.State.AWAITING_ACK:
+        threading.Event().wait(0.005)
+
+    with pytest.raises(StateError):
+        updater.push_weights()
+    behave(pool[0], "take")
+    thread.join()
+
+
+def test_an_actor_killed_in_the_middle_of_a_push_is_lost_until_another_takes_its_place(
+    pool: list[Any], all_collectors: list[Any]
+) -> None:
+    victim = all_collectors[2]
+    behave(victim, "hang")
+    collectors = [victim, pool[0]]
+    updater = RayWeightUpdater(weights(15.0), collectors)
+    timer = threading.Timer(0.3, os.kill, (get(victim.pid.remote()), signal.SIGKILL))
+    timer.start()
+
+    with pytest.raises(WorkerLostError) as failure:
+        updater.push_weights(timeout=PATIENCE)
+    timer.join()
+    assert failure.value.lost.keys() == {0}
+    assert kinds(failure.value.report) == [LOST, APPLIED]
+    assert failure.value.report.transferring < PATIENCE / 2
+    assert seen(pool[:1]) == [15.0]
+
+    with pytest.raises(WorkerLostError) as failure:
+        updater.push_weights(weights(16.0), timeout=PATIENCE)
+    assert failure.value.lost.keys() == {0}
+    assert seen(pool[:1]) == [16.0]
+
+    collectors[0] = pool[1]
+    assert kinds(updater.push_weights(weights(17.0), timeout=PATIENCE)) == [APPLIED, APPLIED]
+    assert seen(pool) == [17.0, 17.0]
+
+
+def test_a_node_killed_in_the_middle_of_a_push_is_a_lost_worker(pool: list[Any], cluster: Any) -> None:
+    node = cluster.add_node(num_cpus=1, resources={"away": 1.0})
+    victim = start(resources={"away": 1.0})
+    behave(victim, "hang")
+    updater = RayWeightUpdater(weights(18.0), [victim, *pool])
+    timer = threading.Timer(0.3, cluster.remove_node, (node,), {"allow_graceful": False})
+    timer.start()
+
+    with pytest.raises(WorkerLostError) as failure:
+        updater.push_weights(timeout=PATIENCE)
+    timer.join()
+
+    assert failure.value.lost.keys() == {0}
+    assert kinds(failure.value.report) == [LOST, APPLIED, APPLIED]
+    assert seen(pool) == [18.0, 18.0]
+
+
+def test_collectors_and_hooks_are_the_bases(pool: list[Any]) -> None:
+    updater, collector = RayWeightUpdater(weights(), pool), Collector()
+    updater.register_collector(collector)
+    updater.register_post_hook(updater.increment_version)
+
+    updater.push_weights()
+
+    assert collector.version == 1
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+
+    with pytest.raises(ImportError, match="RayWeightUpdater") as failure:
+        RayWeightUpdater(weights(), [])
+
+    assert isinstance(failure.value, MissingExtraError)
+    assert failure.value.extra == "ray"
+
+
+def test_outside_a_ray_session_everybody_is_lost(monkeypatch: pytest.MonkeyPatch, pool: list[Any]) -> None:
+    updater = RayWeightUpdater(weights(), pool)
+    monkeypatch.setattr(ray_session, "_current", lambda ray: None)
+
+    with pytest.raises(WorkerLostError, match=r"ray\.init"):
+        updater.push_weights()

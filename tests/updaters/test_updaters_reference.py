@@ -1,0 +1,114 @@
+"""Updaters beside TorchRL's own: names, signatures, and a collector of TorchRL's that uses one of ours."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import weightsync
+
+pytestmark = pytest.mark.torchrl
+
+NAMES = [
+    "WeightUpdaterBase",
+    "VanillaWeightUpdater",
+    "MultiProcessedWeightUpdater",
+    "RemoteModuleWeightUpdater",
+    "RayWeightUpdater",
+]
+MEMBERS = [
+    "__call__",
+    "_get_server_weights",
+    "_maybe_map_weights",
+    "_skip_update",
+    "_sync_weights_with_worker",
+    "all_worker_ids",
+    "from_policy",
+    "increment_version",
+    "init",
+    "push_weights",
+    "register_collector",
+    "register_post_hook",
+]
+PROPERTIES = ["collector", "collectors", "post_hooks"]
+
+
+@pytest.fixture(scope="module")
+def torchrl() -> Iterator[Any]:
+    """TorchRL's collectors; it warns of its own at import."""
+    if importlib.util.find_spec("torchrl") is None:
+        assert not os.environ.get("CI"), "TorchRL is not installed, and CI wants to compare with it"
+        pytest.skip("TorchRL is not installed: NOTHING HAS BEEN COMPARED (pip install 'weightsync[torchrl]')")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield importlib.import_module("torchrl.collectors")
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_constructors_are_the_references(name: str, torchrl: Any) -> None:
+    theirs = getattr(torchrl, name)
+    if "__init__" not in vars(theirs):
+        assert name == "WeightUpdaterBase"
+        return
+
+    assert parameters(getattr(weightsync, name).__init__) == parameters(theirs.__init__)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_methods_are_the_references_and_what_is_more_is_by_keyword(name: str, member: str, torchrl: Any) -> None:
+    theirs = parameters(getattr(getattr(torchrl, name), member))
+    ours = parameters(getattr(getattr(weightsync, name), member))
+
+    # One argument of the hook has two names in the reference itself.
+    alias = {"policy_or_weights": "server_weights"} if member == "_maybe_map_weights" else {}
+    renamed = [(alias.get(parameter, parameter), kind, default) for parameter, kind, default in theirs]
+    assert ours[: len(theirs)] == renamed
+    assert {kind for _, kind, _ in ours[len(theirs) :]} <= {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize("member", PROPERTIES)
+def test_properties_are_the_references(member: str, torchrl: Any) -> None:
+    assert isinstance(vars(torchrl.WeightUpdaterBase)[member], property)
+    assert isinstance(vars(weightsync.WeightUpdaterBase)[member], property)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_must_be_overridden_is_the_references(name: str, torchrl: Any) -> None:
+    assert getattr(weightsync, name).__abstractmethods__ == getattr(torchrl, name).__abstractmethods__
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_collector_of_torchrls_pushes_through_ours(torchrl: Any) -> None:
+    envs, modules = importlib.import_module("torchrl.envs"), importlib.import_module("tensordict.nn")
+    torchrl.WeightUpdaterBase.register(weightsync.WeightUpdaterBase)
+
+    def policy() -> Any:
+        return modules.TensorDictModule(torch.nn.LazyLinear(2), in_keys=["observation"], out_keys=["action"])
+
+    environment = envs.GymEnv("CartPole-v1", categorical_action_encoding=False)
+    acting, trained = policy(), policy()
+    for each in (acting, trained):
+        each.module(torch.zeros(4))
+    updater = weightsync.VanillaWeightUpdater.from_policy(acting)
+    collector = torchrl.Collector(environment, acting, frames_per_batch=8, total_frames=8, weight_updater=updater)
+    try:
+        assert updater.collector is collector
+
+        collector.update_policy_weights_(trained)
+
+        assert torch.equal(acting.module.weight, trained.module.weight)
+    finally:
+        collector.shutdown()

@@ -1,0 +1,142 @@
+"""How weights reach Ray actors: which of its methods an actor takes them by, and what is put into the store for it."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy
+import torch
+
+from weightsync.context import MISSING, optional
+from weightsync.errors import ConfigurationError, MissingExtraError
+from weightsync.layout import Layout
+from weightsync.messages import Update, WeightsForm
+from weightsync.options import option
+from weightsync.presenting import present_as
+from weightsync.transports.base import Link
+from weightsync.transports.calls import CallLink
+from weightsync.transports.ray import ActorCourier, PlainCourier
+from weightsync.transports.ray_session import require_ray
+from weightsync.transports.ray_store import Rows, Shelf
+
+#: The method of a `WeightSyncActor` that senders call.
+CALL: Final = "_weightsync_call"
+POLICY_METHOD: Final = "update_policy_weights_"
+TENSORDICT_METHOD: Final = "_update_weights_tensordict"
+STATE_DICT_METHOD: Final = "_update_weights_state_dict"
+#: The methods of plain actors that are known, and the name under which each takes the weights.
+ARGUMENTS: Final = {POLICY_METHOD: "policy_or_weights", TENSORDICT_METHOD: "params", STATE_DICT_METHOD: "state_dict"}
+#: What those take that take one form only; the others take what the sender was given.
+_FORMS: Final = {TENSORDICT_METHOD: WeightsForm.TENSORDICT, STATE_DICT_METHOD: WeightsForm.FLAT}
+
+
+class TensorTransport(enum.Enum):
+    """How Ray moves a payload."""
+
+    #: Through its object store: one copy a node, read in place.
+    OBJECT_STORE = "object_store"
+    #: By NIXL, from memory to memory.
+    NIXL = "nixl"
+
+
+class Backend(enum.Enum):
+    """TorchRL's name for the process group beside Ray. Ours needs none: accepted, and without effect."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
+def tensor_transport_of(value: TensorTransport | str) -> TensorTransport:
+    """The tensor transport that is meant.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+        MissingExtraError: it needs a package that is not installed.
+    """
+    chosen = option(TensorTransport, value)
+    if chosen is TensorTransport.NIXL and importlib.util.find_spec("nixl") is None:
+        raise MissingExtraError("nixl", 'tensor_transport="nixl"')
+    return chosen
+
+
+class ActorLinks:
+    """Lays links to Ray actors; those of one sender share what it puts into the object store.
+
+    Args:
+        transport: how payloads travel to our own receivers.
+    """
+
+    def __init__(self, transport: TensorTransport) -> None:
+        shelf, present = Shelf(), _Presenter()
+        if transport is TensorTransport.NIXL:
+            self._flat = Rows(shelf, CALL, _tensor, _tensor_transport=transport.value)
+        else:
+            self._flat = Rows(shelf, CALL, _array)
+        self._plain = {method: Rows(shelf, method, present.for_method(method)) for method in ARGUMENTS}
+
+    def lay(self, actor: Any, methods: Sequence[str], model_id: str, peer: str) -> Link:
+        """A link to an actor, by the first of the methods that it has.
+
+        Raises:
+            MissingExtraError: Ray is not installed.
+            ConfigurationError: it has none.
+        """
+        require_ray("A link to an actor")
+        name, method = method_of(actor, methods, peer)
+        if name == CALL:
+            return CallLink(ActorCourier(method, model_id, peer, self._flat), peer)
+        return CallLink(PlainCourier(_calling(name, method), peer, self._plain[name]), peer)
+
+
+def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, Any]:
+    """The first of the methods that an actor has, by what its handle knows of it: its name, and itself.
+
+    Args:
+        endpoint: the actor's handle, or an object whose ``._actor`` is that.
+        methods: names, the best one first.
+        peer: who it is, for messages to people.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    for actor in (endpoint, optional(endpoint, "_actor")):
+        for name in methods if actor is not MISSING else ():
+            method = optional(actor, name)
+            if method is not MISSING:
+                return name, method
+    known = ", ".join(name for name in methods if name != CALL)
+    raise ConfigurationError(
+        f"{peer} is a {type(endpoint).__name__} without a method that takes weights: derive its class from "
+        f"WeightSyncActor, or give it {known}. Nothing was sent."
+    )
+
+
+def _calling(name: str, method: Any) -> Callable[[Any], Any]:
+    return lambda ref: method.remote(**{ARGUMENTS[name]: ref})
+
+
+def _array(_: Update, payload: memoryview) -> numpy.ndarray[Any, Any]:
+    return numpy.frombuffer(payload, dtype=numpy.uint8)
+
+
+def _tensor(_: Update, payload: memoryview) -> torch.Tensor:
+    return torch.frombuffer(payload, dtype=torch.uint8).clone()
+
+
+class _Presenter:
+    """Makes weights of updates, which tell their layout once a link."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[bytes, Layout] = {}
+
+    def for_method(self, method: str) -> Callable[[Update, memoryview], Any]:
+        """As one method takes them."""
+        return lambda update, payload: self._weights(update, payload, _FORMS.get(method, update.form))
+
+    def _weights(self, update: Update, payload: memoryview, form: WeightsForm) -> Any:
+        if update.layout:
+            self._layouts[update.layout_digest] = Layout.decode(update.layout)
+        return present_as(form, self._layouts[update.layout_digest], payload, update.extras)

@@ -1,0 +1,161 @@
+"""`DistributedTransport`, TorchRL's transport class, over the machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from weightsync.compat.arguments import POLICY, UNSET, Form, Unset
+from weightsync.compat.facade import TransportFacade
+from weightsync.errors import ConfigurationError
+from weightsync.strategy import WeightStrategy
+from weightsync.timing import Deadline, Timeout
+from weightsync.transports.base import Link
+from weightsync.transports.distributed import StoreEnd, listen, sender_link
+from weightsync.transports.distributed.link import HINT
+
+_IN_FLIGHT: Final = 4
+#: Seconds after which a wait without end looks for an instruction of another kind.
+_LOOK: Final = 1.0
+
+
+class DistributedTransport(TransportFacade):
+    """One trainer and one worker that meet at a TCPStore.
+
+    ``weights_buffer`` makes it generation B's: `receive_weights` then gives the weights, written into that buffer, and
+    not ``("policy", weights)``. TorchRL's store keys ``NODE_{rank}_in`` and ``NODE_{rank}_out`` are written as hints
+    for loops that wait on them; nothing rests on them.
+
+    Args:
+        store: a TCPStore, or a PrefixStore around one.
+        rank: the worker's rank, at both ends: worker i is rank i + 1.
+        sync: whether a payload's buckets leave one after another.
+        weights_buffer: a TensorDict or dict that receives.
+        backend: "gloo" or "nccl".
+        timeout: seconds that `send_weights` and `wait_ack` wait; default: `WEIGHTSYNC_TIMEOUT` or 60.
+    """
+
+    def __init__(
+        self,
+        store: Any = None,
+        rank: int | None = None,
+        sync: bool = True,
+        *,
+        weights_buffer: Any = UNSET,
+        backend: str = "gloo",
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+    ) -> None:
+        super().__init__(form=Form.A if weights_buffer is UNSET else Form.B, timeout=timeout)
+        self.store = store
+        self.rank = rank
+        self.sync = sync
+        self._buffer = None if weights_buffer is UNSET else weights_buffer
+        self._backend = backend
+
+    def _meeting(self) -> StoreEnd:
+        if self.store is None or self.rank is None:
+            raise ConfigurationError(
+                "DistributedTransport was given no store or no rank: it reaches nobody. Nothing was sent."
+            )
+        return StoreEnd(self.store, self.rank, self._backend, 1 if self.sync else _IN_FLIGHT)
+
+    def _endpoints(self) -> Mapping[int, Any]:
+        meeting = self._meeting()
+        return {meeting.rank - 1: meeting}
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        return sender_link(endpoint, model_id, peer)
+
+    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        return listen(self._meeting(), model_id, accept)
+
+    def check_connection(self) -> bool:
+        """Whether the user's own process group is initialised, which ours does not need."""
+        return dist.is_initialized()
+
+    # ------------------------------------------------------------------------------------------ receiving
+
+    def receive_weights(
+        self,
+        timeout: float | Unset | None = UNSET,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any:
+        """The weights of the next update, which stays pending until `send_ack`: see `ReceivingHalf.receive_weights`.
+
+        Returns:
+            Generation A: ``("policy", weights)``; B: what they were received into: ``weights``, else the transport's
+            ``weights_buffer``, else fresh tensors. None: none came in time.
+
+        Raises:
+            ConfigurationError: (a ValueError) generation A: the store's instruction for this rank is another than
+                "update_weights"; it has been taken out of the store.
+            StateError, LayoutError, TransportError: as there.
+        """
+        into = weights if weights is not None else self._buffer
+        allowed = self._default_wait() if isinstance(timeout, Unset) else timeout
+        if self._form is Form.A:
+            self._refuse_other_instruction()
+        deadline = Deadline(allowed)
+        while True:
+            found = super().receive_weights(_slice(deadline.remaining), weights=into, model=model, strategy=strategy)
+            if found is not None:
+                return found if into is None or self._form is Form.A else into
+            if self._form is Form.A:
+                self._refuse_other_instruction()
+            if deadline.passed:
+                return None
+
+    def _refuse_other_instruction(self) -> None:
+        store, key = self._meeting().store, f"NODE_{self.rank}_in"
+        if not store.check([key]):
+            return
+        told = store.get(key)
+        store.delete_key(key)
+        if told != HINT.encode():
+            raise ConfigurationError(
+                f"the store's instruction for rank {self.rank} is {told!r}, which is not {HINT!r}: it was taken out of "
+                "the store, and no weights were received."
+            )
+
+    # -------------------------------------------------------------------------------------- initial weights
+
+    def send_initial_weights(self, weights: Any) -> Any:
+        """Send the first weights: as `send_weights`, of the model "policy"."""
+        return self.send_weights(POLICY, weights)
+
+    def receive_initial_weights(self) -> Any:
+        """Wait for the first weights, and ack them: generation A's tuple, or B's weights, as `receive_weights`.
+
+        Raises:
+            As `receive_weights`.
+        """
+        found = self.receive_weights(None)
+        self.send_ack()
+        return found[1] if self._form is Form.A else found
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing: the scheme's `connect` does it."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> None:
+        """Nothing: the scheme's `connect` does it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # A store travels as its address.
+        state["store"] = None if self.store is None else StoreEnd(self.store, self.rank or 1)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        end = state["store"]
+        super().__setstate__({**state, "store": None if end is None else end.store})
+
+
+def _slice(remaining: float | None) -> float:
+    return _LOOK if remaining is None else min(remaining, _LOOK)

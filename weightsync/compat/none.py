@@ -1,0 +1,33 @@
+"""`NoTransport`: for workers that need no weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class NoTransport:
+    """Swallows what is sent, and never has anything."""
+
+    def send_weights(self, model_id: Any = None, weights: Any = None) -> None:
+        """Do nothing."""
+
+    def send_weights_async(self, model_id: Any = None, weights: Any = None) -> None:
+        """Do nothing."""
+
+    def wait_ack(self) -> None:
+        """There is nothing to wait for."""
+
+    def receive_weights(
+        self, timeout: float | None = 1.0, *, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> None:
+        """Nothing ever comes."""
+
+    def send_ack(self, message: str = "updated") -> None:
+        """There is nobody to answer to."""
+
+    def check_ack(self, message: str = "updated") -> None:
+        """There is nothing to wait for."""
+
+    def check_connection(self) -> bool:
+        """True: there is nothing that could be down."""
+        return True

@@ -1,0 +1,1 @@
+"""What other libraries take as their own."""

@@ -1,0 +1,189 @@
+"""`DistributedWeightSyncScheme`: workers meet the trainer at a TCPStore; weights travel over process groups of ours."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Final
+
+from weightsync.compat.distributed import DistributedTransport
+from weightsync.context import MISSING, optional
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.options import Verify
+from weightsync.schemes.base import WeightSyncScheme
+from weightsync.strategy import WeightStrategy
+from weightsync.transports.base import Link
+from weightsync.transports.distributed import StoreEnd, listen, sender_link
+from weightsync.transports.distributed.c10d import Store, TCPStore
+from weightsync.transports.distributed.group import require_backend
+from weightsync.transports.distributed.store import base_of
+
+#: Buckets of a payload that are on their way at once, with ``sync=False``.
+IN_FLIGHT: Final = 4
+#: TorchRL's collectors use ``tcp_port`` and the one after it themselves.
+_PORT_OFFSET: Final = 2
+
+
+class DistributedWeightSyncScheme(WeightSyncScheme):
+    """Over ``torch.distributed``: signals through a TCPStore, weights by a process group of ours for each worker.
+
+    The user's own process group is neither needed nor touched. The trainer is rank 0, worker i is rank i + 1.
+
+    Args:
+        backend: "gloo", or "nccl" where trainer and workers have a GPU each.
+        sync: whether a payload's buckets leave one after another. If not, several are on their way at once; all are
+            awaited in either case.
+        timeout: seconds after which a store that this scheme connects to, or makes, is given up.
+        strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
+        verify: "digest" or "layout": see `WeightSyncScheme`.
+
+    Raises:
+        ConfigurationError: another backend, or one that is not to be had here.
+    """
+
+    _sender_arguments = ("store",)
+    _worker_arguments = ("store", "rank", "store_info", "worker_idx")
+
+    def __init__(
+        self,
+        backend: str = "gloo",
+        sync: bool = True,
+        timeout: float = 3600.0,
+        strategy: WeightStrategy | str = "state_dict",
+        *,
+        verify: Verify | str = Verify.DIGEST,
+    ) -> None:
+        require_backend(backend)
+        self.backend = backend
+        self.timeout = timeout
+        #: Where the store is that this scheme made: travels to the workers with it.
+        self._store_info: dict[str, Any] | None = None
+        self._store: Store | None = None
+        super().__init__(strategy, verify=verify)
+        self.sync = sync
+
+    def get_store_info(self) -> dict[str, Any]:
+        """Host and port of the trainer's store: what workers take as ``store_info``.
+
+        Raises:
+            ConfigurationError: there is no store yet.
+        """
+        if self._store_info is None:
+            raise ConfigurationError("there is no store yet: call init_on_sender() first.")
+        return dict(self._store_info)
+
+    # ------------------------------------------------------------------------------------------ endpoints
+
+    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+        """One meeting a worker, at ``store=`` or ``context.store``, else at a store that is made here."""
+        count = _found(given, context, "num_workers")
+        if count is None:
+            raise ConfigurationError("init_on_sender() needs num_workers=, or a context with .num_workers.")
+        store = _found(given, context, "store")
+        if store is None:
+            store = self._store = self._make_store(optional(context, "tcp_port"))
+        base = base_of(store)
+        self._store_info = {"host": base.host, "port": base.port}
+        workers = sorted(given.get("params_map", range(count)))
+        return {worker: self._meeting_at(store, worker + 1) for worker in workers}
+
+    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """The meeting at ``store=`` (or ``context.store``, or what ``store_info`` says) for our rank."""
+        rank = _found(given, context, "rank")
+        if rank is None:
+            rank = _found(given, context, "worker_idx")
+        if rank is None or rank == 0:
+            raise ConfigurationError(
+                "init_on_worker() needs rank=, or a context with .rank: the trainer is rank 0, worker i is rank i + 1. "
+                "Here worker_idx= means the same, as in TorchRL."
+            )
+        store = _found(given, context, "store")
+        if store is None:
+            store = self._store = self._reach_store(given.get("store_info") or self._store_info)
+        return self._meeting_at(store, rank)
+
+    def _meeting_at(self, store: Any, rank: Any) -> StoreEnd:
+        return StoreEnd(store, rank, self.backend, 1 if self.sync else IN_FLIGHT)
+
+    def _make_store(self, base_port: Any) -> TCPStore:
+        port = 0 if base_port in (MISSING, None) else int(base_port) + _PORT_OFFSET
+        host = _own_address()
+        for wanted in (port, 0):
+            try:
+                return TCPStore(host, wanted, None, True, timedelta(seconds=self.timeout), wait_for_workers=False)
+            except RuntimeError as error:
+                failure = error
+        raise TransportError(f"no store could be opened on {host}: {failure}") from failure
+
+    def _reach_store(self, info: Mapping[str, Any] | None) -> TCPStore:
+        if info is None:
+            raise ConfigurationError(
+                "init_on_worker() needs store= (a TCPStore), store_info= (what the trainer's get_store_info() gives), "
+                "or a scheme that was sent here after init_on_sender()."
+            )
+        try:
+            return TCPStore(
+                info["host"], info["port"], None, False, timedelta(seconds=self.timeout), wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise TransportError(f"the store at {info['host']}:{info['port']} cannot be reached: {error}") from error
+
+    # ---------------------------------------------------------------------------------------------- links
+
+    def create_transport(
+        self, store: Any = None, rank: int | None = None, *, weights_buffer: Any = None, sync: bool | None = None
+    ) -> DistributedTransport:
+        """TorchRL's transport to one worker, or to the trainer; incomplete, it raises at its first send."""
+        sync = self.sync if sync is None else sync
+        if weights_buffer is None:
+            return DistributedTransport(store, rank, sync, backend=self.backend)
+        return DistributedTransport(weights_buffer=weights_buffer, store=store, rank=rank, sync=sync)
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """The sender's end of a new link.
+
+        Args:
+            endpoint: a `StoreEnd`, a tuple (store, rank), or an object with ``.store`` and ``.rank``.
+            model_id: the model.
+            peer: who is at the other end, for messages to people.
+
+        Raises:
+            ConfigurationError: no store, or no rank.
+        """
+        return sender_link(self._meeting(endpoint), model_id, peer)
+
+    def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Take each link that a sender announces to this worker: see `lay_link`."""
+        return listen(self._meeting(endpoint), model_id, accept)
+
+    def _meeting(self, endpoint: Any) -> StoreEnd:
+        if isinstance(endpoint, StoreEnd):
+            return endpoint
+        if isinstance(endpoint, tuple):
+            return self._meeting_at(*endpoint)
+        store, rank = optional(endpoint, "store"), optional(endpoint, "rank")
+        if store is MISSING or rank is MISSING:
+            raise ConfigurationError(f"a worker is reached by (store, rank), not by a {type(endpoint).__name__}.")
+        return self._meeting_at(store, rank)
+
+    def close(self) -> None:
+        """Close whichever sides were initialised, and let go of the store if it was made here."""
+        super().close()
+        self._store = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_store": None}
+
+
+def _found(given: Mapping[str, Any], context: Any, name: str) -> Any:
+    found = given[name] if name in given else optional(context, name)
+    return None if found is MISSING else found
+
+
+def _own_address() -> str:
+    """The address by which other hosts reach this one; the loopback's where it has no name."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"

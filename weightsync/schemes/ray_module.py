@@ -1,0 +1,161 @@
+"""`RayModuleTransformScheme`: one model in one Ray actor that many share, and its two sides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightsync.actors import Backend, TensorTransport
+from weightsync.context import MISSING, optional
+from weightsync.errors import ConfigurationError
+from weightsync.options import OnFailure, OnPending, Verify
+from weightsync.report import SyncReport
+from weightsync.schemes.base import WeightSyncScheme
+from weightsync.schemes.ray import RayWeightSyncScheme, methods_for, only_module
+from weightsync.schemes.ray_desk import ActorReceiver, ActorSender
+from weightsync.strategy import WeightStrategy
+from weightsync.timing import Timeout
+
+#: The one actor's id on the roll.
+ONLY = 0
+
+
+class RayModuleTransformSender(ActorSender):
+    """Sends to the one actor behind a transform, which is found when it is first needed.
+
+    The actor is the context's ``._actor``, or the context itself; without a context, the single entry of
+    ``actor_refs``. Its id is 0.
+
+    Args:
+        scheme: the `RayModuleTransformScheme` that wires it.
+    """
+
+    _scheme: RayModuleTransformScheme
+
+    def register_worker(self, worker_idx: int, pipe_or_context: Any = None) -> None:
+        """Nothing: there is one actor, whoever else is registered."""
+
+    _register_worker = register_worker
+
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+        on_pending: OnPending | str = OnPending.RAISE,
+    ) -> SyncReport:
+        """Send weights and wait for the actor: see `WeightSender.send`.
+
+        Args:
+            worker_ids: None, 0 or [0].
+
+        Raises:
+            ConfigurationError: (a ValueError) no actor is found, or another worker is named.
+        """
+        self._meet()
+        return super().send(weights, worker_ids, timeout=timeout, on_failure=on_failure, on_pending=on_pending)
+
+    def send_async(
+        self,
+        weights: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        *,
+        on_pending: OnPending | str = OnPending.RAISE,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+    ) -> SyncReport:
+        """Send weights and go on: see `WeightSender.send_async`.
+
+        Args:
+            worker_ids: None, 0 or [0].
+
+        Raises:
+            ConfigurationError: (a ValueError) no actor is found, or another worker is named.
+        """
+        self._meet()
+        return super().send_async(weights, worker_ids, on_pending=on_pending, timeout=timeout)
+
+    def _meet(self) -> None:
+        if ONLY not in self.worker_ids and not self._endpoints:
+            self.add_worker(ONLY, self._scheme.actor(self._context()))
+
+
+class RayModuleTransformReceiver(ActorReceiver):
+    """Receives in the actor, and applies there; the calls to the actor drive it.
+
+    Args:
+        scheme: the `RayModuleTransformScheme` that wires it.
+    """
+
+
+class RayModuleTransformScheme(RayWeightSyncScheme):
+    """One model in one Ray actor, such as that of TorchRL's ``RayModuleTransform``.
+
+    An actor whose class derives from `WeightSyncActor` answers for each version; one with
+    ``_update_weights_tensordict(params=)`` or ``_update_weights_state_dict(state_dict=)``, as TorchRL's has, works as
+    it is, with the evidence ``call``.
+
+    Args:
+        strategy: "tensordict" (default) or "state_dict", or a `WeightStrategy`.
+        backend: see `RayWeightSyncScheme`.
+        verify: "digest" or "layout": see `WeightSyncScheme`.
+        tensor_transport: see `RayWeightSyncScheme`.
+    """
+
+    _sender_arguments = (*RayWeightSyncScheme._sender_arguments, "ray_transform")
+
+    def __init__(
+        self,
+        strategy: WeightStrategy | str = "tensordict",
+        backend: Backend | str = Backend.GLOO,
+        *,
+        verify: Verify | str = Verify.DIGEST,
+        tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
+    ) -> None:
+        super().__init__(strategy, backend, verify=verify, tensor_transport=tensor_transport)
+
+    _left_behind = (*RayWeightSyncScheme._left_behind, "_transform")
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._transform: Any = None
+
+    def set_transform(self, ray_transform: Any) -> None:
+        """Say whose actor is meant: TorchRL's ``RayModuleTransform`` does, when it is given the scheme."""
+        self._transform = ray_transform
+
+    _set_transform = set_transform
+
+    def actor(self, context: Any) -> Any:
+        """The actor: of the transform that was set or given, of the context, or the single one of ``actor_refs``.
+
+        Raises:
+            ConfigurationError: (a ValueError) there is none, or there are several.
+        """
+        for found in (self._transform, self._given.get("ray_transform"), context):
+            if found is not None and optional(found, "_actor") is not MISSING:
+                return found._actor
+        if any(optional(context, name) is not MISSING for name in methods_for(self.strategy)):
+            return context
+        actors = self._actors(self._given, context)
+        if len(actors) != 1:
+            raise ConfigurationError(f"There are {len(actors)} actors, and a transform has one. Nothing was sent.")
+        return actors[0]
+
+    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+        """None yet: the actor is found when it is first needed."""
+        return {}
+
+    def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """The model given or found by ``get_model``, else the actor's ``_actor_module`` or ``module``, else a path."""
+        found = WeightSyncScheme._worker_model(self, given, context, model_id)
+        return only_module(context, found) if isinstance(found, str) else found
+
+    def create_sender(self) -> RayModuleTransformSender:
+        """A sender to the one actor."""
+        return RayModuleTransformSender(self)
+
+    def create_receiver(self) -> RayModuleTransformReceiver:
+        """A receiver that the calls to this process's actor drive, once it listens."""
+        return RayModuleTransformReceiver(self)

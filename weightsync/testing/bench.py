@@ -1,0 +1,267 @@
+"""Real sender and receiver drivers over an adapter's links: each method is one step, and compares everything."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from weightsync._tables import RefusalKind, State
+from weightsync.errors import ProtocolError
+from weightsync.messages import Ack, Refusal
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+from weightsync.testing.comparing import Comparing, Receiver, Sender
+from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.tap import Cable, End, Tap
+from weightsync.timing import new_incarnation
+from weightsync.transports.base import Link
+
+
+class Bench(Comparing):
+    """A sender, its workers, and their links.
+
+    Every method is one step: it does something to the drivers, has the oracles follow what the taps saw, and compares.
+    """
+
+    # ------------------------------------------------------------------------------------ the sender's steps
+
+    def join(self, worker: int, sender: Sender | None = None) -> None:
+        """A worker joins, or comes back, on a new link."""
+        sender = sender or self.sender
+        with self.step(f"worker {worker} joins {sender.name} on a new link"):
+            ends = self.stage.lay("policy")
+            cable = self.stage.cable(ends, f"the link of worker {worker}")
+            tap = Tap(ends.sender, cable, End.SENDER)
+            number = sender.driver._last_link + 1
+            sender.links[number] = sender.of[worker] = tap
+            self._laid[id(tap)] = ends
+            sender.oracle.join(worker, number, tap.delivery.loses)
+            receiver = self.receivers.get(worker)
+            if receiver is None or receiver.over:
+                receiver = self.receivers[worker] = Receiver(worker)
+                self._all_receivers.append(receiver)
+            receiver.stops.append(ends.listen(partial(self._accept, receiver, cable)))
+            sender.driver.join(worker, tap)
+
+    def _accept(self, receiver: Receiver, cable: Cable, link: Link) -> None:
+        tap = Tap(link, cable, End.RECEIVER)
+        if receiver.driver.machine.state is State.CLOSED:
+            tap.close()
+            return
+        number = receiver.driver._last_link + 1
+        receiver.links[number] = tap
+        receiver.oracle.open.add(number)
+        receiver.driver.add_link(tap)
+
+    def connect(self, sender: Sender | None = None, incarnation: int | None = None) -> None:
+        """The sender lays its links."""
+        sender = sender or self.sender
+        event = sending.Connect(new_incarnation(0) if incarnation is None else incarnation)
+        with self.step(f"{sender.name} says Hello on every link"):
+            self._take(sender, event)
+
+    def _take(self, sender: Sender, event: sending.Event) -> None:
+        sender.oracle.take(event)
+        sender.driver.take(event)
+
+    def send(self, targets: tuple[int, ...] | None = None, sender: Sender | None = None) -> int:
+        """The sender dispatches its next version."""
+        sender = sender or self.sender
+        event = sending.SendAsync(targets)
+        with self.step(f"{sender.name} sends version {sender.driver.data.version + 1} to {targets or 'all'}"):
+            packed = self.payloads.packed()
+            sender.oracle.take(event)
+            version = sender.driver.dispatch(event, packed)
+            self.payloads.handed_over(packed)
+        return version
+
+    def repeat(self, worker: int, back: int = 1) -> None:
+        """An update goes out once more, as a network that duplicates would have it."""
+        sender, tap = self.sender, self.sender.of[worker]
+        message = tap.updates[-back]
+        with self.step(f"version {message.version} goes to worker {worker} once more"):
+            number = next(number for number, each in sender.links.items() if each is tap)
+            sender.oracle.said[number].append(("Update", message.incarnation, message.version))
+            tap.send(message, self.payloads.again(message.digest))
+
+    def abandon(self) -> None:
+        """The sender gives the outstanding version up."""
+        with self.step(f"{self.sender.name} abandons what is outstanding"):
+            self._take(self.sender, sending.Abandon())
+
+    def wait(self) -> None:
+        """A caller waits for the outstanding version; it ends here once nobody owes."""
+        with self.step(f"a caller waits for {self.sender.name}"):
+            self._take(self.sender, sending.Wait())
+
+    def deadline(self) -> None:
+        """The wait's time is up."""
+        with self.step("the wait's time is up"):
+            self._take(self.sender, sending.Deadline(self.sender.driver.data.version))
+
+    def remove(self, worker: int) -> None:
+        """A worker is taken off the roll."""
+        with self.step(f"worker {worker} is removed"):
+            self.sender.oracle.remove(worker, "removed")
+            self.sender.driver.remove(worker, "removed")
+
+    def close_sender(self, sender: Sender | None = None) -> None:
+        """The sender closes."""
+        sender = sender or self.sender
+        with self.step(f"{sender.name} closes"):
+            self._take(sender, sending.Close())
+
+    def hear(self, sender: Sender | None = None) -> None:
+        """The sender takes in all that its workers have said."""
+        sender = sender or self.sender
+        with self.step(f"{sender.name} takes in what has arrived"):
+            for tap in list(sender.links.values()):
+                self.stage.until_arrived(tap, lambda: self._pump_sender(sender), self._flush)
+            self._pump_sender(sender)
+
+    def _pump_sender(self, sender: Sender) -> None:
+        sender.driver.pump()
+        self.stage.watch.check()
+
+    # ---------------------------------------------------------------------------------- the receivers' steps
+
+    def take_in(self, worker: int) -> None:
+        """A worker takes in all that was sent to it, and applies nothing yet."""
+        receiver = self.receivers[worker]
+        with self.step(f"worker {worker} takes in what has arrived"):
+            for cable in [tap.cable for sender in self.senders for w, tap in sender.of.items() if w == worker]:
+                self.stage.until_came(cable, End.RECEIVER, lambda: self._pump_receiver(receiver), self._flush)
+            self._pump_receiver(receiver)
+
+    def _pump_receiver(self, receiver: Receiver) -> None:
+        try:
+            receiver.driver.pump()
+        except ProtocolError as error:
+            self.stage.watch.check()
+            raise Breach(Rule.STATE, f"worker {receiver.worker} took its link down: {error}") from error
+        self.stage.watch.check()
+
+    def _flush(self, cable: Cable) -> None:
+        owners: list[Sender | Receiver] = [*self.senders, *self._all_receivers]
+        for owner in owners:
+            for tap in owner.links.values():
+                if tap.cable is cable and not tap.dead and not owner.gone:
+                    self.stage.flush(tap)
+
+    def apply(self, worker: int) -> None:
+        """A worker applies what is pending, and answers."""
+        receiver = self.receivers[worker]
+        with self.step(f"worker {worker} applies what is pending"):
+            pending = receiver.driver.pending
+            assert pending is not None
+            if not self.payloads.intact(pending.payload, pending.update.digest):
+                raise Breach(Rule.PINNED, f"version {pending.update.version} changed between its arrival and its use")
+            receiver.served = (pending.payload, pending.update.digest)
+            update = pending.update
+            answer = Ack(
+                model_id=update.model_id,
+                incarnation=update.incarnation,
+                version=update.version,
+                digest=update.digest,
+            )
+            self._decide(receiver, receiving.Applied(answer))
+
+    def refuse(self, worker: int) -> None:
+        """A worker refuses what is pending."""
+        receiver = self.receivers[worker]
+        with self.step(f"worker {worker} refuses what is pending"):
+            pending = receiver.driver.pending
+            assert pending is not None
+            answer = Refusal(
+                model_id="policy",
+                incarnation=pending.update.incarnation,
+                version=pending.update.version,
+                kind=RefusalKind.REFUSED,
+                reason="it does not fit",
+                fence=receiver.driver.data.fence,
+            )
+            self._decide(receiver, receiving.Refused(answer))
+
+    def _decide(self, receiver: Receiver, event: receiving.Applied | receiving.Refused) -> None:
+        receiver.oracle.take(event)
+        receiver.driver.take(event)
+        self.stage.until(
+            lambda: receiver.driver.machine.state is not State.AWAITING_ACK,
+            receiver.driver.pump,
+            Rule.NEVER_BLOCKS,
+            f"the answer of worker {receiver.worker} does not leave",
+        )
+        receiver.oracle.answered()
+
+    def close_receiver(self, worker: int) -> None:
+        """A worker's receiver closes, with a goodbye."""
+        receiver = self.receivers[worker]
+        with self.step(f"worker {worker} closes"):
+            receiver.oracle.take(receiving.Close())
+            receiver.oracle.close_all()
+            receiver.driver.close()
+
+    # ------------------------------------------------------------------------------------------------- losses
+
+    def lose_receiver(self, worker: int) -> None:
+        """A worker is gone without a word, as a process that was killed."""
+        receiver = self.receivers[worker]
+        with self.step(f"worker {worker} is gone without a word"):
+            receiver.gone = True
+            for tap in receiver.links.values():
+                tap.close()
+
+    def lose_sender(self, sender: Sender | None = None) -> None:
+        """The sender is gone without a word."""
+        sender = sender or self.sender
+        with self.step(f"{sender.name} is gone without a word"):
+            sender.gone = True
+            for version in list(sender.driver._packed):
+                sender.driver._release(version)  # it died with its memory
+            for tap in sender.links.values():
+                tap.close()
+
+    def cut(self, worker: int) -> None:
+        """What lies between the sender and a worker breaks."""
+        tap = self.sender.of[worker]
+        with self.step(f"the link of worker {worker} is cut"):
+            cut = self._laid[id(tap)].cut
+            assert cut is not None
+            tap.cable.cut = True
+            cut()
+
+    def sender_notices(self, worker: int) -> None:
+        """The sender must notice that the link of a worker is dead."""
+        sender, tap = self.sender, self.sender.of[worker]
+        with self.step(f"{sender.name} notices that the link of worker {worker} is dead"):
+            self.stage.until_dead(tap, lambda: self._pump_sender(sender))
+
+    def receiver_notices(self, worker: int) -> None:
+        """A worker must notice that its link is dead."""
+        receiver = self.receivers[worker]
+        with self.step(f"worker {worker} notices that its link is dead"):
+            for tap in list(receiver.links.values()):
+                if not tap.dead:
+                    self.stage.until_dead(tap, lambda: self._pump_receiver(receiver))
+
+    # --------------------------------------------------------------------------------------------------- ending
+
+    def sync(self, *workers: int) -> None:
+        """The workers take in and apply what was sent, and the sender hears of it."""
+        for worker in workers:
+            self.take_in(worker)
+            if self.receivers[worker].driver.pending is not None:
+                self.apply(worker)
+        self.hear()
+
+    def finish(self) -> None:
+        """Close all that is left: every buffer must be free then."""
+        self.stage.watch.steps.append("everything is closed")
+        for receiver in self.receivers.values():
+            receiver.served = None
+            if not receiver.gone:
+                receiver.driver.close()
+        for sender in self.senders:
+            if not sender.gone:
+                sender.driver.take(sending.Close())
+        self.stage.watch.check()
+        self.payloads.all_free(self.stage)

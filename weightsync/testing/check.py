@@ -1,0 +1,133 @@
+"""`check_transport`: plays every scenario over an adapter's links."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping
+
+from weightsync._tables import Delivery
+from weightsync.errors import ConfigurationError
+from weightsync.testing.ends import Ends, Factory
+from weightsync.testing.rules import Breach, Broken, Conformance, Nonconforming, Rule
+from weightsync.testing.scenarios import SCENARIOS
+from weightsync.testing.script import Scenario
+from weightsync.testing.stage import Stage
+
+#: Seconds between two looks at a scenario that is being played.
+_LOOK = 0.02
+
+
+def check_transport(
+    factory: Factory,
+    *,
+    unreachable: Mapping[str, str] | None = None,
+    patience: float = 10.0,
+    only: Collection[str] | None = None,
+) -> Conformance:
+    """Hold an adapter to the contract of links, and to the delivery that its links declare.
+
+    Each scenario is played over connections of its own, in a thread of its own, so that a call that blocks is told
+    and not waited for.
+
+    Args:
+        factory: called with a model's id, makes a fresh connection: see `Ends`.
+        unreachable: names of scenarios (see `SCENARIOS`) that the adapter cannot reach, each with the reason. They
+            are listed in the result.
+        patience: seconds after which something that has not happened counts as never happening.
+        only: the names of the scenarios to play; None: all.
+
+    Returns:
+        What passed, and what was not reached and why.
+
+    Raises:
+        Nonconforming: rules were broken; it says which, where and how.
+        ConfigurationError: an unknown scenario, or one declared unreachable without a reason.
+    """
+    declared = dict(unreachable or {})
+    chosen = _chosen(declared, only)
+    probe = factory("policy")
+    delivery = probe.sender.delivery
+    beside = {each.name: why for each in chosen if each.name not in declared and (why := each.beside(delivery))}
+    passed: list[str] = []
+    broken: list[Broken] = []
+    for scenario in chosen:
+        if scenario.name in declared or scenario.name in beside:
+            continue
+        found = _undeclared(scenario, probe) or _played(scenario, factory, patience)
+        broken += [found] if found else []
+        passed += [] if found else [scenario.name]
+    _dispose(probe)
+    return _told(delivery, passed, broken, {name: declared[name] for name in declared}, beside)
+
+
+def _told(
+    delivery: Delivery,
+    passed: list[str],
+    broken: list[Broken],
+    unreachable: dict[str, str],
+    beside: dict[str, str],
+) -> Conformance:
+    conformance = Conformance(delivery, tuple(passed), tuple(broken), unreachable, beside)
+    if broken:
+        raise Nonconforming(conformance)
+    return conformance
+
+
+def _chosen(declared: Mapping[str, str], only: Collection[str] | None) -> list[Scenario]:
+    unknown = sorted((set(declared) | set(only or ())) - set(SCENARIOS))
+    if unknown:
+        raise ConfigurationError(f"no such scenarios: {unknown}. There are {sorted(SCENARIOS)}.")
+    silent = sorted(name for name, reason in declared.items() if not reason.strip())
+    if silent:
+        raise ConfigurationError(f"scenarios are declared unreachable without a reason: {silent}.")
+    return [scenario for name, scenario in SCENARIOS.items() if only is None or name in only]
+
+
+def _undeclared(scenario: Scenario, probe: Ends) -> Broken | None:
+    if scenario.needs is None or scenario.needs.of(probe):
+        return None
+    what = f"it needs {scenario.needs.value}, which is None: give it, or declare the scenario in unreachable="
+    return Broken(Rule.DECLARED, scenario.name, (), what)
+
+
+def _dispose(ends: Ends) -> None:
+    ends.sender.close()
+    if not callable(ends.receiver):
+        ends.receiver.close()
+    ends.dispose()
+
+
+def _played(scenario: Scenario, factory: Factory, patience: float) -> Broken | None:
+    """Play it in a thread; what it broke, or None."""
+    stage = Stage(factory, patience)
+    raised: list[BaseException] = []
+    thread = threading.Thread(target=_play, args=(scenario, stage, raised), name=f"kit: {scenario.name}", daemon=True)
+    thread.start()
+    blocked = _watched(thread, stage)
+    stage.strike()
+    thread.join(patience)
+    if blocked:
+        return Broken(Rule.NEVER_BLOCKS, scenario.name, tuple(stage.watch.steps), blocked)
+    if not raised:
+        return None
+    error = stage.watch.breach or raised[0]
+    if isinstance(error, Breach):
+        return Broken(error.rule, scenario.name, tuple(stage.watch.steps), error.what)
+    raise error
+
+
+def _play(scenario: Scenario, stage: Stage, raised: list[BaseException]) -> None:
+    try:
+        scenario.play(stage)
+    except BaseException as error:  # noqa: BLE001 - raised again by who asked
+        raised.append(error)
+
+
+def _watched(thread: threading.Thread, stage: Stage) -> str:
+    """Look on while it plays; what has blocked, or nothing."""
+    while thread.is_alive():
+        thread.join(_LOOK)
+        call = stage.watch.call
+        if call and stage.watch.since.seconds > stage.patience:
+            return f"{call} has not returned for {stage.patience:g} seconds"
+    return ""

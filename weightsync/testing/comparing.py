@@ -1,0 +1,129 @@
+"""Real sender and receiver drivers over an adapter's links, compared after every step with where they must be."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from weightsync._tables import State
+from weightsync.driving.receiver import ReceiverDriver
+from weightsync.driving.sender import SenderDriver
+from weightsync.testing.ends import Ends
+from weightsync.testing.oracle import ReceiverOracle, SenderOracle
+from weightsync.testing.payloads import Payloads
+from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.stage import Stage
+from weightsync.testing.tap import Happening, Tap
+
+
+class Sender:
+    """A sender's driver, and where it must be."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.driver = SenderDriver("policy")
+        self.oracle = SenderOracle()
+        #: Its links by number, and the newest of each worker.
+        self.links: dict[int, Tap] = {}
+        self.of: dict[int, Tap] = {}
+        self.gone = False
+
+
+class Receiver:
+    """A receiver's driver, and where it must be."""
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.driver = ReceiverDriver("policy")
+        self.oracle = ReceiverOracle(lambda link, index: index in self.links[link].failures)
+        self.links: dict[int, Tap] = {}
+        self.stops: list[object] = []
+        #: What it serves, as it arrived, and must stay.
+        self.served: tuple[memoryview, bytes] | None = None
+        self.gone = False
+
+    @property
+    def over(self) -> bool:
+        """Whether it is dead or closed."""
+        return self.gone or self.driver.machine.state is State.CLOSED
+
+
+class Comparing:
+    """Senders, their workers and their links, and how they are compared with where they must be.
+
+    Args:
+        stage: makes the links, and waits for them.
+        nbytes: size of each version's weights.
+    """
+
+    def __init__(self, stage: Stage, nbytes: int = 1000) -> None:
+        self.stage = stage
+        self.payloads = Payloads(nbytes, stage.storage)
+        self.senders: list[Sender] = []
+        self.receivers: dict[int, Receiver] = {}
+        self._all_receivers: list[Receiver] = []
+        self._laid: dict[int, Ends] = {}
+        self.new_sender()
+
+    @property
+    def sender(self) -> Sender:
+        """The newest sender."""
+        return self.senders[-1]
+
+    def new_sender(self) -> None:
+        """One more sender, that knows nobody yet."""
+        self.senders.append(Sender("the sender" if not self.senders else f"sender {len(self.senders) + 1}"))
+
+    @contextlib.contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """Do something, and compare."""
+        self.stage.watch.steps.append(what)
+        yield
+        self.compare()
+
+    # ----------------------------------------------------------------------------------------- comparing
+
+    def compare(self) -> None:
+        """Have the oracles follow what was seen, and compare everything with them."""
+        self.stage.watch.check()
+        self._follow()
+        for sender in self.senders:
+            if not sender.gone:
+                self._agree(sender.name, sender.oracle.difference(sender.driver))
+                self._spoken(sender.name, sender.links, sender.oracle.said)
+        for receiver in self.receivers.values():
+            if not receiver.gone:
+                self._agree(f"worker {receiver.worker}", receiver.oracle.difference(receiver.driver))
+                self._spoken(f"worker {receiver.worker}", receiver.links, receiver.oracle.said)
+        self.payloads.scribble()
+        self._still_served()
+
+    def _follow(self) -> None:
+        log, self.stage.watch.log = self.stage.watch.log, []
+        for seen in log:
+            oracle, number = self._owner(seen.tap)
+            if seen.happening is Happening.CAME and seen.message is not None:
+                oracle.came(number, seen.message)
+            else:
+                oracle.ended(number)
+        for sender in self.senders:
+            sender.oracle.settle()
+
+    def _owner(self, tap: Tap) -> tuple[SenderOracle | ReceiverOracle, int]:
+        owners: list[Sender | Receiver] = [*self.senders, *self._all_receivers]
+        return next((o.oracle, number) for o in owners for number, each in o.links.items() if each is tap)
+
+    def _agree(self, who: str, difference: str) -> None:
+        if difference:
+            raise Breach(Rule.STATE, f"of {who}, {difference}")
+
+    def _spoken(self, who: str, links: dict[int, Tap], said: dict[int, list[tuple[str, int, int]]]) -> None:
+        for number, tap in links.items():
+            if tap.attempts != said[number]:
+                raise Breach(Rule.STATE, f"{who} said {tap.attempts} over link {number}, and must say {said[number]}")
+
+    def _still_served(self) -> None:
+        for receiver in self.receivers.values():
+            if receiver.served is not None and not self.payloads.intact(*receiver.served):
+                what = f"what worker {receiver.worker} serves was overwritten before it acked anything newer"
+                raise Breach(Rule.PINNED, f"{what}: its buffer was not pinned")

@@ -1,0 +1,163 @@
+"""`FaultyTransport`: a link that misbehaves as far as it declares, and no further."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from weightsync._tables import Delivery
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.messages import Message, Update
+from weightsync.transports.base import Link, Received, Waker
+from weightsync.transports.memory import Buffer
+
+
+@dataclass(slots=True)
+class _Held:
+    """A message that has not left, with a copy of its payload, and in how many calls it will."""
+
+    message: Message
+    payload: Buffer | None
+    calls: int
+
+
+class FaultyTransport:
+    """Wraps one end of a link: what is sent there is dropped, doubled, overtaken, delayed, cut.
+
+    Wrap both ends alike, so that both declare the same. The first message over an end is never touched: a link that
+    reorders must hold back what would overtake the handshake, and one that loses must not lose it.
+
+    Args:
+        link: the end to wrap.
+        delivery: what the wrapped link promises; no fault may break more than that.
+        seed: of the draws; the same seed does the same to the same sends.
+        drop: how likely a message is lost.
+        duplicate: how likely it comes twice.
+        delay: how likely it leaves only some calls later; what is sent meanwhile overtakes it where that is allowed.
+
+    Raises:
+        ConfigurationError: a fault that ``delivery`` rules out.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        delivery: Delivery,
+        *,
+        seed: int = 0,
+        drop: float = 0.0,
+        duplicate: float = 0.0,
+        delay: float = 0.0,
+    ) -> None:
+        for asked, allowed, fault in (
+            (drop, delivery.loses, "drop"),
+            (duplicate, delivery.duplicates, "duplicate"),
+        ):
+            if asked and not allowed:
+                raise ConfigurationError(f"a link of delivery {delivery.name} promises not to {fault} messages.")
+        self.link = link
+        self.delivery = delivery
+        self._draw = random.Random(seed)
+        self._drop, self._duplicate, self._delay = drop, duplicate, delay
+        self._held: list[_Held] = []
+        self._waker = Waker()
+        self._begun = False
+        self._cut = False
+        self._dead = False
+        self._closed = False
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end."""
+        return self.link.peer
+
+    def cut(self) -> None:
+        """Break the link here; its other end is told by its own, wrapped, link's end."""
+        self._cut = True
+        self._held.clear()
+        self.link.close()
+        self._waker.fire()
+
+    def send(self, message: Message, payload: Buffer | None = None) -> None:
+        """Send it, or what a fault makes of that: see `Link.send`."""
+        self._require_alive()
+        first, self._begun = not self._begun, True
+        if first:
+            return self.link.send(message, payload)
+        if self._draw.random() < self._drop:
+            return None
+        for _ in range(2 if self._draw.random() < self._duplicate else 1):
+            waits = bool(self._held) and not self.delivery.reorders
+            if waits or self._draw.random() < self._delay:
+                self._held.append(_Held(message, _copied(message, payload), self._draw.randint(1, 3)))
+                self._waker.fire()
+            else:
+                self.link.send(message, payload)
+        return None
+
+    def flush(self) -> bool:
+        """Write what is queued, and what has been held long enough: see `Link.flush`."""
+        self._require_alive()
+        self._release()
+        return self.link.flush() and not self._held
+
+    def _release(self) -> None:
+        """Let go what was held long enough; in order, where that is promised."""
+        self._waker.clear()
+        for held in list(self._held):
+            held.calls -= 1
+            if held.calls <= 0 and (self.delivery.reorders or held is self._held[0]):
+                self._held.remove(held)
+                self.link.send(held.message, held.payload)
+        if self._held:
+            self._waker.fire()
+
+    def receive(self) -> list[Received]:
+        """See `Link.receive`."""
+        self._require_whole()
+        try:
+            return self.link.receive()
+        except TransportError:
+            self._dead = True
+            raise
+
+    def waitables(self) -> list[int]:
+        """Those of the link, and one that is readable while something is held back: see `Link.waitables`."""
+        if self._closed:
+            return []
+        return [self._waker.fileno(), *self.link.waitables()]
+
+    def wants_write(self) -> int | None:
+        """See `Link.wants_write`."""
+        return None if self._closed else self.link.wants_write()
+
+    def watch(self, pid: int, started: int) -> None:
+        """See `Link.watch`."""
+        self.link.watch(pid, started)
+
+    def close(self) -> None:
+        """Give the link up, with what is held back: see `Link.close`."""
+        self._closed = True
+        self._held.clear()
+        self.link.close()
+        self._waker.close()
+
+    def _require_whole(self) -> None:
+        if self._closed:
+            raise TransportError(f"The link to {self.peer} is closed.")
+        if self._cut:
+            raise TransportError(f"The link to {self.peer} was cut.")
+
+    def _require_alive(self) -> None:
+        self._require_whole()
+        if self._dead:
+            raise TransportError(f"The link to {self.peer} is dead.")
+
+
+def _copied(message: Message, payload: Buffer | None) -> Buffer | None:
+    """What is held back is not pinned: it has bytes of its own."""
+    if payload is None or not isinstance(message, Update):
+        return None
+    copy = Buffer(message.nbytes)
+    copy.view[: message.nbytes] = payload.view[: message.nbytes]
+    return copy

@@ -1,0 +1,262 @@
+"""Scenarios of links alone: what goes in must come out, and nothing may block, leak or lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from weightsync._tables import RefusalKind
+from weightsync.errors import TransportError
+from weightsync.messages import Ack, Hello, Refusal
+from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
+from weightsync.testing.line import INCARNATION, Line, must_raise
+from weightsync.testing.payloads import Payloads
+from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.script import Ability, Scenario
+from weightsync.testing.stage import Stage
+from weightsync.testing.tap import Tap
+from weightsync.transports.memory import Buffer, Storage
+
+_MIB = 2**20
+SIZES = (0, 1, 3, 7, 63, 4095, 65_535, 65_536, 65_537, _MIB)
+
+
+def messages(stage: Stage) -> None:
+    """Many small messages, there and back."""
+    line = Line(stage)
+    line.greet()
+    for version in range(1, 21):
+        line.tell(*line.update(version, nbytes=version % 3))
+    line.receive(line.receiver)
+    for version in range(1, 21):
+        line.answer(line.ack(version))
+    line.receive(line.sender)
+
+
+def fields(stage: Stage) -> None:
+    """Every field of every message travels."""
+    line = Line(stage)
+    hello = Hello(
+        model_id=line.model_id,
+        incarnation=2**128 - 1,
+        version=2**63,
+        layout_digest=b"d" * 16,
+        layout=bytes(range(256)) * 300,
+        host=b"h" * 16,
+        fence=2**127,
+    )
+    line.tell(hello)
+    line.receive(line.receiver)
+    line.answer(hello)
+    line.receive(line.sender)
+    nested = SyncReport(model_id="ö", version=3, incarnation=1, outcomes={0: Outcome(kind=OutcomeKind.APPLIED)})
+    ack = replace(line.ack(1), digest=b"x" * 16, seconds=0.125, evidence=Evidence.CALL, nested=nested)
+    refusal = Refusal(
+        model_id=line.model_id,
+        incarnation=INCARNATION,
+        version=2,
+        kind=RefusalKind.REFUSED,
+        reason="ä\n" * 900,
+        remote_traceback="at ♞",
+        fence=9,
+    )
+    answers: tuple[Ack | Refusal, ...] = (ack, refusal)
+    for answer in answers:
+        line.tell(line.update(answer.version)[0])
+        line.receive(line.receiver)
+        line.answer(answer)
+        line.receive(line.sender)
+    line.tell(line.bye())
+    line.receive(line.receiver)
+
+
+def payloads(stage: Stage, sizes: tuple[int, ...], storage: Storage) -> None:
+    """Payloads of every size, one after another; what was delivered stays as it is until a newer one is acked."""
+    stage.storage = storage
+    line, guard = Line(stage), Payloads(1, storage)
+    line.greet()
+    held: tuple[memoryview, bytes] | None = None
+    for version, nbytes in enumerate(sizes, 1):
+        update, buffer = line.update(version, nbytes)
+        line.tell(update, buffer)
+        if buffer is not None:
+            guard.adopt(buffer)
+        guard.scribble()
+        received = line.receive(line.receiver)
+        if held is not None and not guard.intact(*held):
+            raise Breach(Rule.PINNED, "a payload was overwritten before anything newer was acked")
+        held = guard.seal(received[0].payload) if received else None
+        line.answer(line.ack(version))
+        line.receive(line.sender)
+        guard.scribble()
+
+
+def a_peer_that_does_not_read(stage: Stage) -> None:
+    """Much is sent, and nobody reads; then all of it is read."""
+    line = Line(stage)
+    line.greet()
+    for version in range(1, 13):
+        line.tell(*line.update(version, nbytes=3 * _MIB if version % 2 else 0))
+        line.sender.flush()
+    line.receive(line.receiver)
+    for version in range(1, 13):
+        line.answer(line.ack(version))
+    line.receive(line.sender)
+
+
+def waitables(stage: Stage) -> None:
+    """Readable when there is something, and not for ever after."""
+    line = Line(stage)
+    line.greet()
+    for tap in (line.sender, line.receiver):
+        stage.quiet(tap)
+    for version in (1, 2, 3):
+        line.tell(*line.update(version, nbytes=100_000))
+        line.receive(line.receiver)
+        stage.quiet(line.receiver)
+        line.answer(line.ack(version))
+        line.receive(line.sender)
+        stage.quiet(line.sender)
+
+
+def closing(stage: Stage) -> None:
+    """Closed is closed: at once, for good, and twice."""
+    line = Line(stage)
+    line.greet()
+    for tap in (line.sender, line.receiver):
+        stage.watch.steps.append(f"{tap.end.value} is closed, twice")
+        tap.close()
+        tap.close()
+        must_raise("send() on a closed link", partial(_unheard, line, tap), Rule.CLOSED)
+        must_raise("flush() on a closed link", tap.flush, Rule.CLOSED)
+        must_raise("receive() on a closed link", tap.receive, Rule.CLOSED)
+        if tap.waitables() or tap.wants_write() is not None:
+            raise Breach(Rule.CLOSED, f"{tap.end.value} is closed and still has descriptors to wait for")
+
+
+def _unheard(line: Line, tap: Tap) -> None:
+    tap.send(line.ack(99))
+
+
+def the_senders_last_words(stage: Stage) -> None:
+    """What had left the sender's end before it was closed is delivered, then the death is told."""
+    line = Line(stage)
+    line.greet()
+    for version in range(1, 11):
+        line.tell(*line.update(version, nbytes=500 * (version % 2)))
+    line.drained(line.sender)
+    line.sender.close()
+    line.ends_at(line.receiver)
+
+
+def the_receivers_last_words(stage: Stage) -> None:
+    """What had left the receiver's end before it was closed is delivered."""
+    line = Line(stage)
+    line.greet()
+    for version in range(1, 11):
+        line.tell(line.update(version)[0])
+    line.receive(line.receiver)
+    for version in range(1, 11):
+        line.answer(line.ack(version))
+    line.drained(line.receiver)
+    line.receiver.close()
+    line.receive_until_told(line.sender)
+
+
+def a_receiver_that_is_gone(stage: Stage) -> None:
+    """The receiver's end is closed while nothing is on its way: the sender's end tells so by itself."""
+    line = Line(stage)
+    line.greet()
+    line.receiver.close()
+    line.ends_at(line.sender)
+
+
+def a_send_to_one_that_is_gone(stage: Stage) -> None:
+    """The receiver's end is closed: a message that is sent then is refused, or the death is told soon after."""
+    line = Line(stage)
+    line.greet()
+    line.receiver.close()
+    try:
+        line.tell(*line.update(1, nbytes=1000))
+    except TransportError:
+        return
+    line.ends_at(line.sender)
+
+
+def a_cut(stage: Stage) -> None:
+    """The connection breaks: both ends tell so."""
+    line = Line(stage)
+    line.greet()
+    line.tell(*line.update(1, nbytes=100_000))
+    stage.watch.steps.append("the connection is cut")
+    line.cable.cut = True
+    assert line.ends.cut is not None
+    line.ends.cut()
+    for tap in (line.sender, line.receiver):
+        line.ends_at(tap)
+        must_raise("send() on a link that told that it is dead", partial(_unheard, line, tap), Rule.DEATH_TOLD)
+
+
+def buffers(stage: Stage, storage: Storage) -> None:
+    """A buffer is free once the worker has acked a newer version; all are once both ends are closed."""
+    stage.storage = storage
+    line = Line(stage)
+    line.greet()
+    sent: list[Buffer] = []
+    for version in (1, 2, 3, 4):
+        update, buffer = line.update(version, nbytes=200_000)
+        line.tell(update, buffer)
+        sent += [buffer] if buffer else []
+        line.receive(line.receiver)
+        line.answer(line.ack(version))
+        line.receive(line.sender)
+    stage.watch.steps.append("version 4 is acked")
+    stage.until_free(sent[:3], "are still pinned, though their worker acked a newer version")
+    line.receiver.close()
+    line.sender.close()
+    stage.until_free(sent, "are still pinned after both ends were closed")
+
+
+def several_models(stage: Stage) -> None:
+    """Two models over one connection: each link has its own messages, and outlives the other."""
+    first = Line(stage, "policy")
+    assert first.ends.another is not None
+    second = Line(stage, "value", first.ends.another("value"))
+    first.greet()
+    second.greet()
+    for version in (1, 2, 3):
+        for line in (first, second):
+            line.tell(*line.update(version, nbytes=version * 50_000))
+        for line in (second, first):
+            line.receive(line.receiver)
+            line.answer(line.ack(version))
+    for line in (first, second):
+        line.receive(line.sender)
+    stage.watch.steps.append("the first model's links are closed")
+    first.sender.close()
+    first.receiver.close()
+    second.tell(*second.update(4, nbytes=50_000))
+    second.receive(second.receiver)
+    second.answer(second.ack(4))
+    second.receive(second.sender)
+
+
+LINK_SCENARIOS = (
+    Scenario("many messages", messages, over_losses=True),
+    Scenario("every field", fields),
+    *(
+        Scenario(f"payloads of every size ({storage.value})", partial(payloads, sizes=SIZES, storage=storage))
+        for storage in Storage
+    ),
+    Scenario("payloads of 40 MiB", partial(payloads, sizes=(40 * _MIB, 40 * _MIB - 3), storage=Storage.SEGMENTS)),
+    Scenario("a peer that does not read", a_peer_that_does_not_read),
+    Scenario("waitables", waitables),
+    Scenario("closing", closing, over_losses=True),
+    Scenario("the sender's last words", the_senders_last_words),
+    Scenario("the receiver's last words", the_receivers_last_words),
+    Scenario("a receiver that is gone", a_receiver_that_is_gone),
+    Scenario("a send to one that is gone", a_send_to_one_that_is_gone),
+    Scenario("a cut", a_cut, needs=Ability.CUT),
+    *(Scenario(f"buffers ({storage.value})", partial(buffers, storage=storage)) for storage in Storage),
+    Scenario("several models", several_models, needs=Ability.ANOTHER),
+)

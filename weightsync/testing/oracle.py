@@ -1,0 +1,248 @@
+"""The pure halves of sender and receiver, stepped by what the taps saw: where the drivers must be, and have said."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from weightsync._tables import RefusalKind, SenderInput, State
+from weightsync.driving.backlog import Backlog
+from weightsync.driving.receiver import ReceiverDriver
+from weightsync.driving.sender import SenderDriver
+from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+
+#: Kind, incarnation and version of a message.
+Said = tuple[str, int, int]
+
+
+def sender_projection(state: State, data: sending.SenderData) -> dict[str, Any]:
+    """What counts of a sender, without words."""
+    out = data.outstanding
+    owed = None if out is None else dict(out.owed)
+    outcomes = None if out is None else {worker: outcome.kind.name for worker, outcome in out.outcomes.items()}
+    roll = {w: (e.link, e.standing.name, e.served, e.due, e.catching) for w, e in data.roll.items()}
+    return {
+        "state": state.value,
+        "version": data.version,
+        "due to all": data.due_all,
+        "roll": roll,
+        "owed": owed,
+        "outcomes": outcomes,
+        "stale answers": data.stale,
+    }
+
+
+def receiver_projection(state: State, data: receiving.ReceiverData) -> dict[str, Any]:
+    """What counts of a receiver, without words."""
+    return {
+        "state": state.value,
+        "link": data.link,
+        "fence": data.fence,
+        "decided": data.decided,
+        "pending": data.pending,
+        "served": data.served,
+    }
+
+
+class SenderOracle:
+    """Where a sender must be."""
+
+    def __init__(self) -> None:
+        self.state = State.UNINITIALIZED
+        self.data = sending.SenderData()
+        #: What it must have tried to say, by link.
+        self.said: dict[int, list[Said]] = defaultdict(list)
+        self._open: dict[int, int] = {}
+        self._lossy: set[int] = set()
+        self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
+        self._late: list[sending.LinkLost] = []
+
+    def take(self, event: sending.Event) -> None:
+        """An event happens."""
+        step = sending.step(self.state, self.data, event)
+        self.state, self.data = step.to, step.data
+        for effect in step.effects:
+            self._follow(effect)
+        self.last: SenderInput | None = step.input
+
+    def _follow(self, effect: sending.Effect) -> None:
+        match effect:
+            case sending.Greet(_, link, due):
+                self._say(link, "Hello", due)
+                if due:
+                    self._update(link, due)
+            case sending.Dispatch(_, link, version):
+                self._update(link, version)
+            case sending.CloseLink(_, link):
+                if self._open.pop(link, None) is not None:
+                    self.said[link].append(("Bye", self.data.incarnation, 0))
+            case sending.Conclude():
+                pass
+
+    def _update(self, link: int, version: int) -> None:
+        if link in self._open and (link in self._lossy or self._backlogs[link].admit(version)):
+            self._say(link, "Update", version)
+
+    def _say(self, link: int, kind: str, version: int) -> None:
+        if link in self._open:
+            self.said[link].append((kind, self.data.incarnation, version))
+
+    def join(self, worker: int, link: int, loses: bool) -> None:
+        """A worker joins on a new link."""
+        events = sending.joining(self.state, self.data, worker, link)
+        self._open[link] = worker
+        if loses:
+            self._lossy.add(link)
+        for event in events:
+            self.take(event)
+
+    def remove(self, worker: int, reason: str) -> None:
+        """A worker leaves the roll."""
+        for event in sending.removal(self.state, self.data, worker, reason):
+            self.take(event)
+
+    def came(self, link: int, message: Message) -> None:
+        """A message came out at our end."""
+        worker = self._open.get(link)
+        if worker is None:
+            return
+        match message:
+            case Hello():
+                self.take(sending.Answer(worker, link, message))
+            case Ack() | Refusal():
+                self.take(sending.Answer(worker, link, message))
+                self._catch_up(link, message)
+            case Bye() if message.incarnation > self.data.incarnation:
+                self.take(sending.Answer(worker, link, self._fenced(message)))
+            case Bye():
+                if message.incarnation == self.data.incarnation and worker in self.data.roll:
+                    self.remove(worker, "said goodbye")
+            case Update():
+                pass
+
+    def _catch_up(self, link: int, message: Ack | Refusal) -> None:
+        if link in self._open and message.incarnation == self.data.incarnation:
+            waiting = self._backlogs[link].answered(message.version)
+            if waiting:
+                self._update(link, waiting)
+
+    def _fenced(self, bye: Bye) -> Refusal:
+        return Refusal(
+            model_id=bye.model_id,
+            incarnation=self.data.incarnation,
+            version=0,
+            kind=RefusalKind.FENCED,
+            fence=bye.incarnation,
+        )
+
+    def ended(self, link: int) -> None:
+        """The link told that it is dead: a loss, once all that it said is taken in."""
+        if link in self._open:
+            self._late.append(sending.LinkLost(self._open[link], link, "dead"))
+
+    def settle(self) -> None:
+        """Take the losses in."""
+        while self._late:
+            self.take(self._late.pop(0))
+
+    def difference(self, driver: SenderDriver) -> str:
+        """How the driver is not where it must be; empty: it is."""
+        wanted = sender_projection(self.state, self.data)
+        return _difference(wanted, sender_projection(driver.machine.state, driver.data))
+
+
+class ReceiverOracle:
+    """Where a receiver must be. A handshake never misfits here: the kit's models are all alike.
+
+    Args:
+        failed: whether what was said over a link, counted from 0, could not be sent.
+    """
+
+    def __init__(self, failed: Callable[[int, int], bool]) -> None:
+        self._failed = failed
+        self.state = State.UNINITIALIZED
+        self.data = receiving.ReceiverData()
+        self.said: dict[int, list[Said]] = defaultdict(list)
+        self.open: set[int] = set()
+
+    def take(self, event: receiving.Event) -> None:
+        """An event happens."""
+        step = receiving.step(self.state, self.data, event)
+        self.state, self.data = step.to, step.data
+        for effect in step.effects:
+            self._follow(effect)
+
+    def _follow(self, effect: receiving.Effect) -> None:
+        match effect:
+            case receiving.Greet(link):
+                served = self.data.served
+                version = served[1] if served and served[0] == self.data.fence else 0
+                self._say(link, ("Hello", self.data.fence, version))
+            case receiving.Reject(link, incarnation, _, _):
+                self._say(link, ("Refusal", incarnation, 0))
+            case receiving.Tell(link, key, _):
+                self._say(link, ("Refusal", *key))
+            case receiving.Reply(link, answer):
+                self._say(link, (type(answer).__name__, answer.incarnation, answer.version))
+            case receiving.CloseLink(link):
+                self.close(link)
+
+    def _say(self, link: int, said: Said) -> None:
+        if link in self.open:
+            self.said[link].append(said)
+            if self._failed(link, len(self.said[link]) - 1):
+                self.ended(link)
+
+    def close(self, link: int) -> None:
+        """The link is closed, with a goodbye."""
+        if link in self.open:
+            self.open.remove(link)
+            self.said[link].append(("Bye", self.data.fence, 0))
+
+    def close_all(self) -> None:
+        """Every link is closed."""
+        for link in sorted(self.open):
+            self.close(link)
+
+    def came(self, link: int, message: Message) -> None:
+        """A message came out at our end."""
+        if link not in self.open:
+            return
+        match message:
+            case Hello():
+                self.take(receiving.HelloArrived(link, message.incarnation))
+            case Update():
+                self.take(receiving.UpdateArrived(link, message.incarnation, message.version))
+            case Bye():
+                if message.incarnation == self.data.fence or link != self.data.link:
+                    self.ended(link)
+            case _:
+                pass
+
+    def ended(self, link: int) -> None:
+        """The link is dead."""
+        if link not in self.open:
+            return
+        before = self.data.link
+        self.take(receiving.LinkDown(link))
+        if before not in (link, None):
+            self.close(link)
+
+    def answered(self) -> None:
+        """The answer has left."""
+        if self.state is State.AWAITING_ACK:
+            self.take(receiving.Answered())
+
+    def difference(self, driver: ReceiverDriver) -> str:
+        """How the driver is not where it must be; empty: it is."""
+        wanted = receiver_projection(self.state, self.data)
+        return _difference(wanted, receiver_projection(driver.machine.state, driver.data))
+
+
+def _difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{name} is {found[name]}, and must be {value}" for name, value in wanted.items() if found[name] != value
+    )

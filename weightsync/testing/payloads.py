@@ -1,0 +1,88 @@
+"""Weights for the bench: bytes that say whose they are, in buffers that are overwritten once nobody pins them."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from weightsync.driving.packing import Packed
+from weightsync.packing import digest
+from weightsync.testing.stage import Stage
+from weightsync.transports.memory import Buffer, Storage
+from weightsync.weights import layout_of, read_weights
+
+_NOISE = 0xA5
+
+
+def pattern(nbytes: int, seed: int) -> bytes:
+    """Bytes that tell which seed they came of, and where in the payload they belong."""
+    block = bytes((seed * 37 + index * 11 + index // 256) % 256 for index in range(4093))
+    return (block * (nbytes // len(block) + 1))[:nbytes]
+
+
+class Payloads:
+    """Makes the weights of one version after another.
+
+    Args:
+        nbytes: their size.
+        storage: where they lie.
+    """
+
+    def __init__(self, nbytes: int, storage: Storage) -> None:
+        self._layout = layout_of(read_weights({"weight": torch.zeros(nbytes, dtype=torch.uint8)}))
+        self._storage = storage
+        self._seeds = itertools.count(1)
+        self._buffers: list[Buffer] = []
+        self._seed_of: dict[bytes, int] = {}
+
+    def packed(self) -> Packed:
+        """The next version's weights, pinned by us until `handed_over`."""
+        seed = next(self._seeds)
+        buffer = self._made(seed)
+        buffer.pin(self)
+        found = digest(buffer.view[: self._layout.nbytes], b"")
+        self._seed_of[found] = seed
+        return Packed(self._layout, buffer, b"", found)
+
+    def _made(self, seed: int) -> Buffer:
+        buffer = Buffer(self._layout.nbytes, self._storage)
+        fill(buffer, self._layout.nbytes, seed)
+        self._buffers.append(buffer)
+        return buffer
+
+    def again(self, wanted: bytes) -> Buffer:
+        """The weights of that digest, once more."""
+        return self._made(self._seed_of[wanted])
+
+    def adopt(self, buffer: Buffer) -> None:
+        """Treat a buffer as one of ours."""
+        self._buffers.append(buffer)
+
+    def seal(self, payload: memoryview | None) -> tuple[memoryview, bytes] | None:
+        """A payload, and what it must stay."""
+        return None if payload is None else (payload, digest(payload, b""))
+
+    def handed_over(self, packed: Packed) -> None:
+        """The driver and the links have pinned it, as far as they need it."""
+        packed.buffer.unpin(self)
+
+    def scribble(self) -> None:
+        """Write over every buffer that nobody pins, as a sender's pool would."""
+        for buffer in self._buffers:
+            if not buffer.pinned and not buffer.retired:
+                buffer.view[:] = bytes([_NOISE]) * buffer.nbytes
+        self._buffers = [buffer for buffer in self._buffers if buffer.pinned]
+
+    def intact(self, payload: memoryview, wanted: bytes) -> bool:
+        """Whether a payload still is what was sent."""
+        return digest(payload, b"") == wanted
+
+    def all_free(self, stage: Stage) -> None:
+        """Every buffer is free, or soon will be."""
+        stage.until_free(self._buffers, "are still pinned after everything was closed")
+
+
+def fill(buffer: Buffer, nbytes: int, seed: int) -> None:
+    """Write the pattern of that seed."""
+    buffer.view[:nbytes] = pattern(nbytes, seed)

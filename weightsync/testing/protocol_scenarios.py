@@ -1,0 +1,305 @@
+"""Scenarios of the protocol: real drivers over an adapter's links, each step compared with the pure halves."""
+
+from __future__ import annotations
+
+from weightsync.testing.bench import Bench
+from weightsync.testing.script import Ability, Scenario
+from weightsync.testing.stage import Stage
+from weightsync.timing import new_incarnation
+
+
+def bench_of(stage: Stage, workers: int = 1) -> Bench:
+    """A sender and its workers, their handshakes made."""
+    bench = Bench(stage)
+    for worker in range(workers):
+        bench.join(worker)
+    bench.connect()
+    for worker in range(workers):
+        bench.take_in(worker)
+    bench.hear()
+    return bench
+
+
+def handshake(stage: Stage) -> None:
+    """Hello, and Hello back."""
+    bench_of(stage, workers=3).finish()
+
+
+def updates(stage: Stage) -> None:
+    """Versions, one after another, to all and to some."""
+    bench = bench_of(stage, workers=2)
+    for targets in (None, (0,), (1,), None, (0, 1)):
+        bench.send(targets)
+        bench.sync(*(targets or (0, 1)))
+        bench.wait()
+    bench.finish()
+
+
+def the_first_update_with_the_handshake(stage: Stage) -> None:
+    """Hello and update leave together, before the worker has read anything."""
+    bench = Bench(stage)
+    bench.join(0)
+    bench.connect()
+    bench.send()
+    bench.sync(0)
+    bench.wait()
+    bench.finish()
+
+
+def refusal(stage: Stage) -> None:
+    """A version is refused, the next one applied."""
+    bench = bench_of(stage)
+    bench.send()
+    bench.take_in(0)
+    bench.refuse(0)
+    bench.hear()
+    bench.wait()
+    bench.send()
+    bench.sync(0)
+    bench.wait()
+    bench.finish()
+
+
+def duplicate(stage: Stage) -> None:
+    """An update comes again: while it is pending, and after it was applied."""
+    bench = bench_of(stage)
+    bench.send()
+    bench.repeat(0)
+    bench.take_in(0)
+    bench.apply(0)
+    bench.hear()
+    bench.repeat(0)
+    bench.take_in(0)
+    bench.hear()
+    bench.wait()
+    bench.finish()
+
+
+def stale(stage: Stage) -> None:
+    """An older update comes again after a newer one was applied."""
+    bench = bench_of(stage)
+    for _ in range(2):
+        bench.send()
+        bench.sync(0)
+        bench.wait()
+    bench.repeat(0, back=2)
+    bench.take_in(0)
+    bench.hear()
+    bench.send()
+    bench.sync(0)
+    bench.wait()
+    bench.finish()
+
+
+def newer_overtakes(stage: Stage) -> None:
+    """A newer version arrives before the older one is applied, which is answered SUPERSEDED."""
+    bench = bench_of(stage)
+    for _ in range(4):
+        bench.send()
+        bench.abandon()
+        bench.take_in(0)
+    bench.send()
+    bench.take_in(0)
+    bench.hear()
+    bench.take_in(0)
+    bench.sync(0)
+    bench.sync(0)
+    bench.wait()
+    bench.finish()
+
+
+def deadline(stage: Stage) -> None:
+    """Time is up before the answer comes, which still counts."""
+    bench = bench_of(stage)
+    bench.send()
+    bench.wait()
+    bench.deadline()
+    bench.sync(0)
+    bench.wait()
+    bench.finish()
+
+
+def takeover(stage: Stage) -> None:
+    """A newer sender wins the worker, with a version pending; the older one is fenced."""
+    bench = bench_of(stage)
+    bench.send()
+    bench.take_in(0)
+    older = bench.sender
+    bench.new_sender()
+    bench.join(0)
+    bench.connect(incarnation=new_incarnation(older.driver.data.incarnation))
+    bench.send()
+    bench.take_in(0)
+    bench.hear(older)
+    bench.sync(0)
+    bench.wait()
+    bench.finish()
+
+
+def fenced(stage: Stage) -> None:
+    """An older sender comes after a newer one: it is refused with the fence, and disturbs nobody."""
+    bench = bench_of(stage)
+    newer = bench.sender
+    bench.send()
+    bench.sync(0)
+    bench.wait()
+    bench.new_sender()
+    bench.join(0)
+    bench.connect(incarnation=newer.driver.data.incarnation - 1)
+    bench.send()
+    bench.take_in(0)
+    bench.hear()
+    bench.wait()
+    bench.send(sender=newer)
+    bench.take_in(0)
+    bench.apply(0)
+    bench.hear(newer)
+    bench.finish()
+
+
+def the_sender_says_bye(stage: Stage) -> None:
+    """The sender closes, with an update on its way; a new one goes on."""
+    bench = bench_of(stage, workers=2)
+    bench.send()
+    bench.sync(0)
+    bench.close_sender()
+    for worker in (0, 1):
+        bench.receiver_notices(worker)
+    bench.new_sender()
+    for worker in (0, 1):
+        bench.join(worker)
+    bench.connect()
+    bench.send()
+    bench.sync(0, 1)
+    bench.wait()
+    bench.finish()
+
+
+def a_worker_says_bye(stage: Stage) -> None:
+    """A worker closes while it owes: its goodbye takes it off the roll, the other is served."""
+    bench = bench_of(stage, workers=2)
+    bench.send()
+    bench.take_in(0)
+    bench.close_receiver(0)
+    bench.sync(1)
+    bench.sender_notices(0)
+    bench.wait()
+    bench.send()
+    bench.sync(1)
+    bench.wait()
+    bench.finish()
+
+
+def an_idle_worker_says_bye(stage: Stage) -> None:
+    """A worker closes while nothing is on its way: its goodbye takes it off the roll."""
+    bench = bench_of(stage, workers=2)
+    bench.close_receiver(0)
+    bench.sender_notices(0)
+    bench.send()
+    bench.sync(1)
+    bench.wait()
+    bench.finish()
+
+
+def a_worker_is_lost(stage: Stage) -> None:
+    """A worker that owes is gone without a word: LOST; it comes back on a new link, and catches up."""
+    bench = bench_of(stage, workers=2)
+    bench.send()
+    bench.take_in(0)
+    bench.lose_receiver(0)
+    bench.sync(1)
+    bench.sender_notices(0)
+    bench.wait()
+    bench.join(0)
+    bench.sync(0)
+    bench.send()
+    bench.sync(0, 1)
+    bench.wait()
+    bench.finish()
+
+
+def a_worker_comes_back(stage: Stage) -> None:
+    """A worker has a new link while its old one is in use, and catches up over it."""
+    bench = bench_of(stage)
+    bench.send()
+    bench.sync(0)
+    bench.wait()
+    bench.send()
+    bench.take_in(0)
+    bench.join(0)
+    bench.take_in(0)
+    bench.sync(0)
+    bench.wait()
+    bench.send()
+    bench.sync(0)
+    bench.wait()
+    bench.finish()
+
+
+def the_sender_is_lost(stage: Stage) -> None:
+    """The sender is gone without a word: its workers are told, and serve what they served."""
+    bench = bench_of(stage, workers=2)
+    bench.send()
+    bench.sync(0)
+    bench.lose_sender()
+    for worker in (0, 1):
+        bench.receiver_notices(worker)
+    bench.new_sender()
+    for worker in (0, 1):
+        bench.join(worker)
+    bench.connect()
+    bench.send()
+    bench.sync(0, 1)
+    bench.wait()
+    bench.finish()
+
+
+def removal(stage: Stage) -> None:
+    """A worker is taken off the roll while it owes; it is told, and may join again."""
+    bench = bench_of(stage, workers=2)
+    bench.send()
+    bench.take_in(0)
+    bench.remove(0)
+    bench.receiver_notices(0)
+    bench.sync(1)
+    bench.wait()
+    bench.join(0)
+    bench.sync(0)
+    bench.finish()
+
+
+def a_cut_with_an_update_outstanding(stage: Stage) -> None:
+    """The connection breaks, both live: the sender counts it lost, the worker makes a new handshake."""
+    bench = bench_of(stage, workers=2)
+    bench.send()
+    bench.take_in(0)
+    bench.cut(0)
+    bench.sync(1)
+    bench.sender_notices(0)
+    bench.receiver_notices(0)
+    bench.wait()
+    bench.join(0)
+    bench.sync(0)
+    bench.finish()
+
+
+PROTOCOL_SCENARIOS = (
+    Scenario("handshake", handshake, over_losses=True),
+    Scenario("updates", updates),
+    Scenario("the first update with the handshake", the_first_update_with_the_handshake),
+    Scenario("refusal", refusal),
+    Scenario("duplicate", duplicate),
+    Scenario("stale", stale),
+    Scenario("newer overtakes", newer_overtakes),
+    Scenario("deadline", deadline),
+    Scenario("takeover", takeover),
+    Scenario("fenced", fenced),
+    Scenario("the sender says bye", the_sender_says_bye),
+    Scenario("a worker says bye", a_worker_says_bye),
+    Scenario("an idle worker says bye", an_idle_worker_says_bye),
+    Scenario("a worker is lost", a_worker_is_lost),
+    Scenario("a worker comes back", a_worker_comes_back),
+    Scenario("the sender is lost", the_sender_is_lost),
+    Scenario("removal", removal),
+    Scenario("a cut with an update outstanding", a_cut_with_an_update_outstanding, needs=Ability.CUT),
+)

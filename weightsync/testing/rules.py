@@ -1,0 +1,105 @@
+"""The rules that links are held to, and what is said of one that broke some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from weightsync._tables import Delivery
+
+
+class Rule(Enum):
+    """What the contract of `weightsync.transports.base.Link` asks for."""
+
+    GENUINE = "what arrives is what was sent, field by field"
+    ARRIVES = "a message arrives, or the link breaks"
+    ONCE = "a message arrives once"
+    ORDER = "messages arrive in the order in which they were sent"
+    PAYLOAD = "the payload's bytes arrive unchanged"
+    PINNED = "a buffer is pinned as long as the link or the worker may read it"
+    UNPINNED = "a buffer is unpinned once nobody reads it any more"
+    NEVER_BLOCKS = "no method of a link blocks"
+    WAKES = "a waitable is readable while there is something to receive, or the link is dead"
+    QUIET = "no waitable stays readable when there is nothing to receive"
+    DEATH_TOLD = "the end of the peer, or of the link, makes `receive` raise TransportError"
+    LAST_WORDS = "what was readable before a death is delivered first"
+    LIVES = "a link lives until one of its ends is given up, or it is cut"
+    CLOSED = "a closed link raises TransportError, has no waitables, and may be closed again"
+    OWN_ERRORS = "a link raises TransportError, ProtocolError and ConfigurationError only"
+    STATE = "sender and receiver are where the protocol says, after every step"
+    APART = "links of several models over one connection do not disturb each other"
+    DECLARED = "what an adapter cannot reach is declared, with the reason"
+
+
+class Breach(AssertionError):
+    """A rule was broken, just now. For the kit itself.
+
+    Args:
+        rule: which.
+        what: how, in words.
+    """
+
+    def __init__(self, rule: Rule, what: str) -> None:
+        super().__init__(f"{rule.name} ({rule.value}): {what}")
+        self.rule = rule
+        self.what = what
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A rule that was broken: where, and how."""
+
+    rule: Rule
+    scenario: str
+    #: What the kit had done in this scenario, the last of it where the rule was broken.
+    steps: Sequence[str]
+    what: str
+
+    def __str__(self) -> str:
+        last = f"step {len(self.steps)}, {self.steps[-1]}" if self.steps else "at the start"
+        return f"{self.rule.name}: {self.rule.value}.\n  in {self.scenario!r}, {last}:\n  {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Conformance:
+    """What came of `check_transport`."""
+
+    delivery: Delivery | None
+    #: The scenarios that went as the contract says.
+    passed: Sequence[str]
+    broken: Sequence[Broken]
+    #: The scenarios that the adapter declared unreachable, with its reasons.
+    unreachable: Mapping[str, str]
+    #: The scenarios that do not apply to what the adapter declares, with the reason.
+    beside: Mapping[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no rule was broken."""
+        return not self.broken
+
+    def __str__(self) -> str:
+        name = self.delivery.name if self.delivery else "unknown"
+        lines = [f"delivery {name}: {len(self.passed)} scenarios passed, {len(self.broken)} rules broken"]
+        lines += [f"- {each}" for each in self.broken]
+        lines += [f"- not reached: {scenario}, since {why}" for scenario, why in self.unreachable.items()]
+        lines += [f"- does not apply: {scenario}, since {why}" for scenario, why in self.beside.items()]
+        return "\n".join(lines)
+
+
+class Nonconforming(AssertionError):
+    """An adapter breaks rules.
+
+    Attributes:
+        conformance: all that was found.
+    """
+
+    def __init__(self, conformance: Conformance) -> None:
+        super().__init__(str(conformance))
+        self.conformance = conformance
+
+    @property
+    def rules(self) -> set[Rule]:
+        """The rules that were broken."""
+        return {broken.rule for broken in self.conformance.broken}

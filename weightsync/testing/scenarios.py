@@ -1,0 +1,13 @@
+"""All scenarios, in the order in which they are played."""
+
+from __future__ import annotations
+
+from weightsync.testing.link_scenarios import LINK_SCENARIOS
+from weightsync.testing.protocol_scenarios import PROTOCOL_SCENARIOS
+from weightsync.testing.script import Scenario
+from weightsync.testing.walks import WALKS
+
+#: By name.
+SCENARIOS: dict[str, Scenario] = {
+    scenario.name: scenario for scenario in (*LINK_SCENARIOS, *PROTOCOL_SCENARIOS, *WALKS)
+}

@@ -1,0 +1,39 @@
+"""What a scenario is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from weightsync._tables import Delivery
+from weightsync.testing.ends import Ends
+from weightsync.testing.stage import Stage
+
+
+class Ability(Enum):
+    """What an adapter may be able to do beside the contract of links."""
+
+    CUT = "Ends.cut"
+    ANOTHER = "Ends.another"
+
+    def of(self, ends: Ends) -> bool:
+        """Whether these ends can."""
+        return (ends.cut if self is Ability.CUT else ends.another) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Something that is played over an adapter's links."""
+
+    name: str
+    play: Callable[[Stage], None]
+    needs: Ability | None = None
+    #: Whether it can be played where messages may be lost.
+    over_losses: bool = False
+
+    def beside(self, delivery: Delivery) -> str:
+        """Why it does not apply to a delivery; empty: it does."""
+        if delivery.loses and not self.over_losses:
+            return f"links of delivery {delivery.name} may lose messages, and need not tell of deaths"
+        return ""

@@ -1,0 +1,157 @@
+"""Makes an adapter's links for a scenario, and waits for them: no longer than the kit's patience."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Sequence
+
+from weightsync.errors import TransportError
+from weightsync.messages import Bye, Message
+from weightsync.testing.ends import Ends, Factory
+from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.tap import Cable, End, Tap, Watch, words
+from weightsync.timing import Deadline
+from weightsync.transports.base import Waker, wait
+from weightsync.transports.memory import Buffer, Storage
+
+#: Seconds for which a link that may lose messages is given to deliver what it will deliver.
+_GRACE = 0.02
+#: Reads of nothing after which a waitable must have become quiet.
+_SPURIOUS = 50
+
+
+class Stage:
+    """Where one scenario plays.
+
+    Args:
+        factory: makes fresh connections.
+        patience: seconds after which something counts as never.
+        storage: where payloads lie.
+    """
+
+    def __init__(self, factory: Factory, patience: float, storage: Storage = Storage.SEGMENTS) -> None:
+        self._factory = factory
+        self.patience = patience
+        self.storage = storage
+        self.watch = Watch()
+        self._ends: list[Ends] = []
+        self._waker = Waker()
+
+    def lay(self, model_id: str) -> Ends:
+        """A fresh connection."""
+        return self.adopt(self._factory(model_id))
+
+    def adopt(self, ends: Ends) -> Ends:
+        """Close these too when the scenario is over."""
+        self._ends.append(ends)
+        return ends
+
+    def cable(self, ends: Ends, name: str) -> Cable:
+        """What lies between the ends."""
+        return Cable(self.watch, name, ends.sender.delivery)
+
+    def strike(self) -> None:
+        """Take the scenario down: close every link, dispose of every connection."""
+        ends, self._ends = self._ends, []
+        for each in reversed(ends):
+            each.sender.close()
+            if not callable(each.receiver):
+                each.receiver.close()
+            each.dispose()
+        self._waker.close()
+
+    # ------------------------------------------------------------------------------------------- waiting
+
+    def until(self, done: Callable[[], bool], act: Callable[[], object], rule: Rule, what: str) -> None:
+        """Act until it is done.
+
+        Raises:
+            Breach: of ``rule``, since patience ran out.
+        """
+        deadline = Deadline(self.patience)
+        while not done():
+            if deadline.passed:
+                raise Breach(rule, f"{what}, not within {self.patience:g} seconds")
+            act()
+            self.watch.check()
+
+    def until_arrived(self, tap: Tap, pump: Callable[[], None], flush: Callable[[Cable], None]) -> None:
+        """Pump until all that was sent to this end has come out at it."""
+        self._until_came(tap.cable, tap.end, tap, pump, lambda: flush(tap.cable))
+
+    def until_came(self, cable: Cable, end: End, pump: Callable[[], None], flush: Callable[[Cable], None]) -> None:
+        """Pump until all that was sent to that end has come out at it."""
+        self._until_came(cable, end, None, pump, lambda: flush(cable))
+
+    def _until_came(
+        self, cable: Cable, end: End, tap: Tap | None, pump: Callable[[], None], flush: Callable[[], None]
+    ) -> None:
+        deadline = Deadline(_GRACE if cable.delivery.loses else self.patience)
+        while self._expected(cable, end):
+            flush()
+            before = len(cable.arrived[end])
+            readable = tap is None or self.readable(tap, min(deadline.remaining or 0.0, 0.05))
+            pump()
+            if len(cable.arrived[end]) > before and not readable and deadline.passed:
+                raise Breach(Rule.WAKES, f"at {cable.name}, {end.value}, a message lay unread, and no waitable said so")
+            if deadline.passed and self._expected(cable, end):
+                if cable.delivery.loses:
+                    return
+                missing = ", ".join(words(each.message) for each in cable.flying[end])
+                raise Breach(Rule.ARRIVES, f"{missing} never came out at {cable.name}, {end.value}")
+
+    def _expected(self, cable: Cable, end: End) -> list[Message]:
+        """What must still come out at that end. A goodbye may be lost with its link."""
+        if cable.cut or end in cable.closed or end in cable.told:
+            return []
+        flying = [each.message for each in cable.flying[end]]
+        return [message for message in flying if not isinstance(message, Bye)] if cable.closed else flying
+
+    def until_dead(self, tap: Tap, pump: Callable[[], None]) -> None:
+        """Pump until this end has told that it is dead, woken by its waitables alone."""
+        deadline = Deadline(self.patience)
+        while not tap.dead:
+            if not self.readable(tap, deadline.remaining or 0.0):
+                pump()
+                if tap.dead:
+                    raise Breach(Rule.WAKES, f"{tap.end.value} was dead, and no waitable said so")
+                raise Breach(Rule.DEATH_TOLD, f"{tap.end.value} was not told within {self.patience:g} seconds")
+            pump()
+            self.watch.check()
+            if deadline.passed and not tap.dead:
+                raise Breach(Rule.DEATH_TOLD, f"{tap.end.value} was not told within {self.patience:g} seconds")
+
+    def readable(self, tap: Tap, seconds: float) -> bool:
+        """Whether one of its waitables becomes readable in that time."""
+        return bool(wait(self._waker, [tap], seconds)) if tap.waitables() else tap.dead
+
+    def flush(self, tap: Tap) -> None:
+        """Have it write what it can; that it is dead is found when it is read."""
+        try:
+            tap.link.flush()
+        except TransportError:
+            return
+
+    def quiet(self, tap: Tap) -> None:
+        """Once there is nothing to receive, no waitable may stay readable."""
+        for _ in range(_SPURIOUS):
+            poller = select.poll()
+            for fd in tap.waitables():
+                poller.register(fd, select.POLLIN)
+            if not poller.poll(0):
+                return
+            tap.flush()
+            if tap.receive():
+                return
+        what = f"{tap.end.value} says that there is something to receive, and {_SPURIOUS} reads found nothing"
+        raise Breach(Rule.QUIET, what)
+
+    def until_free(self, buffers: Sequence[Buffer], what: str) -> None:
+        """Every buffer is free, or becomes so; ``what`` is said of those that do not."""
+        held = [buffer for buffer in buffers if buffer.pinned]
+        self.until(
+            lambda: not any(buffer.pinned for buffer in held),
+            lambda: wait(self._waker, [], 0.01),
+            Rule.UNPINNED,
+            f"{len(held)} buffers {what}",
+        )

@@ -1,0 +1,237 @@
+"""A private process group of two ranks: the bytes of payloads, in buckets.
+
+The group is made directly, not by ``new_group``: it works beside the user's own groups, and without any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.transports.distributed.c10d import ProcessGroupGloo, Store
+from weightsync.transports.distributed.store import FOR_EVER, Client
+
+#: A payload travels in pieces of this size.
+BUCKET_NBYTES: Final = 64 * 2**20
+_RENDEZVOUS: Final = timedelta(seconds=10)
+#: How often a rank looks whether the other has come. Once a link: both are on their way already.
+_LOOK: Final = 0.001
+_AT_ONCE: Final = timedelta(milliseconds=1)
+
+
+class Meeting(Store):
+    """The store by which two ranks find each other; unlike a plain one it can be given up.
+
+    Args:
+        client: used by one thread at a time.
+        prefix: of all keys.
+    """
+
+    def __init__(self, client: Client, prefix: str, over: threading.Event) -> None:
+        super().__init__()
+        self._client = client
+        self._prefix = prefix
+        self._over = over
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch passes bytes
+        """Write a value."""
+        self._client.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, once it has one."""
+        self.wait([key])
+        return self._client.await_value(self._prefix + key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys have values."""
+        return all(self._client.present(self._prefix + key) for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter."""
+        return self._client.add(self._prefix + key, amount)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = FOR_EVER) -> None:  # noqa: ARG002
+        """Return once all keys have values, or the meeting is given up."""
+        while not self.check(keys):
+            if self._over.wait(_LOOK):
+                raise TransportError("the process group was given up while it was being made")
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of several keys."""
+        return [self.get(key) for key in keys]
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key."""
+        self._client.delete(self._prefix + key)
+        return True
+
+
+class Group:
+    """Two ranks, made on first use. Its `send` and `receive` block; `abort`, from another thread, ends them.
+
+    Args:
+        backend: "gloo" or "nccl".
+        rank: 0 or 1.
+        key: of the link, so that no two groups ever meet.
+
+    Raises:
+        ConfigurationError: this torch, or this machine, does not have the backend.
+    """
+
+    def __init__(self, backend: str, rank: int, key: str) -> None:
+        self._make, self._device = _backend(backend)
+        self._backend = backend
+        self._rank = rank
+        self._key = key
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._group: Any = None
+        self._works: deque[Any] = deque()
+
+    def send(self, client: Client, payload: memoryview, in_flight: int) -> None:
+        """Send a payload; returns, or raises, when the group no longer reads it.
+
+        Args:
+            client: how to find the other rank.
+            payload: what to send.
+            in_flight: how many buckets are on their way at once.
+
+        Raises:
+            TransportError: the other rank is gone, or the group was aborted.
+        """
+        self._meet(client)
+        self._move(payload, in_flight, self._sending)
+
+    def receive(self, client: Client, payload: memoryview, in_flight: int) -> None:
+        """Receive a payload; returns, or raises, when the group no longer writes it.
+
+        Raises:
+            TransportError: as `send`; what is in ``payload`` is then nothing.
+        """
+        self._meet(client)
+        self._move(payload, in_flight, self._receiving)
+
+    def abort(self) -> None:
+        """Make whatever is on its way fail, here and at the other end. The group is of no use any more."""
+        self._over.set()
+        with self._lock:
+            works, group = list(self._works), self._group
+        for work in works:
+            # An operation whose time is up takes its pair of ranks down with it, and so all other operations.
+            with contextlib.suppress(RuntimeError):
+                work.wait(_AT_ONCE)
+        if group is not None and self._backend != "gloo":
+            group.abort()
+
+    def close(self) -> None:
+        """Let go of the group, once nobody is inside `send` or `receive`."""
+        self.abort()
+        with self._lock:
+            self._group = None
+
+    def _meet(self, client: Client) -> None:
+        if self._group is None:
+            with _told("could not be made"):
+                group = self._make(Meeting(client, f"{self._key}/group/", self._over), self._rank)
+            with self._lock:
+                self._group = group
+
+    def _move(
+        self, payload: memoryview, in_flight: int, start: Callable[[torch.Tensor, int], Callable[[], None]]
+    ) -> None:
+        whole = torch.frombuffer(payload, dtype=torch.uint8)
+        ends: deque[Callable[[], None]] = deque()
+        try:
+            with _told("failed"):
+                for number, bucket in enumerate(torch.split(whole, BUCKET_NBYTES)):
+                    if len(ends) == in_flight:
+                        ends.popleft()()
+                    ends.append(start(bucket, number))
+                while ends:
+                    ends.popleft()()
+        finally:
+            # None of them may touch the payload any more once it is out of our hands.
+            if ends:
+                self.abort()
+            for finish in ends:
+                with contextlib.suppress(RuntimeError):
+                    finish()
+
+    def _sending(self, bucket: torch.Tensor, number: int) -> Callable[[], None]:
+        staged = bucket if self._device is None else bucket.to(self._device)
+        return self._posted(lambda group: group.send([staged], 1 - self._rank, number))
+
+    def _receiving(self, bucket: torch.Tensor, number: int) -> Callable[[], None]:
+        staged = bucket if self._device is None else torch.empty_like(bucket, device=self._device)
+        finish = self._posted(lambda group: group.recv([staged], 1 - self._rank, number))
+
+        def landed() -> None:
+            finish()
+            if staged is not bucket:
+                bucket.copy_(staged)
+
+        return landed
+
+    def _posted(self, post: Callable[[Any], Any]) -> Callable[[], None]:
+        with self._lock:
+            if self._over.is_set():
+                raise TransportError("the process group was aborted")
+            work = post(self._group)
+            self._works.append(work)
+
+        def finish() -> None:
+            try:
+                work.wait(FOR_EVER)
+                if self._device is not None:
+                    torch.cuda.current_stream(self._device).synchronize()
+            finally:
+                with self._lock, contextlib.suppress(ValueError):
+                    self._works.remove(work)
+
+        return finish
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Any:
+    try:
+        yield
+    except TransportError:
+        raise
+    except RuntimeError as error:
+        raise TransportError(f"The process group with the peer {what}: {str(error).splitlines()[0]}") from error
+
+
+def _backend(name: str) -> tuple[Callable[[Store, int], Any], torch.device | None]:
+    """How to make a group of that backend, and the device its tensors lie on; None: where they are.
+
+    Raises:
+        ConfigurationError: it is not to be had here.
+    """
+    if name == "gloo" and dist.is_gloo_available():
+        return _gloo, None
+    if name == "nccl" and dist.is_nccl_available() and torch.cuda.is_available():
+        return _nccl, torch.device("cuda", torch.cuda.current_device())
+    if name in ("gloo", "nccl"):
+        raise ConfigurationError(f"backend {name!r} is not to be had here: this torch, or this machine, lacks it.")
+    raise ConfigurationError(f"backend is {name!r}: give 'gloo' or 'nccl'.")
+
+
+def require_backend(name: str) -> None:
+    """Raise ConfigurationError if that backend is not to be had here."""
+    _backend(name)
+
+
+def _gloo(store: Store, rank: int) -> Any:
+    return ProcessGroupGloo(store, rank, 2, _RENDEZVOUS)
+
+
+def _nccl(store: Store, rank: int) -> Any:
+    return dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())

@@ -1,0 +1,121 @@
+"""Messages as values in a store: one direction of a link is a row of numbered keys, read once each."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from weightsync.errors import ProtocolError
+from weightsync.transports.distributed.store import Client
+
+#: A store refuses values of more than 8 MiB.
+PIECE_NBYTES: Final = 4 * 2**20
+
+_LAST: Final = b"L"
+_MORE: Final = b"M"
+_CLOSED: Final = b"C"
+_END: Final = "E"
+
+
+class Outbox:
+    """Writes letters under numbered keys.
+
+    Args:
+        key: what the numbers are appended to.
+    """
+
+    def __init__(self, client: Client, key: str) -> None:
+        self._client = client
+        self._key = key
+        self._number = 0
+
+    def put(self, letter: bytes | memoryview) -> None:
+        """Write a letter, in as many values as it takes.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        for start in range(0, max(len(letter), 1), PIECE_NBYTES):
+            piece = bytes(letter[start : start + PIECE_NBYTES])
+            self._write((_MORE if start + PIECE_NBYTES < len(letter) else _LAST) + piece)
+
+    def shut(self) -> None:
+        """Tell the reader that nothing more will come.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        self._write(_CLOSED)
+
+    def _write(self, value: bytes) -> None:
+        self._client.set(f"{self._key}/{self._number}", value)
+        self._number += 1
+
+
+class Shut(Exception):
+    """The other end will write nothing more."""
+
+
+class Ended(Exception):
+    """This end wants to read nothing more: see `end`."""
+
+
+class Inbox:
+    """Reads the letters of an `Outbox`.
+
+    Args:
+        key: the outbox's.
+    """
+
+    def __init__(self, client: Client, key: str) -> None:
+        self._client = client
+        self._key = key
+        self._read_keys: list[str] = []
+        self.number = 0
+
+    def forget(self) -> None:
+        """Remove from the store what was read: once a letter is dealt with, since that takes as long as reading it.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        while self._read_keys:
+            self._client.delete(self._read_keys.pop())
+
+    def take(self) -> bytes:
+        """The next letter, once it is whole.
+
+        Raises:
+            Shut, Ended: there is none.
+            TransportError: the store is gone.
+            ProtocolError: something else is written there.
+        """
+        pieces = []
+        while True:
+            kind, piece = self._read()
+            pieces.append(piece)
+            if kind == _LAST:
+                return piece if len(pieces) == 1 else b"".join(pieces)
+
+    def _read(self) -> tuple[bytes, bytes]:
+        key = f"{self._key}/{self.number}"
+        value = self._client.await_value(key)
+        self._read_keys.append(key)
+        self.number += 1
+        kind = value[:1]
+        if kind == _CLOSED:
+            raise Shut
+        if kind == _END.encode():
+            raise Ended
+        if kind not in (_LAST, _MORE):
+            raise ProtocolError(f"the store's key {key} holds what nobody of ours wrote.", value[:64])
+        return kind, value[1:]
+
+
+def end(client: Client, key: str, number: int) -> None:
+    """Have the inbox of ``key`` end behind all that has been written to it, from ``number`` on.
+
+    Raises:
+        TransportError: the store is gone.
+    """
+    while client.claim(f"{key}/{number}", _END) != _END:
+        number += 1

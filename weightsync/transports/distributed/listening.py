@@ -1,0 +1,117 @@
+"""The worker's ear: every link that a sender announces to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from weightsync._tables import Delivery
+from weightsync.errors import TransportError
+from weightsync.messages import Message
+from weightsync.transports.base import Link, Received, Waker
+from weightsync.transports.distributed import pulse
+from weightsync.transports.distributed.link import base_key, taken, worker_link
+from weightsync.transports.distributed.store import Client, StoreEnd
+from weightsync.transports.memory import Buffer
+
+_NOBODY = "nobody"
+
+
+class _Listener:
+    """A thread that waits under the worker's key for the next link."""
+
+    def __init__(self, meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> None:
+        self._meeting = meeting
+        self._base = base_key(model_id, meeting.rank)
+        self._accept = accept
+        self._over = threading.Event()
+        self._client: Client | None = None
+        #: Wakes the thread from what blocks on the other one.
+        self._bell: Client | None = None
+        self._next = 0
+        self._heart = pulse.join(meeting.store, self._lose)
+        threading.Thread(target=self._listen, name="weightsync-listen", daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            self._bell, self._client = Client(self._meeting.store), Client(self._meeting.store)
+            while not self._over.is_set():
+                name = self._client.await_value(f"{self._base}/door/{self._next}").decode("ascii", "replace")
+                if not self._over.is_set() and name != _NOBODY and taken(self._client, name):
+                    self._accept(worker_link(self._meeting, name))
+                self._next += 1
+        except TransportError as error:
+            if not self._over.is_set():
+                self._accept(LostLink(error))
+        finally:
+            self._heart.leave()
+            for client in (self._client, self._bell):
+                if client is not None:
+                    client.close()
+
+    def _lose(self, _: str) -> None:
+        if self._client is not None:
+            self._client.cut()
+
+    def stop(self) -> None:
+        """Take no further link. The thread ends soon."""
+        if not self._over.is_set():
+            self._over.set()
+            threading.Thread(target=self._wake, name="weightsync-listen-end", daemon=True).start()
+
+    def _wake(self) -> None:
+        """Put a link of nobody's where the thread waits; one that has just been announced there wakes it as well."""
+        # Without a bell the thread is not waiting yet: it looks first.
+        try:
+            if self._bell is not None:
+                self._bell.claim(f"{self._base}/door/{self._next}", _NOBODY)
+        except TransportError:
+            self._lose("")
+
+
+class LostLink:
+    """A link that never was: it says why, as soon as it is read."""
+
+    delivery = Delivery.ORDERED
+    peer = "the sender"
+
+    def __init__(self, error: TransportError) -> None:
+        self._error = error
+        self._waker = Waker()
+        self._waker.fire()
+
+    def send(self, message: Message, payload: Buffer | None = None) -> None:  # noqa: ARG002
+        """Fail."""
+        raise self._error
+
+    def flush(self) -> bool:
+        """Nothing is queued."""
+        return True
+
+    def receive(self) -> list[Received]:
+        """Fail."""
+        raise self._error
+
+    def waitables(self) -> list[int]:
+        """Readable until it is closed."""
+        return [] if self._waker.fileno() < 0 else [self._waker.fileno()]
+
+    def wants_write(self) -> int | None:
+        """Nothing is ever written here."""
+        return None
+
+    def watch(self, pid: int, started: int) -> None:
+        """There is nobody."""
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._waker.close()
+
+
+def listen(meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+    """Have ``accept`` called, from a thread, with each link that a sender announces to this worker.
+
+    Returns:
+        What ends it.
+    """
+    return _Listener(meeting, model_id, accept).stop

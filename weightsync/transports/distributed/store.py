@@ -1,0 +1,180 @@
+"""The user's store, and connections of our own to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.transports.distributed.c10d import PrefixStore, Store, TCPStore
+from weightsync.transports.fork import forget_after_fork
+
+#: After that a store that cannot be reached is given up. torch asks the DNS for a name of each address it connects to,
+#: only to log it; where a DNS server does not answer, that alone takes 5 to 10 s.
+DIAL: Final = timedelta(seconds=15)
+FOR_EVER: Final = timedelta(days=365)
+
+
+class _Dialling:
+    """Connections are made one at a time, so that a new socket is known to be ours."""
+
+    def __init__(self) -> None:
+        self.forget()
+        forget_after_fork(self)
+
+    def forget(self) -> None:
+        """In a forked child: nobody is at it."""
+        self.lock = threading.Lock()
+        forget_after_fork(self)
+
+
+_dialling = _Dialling()
+
+
+@dataclass(frozen=True)
+class StoreEnd:
+    """Where a sender and one worker meet.
+
+    Args:
+        store: a TCPStore, or PrefixStores around one.
+        rank: the worker's rank: the trainer is rank 0, worker i is rank i + 1.
+        backend: "gloo" or "nccl".
+        in_flight: how many buckets of a payload are on their way at once.
+
+    Raises:
+        ConfigurationError: another kind of store, or of rank.
+    """
+
+    store: Store
+    rank: int
+    backend: str = "gloo"
+    in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        base_of(self.store)
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ConfigurationError(f"rank is {self.rank!r}: the trainer is rank 0, worker i is rank i + 1.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not isinstance(self.store, TCPStore):
+            raise ConfigurationError("A PrefixStore does not travel to another process: give that process its own.")
+        return _arrived, (self.store.host, self.store.port, self.rank, self.backend, self.in_flight)
+
+
+def _arrived(host: str, port: int, rank: int, backend: str, in_flight: int) -> StoreEnd:
+    return StoreEnd(TCPStore(host, port, None, False, DIAL, wait_for_workers=False), rank, backend, in_flight)
+
+
+def base_of(store: Any) -> TCPStore:
+    """The TCPStore behind a store.
+
+    Raises:
+        ConfigurationError: there is none: other stores serve one process or one file system, and cannot be waited for.
+    """
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    if not isinstance(base, TCPStore):
+        raise ConfigurationError(
+            f"a {type(base).__name__} is no store that trainer and workers can meet at: give a "
+            "torch.distributed.TCPStore, or a PrefixStore around one."
+        )
+    return base
+
+
+class Client:
+    """A connection of our own to a store: what blocks here blocks nobody else.
+
+    Args:
+        store: the user's; its prefixes are kept.
+
+    Raises (all methods):
+        TransportError: the store is gone, or the connection was `cut`.
+    """
+
+    def __init__(self, store: Store) -> None:
+        base = base_of(store)
+        self._where = f"the store at {base.host}:{base.port}"
+        with _dialling.lock, self._guarded():
+            before = _sockets(base.port)
+            self._store = _connected(store, base)
+            self._store.set_timeout(FOR_EVER)
+            fresh = [fd for identity, fd in _sockets(base.port).items() if identity not in before]
+        self._plug = socket.socket(fileno=os.dup(fresh[0])) if len(fresh) == 1 else None
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise TransportError(f"{self._where} failed: {str(error).splitlines()[0]}") from error
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        with self._guarded():
+            self._store.set(key, value)  # type: ignore[arg-type] # torch takes bytes
+
+    def await_value(self, key: str) -> bytes:
+        """The value of a key, once it has one."""
+        with self._guarded():
+            return self._store.get(key)
+
+    def present(self, key: str) -> bool:
+        """Whether a key has a value."""
+        with self._guarded():
+            return self._store.check([key])
+
+    def value(self, key: str) -> bytes | None:
+        """The value of a key, or None."""
+        return self.await_value(key) if self.present(key) else None
+
+    def claim(self, key: str, value: str) -> str:
+        """Write a value unless there is one; the value that is there then."""
+        with self._guarded():
+            return self._store.compare_set(key, "", value).decode()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; what it is then."""
+        with self._guarded():
+            return self._store.add(key, amount)
+
+    def delete(self, key: str) -> None:
+        """Remove a key."""
+        with self._guarded():
+            self._store.delete_key(key)
+
+    def cut(self) -> None:
+        """Make whatever blocks here, or will be asked here, fail."""
+        if self._plug is not None:
+            with contextlib.suppress(OSError):
+                self._plug.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the connection, which ends with its last user."""
+        if self._plug is not None:
+            self._plug.close()
+
+
+def _connected(store: Store, base: TCPStore) -> Store:
+    if store is base:
+        return TCPStore(base.host, base.port, None, False, DIAL, wait_for_workers=False)
+    return store.clone()
+
+
+def _sockets(port: int) -> dict[str, int]:
+    """This process's sockets that are connected to a port, by their identity."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            identity = os.readlink(f"/proc/self/fd/{entry}")
+            if identity.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry))) as sock:
+                    if sock.getpeername()[1:2] == (port,):
+                        found[identity] = int(entry)
+    return found

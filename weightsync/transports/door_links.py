@@ -1,0 +1,264 @@
+"""One sender's calls as a link, at the receiving end: they come from any thread and in any order."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+from weightsync import wire
+from weightsync._tables import Delivery
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.messages import Bye, Message, Update
+from weightsync.transports.base import Received, Waker
+from weightsync.transports.fork import forget_after_fork
+from weightsync.transports.liveness import ProcessWatch, watching
+from weightsync.transports.memory import Buffer
+
+#: Frames of answers, each as `wire.encode` makes it.
+Frames = list[bytes]
+#: How many calls that were answered are remembered, in case they come again.
+_REMEMBERED: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What one call brings."""
+
+    #: Of the sender's link, the same for all its calls and never used by another.
+    link: str
+    #: Of the call on that link, from 0.
+    number: int
+    #: As `wire.encode` makes it.
+    frame: bytes
+    #: An update's payload.
+    payload: memoryview | None = None
+
+
+class DoorLink:
+    """One sender's calls as a link. See `weightsync.transports.base.Link` for its contract.
+
+    Calls may come from any thread, and in any order: they are delivered in the order in which they were begun. An
+    answer goes out with the oldest call that has had none. A call that comes again, since its transport tried twice,
+    gets the answer of its first time.
+    """
+
+    delivery = Delivery.ORDERED
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._lock = threading.Lock()
+        self._early: dict[int, Received | ProtocolError | None] = {}
+        self._next = 0
+        self._arrived: deque[Received | ProtocolError] = deque()
+        self._open: dict[int, Future[Frames]] = {}
+        self._answered: OrderedDict[int, Future[Frames]] = OrderedDict()
+        self._said_bye = False
+        self._unsaid: Frames = []
+        self._waker = Waker()
+        self._watch: ProcessWatch | None = None
+        self._closed = False
+        self._hung_up = False
+        forget_after_fork(self)
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for messages to people."""
+        return self._peer
+
+    def bring(self, parcel: Parcel) -> Future[Frames]:
+        """Take a call in; the future is done once there is an answer for it, or the link is closed.
+
+        The first call after the link was closed is answered with what was said last, if nobody has heard that.
+
+        Raises:
+            ProtocolError: the frame is malformed.
+            TransportError: the link was closed here.
+        """
+        received = _received(parcel)
+        with self._lock:
+            if self._closed and self._unsaid:
+                last, self._unsaid = self._unsaid, []
+                return _done(last)
+            self._require_open()
+            again = self._open.get(parcel.number) or self._answered.get(parcel.number)
+            if again is not None or parcel.number < self._next:
+                return again or _done([])
+            answer = self._open[parcel.number] = Future()
+            self._early[parcel.number] = received
+            self._deliver()
+            ready = self._ready() if self._unsaid or self._hung_up else None
+        _answer(ready)
+        self._waker.fire()
+        if isinstance(received, ProtocolError):
+            raise received
+        return answer
+
+    def _deliver(self) -> None:
+        while self._next in self._early:
+            received = self._early.pop(self._next)
+            self._next += 1
+            if received is not None:
+                self._arrived.append(received)
+
+    def skip(self, number: int) -> None:
+        """A call that will never come: those behind it wait for it no longer."""
+        with self._lock:
+            if number >= self._next and not self._closed:
+                self._early.setdefault(number, None)
+                self._deliver()
+        self._waker.fire()
+
+    def hang_up(self) -> None:
+        """The sender waits for no answer any more: calls go home as they are, those still on their way too."""
+        with self._lock:
+            self._hung_up = True
+            ready = [self._give(number) for number in sorted(self._open)]
+        for each in ready:
+            _answer(each)
+
+    def awaits_turn(self, number: int) -> bool:
+        """Whether a call that was begun before this one has not come yet."""
+        with self._lock:
+            return not self._closed and number >= self._next
+
+    def release(self, number: int) -> None:
+        """Let a call go home with what there is to say, if anything."""
+        with self._lock:
+            ready = self._give(number) if number in self._open else None
+        _answer(ready)
+
+    def send(self, message: Message, payload: Buffer | None = None) -> None:
+        """Answer the oldest call that has had none; without one, the next call: see `Link.send`."""
+        if payload is not None:
+            raise ConfigurationError("A receiver's answers carry no payload.")
+        with self._lock:
+            self._require_open()
+            self._unsaid.append(wire.encode(message))
+            self._said_bye |= isinstance(message, Bye)
+            ready = self._ready()
+        _answer(ready)
+
+    def _ready(self) -> tuple[Future[Frames], Frames] | None:
+        if not self._open:
+            return None
+        return self._give(min(self._open))
+
+    def _give(self, number: int) -> tuple[Future[Frames], Frames]:
+        said, self._unsaid = self._unsaid, []
+        answer = self._answered[number] = self._open.pop(number)
+        if len(self._answered) > _REMEMBERED:
+            self._answered.popitem(last=False)
+        return answer, said
+
+    def flush(self) -> bool:
+        """What is left to say waits for a call: nothing can be done about it here."""
+        self._require_open()
+        return True
+
+    def receive(self) -> list[Received]:
+        """What was brought: see `Link.receive`."""
+        self._require_open()
+        self._waker.clear()
+        dead = self._watch is not None and self._watch.dead
+        with self._lock:
+            arrived = self._readable()
+        if dead and self._watch is not None:
+            if not arrived:
+                raise TransportError(f"{self._peer} has ended: process {self._watch.pid} is dead.")
+            self._waker.fire()
+        return arrived
+
+    def _readable(self) -> list[Received]:
+        """What was brought, up to what is malformed: that is told once nothing is before it."""
+        readable: list[Received] = []
+        while self._arrived:
+            received = self._arrived[0]
+            if isinstance(received, ProtocolError):
+                if not readable:
+                    raise received
+                self._waker.fire()
+                break
+            readable.append(received)
+            self._arrived.popleft()
+        return readable
+
+    def waitables(self) -> list[int]:
+        """Readable once something was brought, or the peer is dead: see `Link.waitables`."""
+        if self._closed:
+            return []
+        watched = [self._watch.fileno()] if self._watch is not None and self._watch.fileno() >= 0 else []
+        return [self._waker.fileno(), *watched]
+
+    def wants_write(self) -> int | None:
+        """Nothing is ever written here."""
+        return None
+
+    def watch(self, pid: int, started: int) -> None:
+        """Notice the death of the peer's process: see `Link.watch`."""
+        if not pid or self._closed or (self._watch is not None and self._watch.names(pid, started)):
+            return
+        watch = watching(pid, started)
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = watch
+        if watch.dead:
+            self._waker.fire()
+
+    def close(self) -> None:
+        """Give the link up: see `Link.close`.
+
+        Calls that wait for an answer go home if a goodbye did, and fail if none did: a call that merely returned
+        would leave its sender waiting for an answer that never comes.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            waiting = [self._open[number] for number in sorted(self._open)]
+            self._open, self._early = {}, {}
+        for call in waiting:
+            if self._said_bye:
+                call.set_result([])
+            else:
+                call.set_exception(TransportError("the receiver gave this link up before it answered."))
+        self._waker.close()
+        if self._watch is not None:
+            self._watch.close()
+
+    def forget(self) -> None:
+        """In a forked child: be closed, and answer nobody."""
+        self._lock = threading.Lock()
+        self._closed = True
+        self._open = {}
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"The link to {self._peer} is closed.")
+
+
+def _received(parcel: Parcel) -> Received | ProtocolError:
+    """What a parcel brings. What is wrong with it is told in its turn, since what came before is in order."""
+    try:
+        message = wire.decode(parcel.frame)
+        if not isinstance(message, Update) or not message.nbytes:
+            return Received(message)
+        if parcel.payload is None or parcel.payload.nbytes < message.nbytes:
+            raise wire.malformed(f"Version {message.version} came without its {message.nbytes} bytes", b"")
+        return Received(message, parcel.payload[: message.nbytes])
+    except ProtocolError as error:
+        return error
+
+
+def _done(frames: Frames) -> Future[Frames]:
+    answer: Future[Frames] = Future()
+    answer.set_result(frames)
+    return answer
+
+
+def _answer(ready: tuple[Future[Frames], Frames] | None) -> None:
+    """Outside every lock: what a future wakes may come back here."""
+    if ready is not None:
+        ready[0].set_result(ready[1])

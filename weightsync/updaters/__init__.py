@@ -1,0 +1,18 @@
+"""Weight updaters, by TorchRL's names: they push weights to workers that are reached by calls.
+
+base     WeightUpdaterBase: what all share, and what a subclass may override
+local    copies in this process
+pushes   one push at a time, over the machines of a sender; calls: a worker's call as a link
+"""
+
+from weightsync.updaters.base import WeightUpdaterBase
+from weightsync.updaters.local import MultiProcessedWeightUpdater, RemoteModuleWeightUpdater, VanillaWeightUpdater
+from weightsync.updaters.ray import RayWeightUpdater
+
+__all__ = [
+    "MultiProcessedWeightUpdater",
+    "RayWeightUpdater",
+    "RemoteModuleWeightUpdater",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+]
