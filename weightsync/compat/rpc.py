@@ -23,7 +23,8 @@ class RPCTransport(TransportFacade):
         collector_rref: a reference to its collector.
         collector_class: the collector's class, whose ``update_policy_weights_`` is called with ``(rref, weights)``
             unless a receiver of ours listens in that process.
-        worker_rank: the worker's rank. It addresses nobody: given, `receive_weights` has the second generation's results.
+        worker_rank: the worker's rank. It addresses nobody: if given, `receive_weights` has the second generation's
+            results.
         timeout: seconds that `send_weights` and `wait_ack` wait.
         strategy: how modules are extracted, and the format of weights handed out.
     """
@@ -69,6 +70,14 @@ class RPCTransport(TransportFacade):
         if self._sends:
             return None
         return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing is left to do: a link is laid with the first send."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> None:
+        """Nothing is left to do: the first weights come with a call."""
 
     @property
     def _sends(self) -> bool:
