@@ -210,6 +210,8 @@ class StoreLink:
     # --------------------------------------------------------------------------------- the writing thread
 
     def _write(self) -> None:
+        if self._closed:
+            return
         try:
             client = Client(self._meeting.store)
         except TransportError as error:
@@ -289,6 +291,8 @@ class StoreLink:
     # --------------------------------------------------------------------------------- the reading thread
 
     def _read(self) -> None:
+        if self._closed:
+            return
         try:
             client = Client(self._meeting.store)
         except TransportError as error:
@@ -296,6 +300,8 @@ class StoreLink:
             return
         try:
             with self._condition:
+                if self._failed is not None:
+                    return
                 self._reader = client
                 self._inbox = Inbox(client, f"{self._key}/{self._role.reads}")
             self._take_in(self._inbox, client)
