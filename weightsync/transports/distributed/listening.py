@@ -10,7 +10,7 @@ from weightsync.errors import TransportError
 from weightsync.messages import Message
 from weightsync.transports.base import Link, Received, Waker
 from weightsync.transports.distributed import pulse
-from weightsync.transports.distributed.link import base_key, taken, worker_link
+from weightsync.transports.distributed.announcing import base_key, taken, worker_link
 from weightsync.transports.distributed.store import Client, StoreEnd
 from weightsync.transports.memory import Buffer
 
@@ -29,7 +29,7 @@ class _Listener:
         #: Wakes the thread from what blocks on the other one.
         self._bell: Client | None = None
         self._next = 0
-        self._heart = pulse.join(meeting.store, self._lose)
+        self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose))
         threading.Thread(target=self._listen, name="weightsync-listen", daemon=True).start()
 
     def _listen(self) -> None:
