@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from weightsync._tables import State as State
     from weightsync.compat.base import InitialSyncTransport as InitialSyncTransport
     from weightsync.compat.base import TransportBackend as TransportBackend
+    from weightsync.compat.distributed import DistributedTransport as DistributedTransport
     from weightsync.compat.mp import MPTransport as MPTransport
     from weightsync.compat.none import NoTransport as NoTransport
-    from weightsync.compat.shared import SharedMemTransport as SharedMemTransport
     from weightsync.compat.ray import RayActorTransport as RayActorTransport
     from weightsync.compat.ray import RayTransport as RayTransport
     from weightsync.compat.rpc import RPCTransport as RPCTransport
-    from weightsync.compat.distributed import DistributedTransport as DistributedTransport
+    from weightsync.compat.shared import SharedMemTransport as SharedMemTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +37,10 @@ class Chunk:
 
     def writable(self) -> Chunk:
         """The same with arrays of its own: torch wants none that lie in Ray's object store."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{name: value.copy() for name, value in values.items() if isinstance(value, np.ndarray)})
+        arrays: dict[str, Any] = {
+            each.name: getattr(self, each.name).copy() for each in fields(self) if each.name != "returns"
+        }
+        return replace(self, **arrays)
 
 
 @dataclass(frozen=True, slots=True)

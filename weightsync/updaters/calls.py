@@ -207,17 +207,17 @@ class CallWiring:
         """
         raise ConfigurationError("An updater has no pipes that could carry messages of your own.")
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """The weights as they are."""
-        return weights
-
-    def transport_of(self, receiver: Any, endpoint: Any) -> Any:
-        """There are no receivers.
+    def transport_of(self, receiver: Any, endpoint: Any) -> Never:
+        """There are no receivers here.
 
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError("An updater has no receivers, and no transports of theirs.")
+        raise ConfigurationError("An updater only sends: make receivers by a scheme.")
+
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+        """The weights as they are."""
+        return weights
 
     def published(self, model_id: str, weights: Any) -> None:
         """Nothing is kept of them."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from weightsync.errors import TransportError
 from weightsync.report import OutcomeKind, SyncReport
 from weightsync.timing import Deadline
-from weightsync.transports.ray_session import VIGIL, Session, plain, require_ray
+from weightsync.transports.ray_session import VIGIL, Session, plain, put_away, require_ray, settle
 from weightsync.updaters.base import WeightUpdaterBase
 from weightsync.updaters.calls import Raised
 from weightsync.updaters.local import got
@@ -63,6 +63,8 @@ class RayWeightUpdater(WeightUpdaterBase):
         try:
             report = super()._push(given, worker_ids, deadline)
         finally:
+            if self._reference is not None:
+                put_away(self._reference)
             self._reference = None
         for worker in report.of(OutcomeKind.APPLIED):
             self._rests[worker] = self.max_interval
@@ -110,17 +112,15 @@ def _followed(reference: Any, peer: str) -> Future[None]:
 
 def _over(end: Future[None], over: Future[Any], peer: str) -> None:
     """Runs in a thread of Ray's."""
-    if not VIGIL.dismiss(end):
-        return
     error = over.exception()
     exceptions = require_ray("RayWeightUpdater").exceptions
     if error is None:
-        end.set_result(None)
+        settle(end)
     # First of all: what the actor's method raised may be a ConnectionError, too.
     elif isinstance(error, exceptions.RayTaskError | exceptions.ObjectLostError):
         told = plain(str(error))
-        end.set_exception(Raised(told.splitlines()[-1] if told else repr(error), told))
+        settle(end, error=Raised(told.splitlines()[-1] if told else repr(error), told))
     else:
         lost = TransportError(f"The call to {peer} did not come back: {plain(str(error)) or repr(error)}")
         lost.__cause__ = error
-        end.set_exception(lost)
+        settle(end, error=lost)
