@@ -95,7 +95,5 @@ MISSING: Final[dict[str, str]] = {
     "RayTransport.set_model": "Ray",
     "RayTransport.set_model_version": "Ray",
     "RayTransport.set_process_group": "Ray",
-    "RPCTransport.setup_connection_and_weights_on_receiver": "no setup",
-    "RPCTransport.setup_connection_and_weights_on_sender": "no setup",
     "RayWeightSyncScheme.connection_info_name": "Ray",
 }
