@@ -15,12 +15,10 @@ from weightsync.transports.distributed import pulse
 from weightsync.transports.distributed.group import Group
 from weightsync.transports.distributed.landing import Landings
 from weightsync.transports.distributed.letters import Ended, Inbox, Letter, Outbox, Shut, Side, end
-from weightsync.transports.distributed.store import Client, StoreEnd
+from weightsync.transports.distributed.store import Client, StoreEnd, keep_in_child
 
 #: Payloads up to this size travel through the store, behind their message.
 INLINE_NBYTES: Final = 64 * 1024
-#: In a forked child: never freed, since torch would wait for threads that are not there.
-_inherited: list[object] = []
 
 
 class Exchange:
@@ -106,7 +104,7 @@ class Exchange:
     def forget(self) -> None:
         """In a forked child: be nothing. The threads are the parent's, and so is what torch would take apart here."""
         self._condition = threading.Condition()
-        _inherited.append((self._group, self._writer, self._reader, self._heart))
+        keep_in_child(self._group, self._writer, self._reader, self._heart, self._meeting)
 
     # --------------------------------------------------------------------------------- the writing thread
 

@@ -18,7 +18,8 @@ PERIOD: Final = 0.5
 #: A process that was not heard for that many rounds is dead; within 5 s, with the time that a round takes.
 ROUNDS: Final = 8
 #: Seconds without a whole round after which the store is; asked twice, since this process itself may have stood still.
-_SILENCE: Final = 2.0
+#: A store's one thread asks the DNS for a name of whoever connects: a lost answer makes it stand still for 5 s.
+_SILENCE: Final = 3.5
 
 
 @dataclass(frozen=True)
