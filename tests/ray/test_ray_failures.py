@@ -15,7 +15,7 @@ from ray_cluster import ENVIRONMENT, OBJECT_STORE_NBYTES
 from ray_fleet import PATIENCE, Loop, Seat, Threads, ray, small
 
 from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WorkerLostError
-from weightsync.transports import ray as couriers
+from weightsync.transports.ray_session import Session
 
 #: Seconds within which a death is noticed; the timeout of the send is far beyond.
 SOON = 15.0
@@ -286,7 +286,7 @@ def test_without_ray_a_session_is_refused(seats: list[Any], trainer: Any, monkey
 def test_a_link_of_an_earlier_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = iter([("job", "node"), ("job", "another node")])
     monkeypatch.setattr("weightsync.transports.ray_session._current", lambda _: next(keys))
-    session = couriers.Session("worker 0")
+    session = Session("worker 0")
 
     with pytest.raises(ConnectionError, match="add_worker"):
         session.require()

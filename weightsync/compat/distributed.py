@@ -15,7 +15,6 @@ from weightsync.timing import Deadline, Timeout
 from weightsync.transports.base import Link
 from weightsync.transports.distributed import StoreEnd, listen, sender_link
 from weightsync.transports.distributed.link import HINT
-from weightsync.transports.distributed.store import Client
 
 _IN_FLIGHT: Final = 4
 #: Seconds after which a wait without end looks for an instruction of another kind.
@@ -112,14 +111,11 @@ class DistributedTransport(TransportFacade):
                 return None
 
     def _refuse_other_instruction(self) -> None:
-        client = Client(self._meeting().store)
-        try:
-            told = client.value(f"NODE_{self.rank}_in")
-            if told is None:
-                return
-            client.delete(f"NODE_{self.rank}_in")
-        finally:
-            client.close()
+        store, key = self._meeting().store, f"NODE_{self.rank}_in"
+        if not store.check([key]):
+            return
+        told = store.get(key)
+        store.delete_key(key)
         if told != HINT.encode():
             raise ConfigurationError(
                 f"the store's instruction for rank {self.rank} is {told!r}, which is not {HINT!r}: it was taken out of "

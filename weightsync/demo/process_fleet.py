@@ -53,7 +53,7 @@ class ProcessFleet:
         self._heard = heard
         #: How many workers there are.
         self.size = settings.workers
-        self._ground = ground_for(settings.scheme)
+        self._ground = ground_for(settings.scheme, settings.workers)
         self._channels: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._readers: list[threading.Thread] = []
@@ -71,7 +71,7 @@ class ProcessFleet:
         process = context.Process(
             target=body, args=(index, settings, seat, far_channel), name=f"rollout-{index}", daemon=True
         )
-        with contextlib.closing(far_channel), _left(seat):
+        with contextlib.closing(far_channel), _given(seat):
             process.start()
         self._processes.append(process)
         reader = threading.Thread(target=self._read, args=(index, channel), name=f"reader-{index}", daemon=True)
@@ -138,12 +138,12 @@ def _work() -> Body:
 
 
 @contextlib.contextmanager
-def _left(seat: Seat) -> Iterator[None]:
+def _given(seat: Seat) -> Iterator[None]:
     """Given away inside; this process keeps nothing of it."""
     try:
         yield
     finally:
-        seat.leave()
+        seat.given()
 
 
 @contextlib.contextmanager

@@ -29,8 +29,8 @@ WorkerInfo = Any
 ENDLESS: Final = 0.0
 #: What a rank's end means for the others, as torch 2.15 has it.
 NOBODY_NEW: Final = (
-    "torch's RPC admits nobody in place of a rank that died: the others go on without it; to have it back, call "
-    "rpc.shutdown(graceful=False) in all of them and init_rpc() with a fresh store, each with the rank that it had"
+    "torch's RPC admits nobody in place of a rank that died: the others go on without it; to have it back, start a new "
+    "world in new processes"
 )
 
 
@@ -76,6 +76,12 @@ def is_initialised() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def is_called() -> bool:
+    """Whether this thread is one of RPC's, so that whoever called waits for us."""
+    # RPC's threads are C++'s: Python knows them by name only while they run its code.
+    return isinstance(threading.current_thread(), threading._DummyThread) and is_initialised()
 
 
 _doors: Final = _Doors()

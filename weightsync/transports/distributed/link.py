@@ -32,6 +32,10 @@ HINT: Final = "update_weights"
 ACKED: Final = "updated"
 
 
+#: In a forked child: never freed, since torch would wait for threads that are not there.
+_inherited: list[object] = []
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
     """One end of a link."""
@@ -196,7 +200,8 @@ class StoreLink:
             self._watch.close()
 
     def forget(self) -> None:
-        """In a forked child: be closed. The threads are the parent's."""
+        """In a forked child: be closed. The threads are the parent's, and so is what torch would take apart with us."""
+        _inherited.append((self._group, self._reader, self._heart))
         self._condition = threading.Condition()
         self._closed = True
         self._queue.clear()

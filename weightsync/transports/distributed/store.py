@@ -16,8 +16,8 @@ from weightsync.transports.distributed.c10d import PrefixStore, Store, TCPStore
 from weightsync.transports.fork import forget_after_fork
 
 #: After that a store that cannot be reached is given up. torch asks the DNS for a name of each address it connects to,
-#: only to log it; where a DNS server does not answer, that alone takes 5 to 20 s.
-DIAL: Final = timedelta(seconds=30)
+#: only to log it; where a DNS server does not answer, that alone takes 5 to 10 s.
+DIAL: Final = timedelta(seconds=15)
 FOR_EVER: Final = timedelta(days=365)
 
 

@@ -1,0 +1,194 @@
+"""`DistributedTransport` in both forms, and TorchRL's own keys."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fleet import PATIENCE, Crew, constants, filled, large
+from store_fleet import StorePair, is_written_for_the_reference
+from tensordict import TensorDict
+
+from weightsync import (
+    ConfigurationError,
+    DistributedTransport,
+    DistributedWeightSyncScheme,
+    RefusedError,
+    StateError,
+    WeightStrategy,
+)
+
+
+def weights(fill: float, rows: int = 300) -> TensorDict:
+    """120 KB: more than goes through the store."""
+    return TensorDict({"a": torch.full((rows, 100), fill), "b": TensorDict({"c": torch.full((3,), fill)})})
+
+
+@pytest.fixture
+def ends(store: Any) -> Iterator[tuple[DistributedTransport, DistributedTransport]]:
+    """The trainer's end, and the worker's in generation A's form."""
+    made = DistributedTransport(store, 1), DistributedTransport(store, 1)
+    yield made
+    for end in made:
+        end.close()
+
+
+def test_one_thread_drives_both_ends(ends: Any) -> None:
+    trainer, worker = ends
+    trainer.send_weights_async("policy", weights(2.0))
+    model_id, received = worker.receive_weights(timeout=PATIENCE)
+    worker.send_ack()
+
+    assert trainer.wait_ack().ok
+    assert "policy" == model_id
+    assert (received["a"] == 2.0).all()
+    assert (received["b", "c"] == 2.0).all()
+
+
+def test_receive_weights_gives_none_when_time_is_up(ends: Any) -> None:
+    assert ends[1].receive_weights(timeout=0.05) is None
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_generation_b_receives_into_its_buffer(store: Any, sync: bool) -> None:
+    buffer = weights(0.0)
+    trainer = DistributedTransport(weights_buffer=weights(0.0), store=store, rank=1, sync=sync)
+    worker = DistributedTransport(weights_buffer=buffer, store=store, rank=1, sync=sync)
+    with trainer, worker:
+        trainer.send_weights_async(weights(3.0))
+        assert worker.receive_weights(timeout=PATIENCE) is buffer
+        worker.send_ack()
+        trainer.wait_ack()
+        assert (buffer["a"] == 3.0).all()
+
+        own, model = weights(0.0), large()
+        trainer.send_weights_async(TensorDict(dict(large(5.0).state_dict())))
+        received = worker.receive_weights(
+            PATIENCE, weights=TensorDict(dict(large().state_dict())), model=model, strategy=WeightStrategy("state_dict")
+        )
+        worker.send_ack()
+        trainer.wait_ack()
+        assert received is not own
+        assert {5.0} == constants(model)
+        assert worker.receive_weights(timeout=0.05) is None
+
+
+def test_initial_weights_need_no_signalling_by_the_caller(store: Any) -> None:
+    trainer = DistributedTransport(weights_buffer=weights(0.0), store=store, rank=1)
+    worker = DistributedTransport(weights_buffer=weights(0.0), store=store, rank=1)
+    with trainer, worker:
+        thread = threading.Thread(target=trainer.send_initial_weights, args=(weights(4.0),))
+        thread.start()
+        received = worker.receive_initial_weights()
+        thread.join(PATIENCE)
+
+    assert (received["a"] == 4.0).all()
+
+
+def test_the_setup_methods_do_nothing(store: Any) -> None:
+    transport = DistributedTransport(store, 1)
+
+    assert transport.setup_connection_and_weights_on_sender() is None
+    assert transport.setup_connection_and_weights_on_receiver(worker_idx=0) is None
+
+
+def test_another_instruction_is_a_value_error(ends: Any, store: Any) -> None:
+    store.set("NODE_1_in", "dance")
+
+    with pytest.raises(ValueError, match="dance"):
+        ends[1].receive_weights(timeout=0.1)
+    assert ends[1].receive_weights(timeout=0.05) is None
+
+
+def test_without_store_or_rank_the_first_send_raises(store: Any) -> None:
+    for transport in (DistributedTransport(), DistributedTransport(store), DistributedTransport(None, 1)):
+        with pytest.raises(ConfigurationError, match="no store or no rank"):
+            transport.send_weights("policy", weights(1.0))
+
+
+def test_wait_ack_with_nothing_pending_is_a_runtime_error(ends: Any) -> None:
+    with pytest.raises(RuntimeError):
+        ends[0].wait_ack()
+    with pytest.raises(StateError):
+        ends[1].send_ack()
+
+
+def test_an_ack_with_another_text_is_no_ack(ends: Any) -> None:
+    trainer, worker = ends
+    trainer.send_weights_async(weights(1.0))
+    worker.receive_weights(timeout=PATIENCE)
+    worker.send_ack("no room")
+
+    with pytest.raises(RefusedError, match="no room"):
+        trainer.wait_ack()
+
+
+def test_check_connection_is_the_users_process_group(store: Any) -> None:
+    transport = DistributedTransport(store, 1)
+    assert transport.check_connection() is False
+    dist.init_process_group("gloo", store=dist.PrefixStore("own", store), rank=0, world_size=1)
+    try:
+        assert transport.check_connection() is True
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_copy_carries_the_address(ends: Any) -> None:
+    copy = pickle.loads(pickle.dumps(ends[1]))
+    with contextlib.closing(copy):
+        ends[0].send_weights_async(weights(6.0))
+        _, received = copy.receive_weights(timeout=PATIENCE)
+        copy.send_ack()
+        assert ends[0].wait_ack().ok
+    assert (received["a"] == 6.0).all()
+
+
+# ------------------------------------------------------------------------------------------ TorchRL's own keys
+
+
+def test_the_references_keys_are_written_as_hints(store: Any) -> None:
+    pair = StorePair(store)
+    with contextlib.closing(pair):
+        pair.sender.send_async()
+        assert b"update_weights" == store.get("NODE_1_in")
+        assert pair.receiver.receive(timeout=PATIENCE)
+        assert pair.sender.wait_async(timeout=PATIENCE).ok
+        assert b"updated" == store.get("NODE_1_out")
+
+
+def test_nothing_rests_on_the_hints(store: Any) -> None:
+    pair = StorePair(store)
+    with contextlib.closing(pair):
+        store.set("NODE_1_in", "dance")
+        store.set("NODE_1_out", "not updated at all")
+        assert pair.sync().ok
+        filled(pair.source, 2.0)
+        store.delete_key("NODE_1_in")
+        assert pair.sync().ok
+        assert {2.0} == constants(pair.model)
+
+
+def test_a_worker_loop_written_for_the_reference(crew: Crew, store: Any) -> None:
+    (worker,) = crew.start(None)
+    worker.tell(is_written_for_the_reference, store.port, 1, 3)
+    scheme = DistributedWeightSyncScheme()
+    scheme.init_on_sender("policy", store=store, num_workers=1, model=large(1.0))
+    with scheme:
+        for fill in (1.0, 2.0, 3.0):
+            scheme.get_sender().send({"weight": torch.full((300, 300), fill)}, timeout=PATIENCE)
+        assert [1.0, 2.0, 3.0] == worker.answer()
+
+
+def test_create_transport_takes_store_and_rank(store: Any) -> None:
+    transport = DistributedWeightSyncScheme().create_transport(store, 2)
+
+    assert isinstance(transport, DistributedTransport)
+    assert (store, 2, True) == (transport.store, transport.rank, transport.sync)
+    with pytest.raises(ValueError, match="no store"):
+        DistributedWeightSyncScheme().create_transport().send_weights("policy", weights(1.0))

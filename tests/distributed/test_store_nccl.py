@@ -1,0 +1,54 @@
+"""The same code over NCCL, where trainer and worker have a GPU each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, Crew, Seat, constants, large
+from store_fleet import reach
+
+from weightsync import ConfigurationError, DistributedWeightSyncScheme
+
+GPUS = torch.cuda.device_count()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sync", [True, False])
+def test_nccl_carries_the_buckets(crew: Crew, store: Any, sync: bool) -> None:
+    if GPUS < 2:
+        assert not os.environ.get("WEIGHTSYNC_GPUS"), "this machine is to have two GPUs"
+        pytest.skip(f"NCCL HAS NOT BEEN TESTED: it wants a GPU for each of two ranks, and there are {GPUS}")
+    torch.cuda.set_device(0)
+    (worker,) = crew.start(None)
+    worker.do(meet_on_gpu, store.port, sync)
+    worker.tell(serve_on_gpu)
+    scheme = DistributedWeightSyncScheme("nccl", sync)
+    scheme.init_on_sender("policy", store=store, num_workers=1, model=large(3.0).cuda())
+    with contextlib.closing(scheme):
+        assert scheme.get_sender().send(timeout=PATIENCE).ok
+    assert {3.0} == worker.answer()
+
+
+def test_nccl_without_a_gpu_says_so_at_construction() -> None:
+    if GPUS:
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigurationError, match="nccl"):
+        DistributedWeightSyncScheme("nccl")
+
+
+def meet_on_gpu(seat: Seat, port: int, sync: bool) -> None:
+    torch.cuda.set_device(1)
+    seat.model = large().cuda()
+    seat.kept["store"] = reach(port)
+    seat.scheme = DistributedWeightSyncScheme("nccl", sync)
+    seat.scheme.init_on_worker("policy", store=seat.kept["store"], rank=1, model=seat.model)
+    seat.receiver = seat.scheme.get_receiver()
+
+
+def serve_on_gpu(seat: Seat) -> set[float]:
+    assert seat.receiver.receive(timeout=PATIENCE)
+    return constants(seat.model.cpu())
