@@ -122,7 +122,8 @@ class _Return:
     agent: object
 
     def __call__(self, answer: Future[Frames]) -> None:
-        self.over.set_result(Delivered(tuple(answer.result())))
+        error = answer.exception()
+        self.over.set_result(Delivered(tuple(answer.result())) if error is None else Delivered((), str(error)))
 
 
 def _hang_up(model_id: str, link: str, number: int, frame: bytes) -> Delivered:
