@@ -43,7 +43,7 @@ def test_a_schemes_page_has_one_whole_program_and_says_what_it_prints(name: str)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, [])) for name in SCHEMES])
 def test_a_schemes_program_prints_what_its_page_says(name: str, tmp_path: Path) -> None:
     (program,) = blocks(page(name), "python")
-    path = tmp_path / f"{name}.py"
+    path = tmp_path / f"program_of_{name}.py"  # "ray.py" would be found in place of Ray
     path.write_text(program, encoding="utf-8")
 
     code, output, errors = run(path)
