@@ -137,16 +137,7 @@ def assert_all_gone(mark: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        "shared",
-        pytest.param("ray", marks=pytest.mark.ray),
-        # By the same code as over shared memory.
-        pytest.param("rpc", marks=[pytest.mark.rpc, pytest.mark.slow]),
-        pytest.param("distributed", marks=[pytest.mark.gloo, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.parametrize("scheme", ["shared", pytest.param("ray", marks=pytest.mark.ray)])
 def test_ctrl_c_ends_it_and_leaves_nothing(scheme: str) -> None:
     with running(scheme) as (process, mark):
         assert len(marked(mark)) >= 3
