@@ -53,6 +53,16 @@ def test_a_schemes_program_prints_what_its_page_says(name: str, tmp_path: Path) 
         assert promised(line, output), f"{line!r} is not in:\n{output}\n{errors}"
 
 
+def test_the_programs_about_transports_print_what_their_page_says(tmp_path: Path) -> None:
+    document = (DOCS / "transports.md").read_text(encoding="utf-8")
+    for number, (program, text) in enumerate(zip(blocks(document, "python"), blocks(document, "text"), strict=True)):
+        path = tmp_path / f"transports_{number}.py"
+        path.write_text(program, encoding="utf-8")
+        code, output, errors = run(path)
+
+        assert (0, text) == (code, output), errors
+
+
 def promised(line: str, output: str) -> bool:
     """Whether the output has that line; ``...`` in it stands for anything."""
     pattern = ".*".join(map(re.escape, line.strip().split("...")))
