@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
-from fleet import PATIENCE, Seat, filled
+from fleet import PATIENCE, Seat, Worker, filled, stat_of
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from weightsync._tables import ReceiverInput
+from weightsync.timing import Deadline
 from weightsync.transports import inflow, sharing
 from weightsync.transports.base import Link, Payloads
 from weightsync.transports.pipe import PipeLink
@@ -47,6 +49,15 @@ PIPES = {"pipe": MultiProcessWeightSyncScheme, "shared": SharedMemWeightSyncSche
 def strike(signum: int) -> None:
     """Be struck, here and now."""
     os.kill(os.getpid(), signum)
+
+
+def until_stopped(worker: Worker, act: Any) -> None:
+    """Act until the worker has been stopped."""
+    deadline = Deadline(PATIENCE)
+    while stat_of(worker.pid)[0] != "T":
+        assert not deadline.passed, f"{worker.process} never came to where it is stopped"
+        act()
+        time.sleep(0.005)
 
 
 def arm(receiver: Any, point: str, signum: int) -> None:

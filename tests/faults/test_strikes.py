@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fleet import PATIENCE, Crew, constants, filled, join, receive, segments, serve, shows
-from strikes import PIPES, SIGNALS, STRIKES, join_armed, megabytes
+from strikes import PIPES, SIGNALS, STRIKES, join_armed, megabytes, until_stopped
 
 from weightsync import AckTimeoutError, OutcomeKind, State, WorkerLostError
 
@@ -71,6 +71,7 @@ def test_g10_a_worker_that_is_stopped_times_out_and_may_still_answer(crew: Crew,
         while not other.answered():
             sender.poll()
         assert other.answer()
+        until_stopped(victim, sender.poll)
         begun = time.monotonic()
         if point == "after the ack":
             assert sender.wait_async(timeout=PATIENCE).ok
@@ -100,8 +101,11 @@ def test_g10_a_trainer_closes_while_a_worker_is_stopped_in_the_middle(crew: Crew
     scheme = scheme_class()
     scheme.init_on_sender("policy", pipes=[victim.pipe], model=filled(megabytes(), 3.0))
     victim.tell(join_armed, "mid-payload", SIGNALS["stop"], megabytes)
+    sender = scheme.get_sender()
+    sender.send_async()
+    until_stopped(victim, sender.poll)
     with pytest.raises(AckTimeoutError):
-        scheme.get_sender().send(timeout=DEADLINE)
+        sender.wait_async(timeout=0.1)
     begun = time.monotonic()
     scheme.close()
 

@@ -23,8 +23,10 @@ from rpc_fleet import (
     take_until_gone,
     wait_async,
 )
+from torch.distributed import rpc
 
 from weightsync import AckTimeoutError, OutcomeKind, State, SyncError, WorkerLostError
+from weightsync.transports import rpc as door
 
 Make = Callable[..., World]
 #: Seconds within which a death is noticed.
@@ -193,3 +195,15 @@ def test_a_link_that_was_lost_is_reported_again_by_each_send(short_lived: Make) 
             assert isinstance(error, SyncError)
             assert error.report.outcomes[0].kind is OutcomeKind.LOST
             assert error.report.version == version
+
+
+def test_a_call_that_is_not_ours_is_refused_without_an_answer_owed(world: World) -> None:
+    refused = world.trainer.do(call_with, b"not a frame of ours")
+
+    assert "does not start as ours do" in refused
+
+
+def call_with(seat: Seat, frame: bytes) -> str:
+    arguments = ("policy", "a link", 0, frame, None)
+    failure: str = rpc.rpc_sync("w0", door._deliver, args=arguments, timeout=PATIENCE).failure
+    return failure

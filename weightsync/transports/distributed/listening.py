@@ -10,8 +10,9 @@ from weightsync.errors import TransportError
 from weightsync.messages import Message
 from weightsync.transports.base import Link, Received, Waker
 from weightsync.transports.distributed import pulse
-from weightsync.transports.distributed.link import base_key, taken, worker_link
-from weightsync.transports.distributed.store import Client, StoreEnd
+from weightsync.transports.distributed.announcing import base_key, taken, worker_link
+from weightsync.transports.distributed.store import Client, StoreEnd, keep_in_child
+from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.memory import Buffer
 
 _NOBODY = "nobody"
@@ -29,8 +30,14 @@ class _Listener:
         #: Wakes the thread from what blocks on the other one.
         self._bell: Client | None = None
         self._next = 0
-        self._heart = pulse.join(meeting.store, self._lose)
+        self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose))
+        forget_after_fork(self)
         threading.Thread(target=self._listen, name="weightsync-listen", daemon=True).start()
+
+    def forget(self) -> None:
+        """In a forked child: listen no longer. The thread is the parent's."""
+        self._over.set()
+        keep_in_child(self._client, self._bell, self._heart, self._meeting)
 
     def _listen(self) -> None:
         try:

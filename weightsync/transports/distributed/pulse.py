@@ -18,9 +18,18 @@ PERIOD: Final = 0.5
 #: A process that was not heard for that many rounds is dead; within 5 s, with the time that a round takes.
 ROUNDS: Final = 8
 #: Seconds without a whole round after which the store is; asked twice, since this process itself may have stood still.
-_SILENCE: Final = 2.0
+#: A store's one thread asks the DNS for a name of whoever connects: a lost answer makes it stand still for 5 s.
+_SILENCE: Final = 3.5
 
-Told = Callable[[str], None]
+
+@dataclass(frozen=True)
+class Told:
+    """Whom to call, from another thread, with the reason."""
+
+    #: Who is followed is not heard any more.
+    silence: Callable[[str], None]
+    #: The store is gone, or silent: what is asked of it may never be answered.
+    store_lost: Callable[[str], None]
 
 
 @dataclass
@@ -105,7 +114,7 @@ class Pulse:
             member.missed = 0 if beat != member.beat else member.missed + 1
             member.beat = beat
             if member.missed == ROUNDS:
-                member.told(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
+                member.told.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
 
     def _judge(self) -> None:
         self._dialled.wait()
@@ -123,7 +132,7 @@ class Pulse:
         with self._lock:
             told = [member.told for member in self._members.values()]
         for tell in told:
-            tell(reason)
+            tell.store_lost(reason)
         if self._client is not None:
             self._client.cut()
 
@@ -195,6 +204,6 @@ def join(store: Store, told: Told) -> Heart:
 
     Args:
         store: the user's; prefixes do not matter.
-        told: called, from another thread, with the reason when the store, or who is followed, is lost.
+        told: what to call when the store, or who is followed, is lost.
     """
     return _pulses.join(base_of(store), told)
