@@ -1,0 +1,67 @@
+"""Threads that block in torch, and their end before the interpreter's.
+
+A daemon thread that comes back from C++ while the interpreter is being taken down aborts the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from weightsync.transports.fork import forget_after_fork
+
+_PATIENCE: Final = 1.0
+
+
+class Owner(Protocol):
+    """Whose threads these are."""
+
+    def close(self) -> None:
+        """Have them end as soon as all is said."""
+
+    def cut(self) -> None:
+        """Have them end now."""
+
+
+class _Running:
+    """The threads of this process."""
+
+    def __init__(self) -> None:
+        self.forget()
+        atexit.register(self.end)
+
+    def forget(self) -> None:
+        """In a forked child: there are none."""
+        self._threads: dict[threading.Thread, Owner] = {}
+        self._lock = threading.Lock()
+        forget_after_fork(self)
+
+    def add(self, thread: threading.Thread, owner: Owner) -> None:
+        with self._lock:
+            self._threads = {known: whose for known, whose in self._threads.items() if known.is_alive()}
+            # Started under the lock: one that is not alive yet would be taken for one that has ended.
+            thread.start()
+            self._threads[thread] = owner
+
+    def end(self) -> None:
+        """Before the interpreter ends: end them all."""
+        with self._lock:
+            running = dict(self._threads)
+        for step in (lambda owner: owner.close(), lambda owner: owner.cut()):
+            for thread, owner in running.items():
+                if thread.is_alive():
+                    step(owner)
+            for thread in running:
+                thread.join(_PATIENCE)
+
+
+_running = _Running()
+
+
+def start(owner: Owner, *bodies: Callable[[], None]) -> None:
+    """Run each of ``bodies`` in a thread."""
+    for body in bodies:
+        name = f"weightsync-{type(owner).__name__.strip('_').lower()}-{body.__name__.strip('_')}"
+        _running.add(threading.Thread(target=body, name=name, daemon=True), owner)
