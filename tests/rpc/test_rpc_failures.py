@@ -208,6 +208,6 @@ def test_a_call_that_is_not_ours_is_refused_without_an_answer_owed(world: World)
 
 
 def call_with(seat: Seat, frame: bytes) -> str:
-    arguments = ("policy", "a link", 0, frame, None)
+    arguments = ("a model of nobody", "a link", 0, frame, None)
     failure: str = rpc.rpc_sync("w0", door._deliver, args=arguments, timeout=PATIENCE).failure
     return failure
