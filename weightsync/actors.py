@@ -18,8 +18,9 @@ from weightsync.options import option
 from weightsync.presenting import present_as
 from weightsync.transports.base import Link
 from weightsync.transports.calls import CallLink
-from weightsync.transports.ray import ActorCourier, PlainCourier, Rows, Shelf
+from weightsync.transports.ray import ActorCourier, PlainCourier
 from weightsync.transports.ray_session import require_ray
+from weightsync.transports.ray_store import Rows, Shelf
 
 #: The method of a `WeightSyncActor` that senders call.
 CALL: Final = "_weightsync_call"

@@ -42,7 +42,10 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--scheme", "pigeon"), "there is no scheme 'pigeon' in the demo; there is shared, pipe, ray."),
+        (
+            ("--scheme", "pigeon"),
+            "there is no scheme 'pigeon' in the demo; there is shared, pipe, ray, rpc, distributed.",
+        ),
         (("--workers", "0"), "the demo needs at least 1 worker, not 0."),
         (("--seconds", "0"), "the demo needs more than 0 seconds, not 0."),
         (("--seconds", "nan"), "the demo needs more than 0 seconds, not nan."),

@@ -151,6 +151,30 @@ def test_a_collector_without_workers_is_not_asked_to_hand_on(schemes: Any) -> No
     duo.end()
 
 
+class Counting(Leaf):
+    """And it counts the versions that its trajectories are tagged with."""
+
+    policy_version_tracker = object()
+    counted = 0
+
+    def increment_version(self) -> None:
+        self.counted += 1
+
+
+def test_a_collector_that_counts_versions_counts_each_before_it_is_answered_for() -> None:
+    duo = Duo(SharedMemWeightSyncScheme)
+    counting = Counting(None)
+    duo.connect(context=counting)
+    counted = [counting.counted]
+
+    for fill in (2.0, 3.0):
+        assert duo.send(fill).ok
+        counted.append(counting.counted)
+
+    assert counted == [1, 2, 3]
+    duo.end()
+
+
 def test_two_levels_of_our_own_schemes(scheme_class: Any) -> None:
     """A tree: the middle worker's send raises if its own worker refuses, and the root hears of it."""
     top = Duo(scheme_class)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from ray_cluster import ENVIRONMENT, OBJECT_STORE_NBYTES
 from ray_fleet import PATIENCE, Loop, Seat, Threads, ray, small
 
 from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WorkerLostError
-from weightsync.transports import ray as couriers
+from weightsync.transports.ray_session import VIGIL, Session
 
 #: Seconds within which a death is noticed; the timeout of the send is far beyond.
 SOON = 15.0
@@ -265,7 +266,8 @@ def test_ray_shut_down_under_a_send_loses_everybody_and_hangs_nobody(cluster: An
 
     ray.kill(seat)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[0].startswith("LOST Ray was shut down before worker 0 had answered.")
+    # In some of its shutdowns Ray ends the calls on their way itself, as those of a dead actor.
+    assert done.stdout.startswith("LOST ")
     assert done.stdout.rstrip().endswith("WorkerLostError True")
 
 
@@ -283,10 +285,20 @@ def test_without_ray_a_session_is_refused(seats: list[Any], trainer: Any, monkey
     assert "Ray" in report[0].reason
 
 
+def test_calls_end_with_ray_although_its_own_futures_do_not(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    call: Future[Any] = Future()
+
+    VIGIL.attend(call, "worker 7")
+
+    with pytest.raises(ConnectionError, match="shut down before worker 7"):
+        call.result(PATIENCE)
+
+
 def test_a_link_of_an_earlier_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = iter([("job", "node"), ("job", "another node")])
     monkeypatch.setattr("weightsync.transports.ray_session._current", lambda _: next(keys))
-    session = couriers.Session("worker 0")
+    session = Session("worker 0")
 
     with pytest.raises(ConnectionError, match="add_worker"):
         session.require()

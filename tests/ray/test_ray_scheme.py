@@ -249,11 +249,16 @@ def test_copies_carry_the_actors_and_owe_nothing(seats: list[Any], trainer: Any)
     sender = trainer(seats[:1], small(1.0))
     sender.send_async()
 
+    twin = copy.copy(sender)
     copied = copy.copy(sender._scheme)
 
     with pytest.raises(RuntimeError, match="uninitialized"):
         copied.get_sender()
     assert sender.wait_async(timeout=PATIENCE).ok
+    with twin:
+        assert (twin.state, twin.worker_ids) == (State.UNINITIALIZED, (0,))
+        assert twin.send(small(2.0), timeout=PATIENCE).ok
+    assert get(seats[0].shows.remote()) == {2.0}
     travelled = ray.get(ray.put(sender._scheme))
     assert isinstance(travelled, RayWeightSyncScheme)
     assert travelled.strategy == "state_dict"
@@ -323,7 +328,7 @@ def _serves(actor: Any) -> int | None:
 
 def test_generation_b_connects_and_sends(seats: list[Any]) -> None:
     assert (True, True) == get(seats[1].do.remote(_as_in_generation_b))
-    scheme = WeightSyncScheme.from_backend("ray", strategy="tensordict", backend="gloo")
+    scheme = RayWeightSyncScheme("tensordict", backend="gloo")
     context = SimpleNamespace(remote_collectors=seats, num_collectors=2, policy=small(3.0))
     scheme.init_on_sender(model_id="policy", context=context)
     try:

@@ -23,8 +23,10 @@ from rpc_fleet import (
     take_until_gone,
     wait_async,
 )
+from torch.distributed import rpc
 
 from weightsync import AckTimeoutError, OutcomeKind, State, SyncError, WorkerLostError
+from weightsync.transports import rpc as door
 
 Make = Callable[..., World]
 #: Seconds within which a death is noticed.
@@ -167,24 +169,18 @@ def test_shutting_down_gracefully_works_once_the_schemes_are_closed(short_lived:
     assert world.workers[0].answer() < SOON
 
 
-def test_after_a_death_nobody_is_admitted_but_a_new_world_may_have_everybody_again(short_lived: Make) -> None:
+def test_after_a_death_nobody_is_admitted_and_only_an_abrupt_shutdown_ends(short_lived: Make) -> None:
+    """What torch does, and the docs say."""
     world = short_lived(2)
     world.workers[0].kill()
     substitute = world.stranger()
     substitute.tell(enter, "w0", 1, 3, world.options)
+    world.workers[1].tell(depart, True)
     time.sleep(2.0)
-    assert not substitute.answered()
-    substitute.kill()
 
-    for process in (world.trainer, world.workers[1]):
-        assert process.do(depart) < SOON
-    world.workers[0] = world.stranger()
-    world.begin()
-    with world.syncing([0, 1]) as trainer:
-        trainer.tell(send, 9.0)
-        assert world.workers[0].do(take)
-        assert world.workers[1].do(take)
-        assert trainer.answer().ok
+    assert not substitute.answered()
+    assert not world.workers[1].answered()
+    assert world.trainer.do(depart) < SOON
 
 
 def test_a_link_that_was_lost_is_reported_again_by_each_send(short_lived: Make) -> None:
@@ -199,3 +195,15 @@ def test_a_link_that_was_lost_is_reported_again_by_each_send(short_lived: Make) 
             assert isinstance(error, SyncError)
             assert error.report.outcomes[0].kind is OutcomeKind.LOST
             assert error.report.version == version
+
+
+def test_a_call_that_is_not_ours_is_refused_without_an_answer_owed(world: World) -> None:
+    refused = world.trainer.do(call_with, b"not a frame of ours")
+
+    assert "does not start as ours do" in refused
+
+
+def call_with(seat: Seat, frame: bytes) -> str:
+    arguments = ("policy", "a link", 0, frame, None)
+    failure: str = rpc.rpc_sync("w0", door._deliver, args=arguments, timeout=PATIENCE).failure
+    return failure

@@ -20,6 +20,7 @@ from weightsync import (
     ConfigurationError,
     LayoutError,
     ModelPathError,
+    MPTransport,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     OutcomeKind,
@@ -280,13 +281,13 @@ def test_a_low_level_receiver_resolves_a_path_on_its_context(scheme_class: Any) 
         assert constants(context.env.nets[1]) == {5.0}
 
 
-def test_create_transport_lays_a_link(scheme_class: Any) -> None:
-    ours, _theirs = multiprocessing.Pipe()
+def test_create_transport_makes_the_references_transport_class(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
 
-    link = scheme_class().create_transport(ours)
+    with scheme_class().create_transport(ours) as transport, MPTransport(theirs) as worker:
+        transport.send_weights_async("policy", small(4.0))
 
-    assert link.receive() == []
-    link.close()
+        assert worker.receive_weights(PATIENCE)[0] == "policy"
 
 
 # -------------------------------------------------------------------------- weights, and where they come from

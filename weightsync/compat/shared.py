@@ -17,7 +17,9 @@ from weightsync.packing import views
 from weightsync.report import SyncReport
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Timeout
+from weightsync.transports.base import Link
 from weightsync.transports.channel import Channel
+from weightsync.transports.pipe import PipeLink
 from weightsync.weights import layout_of, ordered, read_weights
 
 
@@ -35,7 +37,7 @@ class SharedMemTransport(MPTransport):
         strategy: how modules are extracted.
     """
 
-    _live = (*MPTransport._live, "_queues")
+    _live = (*MPTransport._live, "_init_queues")
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class SharedMemTransport(MPTransport):
 
     def _begin(self) -> None:
         super()._begin()
-        self._queues: Mapping[int, Any] = {}
+        self._init_queues: Mapping[int, Any] = {}
 
     # -------------------------------------------------------------------------------------- registration
 
@@ -98,7 +100,7 @@ class SharedMemTransport(MPTransport):
             read_weights(weights)
             self._policy_weights[model_id] = weights
         else:
-            self._params_map, self._queues, self._per_worker = dict(model_id), dict(weights), per_worker
+            self._params_map, self._init_queues, self._per_worker = dict(model_id), dict(weights), per_worker
 
     @property
     def unique_weights(self) -> list[Any]:
@@ -118,7 +120,7 @@ class SharedMemTransport(MPTransport):
             StateError: `register_weights` was not called.
         """
         self._require_queues("setup_connection_and_weights_on_sender")
-        for worker_id, queue in self._queues.items():
+        for worker_id, queue in self._init_queues.items():
             queue.put(self._params_map[worker_id])
 
     def setup_connection_and_weights_on_receiver(
@@ -137,15 +139,15 @@ class SharedMemTransport(MPTransport):
             queue.Empty: none came in time.
         """
         self._require_queues("setup_connection_and_weights_on_receiver")
-        if worker_idx is None or worker_idx not in self._queues:
+        if worker_idx is None or worker_idx not in self._init_queues:
             raise StateError(type(self).__name__, "without that worker", f"worker {worker_idx}", ["register_weights"])
-        found = self._queues[worker_idx].get(timeout=timeout)
+        found = self._init_queues[worker_idx].get(timeout=timeout)
         if model is not None and strategy is not None:
             strategy.apply_weights(model, found)
         return found
 
     def _require_queues(self, asked: str) -> None:
-        if not self._queues:
+        if not self._init_queues:
             raise StateError(type(self).__name__, "uninitialized", asked, ["register_weights"])
 
     # ------------------------------------------------------------------------------------------- sending
@@ -174,6 +176,8 @@ class SharedMemTransport(MPTransport):
             As `TransportFacade.send_weights`.
         """
         if self._params_map:
+            if isinstance(weights, Sequence) and not isinstance(weights, str):
+                weights, worker_ids = UNSET, weights
             return self._fill(model_and_weights(model_id, weights)[1], worker_ids)
         if worker_ids is not None:
             raise ConfigurationError("worker_ids needs one buffer a worker: register_weights(..., per_worker=True).")
@@ -203,11 +207,21 @@ class SharedMemTransport(MPTransport):
         return SyncReport(model_id=model_id, version=None, incarnation=0, outcomes={})
 
     def _fill(self, weights: Any, worker_ids: Sequence[int] | None) -> SyncReport:
-        """Generation B: write the buffers in place."""
+        """Generation B: write the buffers in place; a dict by worker id brings each its own weights."""
+        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
+            for worker_id, own in weights.items():
+                self._fill(own, [worker_id])
+            return SyncReport(model_id="policy", version=None, incarnation=0, outcomes={})
         if worker_ids is not None and not self._per_worker:
             raise ConfigurationError(
                 f"The workers share their buffers: a send to {list(worker_ids)} would change others, too. Register "
                 "them with per_worker=True. Nothing was written."
+            )
+        unknown = [worker_id for worker_id in worker_ids or () if worker_id not in self._params_map]
+        if unknown:
+            raise ConfigurationError(
+                f"No buffer is registered for workers {unknown}: known are {sorted(self._params_map)}. Nothing was "
+                "written."
             )
         chosen = self._params_map if worker_ids is None else {id_: self._params_map[id_] for id_ in worker_ids}
         for target in {id(target): target for target in chosen.values()}.values():
@@ -233,6 +247,9 @@ class SharedMemTransport(MPTransport):
 
     def _endpoints(self) -> Mapping[int, Any]:
         return dict(enumerate(self._pipes))
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        return PipeLink(endpoint, model_id, peer=peer)
 
     def _connection(self) -> Any:
         if len(self._pipes) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -62,6 +63,9 @@ def warm_up(scheme: SchemeName) -> None:
     """Begin with what takes seconds at the start of workers over that scheme, and go on meanwhile."""
     from weightsync.demo import process_fleet  # noqa: PLC0415 - not where Ray starts the workers
 
+    if scheme is SchemeName.RPC:
+        # torch's RPC writes a line for each connection that ends, in every process.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if scheme is not SchemeName.RAY:
         process_fleet.warm_up()
 

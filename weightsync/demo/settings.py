@@ -42,6 +42,8 @@ class SchemeName(enum.Enum):
     SHARED = "shared"
     PIPE = "pipe"
     RAY = "ray"
+    RPC = "rpc"
+    DISTRIBUTED = "distributed"
 
     @property
     def words(self) -> str:
@@ -57,9 +59,19 @@ class SchemeName(enum.Enum):
                 return weightsync.MultiProcessWeightSyncScheme()
             case SchemeName.RAY:
                 return weightsync.RayWeightSyncScheme()
+            case SchemeName.RPC:
+                return weightsync.RPCWeightSyncScheme()
+            case SchemeName.DISTRIBUTED:
+                return weightsync.DistributedWeightSyncScheme()
 
 
-_WORDS = {SchemeName.SHARED: "shared memory", SchemeName.PIPE: "pipes", SchemeName.RAY: "Ray"}
+_WORDS = {
+    SchemeName.SHARED: "shared memory",
+    SchemeName.PIPE: "pipes",
+    SchemeName.RAY: "Ray",
+    SchemeName.RPC: "torch.distributed.rpc",
+    SchemeName.DISTRIBUTED: "torch.distributed",
+}
 
 
 class SyncMode(enum.Enum):

@@ -37,8 +37,9 @@ class Chunk:
 
     def writable(self) -> Chunk:
         """The same with arrays of its own: torch wants none that lie in Ray's object store."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        arrays: dict[str, Any] = {name: value.copy() for name, value in values.items() if isinstance(value, np.ndarray)}
+        arrays: dict[str, Any] = {
+            each.name: getattr(self, each.name).copy() for each in fields(self) if each.name != "returns"
+        }
         return replace(self, **arrays)
 
 

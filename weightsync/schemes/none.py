@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Never
 
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput
@@ -12,7 +13,6 @@ from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.sender import WeightSender
-from weightsync.strategy import WeightStrategy
 from weightsync.successive import Successive
 from weightsync.timing import Deadline
 
@@ -93,9 +93,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
         """There is nobody to meet, and nothing to receive in the background."""
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """The weights as they are: nobody looks at them."""
-        return weights
+    def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> list[tuple[Any, list[int] | None]]:
+        """Nobody looks at the weights."""
+        return [(None, None)]
 
     def create_sender(self) -> WeightSender:
         """A sender that sends nothing."""

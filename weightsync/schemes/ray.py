@@ -24,7 +24,7 @@ from weightsync.options import Verify, option
 from weightsync.paths import _resolve_model
 from weightsync.receiver import WeightReceiver
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.ray_desk import ActorReceiver, desk_of
+from weightsync.schemes.ray_desk import ActorReceiver, ActorSender, desk_of
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Deadline
 from weightsync.transports.base import Link
@@ -144,6 +144,10 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if len(given) > 1:
             raise ConfigurationError(f"create_transport() was given {len(given)} actors: a transport reaches one.")
         return RayTransport(given[0] if given else None, self._tensor_transport, worker_idx=worker_idx)
+
+    def create_sender(self) -> ActorSender:
+        """A sender without workers, whose copies carry the actors' handles."""
+        return ActorSender(self)
 
     def create_receiver(self) -> ActorReceiver:
         """A receiver that the calls to this process's actor drive, once it listens."""

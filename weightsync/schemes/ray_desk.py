@@ -1,4 +1,4 @@
-"""Where a Ray actor's calls meet its receivers: one desk a model in each process."""
+"""Where a Ray actor's calls meet its receivers: one desk a model in each process; and the two sides on Ray."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from weightsync._tables import State
 from weightsync.errors import ConfigurationError, ModelPathError, StateError, TransportError
 from weightsync.messages import Hello
 from weightsync.receiver import WeightReceiver
+from weightsync.sender import WeightSender
 from weightsync.timing import Deadline
 from weightsync.transports.base import Link
 from weightsync.transports.doors import Door, Frames, Parcel
@@ -159,6 +160,17 @@ def desk_of(model_id: str) -> Desk:
     """This process's desk for a model: a process holds one actor."""
     with _lock:
         return _desks.setdefault(model_id, Desk(model_id))
+
+
+class ActorSender(WeightSender):
+    """A sender to actors: a copy of it carries their handles, and makes handshakes of its own with its first send.
+
+    Args:
+        scheme: the scheme that wires it.
+    """
+
+    def _travelling(self) -> dict[int, Any]:
+        return dict(self._endpoints)
 
 
 class ActorReceiver(WeightReceiver):

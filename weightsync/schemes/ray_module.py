@@ -12,8 +12,7 @@ from weightsync.options import OnFailure, OnPending, Verify
 from weightsync.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.ray import RayWeightSyncScheme, methods_for, only_module
-from weightsync.schemes.ray_desk import ActorReceiver
-from weightsync.sender import WeightSender
+from weightsync.schemes.ray_desk import ActorReceiver, ActorSender
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Timeout
 
@@ -21,7 +20,7 @@ from weightsync.timing import Timeout
 ONLY = 0
 
 
-class RayModuleTransformSender(WeightSender):
+class RayModuleTransformSender(ActorSender):
     """Sends to the one actor behind a transform, which is found when it is first needed.
 
     The actor is the context's ``._actor``, or the context itself; without a context, the single entry of

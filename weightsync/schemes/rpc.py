@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from weightsync.background import Background
 from weightsync.compat.collectors import Collector, Presenter, calling, link_to
 from weightsync.compat.rpc import RPCTransport
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify
+from weightsync.receiver import WeightReceiver
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.strategy import WeightStrategy
+from weightsync.timing import Deadline
 from weightsync.transports.base import Link
-from weightsync.transports.rpc import door_of, require_rpc, worker_named
+from weightsync.transports.rpc import door_of, is_called, require_rpc, worker_named
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
@@ -103,6 +106,17 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             ConfigurationError: this process has a receiver of that model already.
         """
         return door_of(model_id).open(accept)
+
+    def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
+        """Wait for the first version, unless `connect` is being called by RPC.
+
+        The caller would not come to its own `connect` before ours returned: then the first version goes live in the
+        background.
+        """
+        if is_called():
+            background.seen()
+        else:
+            super()._await_first(receiver, background, deadline)
 
     # ---------------------------------------------------------------------------------------------- copies
 

@@ -39,7 +39,7 @@ class Bench(Comparing):
             if receiver is None or receiver.over:
                 receiver = self.receivers[worker] = Receiver(worker)
                 self._all_receivers.append(receiver)
-            receiver.stops.append(ends.listen(partial(self._accept, receiver, cable)))
+            self.stage.listen(ends, partial(self._accept, receiver, cable))
             sender.driver.join(worker, tap)
 
     def _accept(self, receiver: Receiver, cable: Cable, link: Link) -> None:

@@ -37,7 +37,6 @@ class Receiver:
         self.driver = ReceiverDriver("policy")
         self.oracle = ReceiverOracle(lambda link, index: index in self.links[link].failures)
         self.links: dict[int, Tap] = {}
-        self.stops: list[object] = []
         #: What it serves, as it arrived, and must stay.
         self.served: tuple[memoryview, bytes] | None = None
         self.gone = False

@@ -37,7 +37,7 @@ class Line:
         self.cable.patient = True
         self.sender = Tap(self.ends.sender, self.cable, End.SENDER)
         self._receiver: list[Tap] = []
-        self.stop = self.ends.listen(self._accept)
+        stage.listen(self.ends, self._accept)
 
     def _accept(self, link: Link) -> None:
         self._receiver.append(Tap(link, self.cable, End.RECEIVER))

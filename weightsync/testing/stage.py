@@ -11,7 +11,7 @@ from weightsync.testing.ends import Ends, Factory
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.tap import Cable, End, Tap, Watch, words
 from weightsync.timing import Deadline
-from weightsync.transports.base import Waker, wait
+from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.memory import Buffer, Storage
 
 #: Seconds for which a link that may lose messages is given to deliver what it will deliver.
@@ -35,6 +35,8 @@ class Stage:
         self.storage = storage
         self.watch = Watch()
         self._ends: list[Ends] = []
+        self._accepted: list[Link] = []
+        self._stops: list[Callable[[], None]] = []
         self._waker = Waker()
 
     def lay(self, model_id: str) -> Ends:
@@ -46,17 +48,27 @@ class Stage:
         self._ends.append(ends)
         return ends
 
+    def listen(self, ends: Ends, accept: Callable[[Link], None]) -> None:
+        """Have ``accept`` called with the receiver's end once it is there, until the scenario is over."""
+
+        def accepted(link: Link) -> None:
+            self._accepted.append(link)
+            accept(link)
+
+        self._stops.append(ends.listen(accepted))
+
     def cable(self, ends: Ends, name: str) -> Cable:
         """What lies between the ends."""
         return Cable(self.watch, name, ends.sender.delivery)
 
     def strike(self) -> None:
         """Take the scenario down: close every link, dispose of every connection."""
+        while self._stops:
+            self._stops.pop()()
         ends, self._ends = self._ends, []
+        for link in [*(each.sender for each in ends), *self._accepted]:
+            link.close()
         for each in reversed(ends):
-            each.sender.close()
-            if not callable(each.receiver):
-                each.receiver.close()
             each.dispose()
         self._waker.close()
 

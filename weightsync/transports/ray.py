@@ -1,10 +1,8 @@
-"""Links over calls of Ray actors: what a version's calls bring lies once in Ray's object store, for all workers."""
+"""Couriers whose calls are those of Ray actors."""
 
 from __future__ import annotations
 
-import threading
 import uuid
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,79 +17,7 @@ from weightsync.transports.calls import Answers
 from weightsync.transports.doors import decoded
 from weightsync.transports.memory import Buffer
 from weightsync.transports.ray_session import VIGIL, Session, plain, put_away, require_ray, settle
-
-#: Makes of an update and its payload what goes into the object store.
-Present = Callable[[Update, memoryview], Any]
-
-
-class Row:
-    """What one sender keeps in the object store: its newest version.
-
-    Args:
-        present: makes of an update and its payload what is put.
-        options: for `ray.put`.
-    """
-
-    def __init__(self, present: Present, **options: Any) -> None:
-        self._present = present
-        self._options = options
-        self._lock = threading.Lock()
-        self._version = 0
-        self._ref: Any = None
-
-    def put(self, update: Update, payload: Buffer | None) -> Any:
-        """The reference of a version, put now unless it is the newest and was put before."""
-        with self._lock:
-            if self._ref is not None and self._version == update.version:
-                return self._ref
-            view = memoryview(b"") if payload is None else payload.view[: update.nbytes]
-            ref = require_ray("RayWeightSyncScheme").put(self._present(update, view), **self._options)
-            # Older versions are for late joiners alone; the calls that bring them keep them.
-            if update.version > self._version:
-                self._version, self._ref = update.version, ref
-            return ref
-
-    def forget(self, version: int) -> None:
-        """A version's object was lost: it is put anew if it is asked for again."""
-        with self._lock:
-            if self._version == version:
-                self._ref = None
-
-
-class Shelf:
-    """The rows of all senders of one scheme. A row lives while a courier of its sender is open."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._rows: weakref.WeakValueDictionary[tuple[str, int], Row] = weakref.WeakValueDictionary()
-
-    def row(self, kind: str, incarnation: int, make: Callable[[], Row]) -> Row:
-        """The row for one kind of object of the sender with that incarnation."""
-        with self._lock:
-            found = self._rows.get((kind, incarnation))
-            if found is None:
-                found = self._rows[kind, incarnation] = make()
-            return found
-
-
-class Rows:
-    """One kind of row on a shelf: what the couriers of a scheme are given.
-
-    Args:
-        shelf: shared by the scheme's couriers.
-        kind: a name for what ``present`` makes.
-        present: makes of an update and its payload what is put.
-        options: for `ray.put`.
-    """
-
-    def __init__(self, shelf: Shelf, kind: str, present: Present, **options: Any) -> None:
-        self._shelf = shelf
-        self._kind = kind
-        self._make = lambda: Row(present, **options)
-
-    def of(self, incarnation: int) -> Row:
-        """The row of one sender."""
-        return self._shelf.row(self._kind, incarnation, self._make)
+from weightsync.transports.ray_store import Row, Rows
 
 
 class _Courier:
@@ -214,19 +140,18 @@ class ActorCourier(_Courier):
         ray = self._session.require()
         carried = None
         if isinstance(message, Update):
-            message = replace(message, layout=message.layout or self._untold)
+            untold, self._untold = self._untold, b""
+            message = replace(message, layout=message.layout or untold)
             try:
                 carried = self._put(message, payload) if message.nbytes else None
             except ray.exceptions.RayError as error:
                 self._untold = message.layout
                 return self._full(message, error)
-        frame, number, lost = wire.encode(message), self._next, tuple(self._lost)
-        arguments = self._model_id, self._link, number, frame, carried, lost
+        lost, number = tuple(self._lost), self._next
+        arguments = self._model_id, self._link, number, wire.encode(message), carried, lost
         answers = self._begin(lambda: self._call.remote(*arguments), lambda over: self._said(message, number, over))
         self._next += 1
         del self._lost[: len(lost)]
-        if isinstance(message, Update):
-            self._untold = b""
         return answers
 
     def _said(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:

@@ -29,8 +29,8 @@ WorkerInfo = Any
 ENDLESS: Final = 0.0
 #: What a rank's end means for the others, as torch 2.15 has it.
 NOBODY_NEW: Final = (
-    "torch's RPC admits nobody in place of a rank that died: the others go on without it; to have it back, call "
-    "rpc.shutdown(graceful=False) in all of them and init_rpc() with a fresh store, each with the rank that it had"
+    "torch's RPC admits nobody in place of a rank that died: the others go on without it; to have it back, start a new "
+    "world in new processes"
 )
 
 
@@ -78,6 +78,12 @@ def is_initialised() -> bool:
     return True
 
 
+def is_called() -> bool:
+    """Whether this thread is one of RPC's, so that whoever called waits for us."""
+    # RPC's threads are C++'s: Python knows them by name only while they run its code.
+    return isinstance(threading.current_thread(), threading._DummyThread) and is_initialised()
+
+
 _doors: Final = _Doors()
 
 
@@ -116,7 +122,8 @@ class _Return:
     agent: object
 
     def __call__(self, answer: Future[Frames]) -> None:
-        self.over.set_result(Delivered(tuple(answer.result())))
+        error = answer.exception()
+        self.over.set_result(Delivered(tuple(answer.result())) if error is None else Delivered((), str(error)))
 
 
 def _hang_up(model_id: str, link: str, number: int, frame: bytes) -> Delivered:
@@ -182,7 +189,9 @@ def plain(error: BaseException) -> str:
 
 def lost(peer: str, error: BaseException) -> TransportError:
     """A call ended without an answer."""
-    if is_initialised() and "pipe closed" not in str(error):
+    if raised_there(error):
+        reason = f"{peer} could not take a call of ours: is weightsync installed there? ({plain(error)})"
+    elif is_initialised() and "pipe closed" not in str(error):
         reason = f"RPC reaches {peer} no more ({plain(error)}). {NOBODY_NEW}"
     else:
         reason = f"RPC was shut down here while {peer} had not answered ({plain(error)}): it may have applied it"
@@ -287,5 +296,5 @@ def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[bool]:
 
 
 def raised_there(error: BaseException) -> bool:
-    """Whether it was raised by what was called, and not by RPC: torch then says where, in these words."""
-    return "On WorkerInfo(" in str(error)
+    """Whether it was raised by what was called, or by its being read there, and not by RPC: torch says where, so."""
+    return any(words in str(error) for words in ("On WorkerInfo(", "Error on Node "))

@@ -12,7 +12,7 @@ from torch import Tensor
 from weightsync.errors import TransportError
 from weightsync.report import OutcomeKind, SyncReport
 from weightsync.timing import Deadline
-from weightsync.transports.ray_session import VIGIL, Session, plain, require_ray, settle
+from weightsync.transports.ray_session import VIGIL, Session, plain, put_away, require_ray, settle
 from weightsync.updaters.base import WeightUpdaterBase
 from weightsync.updaters.calls import Raised
 from weightsync.updaters.local import got
@@ -63,6 +63,8 @@ class RayWeightUpdater(WeightUpdaterBase):
         try:
             report = super()._push(given, worker_ids, deadline)
         finally:
+            if self._reference is not None:
+                put_away(self._reference)
             self._reference = None
         for worker in report.of(OutcomeKind.APPLIED):
             self._rests[worker] = self.max_interval

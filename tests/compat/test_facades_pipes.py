@@ -1,0 +1,472 @@
+"""`MPTransport`: the reference's verbs over one pipe, and none of the reference's faults."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, constants, small
+from tensordict import TensorDict
+
+from weightsync import (
+    AckTimeoutError,
+    ConfigurationError,
+    Evidence,
+    LayoutError,
+    MPTransport,
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    RefusedError,
+    State,
+    StateError,
+    TransportError,
+    WeightStrategy,
+    WorkerLostError,
+)
+
+
+def filled(fill: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((2, 3), fill), "bias": torch.full((2,), fill)}
+
+
+def value(weights: Any) -> float:
+    (found,) = {entry for tensor in weights.values() for entry in tensor.flatten().tolist()}
+    return found
+
+
+class Ends:
+    """A trainer's and a worker's transport over one pipe."""
+
+    def __init__(self, timeout: float = PATIENCE) -> None:
+        self.pipes = multiprocessing.Pipe()
+        self.trainer, self.worker = MPTransport(self.pipes[0], timeout), MPTransport(self.pipes[1])
+
+    def close(self) -> None:
+        for end in (self.trainer, self.worker, *self.pipes):
+            end.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hurried() -> Iterator[Ends]:
+    made = Ends(timeout=0.02)
+    yield made
+    made.close()
+
+
+# ------------------------------------------------------------------------------------------------- the verbs
+
+
+def test_one_thread_drives_both_ends(ends: Ends) -> None:
+    for fill in (1.0, 2.0):
+        report = ends.trainer.send_weights_async("policy", filled(fill))
+        assert OutcomeKind.PENDING is report[0].kind
+        model_id, weights = ends.worker.receive_weights()
+        ends.worker.send_ack()
+        report = ends.trainer.wait_ack()
+
+        assert ("policy", fill) == (model_id, value(weights))
+        assert (OutcomeKind.APPLIED, Evidence.CALL) == (report[0].kind, report[0].evidence)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "model_id"),
+    [
+        (("value", filled(1.0)), {}, "value"),
+        ((filled(1.0),), {}, "policy"),
+        ((filled(1.0), "value"), {}, "value"),
+        ((), {"weights": filled(1.0)}, "policy"),
+        ((), {"model_id": "value", "weights": filled(1.0)}, "value"),
+        ((filled(1.0),), {"model_id": "value"}, "value"),
+    ],
+)
+def test_both_generations_argument_forms(ends: Ends, args: Any, kwargs: Any, model_id: str) -> None:
+    if args and kwargs:
+        kwargs = {"weights": args[0], **kwargs}
+        args = ()
+    ends.trainer.send_weights_async(*args, **kwargs)
+
+    assert model_id == ends.worker.receive_weights()[0]
+    ends.worker.send_ack()
+    assert ends.trainer.wait_ack().model_id == model_id
+
+
+def test_weights_are_handed_out_as_what_was_sent(ends: Ends) -> None:
+    nested = {"layer": {"weight": torch.ones(2)}}
+    for weights in (filled(1.0), nested, TensorDict(nested), small(2.0)):
+        ends.trainer.send_weights_async(weights)
+        _, found = ends.worker.receive_weights()
+        ends.worker.send_ack()
+        ends.trainer.wait_ack()
+
+        wanted = weights if isinstance(weights, dict | TensorDict) else weights.state_dict()
+        assert wanted.keys() == found.keys()
+        WeightStrategy().apply_weights(weights, found)
+
+
+@pytest.mark.parametrize("weights", [None, 3, "policy", [torch.ones(2)]])
+def test_what_is_no_weights_is_a_value_error_and_nothing_is_sent(ends: Ends, weights: Any) -> None:
+    with pytest.raises(ValueError, match=r"Nothing was sent|not supported"):
+        ends.trainer.send_weights(weights)
+
+    assert ends.worker.receive_weights(0.01) is None
+
+
+def test_several_models_over_one_pipe_are_acked_each(ends: Ends) -> None:
+    for model_id in ("policy", "value"):
+        ends.trainer.send_weights_async(model_id, filled(1.0))
+    for _ in range(2):
+        ends.worker.receive_weights()
+        ends.worker.send_ack()
+
+    assert ["policy", "value"] == [ends.trainer.wait_ack().model_id for _ in range(2)]
+    with pytest.raises(StateError):
+        ends.trainer.wait_ack()
+
+
+def test_receive_weights_writes_into_a_buffer_and_a_model_too(ends: Ends) -> None:
+    buffer, model = filled(0.0), torch.nn.Linear(3, 2)
+    ends.trainer.send_weights_async(filled(4.0))
+
+    ends.worker.receive_weights(weights=buffer, model=model, strategy=WeightStrategy("state_dict"))
+    ends.worker.send_ack()
+
+    assert ends.trainer.wait_ack().ok
+    assert 4.0 == value(buffer) == value(model.state_dict())
+
+
+def test_weights_that_do_not_fit_a_buffer_are_refused_and_the_sender_is_told(ends: Ends) -> None:
+    buffer = {"weight": torch.zeros(1)}
+    ends.trainer.send_weights_async(filled(4.0))
+
+    with pytest.raises(LayoutError):
+        ends.worker.receive_weights(weights=buffer)
+
+    assert 0.0 == value(buffer)
+    with pytest.raises(RefusedError, match="do not fit"):
+        ends.trainer.wait_ack()
+
+
+def test_an_update_is_handed_out_once(ends: Ends) -> None:
+    ends.trainer.send_weights_async(filled(1.0))
+
+    assert ends.worker.receive_weights() is not None
+    assert ends.worker.receive_weights(0.01) is None
+    ends.worker.send_ack()
+    with pytest.raises(StateError, match="answered already"):
+        ends.worker.send_ack()
+
+
+def test_a_late_joiner_is_handed_the_newest(hurried: Ends) -> None:
+    for fill in (1.0, 2.0):
+        with pytest.raises(AckTimeoutError):
+            hurried.trainer.send_weights(filled(fill))
+
+    assert 2.0 == value(hurried.worker.receive_weights()[1])
+
+
+def test_what_was_acked_is_sent_to_a_closed_end_no_more(ends: Ends) -> None:
+    ends.worker.close()
+    with pytest.raises(StateError):
+        ends.worker.receive_weights()
+    ends.trainer.close()
+    with pytest.raises(StateError):
+        ends.trainer.send_weights(filled(1.0))
+
+
+def test_a_trainer_that_is_gone_ends_a_wait_for_ever(ends: Ends) -> None:
+    ends.trainer.send_weights_async(filled(1.0))
+    ends.worker.receive_weights()
+    ends.worker.send_ack()
+    ends.trainer.close()
+    ends.pipes[0].close()
+
+    with pytest.raises(TransportError):
+        ends.worker.receive_weights(timeout=None)
+
+
+def test_a_copy_owes_nothing(ends: Ends) -> None:
+    ends.trainer.send_weights_async(filled(1.0))
+    state = {name: entry for name, entry in ends.trainer.__getstate__().items() if name != "_given"}
+
+    assert not {"_senders", "_outstanding", "_channel"} & state.keys()
+    assert 5 == pickle.loads(pickle.dumps(MPTransport(timeout=5))).timeout
+
+
+# --------------------------------------------------------------------------------------------- acks by their text
+
+
+def test_check_ack_takes_the_text_that_it_expects(ends: Ends) -> None:
+    for text in ("updated", "registered"):
+        ends.trainer.send_weights_async(filled(1.0))
+        ends.worker.receive_weights()
+        ends.worker.send_ack(text)
+
+        assert 0 in ends.trainer.check_ack(text)
+
+
+@pytest.mark.parametrize(("said", "expected"), [("other", "updated"), ("updated", "other"), ("one", "other")])
+def test_check_ack_of_another_text_is_a_runtime_error(ends: Ends, said: str, expected: str) -> None:
+    ends.trainer.send_weights_async(filled(1.0))
+    ends.worker.receive_weights()
+    ends.worker.send_ack(said)
+
+    with pytest.raises(RuntimeError, match=said):
+        ends.trainer.check_ack(expected)
+
+
+def test_only_updated_means_applied(ends: Ends) -> None:
+    ends.trainer.send_weights_async(filled(1.0))
+    ends.worker.receive_weights()
+    ends.worker.send_ack("not quite")
+
+    with pytest.raises(RefusedError, match="not quite"):
+        ends.trainer.wait_ack()
+
+
+# ------------------------------------------------------------------------------------------------- the pipe
+
+
+def test_the_pipe_yields_updates_as_the_references_messages(ends: Ends) -> None:
+    ends.trainer.send_weights_async("policy", filled(3.0))
+
+    assert ends.worker.pipe.poll(PATIENCE)
+    (model_id, weights), message = ends.worker.pipe.recv()
+    assert ("policy", 3.0, "update_weights") == (model_id, value(weights), message)
+    ends.worker.pipe.send((None, "updated"))
+    assert ends.trainer.wait_ack()[0].evidence is Evidence.CALL
+
+
+def test_fault_06_the_users_own_messages_keep_their_place_and_are_unchanged(ends: Ends) -> None:
+    mine = [("reset", {"seed": 3}), (None, "updated"), b"bytes"]
+    ends.trainer.pipe.send(mine[0])
+    ends.trainer.send_weights_async(filled(1.0))
+    ends.trainer.pipe.send(mine[1])
+    ends.trainer.pipe.send(mine[2])
+
+    found = [ends.worker.pipe.recv() for _ in range(4)]
+
+    assert [mine[0], mine[1], mine[2]] == [found[0], found[2], found[3]]
+    assert "update_weights" == found[1][1]
+    ends.worker.send_ack()
+    assert ends.trainer.wait_ack().ok
+
+
+def test_fault_06_receive_weights_leaves_the_users_messages_where_they_are(ends: Ends) -> None:
+    ends.trainer.pipe.send("before")
+    ends.trainer.send_weights_async(filled(1.0))
+
+    assert 1.0 == value(ends.worker.receive_weights()[1])
+    ends.worker.send_ack()
+    assert ends.trainer.wait_ack().ok
+    assert "before" == ends.worker.pipe.recv()
+    assert not ends.worker.pipe.poll()
+
+
+def test_an_ack_text_with_nothing_to_answer_is_the_users_message(ends: Ends) -> None:
+    ends.worker.pipe.send((None, "updated"))
+
+    assert (None, "updated") == ends.trainer.pipe.recv()
+
+
+def test_the_pipe_of_a_trainer_that_is_gone_is_at_its_end(ends: Ends) -> None:
+    ends.trainer.pipe.send("last words")
+    ends.pipes[0].close()
+    ends.trainer.close()
+
+    assert "last words" == ends.worker.pipe.recv()
+    assert ends.worker.pipe.poll(PATIENCE)
+    with pytest.raises(EOFError):
+        ends.worker.pipe.recv()
+
+
+def test_poll_waits_for_an_update_that_is_yet_to_come(ends: Ends) -> None:
+    assert not ends.worker.pipe.poll(0.01)
+    later = threading.Timer(0.05, lambda: ends.trainer.send_weights_async(filled(1.0)))
+    later.start()
+
+    assert ends.worker.pipe.poll(PATIENCE)
+    later.join()
+
+
+# ------------------------------------------------------------------------------------- the receiver's `_transport`
+
+
+@pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
+def test_a_scheme_s_receiver_shows_the_reference_s_transport(strategy: str) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    model = small()
+    with MultiProcessWeightSyncScheme(strategy) as there, MultiProcessWeightSyncScheme(strategy) as here:
+        there.init_on_sender("policy", pipes=[ours])
+        here.init_on_worker("policy", pipe=theirs, model=model)
+        receiver = here.get_receiver()
+        there.get_sender().send_async(small(5.0))
+        assert receiver._transport.pipe.poll(PATIENCE)
+        (model_id, weights), message = receiver._transport.pipe.recv()
+        assert ("policy", "update_weights", State.PENDING_ASYNC) == (model_id, message, receiver.state)
+        assert {0.0} == constants(model)
+        receiver.apply_weights(weights)
+
+        report = there.get_sender().wait_async()
+        assert (OutcomeKind.APPLIED, Evidence.ANSWER) == (report[0].kind, report[0].evidence)
+        assert ({5.0}, 1) == (constants(model), receiver.version)
+
+
+def test_applying_other_weights_by_hand_refuses_the_pending_update(ends: Ends) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    model = small()
+    with MultiProcessWeightSyncScheme() as scheme, MPTransport(ours) as trainer:
+        scheme.init_on_worker("policy", pipe=theirs, model=model)
+        receiver = scheme.get_receiver()
+        trainer.send_weights_async(small(5.0))
+        _, weights = receiver._transport.receive_weights(PATIENCE)
+        next(iter(weights.values())).add_(1)
+        receiver.apply_weights(weights)
+
+        with pytest.raises(RefusedError, match="by hand"):
+            trainer.wait_ack()
+        assert receiver.version is None
+
+
+def test_what_was_handed_out_is_not_overtaken_while_it_is_applied(ends: Ends) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    model = small()
+    with MultiProcessWeightSyncScheme() as scheme, MPTransport(ours, timeout=0.02) as trainer:
+        scheme.init_on_worker("policy", pipe=theirs, model=model)
+        receiver = scheme.get_receiver()
+        with pytest.raises(AckTimeoutError):
+            trainer.send_weights(small(1.0))
+        _, weights = receiver._transport.receive_weights(PATIENCE)
+        with pytest.raises(AckTimeoutError):
+            trainer.send_weights(small(2.0))
+        receiver.apply_weights(weights)
+        assert ({1.0}, 1) == (constants(model), receiver.version)
+
+        assert receiver.receive(PATIENCE)
+        assert ({2.0}, 2) == (constants(model), receiver.version)
+        assert trainer.wait_ack().version == 2
+
+
+# ---------------------------------------------------------------------------------------------------- faults
+
+
+def test_fault_01_a_late_ack_is_not_taken_for_a_newer_update(hurried: Ends) -> None:
+    with pytest.raises(AckTimeoutError):
+        hurried.trainer.send_weights(filled(1.0))
+    assert 1.0 == value(hurried.worker.receive_weights()[1])
+    hurried.trainer.send_weights_async(filled(2.0))
+    hurried.worker.send_ack()
+
+    with pytest.raises(AckTimeoutError):
+        hurried.trainer.wait_ack()
+    assert 2.0 == value(hurried.worker.receive_weights()[1])
+    hurried.worker.send_ack()
+    assert 2 == hurried.trainer.wait_ack().version
+
+
+def receive_and_hang(pipe: Connection) -> None:
+    transport = MPTransport(pipe)
+    transport.receive_weights(PATIENCE)
+    signal.pause()
+
+
+def test_fault_02_a_worker_that_dies_ends_the_wait_at_once_and_raises(forkserver: Any) -> None:
+    ours, theirs = forkserver.Pipe()
+    spare = Connection(os.dup(theirs.fileno()))  # so that no end of file comes
+    worker = forkserver.Process(target=receive_and_hang, args=(theirs,))
+    worker.start()
+    theirs.close()
+    with MPTransport(ours, timeout=PATIENCE) as trainer:
+        trainer.send_weights_async(filled(1.0))
+        killer = threading.Timer(0.5, worker.kill)
+        killer.start()
+
+        with pytest.raises(WorkerLostError, match=r"dead|closed"):
+            trainer.wait_ack()
+    killer.join()
+    worker.join()
+    spare.close()
+
+
+def test_fault_02_a_wait_ends_by_its_timeout_and_raises(hurried: Ends) -> None:
+    with pytest.raises(TimeoutError) as caught:
+        hurried.trainer.send_weights(filled(1.0))
+
+    assert (0,) == caught.value.pending
+    hurried.worker.receive_weights()
+    hurried.worker.send_ack()
+    assert 1 == hurried.trainer.wait_ack().version
+
+
+@pytest.mark.parametrize("transport", [MPTransport(), MPTransport(None, timeout=1.0)])
+def test_fault_05_a_transport_without_a_pipe_says_so_at_its_first_send(transport: MPTransport) -> None:
+    assert transport.check_connection() is False
+    for send in (transport.send_weights, transport.send_weights_async):
+        with pytest.raises(ConfigurationError, match="no pipe"):
+            send("policy", filled(1.0))
+
+
+def test_fault_13_a_second_send_while_one_is_outstanding_is_a_runtime_error(ends: Ends) -> None:
+    ends.trainer.send_weights_async(filled(1.0))
+    for send in (ends.trainer.send_weights, ends.trainer.send_weights_async):
+        with pytest.raises(StateError):
+            send(filled(2.0))
+    ends.worker.receive_weights()
+    ends.worker.send_ack()
+
+    assert 1 == ends.trainer.wait_ack().version
+
+
+# ----------------------------------------------------------------------------------------- generation B: queues
+
+
+@pytest.fixture
+def queues() -> Iterator[list[Any]]:
+    made = [multiprocessing.Queue(), multiprocessing.Queue()]
+    yield made
+    for queue in made:
+        queue.close()
+        queue.join_thread()
+
+
+def test_queues_carry_weights_and_answers(queues: list[Any]) -> None:
+    with MPTransport(*queues) as trainer, MPTransport(*queues) as worker:
+        for fill in (1.0, 2.0):
+            trainer.send_weights_async(filled(fill))
+            assert fill == value(worker.receive_weights(timeout=PATIENCE))
+            worker.send_ack()
+            assert trainer.wait_ack().ok
+        assert worker.receive_weights(timeout=0.01) is None
+
+
+def test_queues_without_a_way_back_send_and_never_claim_an_ack(queues: list[Any]) -> None:
+    with MPTransport(queues[0]) as trainer, MPTransport(queues[0]) as worker:
+        for fill in (1.0, 2.0):
+            trainer.send_weights_async(filled(fill))
+        with pytest.raises(ConfigurationError, match="ack_queue"):
+            trainer.send_weights(filled(3.0))
+
+        assert 2.0 == value(worker.receive_weights(timeout=PATIENCE))
+
+
+def test_a_queue_keeps_what_is_not_ours(queues: list[Any]) -> None:
+    with MPTransport(*queues) as trainer, MPTransport(*queues) as worker:
+        queues[0].put("mine")
+        trainer.send_weights_async(filled(1.0))
+
+        assert 1.0 == value(worker.receive_weights(timeout=PATIENCE))
+        assert ["mine"] == list(worker._queue("receiver").foreign)

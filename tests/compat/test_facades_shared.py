@@ -1,0 +1,185 @@
+"""`SharedMemTransport`: copy targets, and workers that never read them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, constants, small
+from tensordict import TensorDict
+
+from weightsync import (
+    ConfigurationError,
+    LayoutError,
+    MPTransport,
+    SharedMemTransport,
+    SharedMemWeightSyncScheme,
+    State,
+    StateError,
+)
+
+
+def filled(fill: float) -> TensorDict:
+    return TensorDict({"weight": torch.full((2, 3), fill), "bias": torch.full((2,), fill)}, [])
+
+
+def values(weights: Any) -> set[float]:
+    return {entry for tensor in weights.values() for entry in tensor.flatten().tolist()}
+
+
+@pytest.fixture
+def pipes() -> Iterator[list[Any]]:
+    made = [multiprocessing.Pipe() for _ in range(2)]
+    yield made
+    for ours, theirs in made:
+        ours.close()
+        theirs.close()
+
+
+# ----------------------------------------------------------------------------------------------- copy targets
+
+
+def test_without_workers_a_send_fills_the_buffer_where_it_lies() -> None:
+    buffer = filled(0.0).share_memory_()
+    transport = SharedMemTransport({"policy": buffer})
+    where = buffer["weight"].data_ptr()
+
+    report = transport.send_weights("policy", filled(3.0))
+
+    assert ({3.0}, where, 0) == (values(buffer), buffer["weight"].data_ptr(), len(report))
+
+
+def test_a_model_that_is_sent_first_gets_a_buffer_in_shared_memory_which_later_sends_fill() -> None:
+    transport = SharedMemTransport(known := {})
+    transport.send_weights("policy", filled(1.0))
+    buffer = known["policy"]
+    transport.send_weights(filled(2.0))
+
+    assert ({2.0}, True) == (values(known["policy"]), known["policy"] is buffer)
+    assert all(tensor.is_shared() for tensor in buffer.values())
+
+
+def test_an_unregistered_model_with_auto_register_off_is_a_key_error_that_lists_the_known() -> None:
+    transport = SharedMemTransport({"value": filled(0.0)}, auto_register=False)
+
+    for send in (transport.send_weights, transport.send_weights_async):
+        with pytest.raises(KeyError, match="value"):
+            send("policy", filled(1.0))
+    transport.register_weights("policy", filled(0.0))
+    transport.send_weights("policy", filled(1.0))
+
+
+def test_weights_that_do_not_fit_leave_the_buffer_as_it_was() -> None:
+    buffer = filled(1.0)
+    with pytest.raises(LayoutError):
+        SharedMemTransport({"policy": buffer}).send_weights("policy", {"weight": torch.zeros(2)})
+
+    assert {1.0} == values(buffer)
+
+
+def test_a_scheme_s_transport_fills_the_scheme_s_buffers() -> None:
+    scheme = SharedMemWeightSyncScheme()
+    scheme.create_transport(None).send_weights("policy", filled(2.0))
+
+    assert {2.0} == values(scheme.policy_weights["policy"])
+    with pytest.raises(KeyError):
+        SharedMemWeightSyncScheme(auto_register=False).create_transport(None).send_weights("policy", filled(2.0))
+
+
+def test_nothing_outstanding_is_nothing_to_wait_for() -> None:
+    transport = SharedMemTransport()
+    transport.send_weights(filled(1.0))
+
+    for ask in (transport.wait_ack, transport.check_ack, transport.send_ack):
+        with pytest.raises(StateError):
+            ask()
+    with pytest.raises(ConfigurationError, match="register_pipe"):
+        transport.receive_weights(0.0)
+
+
+# --------------------------------------------------------------------------------------------------- workers
+
+
+def test_workers_get_each_version_over_their_pipes_and_ack_it(pipes: list[Any]) -> None:
+    buffer = filled(0.0)
+    with SharedMemTransport({"policy": buffer}) as trainer:
+        workers = [SharedMemTransport() for _ in pipes]
+        for worker, (ours, theirs) in zip(workers, pipes, strict=True):
+            trainer.register_pipe(ours)
+            worker.register_pipe(theirs)
+        for fill in (1.0, 2.0):
+            trainer.send_weights_async("policy", filled(fill))
+            for worker in workers:
+                assert {fill} == values(worker.receive_weights()[1])
+                worker.send_ack()
+            assert (0, 1) == tuple(trainer.wait_ack())
+            assert {fill} == values(buffer)
+        assert trainer.check_connection()
+    for worker in workers:
+        worker.close()
+
+
+def test_a_pipe_registered_later_is_brought_up_to_date(pipes: list[Any]) -> None:
+    with SharedMemTransport() as trainer, MPTransport(pipes[0][1]) as first, MPTransport(pipes[1][1]) as second:
+        trainer.register_pipe(pipes[0][0])
+        trainer.send_weights_async(filled(1.0))
+        trainer.register_pipe(pipes[1][0])
+        for worker in (first, second):
+            assert {1.0} == values(worker.receive_weights(PATIENCE)[1])
+            worker.send_ack()
+
+        assert trainer.wait_ack().ok
+        with pytest.raises(ConfigurationError, match="already"):
+            trainer.register_pipe(pipes[0][0])
+
+
+def test_fault_07_a_worker_serves_a_version_until_it_receives_the_next(pipes: list[Any]) -> None:
+    model = small()
+    with SharedMemWeightSyncScheme() as scheme, SharedMemTransport(timeout=0.02) as trainer:
+        trainer.register_pipe(pipes[0][0])
+        scheme.init_on_worker("policy", pipe=pipes[0][1], model=model)
+        receiver = scheme.get_receiver()
+        trainer.send_weights_async(small(1.0))
+        assert receiver.receive(PATIENCE)
+        assert trainer.wait_ack(timeout=PATIENCE).ok
+        with pytest.raises(TimeoutError):
+            trainer.send_weights(small(2.0))
+
+        assert ({1.0}, State.READY) == (constants(model), receiver.state)
+        assert receiver.receive(PATIENCE)
+        assert {2.0} == constants(model)
+
+
+# ---------------------------------------------------------------------------------------------- generation B
+
+
+def test_generation_b_hands_each_worker_its_buffer() -> None:
+    buffers = {0: filled(0.0), 1: filled(0.0)}
+    queues: dict[int, queue.Queue[Any]] = {0: queue.Queue(), 1: queue.Queue()}
+    transport = SharedMemTransport()
+    with pytest.raises(RuntimeError):
+        _ = transport.unique_weights
+    transport.register_weights(params_map := dict(buffers), queues, per_worker=True)
+    transport.setup_connection_and_weights_on_sender()
+    found = transport.setup_connection_and_weights_on_receiver(worker_idx=1, timeout=PATIENCE)
+    transport.send_weights(filled(2.0), [1])
+
+    assert 2 == len(transport.unique_weights)
+    assert ({0.0}, {2.0}) == (values(params_map[0]), values(params_map[1]))
+    assert found is params_map[1]
+    with pytest.raises(RuntimeError):
+        transport.setup_connection_and_weights_on_receiver(worker_idx=2)
+
+
+def test_fault_07_a_send_to_some_never_changes_a_buffer_of_others() -> None:
+    buffer, transport = filled(0.0), SharedMemTransport()
+    transport.register_weights({0: buffer, 1: buffer}, {0: None, 1: None})
+    assert 1 == len(transport.unique_weights)
+
+    with pytest.raises(ValueError, match="would change others"):
+        transport.send_weights(filled(1.0), [0])
+    assert {0.0} == values(buffer)

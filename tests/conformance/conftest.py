@@ -1,0 +1,5 @@
+"""Workers by forkserver."""
+
+from fleet import crew
+
+__all__ = ["crew"]

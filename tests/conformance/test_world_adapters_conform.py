@@ -1,0 +1,37 @@
+"""RPC and torch.distributed keep to the contract of links, as all adapters do (issue 4, point 8)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters import CALLS, NO_CABLE, ONE_MODEL
+from fleet import Crew
+from world_adapters import rpc_conforms, store_factory
+
+from weightsync.testing import SCENARIOS, check_transport
+
+#: Seconds; reached only by a failure.
+PATIENCE = float(os.environ.get("WEIGHTSYNC_KIT_PATIENCE", "20"))
+STORE = {"several models": ONE_MODEL, "a cut": NO_CABLE, "a cut with an update outstanding": NO_CABLE}
+
+
+@pytest.mark.rpc
+def test_rpc_conforms(crew: Crew, tmp_path: Path) -> None:
+    (worker,) = crew.start(None)
+    found = worker.do(rpc_conforms, str(tmp_path), CALLS, PATIENCE)
+
+    assert {*found.passed, *found.unreachable} == set(SCENARIOS)
+    worker.kill()
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
+def test_distributed_conforms(sync: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", "weightsync")
+    found = check_transport(store_factory(sync), unreachable=STORE, patience=PATIENCE)
+
+    assert {*found.passed, *found.unreachable} == set(SCENARIOS)

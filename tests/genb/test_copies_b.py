@@ -1,0 +1,171 @@
+"""Copies, forks and second inits of the schemes of the second generation (fault 15)."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+from typing import Any
+
+import pytest
+from duo import Duo, beside
+from fleet import PATIENCE, Crew, Seat, constants, descriptors, filled, small
+
+from weightsync import ConfigurationError, MultiProcessWeightSyncScheme, State, StateError
+
+
+def bare(scheme: Any) -> bool:
+    """Whether it is as new: neither side, nothing that leads anywhere."""
+    sides = (scheme.initialized_on_sender, scheme.initialized_on_receiver)
+    met = (scheme.synchronized_on_sender, scheme.synchronized_on_receiver)
+    seen = (scheme.model, scheme.model_id, scheme.context, scheme.worker_idx, scheme._ends, scheme.sender_transports)
+    return sides == met == (False, False) and seen == (None, None, None, None, {}, {})
+
+
+def stages(scheme_class: Any) -> Any:
+    """A scheme's life, stage by stage."""
+    duo = Duo(scheme_class, strategy="state_dict", sync=False)
+    yield duo.sending, duo
+    duo.arrive()
+    yield duo.receiving, duo
+    with beside(lambda: duo.sending.connect(timeout=PATIENCE)):
+        duo.receiving.connect(timeout=PATIENCE)
+    yield duo.sending, duo
+    yield duo.receiving, duo
+    duo.send(2.0)
+    yield duo.sending, duo
+    duo.sending.sync = True
+    assert duo.send(3.0).ok
+    assert duo.model() == {3.0}
+    duo.end()
+    yield duo.sending, duo
+    yield duo.receiving, duo
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda scheme: pickle.loads(pickle.dumps(scheme))])
+def test_a_scheme_copied_in_any_state_is_new_and_the_original_goes_on(scheme_class: Any, how: Any) -> None:
+    for scheme, _ in stages(scheme_class):
+        copied = how(scheme)
+
+        assert bare(copied)
+        assert (copied.strategy, copied.sync) == ("state_dict", scheme.sync)
+        with pytest.raises(StateError, match="init_on_sender"):
+            copied.send()
+
+
+def test_a_scheme_with_pipes_of_its_own_copied_otherwise_carries_none() -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=small(), num_workers=1)
+        copied = pickle.loads(pickle.dumps(scheme))
+        with pytest.raises(ConfigurationError, match="started with it after"):
+            copied.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
+
+
+def test_each_side_is_initialised_once(duo: Duo) -> None:
+    with pytest.raises(StateError, match="initialised on the sender"):
+        duo.sending.init_on_sender(model_id="policy", model=duo.source, num_workers=1)
+    with pytest.raises(StateError, match="initialised on the worker"):
+        duo.receiving.init_on_receiver(model_id="policy", model=duo.model, pipe=duo.theirs)
+
+    assert duo.send(2.0).ok
+
+
+def test_both_sides_on_one_object_are_independent_machines(scheme_class: Any) -> None:
+    scheme = scheme_class()
+    model = small()
+    scheme.init_on_sender(model=small(1.0), num_workers=1)
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    with beside(lambda: scheme.connect(timeout=PATIENCE)):
+        scheme.connect(worker_idx=0, timeout=PATIENCE)
+
+    assert scheme.send(filled(small(), 2.0)).ok
+    assert constants(model) == {2.0}
+    assert scheme.receive(timeout=PATIENCE) is not None
+    scheme.shutdown()
+    assert scheme.get_sender().state is scheme.get_receiver().state is State.CLOSED
+
+
+def test_a_forked_child_of_the_trainer_is_new_but_for_its_end_of_the_pipe(scheme_class: Any) -> None:
+    """And so a forked worker needs nothing but its index."""
+    scheme = scheme_class()
+    scheme.init_on_sender(model=small(1.0), num_workers=2)
+    children = []
+    for worker in range(2):
+        child = os.fork()
+        if child == 0:
+            os._exit(forked(scheme, worker))
+        children.append(child)
+    scheme.connect(timeout=PATIENCE)
+
+    assert scheme.send(filled(small(), 2.0)).ok
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    scheme.shutdown()
+
+
+def forked(scheme: Any, worker: int) -> int:
+    if scheme.initialized_on_sender:
+        return 1
+    model = small()
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker)
+    scheme.connect(timeout=PATIENCE)
+    while constants(model) != {2.0}:
+        scheme.receive(timeout=PATIENCE)
+    scheme.shutdown()
+    return 0
+
+
+def took(seat: Seat, worker: int) -> tuple[list[int], int]:
+    """Take one's end: which came along, and how many sockets more than before the process holds afterwards."""
+    came = sorted(seat.scheme._ends)
+    seat.scheme.init_on_receiver(model_id="policy", model=small(), worker_idx=worker)
+    return came, sum("socket" in target for target in descriptors().values())
+
+
+def test_each_worker_keeps_its_own_end_only(crew: Crew) -> None:
+    with MultiProcessWeightSyncScheme() as many, MultiProcessWeightSyncScheme() as one:
+        many.init_on_sender(model=small(), num_workers=5, ctx=crew.context)
+        one.init_on_sender(model=small(), num_workers=1, ctx=crew.context)
+        [of_many], [of_one] = crew.start(many), crew.start(one)
+
+        came, sockets = of_many.do(took, 4)
+
+        assert came == [0, 1, 2, 3, 4]
+        assert sockets == of_one.do(took, 0)[1]
+
+
+def test_an_end_that_is_not_there_is_named() -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=small(), num_workers=2)
+        with pytest.raises(ConfigurationError, match="worker_idx="):
+            scheme.init_on_receiver(model_id="policy", model=small())
+        with pytest.raises(ConfigurationError, match=r"worker 7 has no pipe here: those of \[0, 1\]"):
+            scheme.init_on_receiver(model_id="policy", model=small(), worker_idx=7)
+        scheme.init_on_receiver(model_id="policy", model=small(), worker_idx=1)
+        assert scheme.worker_idx == 1
+
+
+def test_a_worker_comes_back_over_a_new_pipe(scheme_class: Any) -> None:
+    duo = Duo(scheme_class, make=small)
+    duo.connect()
+    duo.receiving.shutdown()
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as another:
+        duo.sending.get_sender().add_worker(0, ours)
+        another.init_on_receiver(model_id="policy", pipe=theirs, model=small())
+        another.connect(timeout=PATIENCE)
+
+        assert constants(another.model) == {1.0}
+        assert duo.send(2.0).ok
+        assert constants(another.model) == {2.0}
+    duo.end()
+    ours.close()
+    theirs.close()
+
+
+def test_descriptors_are_all_given_back() -> None:
+    before = len(descriptors())
+    for _ in range(3):
+        with MultiProcessWeightSyncScheme() as scheme:
+            scheme.init_on_sender(model=small(), num_workers=4)
+    assert len(descriptors()) == before

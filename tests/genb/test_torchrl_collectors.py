@@ -1,0 +1,117 @@
+"""TorchRL's own collectors, on a real environment, with our schemes: the weights arrive in their workers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from collecting import cartpole, choose, chosen, policy
+
+from weightsync import (
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    OutcomeKind,
+    SharedMemWeightSyncScheme,
+    State,
+    WeightSyncScheme,
+)
+
+pytestmark = [
+    pytest.mark.torchrl,
+    # TorchRL's, gymnasium's and their dependencies' own: not ours to mend.
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import gymnasium  # noqa: F401
+        import torchrl.weight_update
+        from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+
+        import weightsync.integrations.torchrl
+except ImportError:
+    if os.environ.get("CI"):
+        raise
+    pytest.skip("TorchRL and gymnasium are not installed: pip install -e '.[torchrl]'", allow_module_level=True)
+
+FRAMES = 40
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """A collector's queues hold semaphores until they are collected."""
+    yield
+    gc.collect()
+
+
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, NoWeightSyncScheme])
+def test_our_schemes_are_theirs(kind: Any) -> None:
+    weightsync.integrations.torchrl.accept()
+
+    assert isinstance(kind(), torchrl.weight_update.WeightSyncScheme)
+    assert issubclass(WeightSyncScheme, torchrl.weight_update.WeightSyncScheme)
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize(
+    ("kind", "collector_class"),
+    [
+        (SharedMemWeightSyncScheme, MultiSyncCollector),
+        (MultiProcessWeightSyncScheme, MultiAsyncCollector),
+    ],
+    ids=["shared, in step", "pipes, out of step"],
+)
+def test_a_collectors_workers_act_by_the_weights_that_were_sent(kind: Any, collector_class: Any) -> None:
+    made, scheme = policy(0), kind()
+    collector = collector_class(
+        [cartpole, cartpole],
+        made,
+        frames_per_batch=FRAMES,
+        total_frames=FRAMES * 100,
+        weight_sync_schemes={"policy": scheme},
+    )
+    try:
+        batches = iter(collector)
+        assert chosen(next(batches)) == {0}
+        for action in (1, 0, 1):
+            choose(made, action)
+            collector.update_policy_weights_(made)
+            seen = [chosen(next(batches)) for _ in range(4)]
+            assert seen[-1] == {action}, seen
+        sender = scheme.get_sender()
+        assert sender.version == 4
+        assert {entry.served for entry in sender.roll.values()} == {4}
+        choose(made, 0)
+        assert scheme.send(worker_ids=[1]).of(OutcomeKind.APPLIED) == (1,)
+        # Fault 2: the reference's send blocked until it was interrupted, and then returned normally.
+        collector.procs[0].kill()
+        report = scheme.send(made, on_failure="report")
+        assert (report[0].kind, report[1].kind) == (OutcomeKind.LOST, OutcomeKind.APPLIED)
+    finally:
+        scheme.shutdown()
+        for process in collector.procs:  # one of them is dead: the collector's own shutdown would wait for it
+            process.kill()
+            process.join()
+        collector.closed = True
+    assert scheme.get_sender().state is State.CLOSED
+
+
+@pytest.mark.usefixtures("collected")
+def test_a_collector_in_this_process_takes_the_scheme_that_moves_nothing() -> None:
+    made, scheme = policy(0), NoWeightSyncScheme()
+    collector = Collector(
+        cartpole, made, frames_per_batch=FRAMES, total_frames=FRAMES * 3, weight_sync_schemes={"policy": scheme}
+    )
+    batches = iter(collector)
+    assert chosen(next(batches)) == {0}
+    choose(made, 1)
+    collector.update_policy_weights_()
+    assert chosen(next(batches)) == {1}
+    collector.shutdown()
+    scheme.shutdown()

@@ -1,0 +1,187 @@
+"""Collectors without a receiver of ours: their own method is called, and its return is all that is known."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, Seat, constants, small
+from rpc_fleet import World, attempt, command, listen, odd, retire, send, shows, take
+from tensordict import TensorDict
+from torch.distributed import rpc
+
+from weightsync import Evidence, OutcomeKind, RefusedError, RPCWeightSyncScheme, WorkerLostError
+
+
+class Collector:
+    """A collector as a user writes it: nothing of ours in it."""
+
+    def __init__(self) -> None:
+        self.model = small()
+        self.kind = ""
+
+    def update_policy_weights_(self, policy_or_weights: Any) -> None:
+        self.kind = type(policy_or_weights).__name__
+        weights = policy_or_weights
+        if isinstance(weights, TensorDict):
+            weights = weights.flatten_keys(".").to_dict()
+        self.model.load_state_dict(weights)
+
+    def shown(self) -> tuple[str, set[float]]:
+        return self.kind, constants(self.model)
+
+
+class Reference(Collector):
+    """Its method is called with the reference, as the first generation does."""
+
+    @staticmethod
+    def update_policy_weights_(rref: Any, weights: Any) -> None:  # type: ignore[override]
+        rref.local_value().model.load_state_dict(weights)
+
+
+class Raising(Collector):
+    """Its method raises."""
+
+    def update_policy_weights_(self, policy_or_weights: Any) -> None:
+        raise ValueError("the collector does not want them")
+
+
+class Keeping(Collector):
+    """It only keeps what it is given."""
+
+    def update_policy_weights_(self, policy_or_weights: Any) -> None:
+        self.kept = policy_or_weights
+
+    def given(self) -> Any:
+        return self.kept
+
+
+def command_collectors(
+    seat: Seat, kind: Any, names: list[str], strategy: str = "state_dict", told: tuple[str, ...] = ("infos", "class")
+) -> None:
+    rrefs = seat.kept["rrefs"] = [rpc.remote(name, kind) for name in names]
+    given: dict[str, Any] = {"collector_rrefs": rrefs}
+    if "infos" in told:
+        given["collector_infos"] = [rpc.get_worker_info(name) for name in names]
+    if "class" in told:
+        given["collector_class"] = kind
+    seat.scheme, seat.model = RPCWeightSyncScheme(strategy), small(1.0)
+    seat.scheme.init_on_sender("policy", model=seat.model, **given)
+    seat.kept["sender"] = seat.scheme.get_sender()
+
+
+def shown(seat: Seat, index: int = 0) -> Any:
+    return seat.kept["rrefs"][index].rpc_sync(timeout=PATIENCE).shown()
+
+
+@pytest.fixture
+def trainer(world: World) -> Any:
+    yield world.trainer
+    world.trainer.do(retire)
+
+
+@pytest.mark.parametrize("told", [("infos", "class"), ("class",), ()], ids=["all", "no_infos", "rrefs_only"])
+def test_a_collectors_method_takes_the_weights(trainer: Any, told: tuple[str, ...]) -> None:
+    trainer.do(command_collectors, Collector, ["w0", "w1"], "state_dict", told)
+    report = trainer.do(send, 3.0)
+
+    assert report.ok
+    assert {outcome.evidence for outcome in report.outcomes.values()} == {Evidence.CALL}
+    assert [trainer.do(shown, index) for index in (0, 1)] == [("dict", {3.0})] * 2
+    assert trainer.do(send, 4.0).version == 2
+    assert trainer.do(shown, 1) == ("dict", {4.0})
+
+
+def test_a_collector_gets_the_format_of_the_strategy(trainer: Any) -> None:
+    trainer.do(command_collectors, Collector, ["w0"], "tensordict")
+    assert trainer.do(send, 3.0).ok
+
+    assert trainer.do(shown) == ("TensorDict", {3.0})
+
+
+def test_a_method_that_takes_the_reference_gets_it(trainer: Any) -> None:
+    trainer.do(command_collectors, Reference, ["w0"])
+    assert trainer.do(send, 5.0).ok
+
+    assert trainer.do(shown)[1] == {5.0}
+
+
+def test_a_collector_that_raises_refuses_with_its_own_traceback(trainer: Any) -> None:
+    trainer.do(command_collectors, Raising, ["w0"])
+    error = trainer.do(attempt, send, 5.0)
+
+    assert isinstance(error, RefusedError)
+    outcome = error.report.outcomes[0]
+    assert outcome.kind is OutcomeKind.REFUSED
+    assert outcome.evidence is Evidence.CALL
+    assert outcome.reason == "ValueError: the collector does not want them"
+    assert "update_policy_weights_" in outcome.remote_traceback
+
+
+def test_weights_of_every_dtype_reach_a_collector(trainer: Any) -> None:
+    trainer.do(command_collectors, Keeping, ["w0"])
+    assert trainer.do(send_odd_to_collector).ok
+    expected, found = odd(1.0).state_dict(), trainer.do(given)
+
+    assert set(expected) == set(found)
+    assert all(tensor.dtype == found[name].dtype for name, tensor in expected.items())
+    assert all(tensor.shape == found[name].shape for name, tensor in expected.items())
+    assert torch.equal(expected["strided"], found["strided"])
+
+
+def send_odd_to_collector(seat: Seat) -> Any:
+    return seat.kept["sender"].send(odd(1.0), timeout=PATIENCE)
+
+
+def given(seat: Seat) -> Any:
+    found = seat.kept["rrefs"][0].rpc_sync(timeout=PATIENCE).given()
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def test_a_collector_in_a_process_with_our_receiver_is_reached_by_that(world: World, trainer: Any) -> None:
+    world.workers[0].do(listen)
+    trainer.do(command_collectors, Raising, ["w0"])
+    trainer.tell(send, 6.0)
+    assert world.workers[0].do(take)
+    report = trainer.answer()
+
+    assert report.outcomes[0].evidence is Evidence.ANSWER
+    assert world.workers[0].do(shows) == (1, {6.0})
+    world.workers[0].do(retire)
+
+
+def test_a_process_without_weightsync_is_a_plain_collector(world: World, trainer: Any) -> None:
+    world.workers[2].do(hide, "weightsync.transports.rpc")
+    try:
+        trainer.do(command_collectors, Collector, ["w2"])
+        assert trainer.do(send, 7.0).outcomes[0].evidence is Evidence.CALL
+        assert trainer.do(shown)[1] == {7.0}
+        trainer.do(retire)
+        trainer.do(command, ["w2"])
+        assert "is weightsync installed" in trainer.do(attempt, send, 8.0).lost[0]
+    finally:
+        world.workers[2].do(unhide, "weightsync.transports.rpc")
+
+
+def hide(seat: Seat, module: str) -> None:
+    seat.kept["hidden"] = sys.modules[module]
+    sys.modules[module] = None  # type: ignore[assignment]
+
+
+def unhide(seat: Seat, module: str) -> None:
+    sys.modules[module] = seat.kept.pop("hidden")
+
+
+def test_a_collector_that_is_killed_is_lost(short_lived: Callable[..., World]) -> None:
+    world = short_lived(2)
+    world.trainer.do(command_collectors, Collector, ["w0", "w1"])
+    assert world.trainer.do(send, 1.0).ok
+    world.workers[0].kill()
+    error = world.trainer.do(attempt, send, 2.0)
+
+    assert isinstance(error, WorkerLostError)
+    assert list(error.lost) == [0]
+    assert world.trainer.do(shown, 1)[1] == {2.0}

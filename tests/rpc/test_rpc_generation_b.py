@@ -1,0 +1,150 @@
+"""The scheme's own verbs over RPC: `connect`, `send`, `receive`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Seat, constants, filled, small
+from rpc_fleet import World, retire
+from torch.distributed import rpc
+
+from weightsync import RPCWeightSyncScheme, WeightSyncScheme
+
+
+class Remote:
+    """A collector with a receiver of ours, made and wired by calls of RPC as TorchRL's are."""
+
+    def __init__(self, scheme: RPCWeightSyncScheme) -> None:
+        self.policy = small()
+        self.scheme = scheme
+
+    def register(self) -> bool:
+        """What TorchRL calls `register_scheme_receiver`."""
+        self.scheme.init_on_receiver(model_id="policy", context=self, worker_idx=0)
+        self.scheme.connect(worker_idx=0)
+        return self.scheme.synchronized_on_receiver
+
+    def shown(self) -> set[float]:
+        return constants(self.policy)
+
+    def shutdown(self) -> None:
+        self.scheme.shutdown()
+
+
+class Trainer:
+    """What TorchRL's RPC collector looks like to a scheme."""
+
+    def __init__(self, names: list[str], rrefs: list[Any] | None = None) -> None:
+        self.collector_infos = [rpc.get_worker_info(name) for name in names]
+        self.num_workers = len(names)
+        self.policy = small(1.0)
+        if rrefs is not None:
+            self.collector_rrefs = rrefs
+
+
+@pytest.fixture
+def crew(world: World) -> Any:
+    yield world
+    for process in (world.trainer, *world.workers):
+        process.do(retire)
+
+
+def meet(seat: Seat, names: list[str]) -> bool:
+    """The trainer's side."""
+    seat.kept["context"] = context = Trainer(names)
+    seat.scheme, seat.model = WeightSyncScheme.from_backend("rpc"), context.policy
+    seat.scheme.init_on_sender(model_id="policy", context=context)
+    seat.scheme.connect(timeout=PATIENCE)
+    return bool(seat.scheme.synchronized_on_sender)
+
+
+def meet_trainer(seat: Seat, worker_idx: int) -> set[float]:
+    """A worker's side: what it serves once it is connected."""
+    seat.model, seat.scheme = small(), RPCWeightSyncScheme()
+    seat.scheme.init_on_receiver(model_id="policy", model=seat.model, worker_idx=worker_idx)
+    seat.scheme.connect(timeout=PATIENCE)
+    return constants(seat.model)
+
+
+def push(seat: Seat, fill: float, worker_ids: Any = None) -> Any:
+    return seat.scheme.send(filled(seat.model, fill), worker_ids, timeout=PATIENCE)
+
+
+def served(seat: Seat) -> set[float]:
+    return constants(seat.model)
+
+
+def test_connect_gives_the_workers_their_first_weights(crew: World) -> None:
+    crew.workers[0].tell(meet_trainer, 0)
+    crew.workers[1].tell(meet_trainer, 1)
+    assert crew.trainer.do(meet, ["w0", "w1"])
+
+    assert crew.workers[0].answer() == {1.0}
+    assert crew.workers[1].answer() == {1.0}
+
+
+def test_a_send_is_live_in_the_background_when_it_returns(crew: World) -> None:
+    for index in (0, 1):
+        crew.workers[index].tell(meet_trainer, index)
+    crew.trainer.do(meet, ["w0", "w1"])
+    for index in (0, 1):
+        crew.workers[index].answer()
+
+    assert crew.trainer.do(push, 2.0).ok
+    assert [crew.workers[index].do(served) for index in (0, 1)] == [{2.0}, {2.0}]
+    assert list(crew.trainer.do(push, 3.0, 1).outcomes) == [1]
+    assert [crew.workers[index].do(served) for index in (0, 1)] == [{2.0}, {3.0}]
+
+
+def test_a_worker_wired_by_calls_of_rpc_does_not_keep_the_trainer_waiting(crew: World) -> None:
+    """TorchRL registers receivers by a call that the trainer waits for before it connects itself."""
+    started = time.monotonic()
+    crew.trainer.do(meet_remote, "w0")
+
+    assert time.monotonic() - started < PATIENCE / 2
+    assert crew.trainer.do(remote_shown) == {1.0}
+    assert crew.trainer.do(push, 4.0).ok
+    assert crew.trainer.do(remote_shown) == {4.0}
+    crew.trainer.do(end_remote)
+
+
+def meet_remote(seat: Seat, name: str) -> None:
+    rref = seat.kept["rref"] = rpc.remote(name, Remote, args=(RPCWeightSyncScheme(),))
+    assert rref.rpc_sync(timeout=PATIENCE).register()
+    seat.kept["context"] = context = Trainer([name], [rref])
+    seat.scheme, seat.model = RPCWeightSyncScheme(), context.policy
+    seat.scheme.init_on_sender(model_id="policy", num_workers=1, context=context)
+    seat.scheme.connect(timeout=PATIENCE)
+
+
+def remote_shown(seat: Seat) -> Any:
+    return seat.kept["rref"].rpc_sync(timeout=PATIENCE).shown()
+
+
+def end_remote(seat: Seat) -> None:
+    seat.scheme.shutdown()
+    seat.kept["rref"].rpc_sync(timeout=PATIENCE).shutdown()
+
+
+@pytest.mark.torchrl
+def test_torchrls_own_rpc_collector_runs_on_our_scheme() -> None:
+    if any(find_spec(name) is None for name in ("torchrl", "gymnasium")):
+        assert not os.environ.get("CI"), "TorchRL and gymnasium are part of the development environment"
+        pytest.skip("needs torchrl and gymnasium")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = Path(__file__).with_name("torchrl_program.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, str(program), str(port)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0 [0.0]", "1 [1.0]", "2 [2.0]"]

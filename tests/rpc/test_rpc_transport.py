@@ -1,0 +1,164 @@
+"""`RPCTransport` on its own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, Seat, constants, filled, small
+from rpc_fleet import World, attempt, listen, retire, take
+from tensordict import TensorDict
+from test_rpc_collectors import Collector, Raising, shown
+from torch.distributed import rpc
+
+from weightsync import ConfigurationError, Evidence, RefusedError, RPCTransport, RPCWeightSyncScheme, StateError
+
+
+@pytest.fixture
+def trainer(world: World) -> Any:
+    yield world.trainer
+    world.trainer.do(retire)
+
+
+def reach(seat: Seat, kind: Any, name: str = "w0", by_scheme: bool = False) -> bool:
+    """Make a transport to a new collector."""
+    rref = rpc.remote(name, kind)
+    info = rpc.get_worker_info(name)
+    if by_scheme:
+        made = RPCWeightSyncScheme().create_transport(
+            collector_info=info, collector_rref=rref, collector_class=kind, worker_rank=1
+        )
+    else:
+        made = RPCTransport(info, rref, kind)
+    seat.kept["rrefs"], seat.kept["transport"] = [rref], made
+    return bool(made.check_connection())
+
+
+def push(seat: Seat, fill: float, *, with_id: bool = True) -> Any:
+    weights = small(fill).state_dict()
+    transport = seat.kept["transport"]
+    return transport.send_weights("policy", weights) if with_id else transport.send_weights(weights)
+
+
+def push_async(seat: Seat, fill: float) -> Any:
+    return seat.kept["transport"].send_weights_async("policy", small(fill).state_dict())
+
+
+def acked(seat: Seat) -> Any:
+    return seat.kept["transport"].wait_ack(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("by_scheme", [False, True], ids=["made", "by_scheme"])
+def test_send_weights_updates_the_collector(trainer: Any, by_scheme: bool) -> None:
+    assert trainer.do(reach, Collector, "w0", by_scheme)
+    report = trainer.do(push, 3.0)
+
+    assert report.outcomes[0].evidence is Evidence.CALL
+    assert trainer.do(shown)[1] == {3.0}
+    assert trainer.do(push_one_argument, 4.0).ok
+    assert trainer.do(shown)[1] == {4.0}
+
+
+def push_one_argument(seat: Seat, fill: float) -> Any:
+    return push(seat, fill, with_id=False)
+
+
+def test_the_asynchronous_form_is_awaited_by_wait_ack(trainer: Any) -> None:
+    trainer.do(reach, Collector)
+    trainer.do(push_async, 5.0)
+    assert isinstance(trainer.do(attempt, push, 6.0), StateError)
+
+    assert trainer.do(acked).ok
+    assert trainer.do(shown)[1] == {5.0}
+    assert isinstance(trainer.do(attempt, acked), StateError)
+
+
+def test_a_collector_that_raises_is_told_of(trainer: Any) -> None:
+    trainer.do(reach, Raising)
+
+    assert isinstance(trainer.do(attempt, push, 1.0), RefusedError)
+
+
+def test_a_worker_alone_means_a_receiver_of_ours(world: World, trainer: Any) -> None:
+    world.workers[0].do(listen)
+    trainer.do(reach_rank, 1)
+    trainer.tell(push, 7.0)
+    assert world.workers[0].do(take)
+
+    assert trainer.answer().outcomes[0].evidence is Evidence.ANSWER
+    trainer.do(retire)
+    world.workers[0].do(retire)
+
+
+def reach_rank(seat: Seat, rank: int) -> None:
+    seat.kept["transport"] = RPCTransport(rank)
+
+
+def test_both_ends_may_be_transports(world: World, trainer: Any) -> None:
+    trainer.do(reach_rank, 2)
+    trainer.do(push_async, 8.0)
+
+    assert world.workers[1].do(take_by_hand) == ("policy", {8.0})
+    assert trainer.do(acked).outcomes[0].evidence is Evidence.CALL
+    world.workers[1].do(retire)
+
+
+def test_a_worker_rank_gives_the_second_generations_results(world: World, trainer: Any) -> None:
+    trainer.do(reach_rank, 2)
+    trainer.do(push_async, 9.0)
+
+    assert world.workers[1].do(take_as_b) == {9.0}
+    assert trainer.do(acked).ok
+    world.workers[1].do(retire)
+
+
+def take_as_b(seat: Seat) -> set[float]:
+    transport = seat.kept["transport"] = RPCTransport(worker_rank=1)
+    buffers = small().state_dict()
+    transport.receive_weights(timeout=PATIENCE, weights=buffers)
+    transport.send_ack()
+    return {value for tensor in buffers.values() for value in tensor.flatten().tolist()}
+
+
+def take_by_hand(seat: Seat) -> tuple[str, set[float]]:
+    transport = seat.kept["transport"] = RPCTransport()
+    model_id, weights = transport.receive_weights(timeout=PATIENCE)
+    model = filled(small(), 0.0)
+    model.load_state_dict(dict(weights) if not isinstance(weights, TensorDict) else weights.flatten_keys(".").to_dict())
+    transport.send_ack()
+    return model_id, constants(model)
+
+
+@pytest.mark.parametrize("given", [{}, {"worker_rank": 1}])
+def test_a_transport_that_was_told_nothing_sends_nothing_and_says_so(given: Any) -> None:
+    """Fault 5 of the reference: it returned None."""
+    with RPCTransport(**given) as transport:
+        assert transport.check_connection() is False
+        with pytest.raises(ConfigurationError, match="no collector"):
+            transport.send_weights("policy", {"a": torch.zeros(1)})
+        with pytest.raises(ConfigurationError, match="no collector"):
+            transport.send_weights_async("policy", {"a": torch.zeros(1)})
+        with pytest.raises(StateError):
+            transport.wait_ack()
+        assert transport.receive_weights(timeout=0.01) is None
+
+
+def test_without_rpc_a_transport_refuses() -> None:
+    with RPCTransport("w0") as transport, pytest.raises(ConfigurationError, match="not initialised"):
+        transport.send_weights("policy", {"a": torch.zeros(1)})
+
+
+def test_the_sending_end_receives_nothing() -> None:
+    with RPCTransport("w0") as transport:
+        assert transport.receive_weights() is None
+
+
+def test_copies_carry_the_address() -> None:
+    with RPCTransport("w0", collector_class=Collector) as transport:
+        for made in (copy.deepcopy(transport), pickle.loads(pickle.dumps(transport))):
+            assert made.collector == transport.collector
+            with pytest.raises(StateError):
+                made.wait_ack()

@@ -1,0 +1,172 @@
+"""Links over two multiprocessing queues, one a direction."""
+
+from __future__ import annotations
+
+import multiprocessing.queues
+import queue
+import threading
+from collections import deque
+from typing import Any
+
+from weightsync import wire
+from weightsync._tables import Delivery
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.messages import Message, Update
+from weightsync.transports.base import Received
+from weightsync.transports.liveness import ProcessWatch
+from weightsync.transports.memory import Buffer
+
+AnyQueue = multiprocessing.queues.Queue
+
+
+class QueueChannel:
+    """The one reader and writer of a pair of queues in this process: frames as bytes, sorted by model.
+
+    Args:
+        outbox: where we put; None: there is no way back to whoever sends to us.
+        inbox: where we get from; None: nobody can answer us.
+
+    Raises:
+        ConfigurationError: one of them is no ``multiprocessing.Queue``.
+    """
+
+    def __init__(self, outbox: Any, inbox: Any) -> None:
+        for given in (outbox, inbox):
+            if given is not None and not isinstance(given, AnyQueue):
+                raise ConfigurationError(f"A {type(given).__name__} is no multiprocessing.Queue. Nothing was sent.")
+        self._outbox, self.inbox = outbox, inbox
+        self._lock = threading.Lock()
+        self._boxes: dict[str, deque[Received]] = {}
+        #: What is not ours: kept, in order.
+        self.foreign: deque[Any] = deque()
+
+    def put(self, frame: bytes) -> None:
+        """Queue a frame.
+
+        Raises:
+            TransportError: the queue is full or closed; the frame will never arrive.
+        """
+        if self._outbox is None:
+            return
+        try:
+            self._outbox.put_nowait(frame)
+        except (queue.Full, ValueError, OSError, AssertionError) as error:
+            raise TransportError(f"The queue takes nothing more: {error or 'it is full'}.") from error
+
+    def strays(self) -> tuple[str, ...]:
+        """The models for which something is there."""
+        self.read()
+        with self._lock:
+            return tuple(model_id for model_id, box in self._boxes.items() if box)
+
+    def collect(self, model_id: str) -> list[Received]:
+        """Take out what has arrived for a model.
+
+        Raises:
+            TransportError: the queue is closed.
+            ProtocolError: a frame is malformed.
+        """
+        self.read()
+        with self._lock:
+            return list(self._boxes.pop(model_id, ()))
+
+    def read(self) -> None:
+        """Take in what is in the queue."""
+        with self._lock:
+            while self.inbox is not None:
+                try:
+                    self._sort(self.inbox.get_nowait())
+                except queue.Empty:
+                    return
+                except (ValueError, OSError, EOFError) as error:
+                    raise TransportError(f"The queue is closed: {error}.") from error
+
+    def _sort(self, item: Any) -> None:
+        if not isinstance(item, bytes) or item[: len(wire.MAGIC)] != wire.MAGIC:
+            self.foreign.append(item)
+            return
+        head = wire.peek(item)
+        message = wire.decode_with(head, item[: head.control_nbytes])
+        payload = memoryview(bytearray(item[head.control_nbytes :])) if head.payload_nbytes else None
+        if (payload.nbytes if payload else 0) != head.payload_nbytes:
+            raise ProtocolError(f"A frame came without its {head.payload_nbytes} bytes.", unread=item[:64])
+        self._boxes.setdefault(message.model_id, deque()).append(Received(message, payload))
+
+    def waitables(self) -> list[int]:
+        """Readable when something is in the queue."""
+        return [] if self.inbox is None else [self.inbox._reader.fileno()]
+
+    def wants_write(self) -> None:
+        """A queue's own thread writes."""
+
+
+class QueueLink:
+    """One model's link over a `QueueChannel`. See `weightsync.transports.base.Link` for its contract."""
+
+    def __init__(self, channel: QueueChannel, model_id: str, peer: str) -> None:
+        # Where nobody can answer, no answer is waited for, as where answers may be lost.
+        self.delivery = Delivery.ORDERED if channel.inbox is not None else Delivery.BEST_EFFORT
+        self._channel = channel
+        self._model_id = model_id
+        self._peer = peer
+        self._watch: ProcessWatch | None = None
+        self._closed = False
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for messages to people."""
+        return self._peer
+
+    def send(self, message: Message, payload: Buffer | None = None) -> None:
+        """Put a message in the queue, with a copy of its payload: see `Link.send`."""
+        self._require_open()
+        frame = wire.encode(message)
+        if isinstance(message, Update) and message.nbytes:
+            if payload is None or payload.nbytes < message.nbytes:
+                raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
+            frame = b"".join((frame, payload.view[: message.nbytes]))
+        self._channel.put(frame)
+
+    def flush(self) -> bool:
+        """A queue's own thread writes."""
+        self._require_open()
+        return True
+
+    def receive(self) -> list[Received]:
+        """What has arrived: see `Link.receive`."""
+        self._require_open()
+        # Asked before looking: what the peer said before its death is then certainly there.
+        dead = self._watch is not None and self._watch.dead
+        received = self._channel.collect(self._model_id)
+        if dead and not received and self._watch is not None:
+            raise TransportError(f"{self._peer} has ended: process {self._watch.pid} is dead.")
+        return received
+
+    def waitables(self) -> list[int]:
+        """Readable when something is in the queue, or the peer is dead: see `Link.waitables`."""
+        if self._closed:
+            return []
+        watched = [self._watch.fileno()] if self._watch is not None and self._watch.fileno() >= 0 else []
+        return [*self._channel.waitables(), *watched]
+
+    def wants_write(self) -> None:
+        """A queue's own thread writes."""
+
+    def watch(self, pid: int, started: int) -> None:
+        """Notice the death of the peer's process: see `Link.watch`."""
+        if not pid or self._closed or (self._watch is not None and self._watch.names(pid, started)):
+            return
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = ProcessWatch(pid, started)
+
+    def close(self) -> None:
+        """Give the link up: see `Link.close`. The queues are the user's."""
+        if not self._closed:
+            self._closed = True
+            if self._watch is not None:
+                self._watch.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"The link to {self._peer} is closed.")
