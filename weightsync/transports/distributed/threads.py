@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from weightsync.transports.fork import forget_after_fork
@@ -38,23 +38,36 @@ class _Running:
         self._lock = threading.Lock()
         forget_after_fork(self)
 
-    def add(self, thread: threading.Thread, owner: Owner) -> None:
+    def add(self, name: str, body: Callable[[], None], owner: Owner) -> None:
+        thread = threading.Thread(target=self._run, args=(body,), name=name, daemon=True)
         with self._lock:
-            self._threads = {known: whose for known, whose in self._threads.items() if known.is_alive()}
-            # Started under the lock: one that is not alive yet would be taken for one that has ended.
-            thread.start()
             self._threads[thread] = owner
+        thread.start()
+
+    def _run(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        finally:
+            with self._lock:
+                self._threads.pop(threading.current_thread(), None)
 
     def end(self) -> None:
         """Before the interpreter ends: end them all."""
         with self._lock:
             running = dict(self._threads)
-        for step in (lambda owner: owner.close(), lambda owner: owner.cut()):
-            for thread, owner in running.items():
-                if thread.is_alive():
-                    step(owner)
-            for thread in running:
-                thread.join(_PATIENCE)
+        for owner in running.values():
+            owner.close()
+        _join(running)
+        for thread, owner in running.items():
+            if thread.is_alive():
+                owner.cut()
+        _join(running)
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.is_alive():
+            thread.join(_PATIENCE)
 
 
 _running = _Running()
@@ -64,4 +77,4 @@ def start(owner: Owner, *bodies: Callable[[], None]) -> None:
     """Run each of ``bodies`` in a thread."""
     for body in bodies:
         name = f"weightsync-{type(owner).__name__.strip('_').lower()}-{body.__name__.strip('_')}"
-        _running.add(threading.Thread(target=body, name=name, daemon=True), owner)
+        _running.add(name, body, owner)
