@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from adapters import CALLS, NO_CABLE, ONE_MODEL
 from fleet import Crew
-from world_adapters import everything_arrives, rpc_conforms, store_factory
+from world_adapters import distributed_conforms, everything_arrives, rpc_conforms
 
-from weightsync.testing import SCENARIOS, check_transport
+from weightsync.testing import SCENARIOS
 from weightsync.testing.link_scenarios import LINK_SCENARIOS
 
 #: Seconds; reached only by a failure.
@@ -43,12 +43,12 @@ def test_rpc_conforms(crew: Crew, tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.timeout(300)
-def test_distributed_conforms(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("CRITICAL", "weightsync")
-    found = check_transport(store_factory(sync=True), unreachable=STORE, patience=PATIENCE, only=PLAYED)
+def test_distributed_conforms(crew: Crew) -> None:
+    (worker,) = crew.start(None)
+    found = worker.do(distributed_conforms, PLAYED, STORE, PATIENCE)
 
     assert {*found.passed, *found.unreachable} == PLAYED
+    worker.kill()
 
 
 @pytest.mark.parametrize(

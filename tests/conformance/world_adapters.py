@@ -6,7 +6,7 @@ import itertools
 import logging
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -34,6 +34,14 @@ def store_factory(sync: bool) -> Callable[[str], Ends]:
         return Ends(link, lambda accept: scheme.listen((store, rank), model_id, accept))
 
     return lay
+
+
+def distributed_conforms(
+    _seat: Any, only: Collection[str], unreachable: Mapping[str, str], patience: float
+) -> Conformance:
+    """Check torch.distributed, in a process of its own."""
+    logging.getLogger("weightsync").setLevel("CRITICAL")
+    return check_transport(store_factory(sync=True), unreachable=unreachable, patience=patience, only=only)
 
 
 def rpc_conforms(_seat: Any, folder: str, unreachable: Mapping[str, str], patience: float) -> Conformance:
