@@ -15,7 +15,6 @@ REASONS: Final = {
     "set": "said once, at init, and shown here; who would set it gives another argument to init or connect",
     "name": "the subclasses that TorchRL ships, and its users', call this argument so",
     "Ray": "TorchRL moves weights beside Ray, by a process group that these set up; ours moves them through Ray",
-    "no setup": "nothing to set up: the first send lays the link",
 }
 
 #: Keyword-only arguments were added, and nothing else: timeout=, on_failure= and the like.

@@ -9,7 +9,7 @@ import pytest
 from duo import Duo, beside, reader
 from fleet import PATIENCE
 
-from weightsync import OutcomeKind, SharedMemWeightSyncScheme, SyncError, SyncReport
+from weightsync import OutcomeKind, SharedMemWeightSyncScheme, State, SyncError, SyncReport
 from weightsync.report import Outcome
 
 
@@ -72,6 +72,7 @@ def test_the_answer_waits_for_it(manager: Manager) -> None:
         while manager.duo.receiving.get_receiver().version != 2:
             assert not sent
         assert manager.duo.model() == {2.0}
+        assert manager.duo.receiving.get_receiver().state is State.AWAITING_ACK
         assert not sent
         go_on.set()
 

@@ -16,6 +16,7 @@ from weightsync.transports.distributed.group import Group
 from weightsync.transports.distributed.landing import Landings
 from weightsync.transports.distributed.letters import Ended, Inbox, Letter, Outbox, Shut, Side, end
 from weightsync.transports.distributed.store import Client, StoreEnd, keep_in_child
+from weightsync.transports.distributed.threads import start
 
 #: Payloads up to this size travel through the store, behind their message.
 INLINE_NBYTES: Final = 64 * 1024
@@ -53,8 +54,7 @@ class Exchange:
         self._reader: Client | None = None
         self._inbox: Inbox | None = None
         self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose_store))
-        for body in (self._write, self._read):
-            threading.Thread(target=body, name=f"weightsync-{body.__name__[1:]}", daemon=True).start()
+        start(self, self._write, self._read)
 
     # ----------------------------------------------------------------------------- called by other threads
 
@@ -113,7 +113,7 @@ class Exchange:
             client = self._writer = Client(self._meeting.store)
         except TransportError as error:
             self._fail(error)
-            self._cut()
+            self.cut()
             return
         try:
             outbox = Outbox(client, f"{self._key}/{self._side.writes}")
@@ -168,7 +168,7 @@ class Exchange:
             self._side.leave(client)
             self._end_inbox(client)
         except TransportError:
-            self._cut()
+            self.cut()
         finally:
             client.close()
 
@@ -179,7 +179,7 @@ class Exchange:
             number = 0 if self._inbox is None else self._inbox.number
         end(client, f"{self._key}/{self._side.reads}", number)
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
         """Make the store fail under both threads."""
         with self._condition:
             clients = self._reader, self._writer
@@ -229,6 +229,8 @@ class Exchange:
             received = self._opened(memoryview(bytearray(inbox.take())), client)
             with self._condition:
                 self._arrived.append(received)
+            # Not kept until the next one comes: its payload's memory may be wanted for that.
+            del received
             self._waker.fire()
 
     def _opened(self, letter: memoryview, client: Client) -> Received:
@@ -252,7 +254,7 @@ class Exchange:
 
     def _lose_store(self, reason: str) -> None:
         self._fail(TransportError(f"{self._side.peer} is lost with the store: {reason}."))
-        self._cut()
+        self.cut()
 
     def _fail(self, error: TransportError | ProtocolError) -> None:
         with self._condition:

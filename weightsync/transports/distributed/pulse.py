@@ -11,6 +11,7 @@ from typing import Final
 from weightsync.errors import TransportError
 from weightsync.transports.distributed.c10d import Store, TCPStore
 from weightsync.transports.distributed.store import Client, base_of
+from weightsync.transports.distributed.threads import start
 from weightsync.transports.fork import forget_after_fork
 
 #: Seconds between two beats.
@@ -61,8 +62,7 @@ class Pulse:
 
     def start(self) -> None:
         """Begin to beat."""
-        for body in (self._beat, self._judge):
-            threading.Thread(target=body, name="weightsync-pulse", daemon=True).start()
+        start(self, self._beat, self._judge)
 
     def add(self, told: Told) -> int:
         """Have somebody told when the store is lost; a token for the other methods."""
@@ -83,10 +83,15 @@ class Pulse:
             self._members.pop(token, None)
             return not self._members
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Beat no longer."""
         self._over.set()
         self._rounds.release()
+
+    def cut(self) -> None:
+        """Have the beating thread end now."""
+        if self._client is not None:
+            self._client.cut()
 
     def _beat(self) -> None:
         try:
@@ -165,7 +170,7 @@ class _Pulses:
         with self._lock:
             if heart.pulse.drop(heart.token):
                 self._remove(heart.pulse)
-                heart.pulse.end()
+                heart.pulse.close()
 
     def forget_one(self, pulse: Pulse) -> None:
         with self._lock:
