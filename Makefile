@@ -4,6 +4,8 @@ PYTHON ?= python3
 DEMO ?= --scheme shared --workers 2
 # The same examples in every run; `dev` and `nightly` look elsewhere each time.
 export HYPOTHESIS_PROFILE ?= ci
+# torch asks the name server about every connection to a store, also to this machine: one that is slow is not waited for.
+export RES_OPTIONS ?= timeout:1 attempts:1
 
 VENV := .venv
 BIN := $(VENV)/bin

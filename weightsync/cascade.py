@@ -10,35 +10,47 @@ from weightsync.context import MISSING, optional
 from weightsync.errors import SyncError
 from weightsync.report import Outcome, OutcomeKind, SyncReport
 
+#: Told which version is live, and given a way to read its weights; says what became of it further on.
+HandOn = Callable[[int | None, Callable[[], Any]], SyncReport | None]
+
 #: TorchRL's collectors keep the schemes that lead to their own workers under this name; None or empty: they have none.
 _SCHEMES = "_weight_sync_schemes"
+#: And here, what counts the versions that their trajectories are tagged with.
+_COUNTER = "policy_version_tracker"
 
 
-def has_workers(context: Any, model_id: str) -> bool:
-    """Whether weights of this model are to be handed on by ``context.update_policy_weights_``.
+def handing_on(context: Any, model_id: str) -> HandOn | None:
+    """What is to be done with a version of this model once it is live, before we answer for it; None: nothing.
 
-    A context that has this method is taken at its word. A TorchRL collector always has it: it hands on only if it has a
-    scheme for the model, and would otherwise write the weights into its own policy, which serves them already.
+    A context that has ``update_policy_weights_`` is taken at its word: it has workers of its own. A TorchRL collector
+    always has that method: it hands on only if it has a scheme for the model. Without one it would write the weights
+    into its own policy, which serves them already; what is left to do is to count the version, if it counts.
     """
     if context is None or optional(context, "update_policy_weights_") is MISSING:
-        return False
+        return None
     schemes = optional(context, _SCHEMES)
-    return schemes is MISSING or bool(schemes and model_id in schemes)
+    if schemes is MISSING or (schemes and model_id in schemes):
+        return lambda version, weights: _guarded(model_id, version, lambda: _update(context, model_id, weights()))
+    if optional(context, _COUNTER) in (MISSING, None):
+        return None
+    return lambda version, _: _guarded(model_id, version, context.increment_version)
 
 
-def hand_on(context: Any, model_id: str, version: int | None, weights: Callable[[], Any]) -> SyncReport | None:
-    """Have ``context`` update its own workers.
+def _update(context: Any, model_id: str, weights: Any) -> Any:
+    return context.update_policy_weights_(model_id=model_id, policy_or_weights=weights)
+
+
+def _guarded(model_id: str, version: int | None, call: Callable[[], Any]) -> SyncReport | None:
+    """What became of it.
 
     Returns:
-        What became of it: the report that its method returned, or that the error it raised carries; for any other
-        error a report of one outcome, ABANDONED, with the reason; None if it returned nothing of the kind.
+        The report that the user's method returned, or that the error it raised carries; for any other error a report of
+        one outcome, ABANDONED, with the reason; None if it returned nothing of the kind.
     """
     try:
-        found = context.update_policy_weights_(model_id=model_id, policy_or_weights=weights())
+        found = call()
     except SyncError as error:
-        if isinstance(error.report, SyncReport):
-            return error.report
-        return _unknown(model_id, version, error)
+        return error.report if isinstance(error.report, SyncReport) else _unknown(model_id, version, error)
     except Exception as error:  # noqa: BLE001 - a user's method may raise anything, and the sender is told
         return _unknown(model_id, version, error)
     return found if isinstance(found, SyncReport) else None
@@ -47,7 +59,7 @@ def hand_on(context: Any, model_id: str, version: int | None, weights: Callable[
 def _unknown(model_id: str, version: int | None, error: Exception) -> SyncReport:
     outcome = Outcome(
         kind=OutcomeKind.ABANDONED,
-        reason=f"update_policy_weights_() raised {error!r}: which of its workers were updated is not known",
+        reason=f"handing it on raised {error!r}: which of the worker's own workers were updated is not known",
         remote_traceback="".join(traceback.format_exception(error)),
     )
     return SyncReport(model_id=model_id, version=version, incarnation=0, outcomes={0: outcome})

@@ -219,22 +219,29 @@ class WeightReceiver(ByHand):
         """Hold the version served: inside the block no other becomes live. Yields it.
 
         A `receive` meanwhile, in whichever thread, reads but applies nothing; it does so once the block is left.
+        Where a thread receives in the background, what it has staged goes live as the outermost block begins.
+
+        Raises:
+            WeightSyncError: a swap failed half way, now or before: the model serves nothing.
         """
-        self._serving.enter()
+        self.begin_serving(None)
         try:
             yield self.version
         finally:
             self.end_serving()
 
-    def begin_serving(self, frame: FrameType) -> None:
+    def begin_serving(self, frame: FrameType | None) -> None:
         """A forward begins: first it makes live what is staged, so that a busy worker never starves a swap.
+
+        Args:
+            frame: its call.
 
         Raises:
             WeightSyncError: a swap failed half way, now or before: the model serves nothing.
         """
         if self.broken is not None:
             raise WeightSyncError(str(self.broken)) from self.broken
-        if self._staged is not None and not self._serving.mine():
+        if self._staged is not None and self._attendant is not None and not self._serving.mine():
             with Shield(self._driver.waker.fire):
                 self._swap_staged(PATIENCE)
         self._serving.enter(frame)

@@ -12,6 +12,7 @@ A: Final = "test_names_generation_a"
 B: Final = "test_names_generation_b"
 T: Final = "test_transports_names"
 U: Final = "test_updaters_names"
+R: Final = "test_names_ray"
 S: Final = "test_names_a"
 
 #: The row, as the reference names it: the module, and the tests in it.
@@ -29,7 +30,8 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         S: ("test_signatures_are_the_references_with_keyword_only_additions", "test_defaults_are_the_references"),
         "test_signatures": (
             "test_what_differs_is_in_the_reviewed_table",
-            "test_what_generation_b_calls_by_position_means_the_same_here",
+            "test_what_is_said_to_have_only_keywords_added_has_only_those",
+            "test_what_is_missing_is_in_the_reviewed_table",
         ),
     },
     # ---------------------------------------------------------------------------- A: WeightSyncScheme
@@ -182,6 +184,77 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_shared_mem_transport_receives_and_acks_as_a_worker",
         ),
     },
+    "A, B RayTransport": {
+        R: (
+            "test_ray_transport_receives_nothing",
+            "test_ray_transport_without_ray_is_an_import_error",
+            "test_fault_12_a_worker_that_failed_is_not_updated",
+        ),
+        "test_ray_facades": (
+            "test_ray_transport_sends_to_a_plain_collector",
+            "test_ray_transports_of_either_generation_reach_an_actor_of_ours",
+            "test_wait_ack_with_nothing_pending_is_refused",
+            "test_without_an_actor_nothing_is_sent_and_somebody_is_told",
+        ),
+    },
+    "A RayActorTransport": {
+        R: (
+            "test_ray_actor_transport_acks_do_nothing",
+            "test_ray_actor_transport_async_and_wait_ack",
+            "test_ray_actor_transport_without_an_actor_is_not_connected",
+        ),
+        "test_ray_facades": (
+            "test_ray_actor_transport_calls_the_method_that_was_named",
+            "test_ray_actor_transport_refuses_another_method",
+        ),
+    },
+    "A RPCTransport": {
+        T: (
+            "test_fault_05_transports_without_anybody_to_send_to_say_so",
+            "test_check_connection_is_false_where_nothing_was_initialised",
+            "test_rpc_transport_receives_nothing",
+        ),
+        "test_rpc_transport": (
+            "test_send_weights_updates_the_collector",
+            "test_the_asynchronous_form_is_awaited_by_wait_ack",
+            "test_a_collector_that_raises_is_told_of",
+        ),
+    },
+    "A DistributedTransport": {
+        T: ("test_check_connection_is_false_where_nothing_was_initialised",),
+        "test_store_facades": (
+            "test_one_thread_drives_both_ends",
+            "test_another_instruction_is_a_value_error",
+            "test_check_connection_is_the_users_process_group",
+            "test_the_references_keys_are_written_as_hints",
+            "test_a_worker_loop_written_for_the_reference",
+            "test_wait_ack_with_nothing_pending_is_a_runtime_error",
+        ),
+    },
+    "B DistributedTransport": {
+        T: (
+            "test_fault_05_a_distributed_transport_of_generation_b_without_a_store_says_so",
+            "test_distributed_transport_setup_methods_do_nothing",
+        ),
+        "test_store_facades": (
+            "test_generation_b_receives_into_its_buffer",
+            "test_receive_weights_gives_none_when_time_is_up",
+            "test_initial_weights_need_no_signalling_by_the_caller",
+            "test_the_setup_methods_do_nothing",
+        ),
+    },
+    "A RayModuleTransformSender, RayModuleTransformReceiver": {
+        R: (
+            "test_ray_module_transform_scheme_sends_to_one_shared_actor",
+            "test_ray_module_transform_sender_finds_its_actor_on_first_use",
+            "test_ray_module_transform_sender_with_several_actors_is_a_value_error",
+            "test_ray_module_transform_receiver_applies_locally",
+        ),
+        "test_ray_facades": (
+            "test_the_module_scheme_finds_its_one_actor",
+            "test_the_modules_receiver_lives_in_the_actor",
+        ),
+    },
     # ------------------------------------------------------------------------------------- schemes
     "SharedMemWeightSyncScheme.register_shared_weights, policy_weights": {
         A: ("test_shared_mem_scheme_registers_weights_and_shows_them",),
@@ -190,6 +263,21 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "NoWeightSyncScheme": {
         A: ("test_no_scheme_succeeds_without_anything",),
         B: ("test_no_scheme_needs_nothing_in_generation_b_either",),
+    },
+    "what each scheme's init takes besides": {
+        R: (
+            "test_ray_scheme_takes_its_workers_from_context_or_keywords",
+            "test_ray_scheme_counts_its_collectors",
+            "test_evidence_of_plain_actors_is_the_call",
+        ),
+        T: (
+            "test_rpc_scheme_names_what_its_sender_misses",
+            "test_distributed_scheme_names_what_its_sides_miss",
+            "test_schemes_make_transports_of_what_they_are_given",
+        ),
+        "test_store_sends": ("test_what_is_missing_is_named",),
+        "test_rpc_scheme": ("test_a_context_gives_what_is_not_given",),
+        "test_ray_scheme": ("test_an_actor_may_initialise_its_own_scheme",),
     },
     # ------------------------------------------------------------------------------------ updaters
     "WeightUpdaterBase.push_weights": {
@@ -237,6 +325,15 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_multi_processed_weight_updater_takes_devices_for_ids",
         ),
     },
+    "RayWeightUpdater": {
+        R: ("test_fault_12_ray_weight_updater_looks_at_its_futures",),
+        "test_updaters_ray": (
+            "test_every_collector_gets_the_weights_by_one_put",
+            "test_max_interval_pushes_are_skipped_between_two_and_never_the_first",
+            "test_the_interval_holds_for_named_workers_too_each_with_its_own",
+            "test_a_negative_interval_is_none",
+        ),
+    },
     "RemoteModuleWeightUpdater": {U: ("test_remote_module_weight_updater_must_be_given_weights",)},
     # ---------------------------------------------------------------------------------- generation B
     "B init_on_sender, its forms": {
@@ -278,12 +375,19 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "B shutdown": {
         B: ("test_shutdown_is_final_and_allowed_twice", "test_shutdown_before_any_init_is_allowed"),
     },
+    "what a TorchRL collector does with a scheme": {
+        "test_torchrl_collectors": (
+            "test_our_schemes_are_theirs",
+            "test_a_collectors_workers_act_by_the_weights_that_were_sent",
+        ),
+        "test_rpc_generation_b": ("test_torchrls_own_rpc_collector_runs_on_our_scheme",),
+    },
     "B properties": {
         B: (
             "test_properties_on_the_sender",
             "test_properties_on_the_receiver",
             "test_sender_transports_are_those_of_the_workers",
-            "test_shared_transport_is_the_one_that_all_workers_share",
+            "test_there_is_no_shared_transport_since_each_worker_has_a_link_of_its_own",
             "test_context_and_model_can_be_set_as_torchrls_collectors_set_them",
             "test_a_pickled_scheme_is_initialised_on_neither_side",
         ),
@@ -309,5 +413,6 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "B extra state, LoRA": {B: ("test_extra_state_travels", "test_lora_modules_are_merged_on_a_copy")},
 }
 
-#: The fifteen faults: the number, and what the tests of `test_fifteen_faults.py`, and some elsewhere, are called.
+#: The fifteen faults, as the names of their tests begin, and the modules that these are in.
 FAULTS: Final = tuple(f"test_fault_{number:02}_" for number in range(1, 16))
+FAULTS_IN: Final = ("test_fifteen_faults", T, U, R)

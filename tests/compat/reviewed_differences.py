@@ -15,7 +15,6 @@ REASONS: Final = {
     "set": "said once, at init, and shown here; who would set it gives another argument to init or connect",
     "name": "the subclasses that TorchRL ships, and its users', call this argument so",
     "Ray": "TorchRL moves weights beside Ray, by a process group that these set up; ours moves them through Ray",
-    "no setup": "nothing to set up: the first send lays the link",
 }
 
 #: Keyword-only arguments were added, and nothing else: timeout=, on_failure= and the like.
@@ -43,7 +42,7 @@ DIFFERENCES: Final[dict[str, tuple[str, str]]] = {
     "WeightSyncScheme.synchronized_on_receiver": ("property", "set"),
     "WeightSyncScheme.synchronized_on_sender": ("property", "set"),
     "WeightSyncScheme.weights": ("property", "set"),
-    "MPTransport.__init__": ("(self, pipe_connection=None, timeout=10.0)", "A/B"),
+    "MPTransport.__init__": ("(self, pipe_connection=None, ack_queue=None, timeout=10.0, *, weight_queue=None)", "A/B"),
     "MPTransport.receive_weights": ("(self, timeout=..., *, weights=None, model=None, strategy=None)", "A/B"),
     "MPTransport.send_weights_async": ("(self, model_id=..., weights=...)", "A/B"),
     "SharedMemTransport.__init__": ("(self, policy_weights=None, auto_register=True)", "A/B"),
@@ -92,12 +91,8 @@ DIFFERENCES: Final[dict[str, tuple[str, str]]] = {
 
 #: What TorchRL has and we do not, and why.
 MISSING: Final[dict[str, str]] = {
-    "MPTransport.setup_connection_and_weights_on_receiver": "no setup",
-    "MPTransport.setup_connection_and_weights_on_sender": "no setup",
     "RayTransport.set_model": "Ray",
     "RayTransport.set_model_version": "Ray",
     "RayTransport.set_process_group": "Ray",
-    "RPCTransport.setup_connection_and_weights_on_receiver": "no setup",
-    "RPCTransport.setup_connection_and_weights_on_sender": "no setup",
     "RayWeightSyncScheme.connection_info_name": "Ray",
 }

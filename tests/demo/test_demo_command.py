@@ -99,11 +99,11 @@ def test_a_digest_that_differs_is_exit_code_1(runner: CliRunner, monkeypatch: py
 
 
 @contextlib.contextmanager
-def running() -> Iterator[tuple[subprocess.Popen[str], str]]:
+def running(scheme: str = "shared") -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command in a process group of its own, and a mark that all its processes carry; it trains already."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [sys.executable, "-m", "weightsync", "demo", "--plain", "--workers", "2"],
+        [sys.executable, "-m", "weightsync", "demo", "--plain", "--workers", "2", "--scheme", scheme],
         env={**os.environ, "DEMO_TEST_MARK": mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -137,8 +137,9 @@ def assert_all_gone(mark: str) -> None:
         time.sleep(0.05)
 
 
-def test_ctrl_c_ends_it_and_leaves_nothing() -> None:
-    with running() as (process, mark):
+@pytest.mark.parametrize("scheme", ["shared", pytest.param("ray", marks=pytest.mark.ray)])
+def test_ctrl_c_ends_it_and_leaves_nothing(scheme: str) -> None:
+    with running(scheme) as (process, mark):
         assert len(marked(mark)) >= 3
         os.killpg(process.pid, signal.SIGINT)
         assert process.stdout is not None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
 import demo_workers
 import pytest
 
-from weightsync import TransportError
-from weightsync.demo import Board, Casualty, SchemeName, Settings, SyncMode, Verdict, grounds, run, trainer
+from weightsync import ConfigurationError, TransportError
+from weightsync.demo import Board, Casualty, Result, SchemeName, Settings, SyncMode, Verdict, grounds, run, trainer
 
 WORLDS = [
     pytest.param(SchemeName.RPC, marks=pytest.mark.rpc, id="rpc"),
@@ -14,44 +18,103 @@ WORLDS = [
 ]
 
 
+def apart(context: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function does in a process of its own: torch's RPC is not left for another world."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_told, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    with contextlib.closing(ours):
+        assert ours.poll(100), "it does not end"
+        told = ours.recv()
+    process.join(20)
+    process.kill()
+    process.join()
+    if isinstance(told, Exception):
+        raise told
+    return told
+
+
+def _told(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        pipe.send(function(*arguments))
+    except Exception as error:  # noqa: BLE001 - raised in the test
+        pipe.send(error)
+
+
+def learned(settings: Settings) -> tuple[Result, tuple[str, ...], int]:
+    """A run that ends as soon as it is plain that the policy learns; its notes, and how many syncs there were."""
+    trainer.SOLVED, trainer.STAYS_SOLVED = 300.0, 1
+    board = Board(settings)
+    result = run(settings, board)
+    return result, tuple(board.view().notes), board.view().sync.count
+
+
 @pytest.mark.parametrize("scheme", WORLDS)
 def test_the_policy_learns_a_killed_worker_is_lost_and_the_others_prove_the_last_weights(
-    scheme: SchemeName, monkeypatch: pytest.MonkeyPatch
+    scheme: SchemeName, forkserver: Any
 ) -> None:
-    monkeypatch.setattr(trainer, "SOLVED", 300.0)
-    monkeypatch.setattr(trainer, "STAYS_SOLVED", 1)
-    chosen = Settings(scheme=scheme, workers=3, seconds=45.0, sync=SyncMode.OVERLAPPED, casualty=Casualty.ONE)
-    board = Board(chosen)
+    settings = Settings(scheme=scheme, workers=3, seconds=45.0, sync=SyncMode.OVERLAPPED, casualty=Casualty.ONE)
 
-    result = run(chosen, board)
+    result, notes, syncs = apart(forkserver, learned, settings)
 
     assert result.shortcomings == []
     assert result.of(Verdict.PROVED) == [0, 1]
     assert result.of(Verdict.KILLED) == [2]
     assert {fate.proof.digest for fate in result.fates if fate.proof} == {result.digest}
-    assert any("worker 2 is LOST" in note for note in board.view().notes)
-    assert result.first_mean is not None
-    assert result.last_mean is not None
+    assert any("worker 2 is LOST" in note for note in notes)
     assert result.first_mean < 60.0
     assert result.last_mean >= 300.0
-    assert board.view().sync.count == result.version == result.updates + 2
+    assert syncs == result.version == result.updates + 2
 
 
-@pytest.mark.parametrize("scheme", WORLDS)
-def test_blocking_syncs_reach_everybody(scheme: SchemeName) -> None:
-    chosen = Settings(scheme=scheme, seconds=1.5)
+@pytest.mark.gloo
+def test_blocking_syncs_reach_everybody_over_torch_distributed() -> None:
+    settings = Settings(scheme=SchemeName.DISTRIBUTED, seconds=1.5)
 
-    result = run(chosen, Board(chosen))
+    result = run(settings, Board(settings))
 
     assert result.shortcomings == []
     assert result.of(Verdict.PROVED) == [0, 1]
     assert result.version == result.updates + 2
 
 
-@pytest.mark.rpc
-def test_a_world_that_not_all_join_is_a_transport_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grounds, "START_TIMEOUT", 3.0)
-    chosen = Settings(scheme=SchemeName.RPC, seconds=1.0)
+def twice(settings: Settings) -> str:
+    """Two runs in one process; what became of the second."""
+    result = run(settings, Board(settings))
+    assert result.shortcomings == []
+    assert result.of(Verdict.PROVED) == [0, 1]
+    with pytest.raises(ConfigurationError, match="once a process") as refused:
+        run(settings, Board(settings))
+    return str(refused.value)
 
-    with pytest.raises(TransportError, match="did not all join"):
-        run(chosen, Board(chosen), demo_workers.never_starts)
+
+@pytest.mark.rpc
+def test_blocking_syncs_reach_everybody_over_rpc_and_a_second_run_in_one_process_is_refused(forkserver: Any) -> None:
+    settings = Settings(scheme=SchemeName.RPC, seconds=1.5)
+
+    assert "--scheme rpc" in apart(forkserver, twice, settings)
+
+
+@pytest.mark.rpc
+def test_a_worker_that_never_joins_the_world_ends_the_run_at_once() -> None:
+    settings = Settings(scheme=SchemeName.RPC, seconds=1.0)
+
+    with pytest.raises(TransportError, match=r"workers \[1\] have ended"):
+        run(settings, Board(settings), demo_workers.never_starts)
+
+
+@pytest.mark.rpc
+def test_a_world_that_is_never_complete_is_given_up(forkserver: Any) -> None:
+    with pytest.raises(TransportError, match="trainer could not join"):
+        apart(forkserver, alone)
+
+
+def alone() -> None:
+    """Join a world of two, alone."""
+    grounds.START_TIMEOUT = 1.0
+    world = grounds.RpcWorld(1)
+    try:
+        world.arguments(lambda: None)
+    finally:
+        world.close()

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# torch asks the DNS for a name of each address it connects to, in the store's one thread too. A test machine's DNS may
+# not answer. Read by the C library once a thread: set before anything is imported that might ask.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,9 +16,6 @@ import pytest
 import torch.distributed as dist
 from fleet import crew  # noqa: F401 - the fixture
 from store_fleet import StorePair
-
-# torch asks the DNS for a name of each address it connects to. A test machine's may not answer.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -146,6 +146,12 @@ def turn_to(seat: Seat, model_id: str) -> None:
     seat.scheme, seat.receiver, seat.model = seat.kept[model_id]
 
 
+def holds(seat: Seat) -> tuple[str, int | None, set[float]]:
+    """State, version, and the values of the weights, if they are few."""
+    values = {float(end) for tensor in seat.model.state_dict().values() for end in torch.aminmax(tensor)}
+    return seat.receiver.state.value, seat.receiver.version, values
+
+
 def open_store(seat: Seat) -> int:
     """Host a store; its port."""
     seat.kept["store"] = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)

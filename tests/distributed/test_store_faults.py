@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Crew, Worker, constants, large, receive, serve, serve_until_gone, shows
-from store_fleet import Network, big, lead, meet, open_store, start_sending, wait_until_met
+from fleet import PATIENCE, Crew, Worker, constants, large, receive, serve, serve_until_gone
+from store_fleet import Network, big, holds, lead, meet, open_store, start_sending, wait_until_met
 
 from weightsync import DistributedWeightSyncScheme, TransportError, WeightSender, WorkerLostError
 from weightsync.report import OutcomeKind
@@ -89,7 +89,7 @@ def test_a_worker_killed_in_the_middle_of_a_send_is_lost_and_the_other_is_served
 
     assert [OutcomeKind.LOST, OutcomeKind.APPLIED] == [report.outcomes[index].kind for index in (0, 1)]
     assert NOTICED + GRACE > time.monotonic() - started
-    assert {2.0} == two.workers[1].do(shows)[2]
+    assert {2.0} == two.workers[1].do(holds)[2]
 
 
 def test_a_stopped_worker_is_lost_wrongly_sees_its_link_closed_and_comes_back(two: Trainer) -> None:
@@ -108,15 +108,15 @@ def test_a_stopped_worker_is_lost_wrongly_sees_its_link_closed_and_comes_back(tw
     with pytest.raises(TransportError):
         stopped.do(receive)
     # Fault 9: half of version 2 has arrived there, and nothing of it shows.
-    assert ("uninitialized", 1, {1.0}) == stopped.do(shows)[:3]
+    assert ("uninitialized", 1, {1.0}) == stopped.do(holds)
 
     stopped.tell(wait_until_met)
     two.sender.add_worker(0, (two.store, 1))
     assert 2 == stopped.answer()
-    assert {2.0} == stopped.do(shows)[2]
+    assert {2.0} == stopped.do(holds)[2]
     two.fill(3.0)
     two.send(3)
-    assert [{3.0}, {3.0}] == [worker.do(shows)[2] for worker in two.workers]
+    assert [{3.0}, {3.0}] == [worker.do(holds)[2] for worker in two.workers]
 
 
 def test_a_new_process_takes_a_lost_workers_place(crew: Crew, trained: Trainer) -> None:
@@ -135,7 +135,7 @@ def test_a_new_process_takes_a_lost_workers_place(crew: Crew, trained: Trainer) 
     again.tell(wait_until_met)
     assert trained.sender.send(timeout=PATIENCE, on_pending="supersede").ok
     again.answer()
-    assert {5.0} == again.do(shows)[2]
+    assert {5.0} == again.do(holds)[2]
 
 
 @pytest.mark.parametrize("how", ["cut", "fall_silent"])
@@ -174,7 +174,7 @@ def test_a_trainer_killed_ends_its_workers_waits(crew: Crew, store: Any) -> None
 
     assert "version 1" in worker.answer()
     assert NOTICED + GRACE > time.monotonic() - started
-    assert {1.0} == worker.do(shows)[2]
+    assert {1.0} == worker.do(holds)[2]
 
 
 def test_a_trainer_killed_in_the_middle_of_a_send_leaves_the_old_version_whole(crew: Crew, store: Any) -> None:
@@ -189,7 +189,7 @@ def test_a_trainer_killed_in_the_middle_of_a_send_leaves_the_old_version_whole(c
     worker.resume()
 
     assert "version 1" in worker.do(serve_until_gone)
-    assert {1.0} == worker.do(shows)[2]
+    assert {1.0} == worker.do(holds)[2]
 
 
 def _send_again(seat: Any, fill: float) -> None:
@@ -242,7 +242,7 @@ def test_close_does_not_wait_for_a_worker_that_takes_nothing(two: Trainer) -> No
     for worker in two.workers:
         worker.resume()
         assert "sender" in worker.do(serve_until_gone)
-        assert {1.0} == worker.do(shows)[2]
+        assert {1.0} == worker.do(holds)[2]
 
 
 def _reached(port: int) -> Any:

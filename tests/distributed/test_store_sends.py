@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import threading
@@ -275,6 +276,7 @@ def test_a_scheme_without_a_store_makes_one_and_takes_its_address_along() -> Non
 
 
 def test_close_leaves_no_thread_and_no_descriptor(store: Any) -> None:
+    gc.collect()
     before, threads = _stable(descriptors), set(threading.enumerate())
     for _ in range(2):
         pair = StorePair(store)
@@ -286,8 +288,9 @@ def test_close_leaves_no_thread_and_no_descriptor(store: Any) -> None:
     assert not set(threading.enumerate()) - threads
     until = time.monotonic() + 10
     while len(_stable(descriptors)) > len(before) and time.monotonic() < until:
+        gc.collect()  # torch closes a connection with the last reference to it
         time.sleep(0.05)
-    assert len(before) == len(_stable(descriptors))
+    assert len(before) >= len(_stable(descriptors))
 
 
 def test_in_a_forked_child_links_are_the_parents(pair: StorePair) -> None:

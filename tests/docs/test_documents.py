@@ -32,16 +32,15 @@ def test_each_scheme_has_its_page() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_schemes_page_has_one_whole_program_and_says_what_it_prints(name: str) -> None:
+def test_a_schemes_page_has_one_whole_program(name: str) -> None:
     (program,) = blocks(page(name), "python")
 
     compile(program, f"{name}.md", "exec")
     assert "print(" in program
-    assert blocks(page(name), "text")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, [])) for name in SCHEMES])
-def test_a_schemes_program_prints_what_its_page_says(name: str, tmp_path: Path) -> None:
+def test_a_schemes_program_runs_and_prints_what_its_page_says(name: str, tmp_path: Path) -> None:
     (program,) = blocks(page(name), "python")
     path = tmp_path / f"program_of_{name}.py"  # "ray.py" would be found in place of Ray
     path.write_text(program, encoding="utf-8")
@@ -49,8 +48,19 @@ def test_a_schemes_program_prints_what_its_page_says(name: str, tmp_path: Path) 
     code, output, errors = run(path)
 
     assert code == 0, errors
-    for line in blocks(page(name), "text")[0].splitlines():
+    assert output
+    for line in "".join(blocks(page(name), "text")).splitlines():
         assert promised(line, output), f"{line!r} is not in:\n{output}\n{errors}"
+
+
+def test_the_programs_about_transports_print_what_their_page_says(tmp_path: Path) -> None:
+    document = (DOCS / "transports.md").read_text(encoding="utf-8")
+    for number, (program, text) in enumerate(zip(blocks(document, "python"), blocks(document, "text"), strict=True)):
+        path = tmp_path / f"transports_{number}.py"
+        path.write_text(program, encoding="utf-8")
+        code, output, errors = run(path)
+
+        assert (0, text) == (code, output), errors
 
 
 def promised(line: str, output: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import pickle
 import threading
@@ -171,6 +172,24 @@ def test_a_block_of_serving_holds_the_version_where_call_is_bypassed(duo: Duo) -
     assert (receiver.version, duo.model.forward()) == (2, {2.0})
 
 
+def test_blocks_of_serving_without_a_pause_starve_no_swap(duo: Duo) -> None:
+    receiver, ended = duo.receiving.get_receiver(), threading.Event()
+
+    def serve() -> set[tuple[int | None, float]]:
+        seen = set()
+        while not ended.is_set():
+            with receiver.serving() as version:
+                seen |= {(version, value) for value in duo.model.forward()}
+        return seen
+
+    with beside(serve) as seen:
+        assert all(duo.send(float(fill), timeout=PATIENCE).ok for fill in range(2, 60))
+        ended.set()
+
+    assert all(version == value for version, value in seen[0])
+    assert len(seen[0]) > 10
+
+
 def test_a_tensordict_is_served_in_blocks(scheme_class: Any) -> None:
     made = Duo(scheme_class, make=lambda fill: nn.ParameterDict({"a": torch.full((3,), fill)}))
     made.model = {"a": torch.zeros(3)}
@@ -275,7 +294,7 @@ def test_with_a_new_link_it_starts_again(duo: Duo) -> None:
     duo.sending.shutdown()
     with pytest.raises(TransportError):
         duo.receiving.receive(timeout=PATIENCE)
-    ours, theirs = pytest.importorskip("multiprocessing").Pipe()
+    ours, theirs = multiprocessing.Pipe()
 
     duo.receiving.get_receiver().register_worker_transport(theirs)
     with type(duo.sending)() as another:
@@ -284,6 +303,7 @@ def test_with_a_new_link_it_starts_again(duo: Duo) -> None:
 
         assert duo.receiving.receive(timeout=PATIENCE)["mark"].tolist() == [9.0] * 64
         assert duo.model() == {9.0}
+        duo.receiving.shutdown()  # until then its thread may be closing the pipe that its sender has left
     ours.close()
     theirs.close()
 

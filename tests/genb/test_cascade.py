@@ -9,7 +9,7 @@ import pytest
 from duo import Duo, beside, reader
 from fleet import PATIENCE
 
-from weightsync import OutcomeKind, SharedMemWeightSyncScheme, SyncError, SyncReport
+from weightsync import OutcomeKind, SharedMemWeightSyncScheme, State, SyncError, SyncReport
 from weightsync.report import Outcome
 
 
@@ -72,6 +72,7 @@ def test_the_answer_waits_for_it(manager: Manager) -> None:
         while manager.duo.receiving.get_receiver().version != 2:
             assert not sent
         assert manager.duo.model() == {2.0}
+        assert manager.duo.receiving.get_receiver().state is State.AWAITING_ACK
         assert not sent
         go_on.set()
 
@@ -148,6 +149,30 @@ def test_a_collector_without_workers_is_not_asked_to_hand_on(schemes: Any) -> No
     duo.connect(context=leaf)
 
     assert duo.send(2.0)[0].nested is None
+    duo.end()
+
+
+class Counting(Leaf):
+    """And it counts the versions that its trajectories are tagged with."""
+
+    policy_version_tracker = object()
+    counted = 0
+
+    def increment_version(self) -> None:
+        self.counted += 1
+
+
+def test_a_collector_that_counts_versions_counts_each_before_it_is_answered_for() -> None:
+    duo = Duo(SharedMemWeightSyncScheme)
+    counting = Counting(None)
+    duo.connect(context=counting)
+    counted = [counting.counted]
+
+    for fill in (2.0, 3.0):
+        assert duo.send(fill).ok
+        counted.append(counting.counted)
+
+    assert counted == [1, 2, 3]
     duo.end()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from fleet import PATIENCE, Seat, constants, small
-from rpc_fleet import World, attempt, listen, odd, retire, send, shows, take
+from rpc_fleet import World, attempt, command, listen, odd, retire, send, shows, take
 from tensordict import TensorDict
 from torch.distributed import rpc
 
@@ -150,6 +151,28 @@ def test_a_collector_in_a_process_with_our_receiver_is_reached_by_that(world: Wo
     assert report.outcomes[0].evidence is Evidence.ANSWER
     assert world.workers[0].do(shows) == (1, {6.0})
     world.workers[0].do(retire)
+
+
+def test_a_process_without_weightsync_is_a_plain_collector(world: World, trainer: Any) -> None:
+    world.workers[2].do(hide, "weightsync.transports.rpc")
+    try:
+        trainer.do(command_collectors, Collector, ["w2"])
+        assert trainer.do(send, 7.0).outcomes[0].evidence is Evidence.CALL
+        assert trainer.do(shown)[1] == {7.0}
+        trainer.do(retire)
+        trainer.do(command, ["w2"])
+        assert "is weightsync installed" in trainer.do(attempt, send, 8.0).lost[0]
+    finally:
+        world.workers[2].do(unhide, "weightsync.transports.rpc")
+
+
+def hide(seat: Seat, module: str) -> None:
+    seat.kept["hidden"] = sys.modules[module]
+    sys.modules[module] = None  # type: ignore[assignment]
+
+
+def unhide(seat: Seat, module: str) -> None:
+    sys.modules[module] = seat.kept.pop("hidden")
 
 
 def test_a_collector_that_is_killed_is_lost(short_lived: Callable[..., World]) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from fleet import PATIENCE, Seat, large
 from rpc_fleet import (
     World,
@@ -23,8 +24,10 @@ from rpc_fleet import (
     take_until_gone,
     wait_async,
 )
+from torch.distributed import rpc
 
 from weightsync import AckTimeoutError, OutcomeKind, State, SyncError, WorkerLostError
+from weightsync.transports import rpc as door
 
 Make = Callable[..., World]
 #: Seconds within which a death is noticed.
@@ -176,7 +179,10 @@ def test_after_a_death_nobody_is_admitted_and_only_an_abrupt_shutdown_ends(short
     world.workers[1].tell(depart, True)
     time.sleep(2.0)
 
-    assert not substitute.answered()
+    # It waits, or has been refused by then.
+    if substitute.answered():
+        with pytest.raises(RuntimeError):
+            substitute.answer()
     assert not world.workers[1].answered()
     assert world.trainer.do(depart) < SOON
 
@@ -193,3 +199,15 @@ def test_a_link_that_was_lost_is_reported_again_by_each_send(short_lived: Make) 
             assert isinstance(error, SyncError)
             assert error.report.outcomes[0].kind is OutcomeKind.LOST
             assert error.report.version == version
+
+
+def test_a_call_that_is_not_ours_is_refused_without_an_answer_owed(world: World) -> None:
+    refused = world.trainer.do(call_with, b"not a frame of ours")
+
+    assert "does not start as ours do" in refused
+
+
+def call_with(seat: Seat, frame: bytes) -> str:
+    arguments = ("a model of nobody", "a link", 0, frame, None)
+    failure: str = rpc.rpc_sync("w0", door._deliver, args=arguments, timeout=PATIENCE).failure
+    return failure

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +32,6 @@ class Remote:
         self.scheme.connect(worker_idx=0)
         return self.scheme.synchronized_on_receiver
 
-    def update_policy_weights_(self, policy_or_weights: Any) -> None:
-        raise AssertionError("a receiver of ours listens here")
-
     def shown(self) -> set[float]:
         return constants(self.policy)
 
@@ -45,7 +48,6 @@ class Trainer:
         self.policy = small(1.0)
         if rrefs is not None:
             self.collector_rrefs = rrefs
-            self.collector_class = Remote
 
 
 @pytest.fixture
@@ -130,3 +132,19 @@ def remote_shown(seat: Seat) -> Any:
 def end_remote(seat: Seat) -> None:
     seat.scheme.shutdown()
     seat.kept["rref"].rpc_sync(timeout=PATIENCE).shutdown()
+
+
+@pytest.mark.torchrl
+def test_torchrls_own_rpc_collector_runs_on_our_scheme() -> None:
+    if any(find_spec(name) is None for name in ("torchrl", "gymnasium")):
+        assert not os.environ.get("CI"), "TorchRL and gymnasium are part of the development environment"
+        pytest.skip("needs torchrl and gymnasium")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = Path(__file__).with_name("torchrl_program.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, str(program), str(port)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0 [0.0]", "1 [1.0]", "2 [2.0]"]

@@ -82,7 +82,7 @@ def test_a_collector_that_raises_is_told_of(trainer: Any) -> None:
     assert isinstance(trainer.do(attempt, push, 1.0), RefusedError)
 
 
-def test_a_rank_alone_reaches_a_receiver_of_ours(world: World, trainer: Any) -> None:
+def test_a_worker_alone_means_a_receiver_of_ours(world: World, trainer: Any) -> None:
     world.workers[0].do(listen)
     trainer.do(reach_rank, 1)
     trainer.tell(push, 7.0)
@@ -94,7 +94,7 @@ def test_a_rank_alone_reaches_a_receiver_of_ours(world: World, trainer: Any) -> 
 
 
 def reach_rank(seat: Seat, rank: int) -> None:
-    seat.kept["transport"] = RPCTransport(worker_rank=rank)
+    seat.kept["transport"] = RPCTransport(rank)
 
 
 def test_both_ends_may_be_transports(world: World, trainer: Any) -> None:
@@ -106,6 +106,23 @@ def test_both_ends_may_be_transports(world: World, trainer: Any) -> None:
     world.workers[1].do(retire)
 
 
+def test_a_worker_rank_gives_the_second_generations_results(world: World, trainer: Any) -> None:
+    trainer.do(reach_rank, 2)
+    trainer.do(push_async, 9.0)
+
+    assert world.workers[1].do(take_as_b) == {9.0}
+    assert trainer.do(acked).ok
+    world.workers[1].do(retire)
+
+
+def take_as_b(seat: Seat) -> set[float]:
+    transport = seat.kept["transport"] = RPCTransport(worker_rank=1)
+    buffers = small().state_dict()
+    transport.receive_weights(timeout=PATIENCE, weights=buffers)
+    transport.send_ack()
+    return {value for tensor in buffers.values() for value in tensor.flatten().tolist()}
+
+
 def take_by_hand(seat: Seat) -> tuple[str, set[float]]:
     transport = seat.kept["transport"] = RPCTransport()
     model_id, weights = transport.receive_weights(timeout=PATIENCE)
@@ -115,9 +132,10 @@ def take_by_hand(seat: Seat) -> tuple[str, set[float]]:
     return model_id, constants(model)
 
 
-def test_a_transport_that_was_told_nothing_sends_nothing_and_says_so() -> None:
+@pytest.mark.parametrize("given", [{}, {"worker_rank": 1}])
+def test_a_transport_that_was_told_nothing_sends_nothing_and_says_so(given: Any) -> None:
     """Fault 5 of the reference: it returned None."""
-    with RPCTransport() as transport:
+    with RPCTransport(**given) as transport:
         assert transport.check_connection() is False
         with pytest.raises(ConfigurationError, match="no collector"):
             transport.send_weights("policy", {"a": torch.zeros(1)})

@@ -28,6 +28,17 @@ class TransportBackend(Protocol):
 
 
 @runtime_checkable
+class BareTransport(Protocol):
+    """The least that a transport of a user's own offers: generation B's protocol, which has no ``check_connection``."""
+
+    def send_weights(self, weights: Any) -> Any:
+        """Send weights, and wait until they have arrived, or are applied."""
+
+    def receive_weights(self, timeout: float | None = None) -> Any:
+        """The next weights, or None."""
+
+
+@runtime_checkable
 class InitialSyncTransport(Protocol):
     """A transport that brings the first weights by a way of its own."""
 

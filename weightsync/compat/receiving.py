@@ -90,6 +90,6 @@ class ReceivingHalf(Foundation):
             if model_id not in self._receivers:
                 receiver = WeightReceiver(self._wiring)
                 receiver.set_context(None, model_id)
-                receiver.register_worker_transport(self)
+                receiver.register_worker_transport(None)
                 self._receivers[model_id] = receiver
             return self._receivers[model_id]

@@ -19,11 +19,12 @@ class RPCTransport(TransportFacade):
     """Sends weights to one remote collector by RPC, or, given none, receives them in the collector's process.
 
     Args:
-        collector_info: the worker, as its `WorkerInfo`, name or rank.
+        collector_info: the worker, as its `WorkerInfo`, name or rank. Alone: a process with a receiver of ours.
         collector_rref: a reference to its collector.
         collector_class: the collector's class, whose ``update_policy_weights_`` is called with ``(rref, weights)``
             unless a receiver of ours listens in that process.
-        worker_rank: the worker's rank, which stands for ``collector_info`` if that is not given.
+        worker_rank: the worker's rank. It addresses nobody: if given, `receive_weights` has the second generation's
+            results.
         timeout: seconds that `send_weights` and `wait_ack` wait.
         strategy: how modules are extracted, and the format of weights handed out.
     """
@@ -42,8 +43,7 @@ class RPCTransport(TransportFacade):
     ) -> None:
         form = Form.A if worker_rank is None else Form.B
         super().__init__(form=form, timeout=timeout, strategy=strategy)
-        worker = collector_info if collector_info is not None or collector_rref is not None else worker_rank
-        self._collector = Collector(worker, collector_rref, collector_class)
+        self._collector = Collector(collector_info, collector_rref, collector_class)
 
     def _begin(self) -> None:
         super()._begin()
@@ -70,6 +70,14 @@ class RPCTransport(TransportFacade):
         if self._sends:
             return None
         return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing is left to do: a link is laid with the first send."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> None:
+        """Nothing is left to do: the first weights come with a call."""
 
     @property
     def _sends(self) -> bool:

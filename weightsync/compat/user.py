@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from weightsync._tables import RefusalKind
-from weightsync.compat.base import TransportBackend
+from weightsync.compat.base import BareTransport
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.layout import Layout
@@ -25,7 +25,7 @@ from weightsync.transports.memory import Buffer
 _Job = Callable[[], None]
 
 
-def user_link(transport: TransportBackend, peer: str) -> BlockingLink:
+def user_link(transport: BareTransport, peer: str) -> BlockingLink:
     """A link over a user's own transport.
 
     Raises:
@@ -46,7 +46,7 @@ class UserCourier:
         peer: who is at its other end, for messages to people.
     """
 
-    def __init__(self, transport: TransportBackend, peer: str) -> None:
+    def __init__(self, transport: BareTransport, peer: str) -> None:
         self._transport = transport
         self._peer = peer
         self._evidence = declared_evidence(transport)
@@ -91,7 +91,8 @@ class UserCourier:
         """Runs in the link's thread."""
         stopwatch = Stopwatch()
         try:
-            if not self._transport.check_connection():
+            check = optional(self._transport, "check_connection")
+            if check is not MISSING and not check():
                 raise TransportError(f"The transport to {self._peer} says that it is not connected.")
             weights = present_as(update.form, layout, view, update.extras)
             self._send(update.model_id, weights)
@@ -141,7 +142,7 @@ def declared_evidence(transport: object) -> Evidence:
     return Evidence(declared)
 
 
-def sending_call(transport: TransportBackend) -> Callable[[str, Any], Any]:
+def sending_call(transport: BareTransport) -> Callable[[str, Any], Any]:
     """The transport's ``send_weights`` as a function of model id and weights, whichever generation's it is."""
     parameters = inspect.signature(transport.send_weights).parameters.values()
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import nn
 
 from weightsync.driving.packing import Packer
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import Verify
 from weightsync.strategy import WeightStrategy
 from weightsync.target import Mode
@@ -41,9 +42,17 @@ class FacadeWiring:
     apply_mode = Mode.COPY
 
     def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str, verify: Verify = Verify.DIGEST) -> None:
-        self._layer = layer
+        # Weakly: with a transport that is let go of, all behind it goes at once, and not when cycles are looked for.
+        self._facade = weakref.ref(layer)
         self._verify = verify
         self.strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
+
+    @property
+    def _layer(self) -> LinkLayer:
+        layer = self._facade()
+        if layer is None:
+            raise StateError("transport", "gone", "a link", ["keep the transport while its links are used"])
+        return layer
 
     @property
     def packer(self) -> Packer:

@@ -8,7 +8,10 @@ import importlib
 import multiprocessing
 import shutil
 import tempfile
+import threading
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -46,8 +49,12 @@ class Ground(Protocol):
     def seat(self, index: int) -> Seat:
         """Make a worker's place."""
 
-    def arguments(self) -> dict[str, Any]:
-        """What `init_on_sender` is to be given, now that all workers are started."""
+    def arguments(self, gathered: Callable[[], None]) -> dict[str, Any]:
+        """What `init_on_sender` is to be given, now that all workers are started.
+
+        Args:
+            gathered: returns once each of them is about to take its seat, or raises.
+        """
 
     def close(self) -> None:
         """Let go of it all; the workers have ended."""
@@ -79,13 +86,13 @@ class Pipes:
     def __init__(self) -> None:
         self._ours: list[Connection] = []
 
-    def seat(self, index: int) -> Seat:  # noqa: ARG002 - others number their seats
+    def seat(self, index: int) -> Seat:
         """Lay a pipe."""
         ours, theirs = multiprocessing.Pipe()
         self._ours.append(ours)
         return PipeSeat(theirs)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, gathered: Callable[[], None]) -> dict[str, Any]:
         """Our ends."""
         return {"pipes": self._ours}
 
@@ -130,7 +137,7 @@ class Stores:
         """Worker i is rank i + 1."""
         return StoreSeat(self._store.port, index + 1)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, gathered: Callable[[], None]) -> dict[str, Any]:
         """The store, and how many there are."""
         return {"store": self._store, "num_workers": self._workers}
 
@@ -177,9 +184,19 @@ class RpcWorld:
 
     Args:
         workers: how many.
+
+    Raises:
+        ConfigurationError: this process was in such a world before. torch numbers the worlds of a process, and new
+            processes would wait for each other in the first.
     """
 
+    _joined = threading.Event()
+
     def __init__(self, workers: int) -> None:
+        if self._joined.is_set():
+            raise ConfigurationError(
+                "--scheme rpc runs once a process: a world of torch's RPC cannot be left for another with new workers."
+            )
         self._world = workers + 1
         self._folder = tempfile.mkdtemp(prefix="weightsync-demo-")
 
@@ -191,16 +208,16 @@ class RpcWorld:
         """Worker i is rank i + 1."""
         return RpcSeat(self._meeting, index + 1, self._world)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, gathered: Callable[[], None]) -> dict[str, Any]:
         """The workers' names, once all have joined.
 
         Raises:
             TransportError: they have not.
         """
-        try:
-            _join(self._meeting, 0, self._world)
-        except RuntimeError as error:
-            raise TransportError(f"the workers did not all join the world of RPC: {error}") from error
+        # torch would wait half an hour for one that never comes.
+        gathered()
+        self._joined.set()
+        _join(self._meeting, 0, self._world)
         return {"collector_infos": [_name(rank) for rank in range(1, self._world)]}
 
     def close(self) -> None:
@@ -214,12 +231,31 @@ def _name(rank: int) -> str:
 
 
 def _join(meeting: str, rank: int, world: int) -> None:
+    """Join a world, in a thread of its own: torch cannot be interrupted there, and gives up after half an hour.
+
+    Raises:
+        TransportError: it failed, or took too long.
+    """
+    end: Future[None] = Future()
+    threading.Thread(target=_join_now, args=(meeting, rank, world, end), name="join", daemon=True).start()
+    try:
+        end.result(START_TIMEOUT)
+    except (RuntimeError, TimeoutError) as error:
+        raise TransportError(f"{_name(rank)} could not join the others' world of RPC: {error!r}") from error
+
+
+def _join_now(meeting: str, rank: int, world: int, end: Future[None]) -> None:
     rpc: Any = importlib.import_module("torch.distributed.rpc")
     options = rpc.TensorPipeRpcBackendOptions(init_method=meeting, rpc_timeout=START_TIMEOUT)
-    with warnings.catch_warnings():
-        # Of torch's own making: it is how init_rpc meets the others.
-        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
-        rpc.init_rpc(_name(rank), rank=rank, world_size=world, rpc_backend_options=options)
+    try:
+        with warnings.catch_warnings():
+            # Of torch's own making: it is how init_rpc meets the others.
+            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+            rpc.init_rpc(_name(rank), rank=rank, world_size=world, rpc_backend_options=options)
+    except RuntimeError as error:
+        end.set_exception(error)
+    else:
+        end.set_result(None)
 
 
 def _leave() -> None:

@@ -16,9 +16,10 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self
 
+from weightsync import TransportError
 from weightsync.demo.fleet import GRACE, Body, Gone, Inbox, Listener
 from weightsync.demo.grounds import Seat, ground_for
-from weightsync.demo.settings import Settings
+from weightsync.demo.settings import START_TIMEOUT, Settings
 from weightsync.demo.wire import FromWorker, Stop, ToWorker
 
 #: What the workers need: imported once, by the process that they are forked from.
@@ -53,6 +54,9 @@ class ProcessFleet:
         self._heard = heard
         #: How many workers there are.
         self.size = settings.workers
+        self._news = threading.Condition()
+        self._there: set[int] = set()
+        self._gone: set[int] = set()
         self._ground = ground_for(settings.scheme, settings.workers)
         self._channels: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -82,9 +86,16 @@ class ProcessFleet:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message: FromWorker = channel.recv()
+                self._note(self._there, index)
                 self._heard(index, message)
                 self.inbox.put((index, message))
+        self._note(self._gone, index)
         self.inbox.put((index, Gone()))
+
+    def _note(self, where: set[int], index: int) -> None:
+        with self._news:
+            where.add(index)
+            self._news.notify_all()
 
     @property
     def pids(self) -> list[int | None]:
@@ -93,7 +104,21 @@ class ProcessFleet:
 
     def arguments(self) -> dict[str, Any]:
         """What `init_on_sender` is to be given to reach them."""
-        return self._ground.arguments()
+        return self._ground.arguments(self._gathered)
+
+    def _gathered(self) -> None:
+        """Wait until every worker has said something.
+
+        Raises:
+            TransportError: one has ended before, or has said nothing in time.
+        """
+        with self._news:
+            self._news.wait_for(lambda: len(self._there) == self.size or self._gone, START_TIMEOUT)
+            silent = sorted(set(range(self.size)) - self._there)
+        if self._gone:
+            raise TransportError(f"workers {sorted(self._gone)} have ended before the others had started.")
+        if silent:
+            raise TransportError(f"workers {silent} have not started within {START_TIMEOUT:g} s.")
 
     def tell(self, index: int, message: ToWorker) -> None:
         """Send a worker a command; one that is gone does not get it."""

@@ -103,6 +103,7 @@ class _Worker:
     def __init__(self, index: int, settings: Settings, seat: Seat, channel: Connection) -> None:
         self._channel = channel
         self._rollout = Rollout(index, settings)
+        self._tell(Status("joining", None))
         self._receiver = seat.take(settings.scheme.build(), self._rollout.policy)
         self._credit = 0
         self._going = True

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch.nn
 
 from weightsync.blank import fill_in
-from weightsync.compat.base import TransportBackend
+from weightsync.compat.base import BareTransport
 from weightsync.compat.facade import TransportFacade
 from weightsync.compat.none import NoTransport
 from weightsync.compat.user import user_link
@@ -234,10 +234,10 @@ class WeightSyncScheme(Rendezvous, abc.ABC):
             )
         return user_link(users, peer)
 
-    def _users_transport(self, endpoint: Any) -> TransportBackend | None:
+    def _users_transport(self, endpoint: Any) -> BareTransport | None:
         """The transport of the user's own by which an endpoint is reached; None: the scheme has links of its own."""
-        made = endpoint if isinstance(endpoint, TransportBackend) else self.create_transport(endpoint)
-        ours = isinstance(made, TransportFacade | NoTransport) or not isinstance(made, TransportBackend)
+        made = endpoint if isinstance(endpoint, BareTransport) else self.create_transport(endpoint)
+        ours = isinstance(made, TransportFacade | NoTransport) or not isinstance(made, BareTransport)
         return None if ours else made
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:

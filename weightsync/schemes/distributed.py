@@ -17,7 +17,7 @@ from weightsync.transports.base import Link
 from weightsync.transports.distributed import StoreEnd, listen, sender_link
 from weightsync.transports.distributed.c10d import Store, TCPStore
 from weightsync.transports.distributed.group import require_backend
-from weightsync.transports.distributed.store import base_of
+from weightsync.transports.distributed.store import base_of, keep_in_child
 
 #: Buckets of a payload that are on their way at once, with ``sync=False``.
 IN_FLIGHT: Final = 4
@@ -171,6 +171,12 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """Close whichever sides were initialised, and let go of the store if it was made here."""
         super().close()
         self._store = None
+
+    def forget(self) -> None:
+        """Become a copy: called in a forked child."""
+        keep_in_child(self._store, self._given)
+        self._store = None
+        super().forget()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_store": None}

@@ -9,7 +9,7 @@ from typing import Any
 
 from weightsync._tables import State
 from weightsync.background import Background, HandOn
-from weightsync.cascade import hand_on, has_workers
+from weightsync.cascade import handing_on
 from weightsync.errors import AckTimeoutError, ConfigurationError, WeightSyncError
 from weightsync.options import OnFailure, option
 from weightsync.receiver import WeightReceiver
@@ -131,10 +131,11 @@ class Rendezvous(Sides):
 
     def _handing_on(self) -> HandOn | None:
         """How a version is handed on to workers of our own; None: we have none."""
-        receiver, context = self.get_receiver(), self.context
-        if not has_workers(context, receiver.model_id):
+        receiver = self.get_receiver()
+        hand_on = handing_on(self.context, receiver.model_id)
+        if hand_on is None:
             return None
-        return lambda: hand_on(context, receiver.model_id, receiver.version, lambda: self._extracted(receiver))
+        return lambda: hand_on(receiver.version, lambda: self._extracted(receiver))
 
     def _extracted(self, receiver: WeightReceiver) -> Any:
         return self._strategy.extract_weights(receiver.target().destination)

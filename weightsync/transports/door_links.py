@@ -219,6 +219,7 @@ class DoorLink:
             self._closed = True
             waiting = [self._open[number] for number in sorted(self._open)]
             self._open, self._early = {}, {}
+            self._arrived.clear()
         for call in waiting:
             if self._said_bye:
                 call.set_result([])

@@ -59,7 +59,12 @@ class Door:
         finally:
             with self._lock:
                 link = self._links[parcel.link]
+                unheard = link in self._unmet
+                if unheard:
+                    self._unmet.remove(link)
             link.hang_up()
+            if unheard:
+                link.close()
 
     def knows(self, link: str) -> bool:
         """Whether a call of that link has come before."""

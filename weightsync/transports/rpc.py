@@ -189,7 +189,9 @@ def plain(error: BaseException) -> str:
 
 def lost(peer: str, error: BaseException) -> TransportError:
     """A call ended without an answer."""
-    if is_initialised() and "pipe closed" not in str(error):
+    if raised_there(error):
+        reason = f"{peer} could not take a call of ours: is weightsync installed there? ({plain(error)})"
+    elif is_initialised() and "pipe closed" not in str(error):
         reason = f"RPC reaches {peer} no more ({plain(error)}). {NOBODY_NEW}"
     else:
         reason = f"RPC was shut down here while {peer} had not answered ({plain(error)}): it may have applied it"
@@ -294,5 +296,5 @@ def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[bool]:
 
 
 def raised_there(error: BaseException) -> bool:
-    """Whether it was raised by what was called, and not by RPC: torch then says where, in these words."""
-    return "On WorkerInfo(" in str(error)
+    """Whether it was raised by what was called, or by its being read there, and not by RPC: torch says where, so."""
+    return any(words in str(error) for words in ("On WorkerInfo(", "Error on Node "))

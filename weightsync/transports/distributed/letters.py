@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from weightsync.errors import ProtocolError
@@ -14,6 +16,32 @@ _LAST: Final = b"L"
 _MORE: Final = b"M"
 _CLOSED: Final = b"C"
 _END: Final = "E"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One end of a link."""
+
+    #: In the process group.
+    rank: int
+    writes: str
+    reads: str
+    peer: str
+    #: Called by the writing thread first of all, and last of all.
+    begin: Callable[[Client], None]
+    leave: Callable[[Client], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message to be written."""
+
+    frame: bytes
+    payload: memoryview | None
+    #: TorchRL's key and word for it.
+    hint: tuple[str, str] | None
+    #: Called once nobody reads the payload any more.
+    done: Callable[[], None]
 
 
 class Outbox:

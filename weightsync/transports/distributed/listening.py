@@ -10,8 +10,10 @@ from weightsync.errors import TransportError
 from weightsync.messages import Message
 from weightsync.transports.base import Link, Received, Waker
 from weightsync.transports.distributed import pulse
-from weightsync.transports.distributed.link import base_key, taken, worker_link
-from weightsync.transports.distributed.store import Client, StoreEnd
+from weightsync.transports.distributed.announcing import base_key, taken, worker_link
+from weightsync.transports.distributed.store import Client, StoreEnd, keep_in_child
+from weightsync.transports.distributed.threads import start
+from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.memory import Buffer
 
 _NOBODY = "nobody"
@@ -29,8 +31,14 @@ class _Listener:
         #: Wakes the thread from what blocks on the other one.
         self._bell: Client | None = None
         self._next = 0
-        self._heart = pulse.join(meeting.store, self._lose)
-        threading.Thread(target=self._listen, name="weightsync-listen", daemon=True).start()
+        self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose))
+        forget_after_fork(self)
+        start(self, self._listen)
+
+    def forget(self) -> None:
+        """In a forked child: listen no longer. The thread is the parent's."""
+        self._over.set()
+        keep_in_child(self._client, self._bell, self._heart, self._meeting)
 
     def _listen(self) -> None:
         try:
@@ -50,14 +58,18 @@ class _Listener:
                     client.close()
 
     def _lose(self, _: str) -> None:
+        self.cut()
+
+    def cut(self) -> None:
+        """Have the thread end now."""
         if self._client is not None:
             self._client.cut()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Take no further link. The thread ends soon."""
         if not self._over.is_set():
             self._over.set()
-            threading.Thread(target=self._wake, name="weightsync-listen-end", daemon=True).start()
+            start(self, self._wake)
 
     def _wake(self) -> None:
         """Put a link of nobody's where the thread waits; one that has just been announced there wakes it as well."""
@@ -66,7 +78,7 @@ class _Listener:
             if self._bell is not None:
                 self._bell.claim(f"{self._base}/door/{self._next}", _NOBODY)
         except TransportError:
-            self._lose("")
+            self.cut()
 
 
 class LostLink:
@@ -114,4 +126,4 @@ def listen(meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> 
     Returns:
         What ends it.
     """
-    return _Listener(meeting, model_id, accept).stop
+    return _Listener(meeting, model_id, accept).close

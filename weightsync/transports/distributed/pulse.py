@@ -11,6 +11,7 @@ from typing import Final
 from weightsync.errors import TransportError
 from weightsync.transports.distributed.c10d import Store, TCPStore
 from weightsync.transports.distributed.store import Client, base_of
+from weightsync.transports.distributed.threads import start
 from weightsync.transports.fork import forget_after_fork
 
 #: Seconds between two beats.
@@ -18,9 +19,18 @@ PERIOD: Final = 0.5
 #: A process that was not heard for that many rounds is dead; within 5 s, with the time that a round takes.
 ROUNDS: Final = 8
 #: Seconds without a whole round after which the store is; asked twice, since this process itself may have stood still.
-_SILENCE: Final = 2.0
+#: A store's one thread asks the DNS for a name of whoever connects: a lost answer makes it stand still for 5 s.
+_SILENCE: Final = 3.5
 
-Told = Callable[[str], None]
+
+@dataclass(frozen=True)
+class Told:
+    """Whom to call, from another thread, with the reason."""
+
+    #: Who is followed is not heard any more.
+    silence: Callable[[str], None]
+    #: The store is gone, or silent: what is asked of it may never be answered.
+    store_lost: Callable[[str], None]
 
 
 @dataclass
@@ -52,8 +62,7 @@ class Pulse:
 
     def start(self) -> None:
         """Begin to beat."""
-        for body in (self._beat, self._judge):
-            threading.Thread(target=body, name="weightsync-pulse", daemon=True).start()
+        start(self, self._beat, self._judge)
 
     def add(self, told: Told) -> int:
         """Have somebody told when the store is lost; a token for the other methods."""
@@ -74,10 +83,15 @@ class Pulse:
             self._members.pop(token, None)
             return not self._members
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Beat no longer."""
         self._over.set()
         self._rounds.release()
+
+    def cut(self) -> None:
+        """Have the beating thread end now."""
+        if self._client is not None:
+            self._client.cut()
 
     def _beat(self) -> None:
         try:
@@ -105,7 +119,7 @@ class Pulse:
             member.missed = 0 if beat != member.beat else member.missed + 1
             member.beat = beat
             if member.missed == ROUNDS:
-                member.told(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
+                member.told.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
 
     def _judge(self) -> None:
         self._dialled.wait()
@@ -123,7 +137,7 @@ class Pulse:
         with self._lock:
             told = [member.told for member in self._members.values()]
         for tell in told:
-            tell(reason)
+            tell.store_lost(reason)
         if self._client is not None:
             self._client.cut()
 
@@ -156,7 +170,7 @@ class _Pulses:
         with self._lock:
             if heart.pulse.drop(heart.token):
                 self._remove(heart.pulse)
-                heart.pulse.end()
+                heart.pulse.close()
 
     def forget_one(self, pulse: Pulse) -> None:
         with self._lock:
@@ -195,6 +209,6 @@ def join(store: Store, told: Told) -> Heart:
 
     Args:
         store: the user's; prefixes do not matter.
-        told: called, from another thread, with the reason when the store, or who is followed, is lost.
+        told: what to call when the store, or who is followed, is lost.
     """
     return _pulses.join(base_of(store), told)

@@ -21,6 +21,15 @@ DIAL: Final = timedelta(seconds=15)
 FOR_EVER: Final = timedelta(days=365)
 
 
+#: In a forked child: never freed, since torch would wait for threads that are not there.
+_inherited: list[object] = []
+
+
+def keep_in_child(*parents: object) -> None:
+    """In a forked child: never free what is the parent's and torch would take apart."""
+    _inherited.append(parents)
+
+
 class _Dialling:
     """Connections are made one at a time, so that a new socket is known to be ours."""
 

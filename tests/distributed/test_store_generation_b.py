@@ -1,0 +1,100 @@
+"""Generation B over a store: one object, `connect`, `send`, a receiver in the background."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, Crew, Seat, filled, large
+from torch import nn
+
+from weightsync import ConfigurationError, DistributedWeightSyncScheme, WeightSyncScheme
+
+
+class Holder:
+    """A context: a collector that has a policy."""
+
+    def __init__(self, policy: nn.Module, **attributes: Any) -> None:
+        self.policy = policy
+        self.__dict__.update(attributes)
+
+
+def attend(seat: Seat, rank: int) -> None:
+    """The worker's half of `connect`, with the scheme that came along."""
+    seat.kept["context"] = Holder(large())
+    seat.scheme.init_on_receiver(model_id="policy", context=seat.kept["context"], worker_idx=rank)
+    seat.scheme.connect(timeout=PATIENCE)
+
+
+def value_of(seat: Seat, wanted: float) -> float:
+    """The first weight, once it is what is wanted or time is up: nobody calls `receive` here."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until and seat.kept["context"].policy[0].weight[0, 0].item() != wanted:
+        time.sleep(0.01)
+    value: float = seat.kept["context"].policy[0].weight[0, 0].item()
+    return value
+
+
+def leave(seat: Seat) -> None:
+    seat.scheme.shutdown()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_scheme_that_travelled_meets_the_trainer_at_its_store(crew: Crew, sync: bool) -> None:
+    policy = large(1.0)
+    scheme = DistributedWeightSyncScheme(sync=sync)
+    context = Holder(policy, num_workers=2)
+    scheme.init_on_sender(model_id="policy", context=context)
+    workers = crew.start(scheme, 2)
+    for index, worker in enumerate(workers):
+        worker.tell(attend, index + 1)
+    scheme.connect(timeout=PATIENCE)
+    for worker in workers:
+        worker.answer()
+        assert 1.0 == worker.do(value_of, 1.0)
+
+    filled(policy, 2.0)
+    scheme.send(timeout=PATIENCE)
+    for worker in workers:
+        assert 2.0 == worker.do(value_of, 2.0)
+        worker.do(leave)
+    scheme.shutdown()
+
+
+def test_store_info_reaches_a_worker_that_got_no_scheme() -> None:
+    model = large()
+    scheme, own = DistributedWeightSyncScheme(), DistributedWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", num_workers=1, model=large(3.0))
+    own.init_on_receiver(model_id="policy", store_info=scheme.get_store_info(), worker_idx=1, model=model)
+    scheme.get_sender().send_async()
+    own.connect(timeout=PATIENCE)
+    assert scheme.get_sender().wait_async(timeout=PATIENCE).ok
+
+    assert torch.equal(torch.full_like(model[0].weight, 3.0), model[0].weight)
+    own.shutdown()
+    scheme.shutdown()
+
+
+def test_worker_idx_is_the_rank_as_in_torchrl_and_0_is_the_trainers(store: Any) -> None:
+    with pytest.raises(ConfigurationError, match="worker_idx= means the same"):
+        DistributedWeightSyncScheme().init_on_receiver(model_id="policy", store=store, worker_idx=0, model=large())
+
+
+def test_a_collectors_port_plus_two_is_the_stores() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = Holder(large(), num_workers=1, tcp_port=str(port - 2))
+    with DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model_id="policy", context=context)
+
+        assert port == scheme.get_store_info()["port"]
+
+
+def test_from_backend_gives_the_scheme() -> None:
+    scheme = WeightSyncScheme.from_backend("distributed", sync=False, timeout=60.0)
+
+    assert isinstance(scheme, DistributedWeightSyncScheme)
+    assert ("gloo", False, 60.0) == (scheme.backend, scheme.sync, scheme.timeout)

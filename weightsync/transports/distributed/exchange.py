@@ -1,0 +1,284 @@
+"""The two threads of a `StoreLink`: one writes, one reads, and both may block."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from typing import Final
+
+from weightsync import wire
+from weightsync.errors import ProtocolError, TransportError
+from weightsync.messages import Update
+from weightsync.transports.base import Received, Waker
+from weightsync.transports.distributed import pulse
+from weightsync.transports.distributed.group import Group
+from weightsync.transports.distributed.landing import Landings
+from weightsync.transports.distributed.letters import Ended, Inbox, Letter, Outbox, Shut, Side, end
+from weightsync.transports.distributed.store import Client, StoreEnd, keep_in_child
+from weightsync.transports.distributed.threads import start
+
+#: Payloads up to this size travel through the store, behind their message.
+INLINE_NBYTES: Final = 64 * 1024
+
+
+class Exchange:
+    """Letters out, letters in. Its methods never block; its threads end soon after `close`, or when it fails.
+
+    Args:
+        meeting: the store, and the worker's rank.
+        name: of the link, the same at both ends and used for no other.
+        side: which end this is.
+        waker: fired when something has arrived, or it has failed.
+
+    Raises:
+        ConfigurationError: the backend is not to be had here.
+    """
+
+    def __init__(self, meeting: StoreEnd, name: str, side: Side, waker: Waker) -> None:
+        self._meeting = meeting
+        self._side = side
+        self._key = f"weightsync/link/{name}"
+        self._waker = waker
+        self._condition = threading.Condition()
+        self._queue: deque[Letter] = deque()
+        self._arrived: deque[Received] = deque()
+        self._landings = Landings()
+        self._met = threading.Event()
+        self._failed: TransportError | ProtocolError | None = None
+        #: Why the reading thread is to end behind what has been written to it; empty: it is not.
+        self._ending = ""
+        self._closed = False
+        self._group = Group(meeting.backend, side.rank, self._key)
+        self._writer: Client | None = None
+        self._reader: Client | None = None
+        self._inbox: Inbox | None = None
+        self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose_store))
+        start(self, self._write, self._read)
+
+    # ----------------------------------------------------------------------------- called by other threads
+
+    @property
+    def failed(self) -> TransportError | ProtocolError | None:
+        """Why nothing more will come, or leave."""
+        return self._failed
+
+    @property
+    def ending(self) -> bool:
+        """Whether it is known that nothing more will be written to us."""
+        return bool(self._ending)
+
+    def post(self, letter: Letter) -> None:
+        """Have a letter written."""
+        with self._condition:
+            if self._failed is not None:
+                letter.done()
+                return
+            self._queue.append(letter)
+            self._condition.notify_all()
+
+    def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
+        """What has arrived, and what comes behind it if that is a failure."""
+        with self._condition:
+            arrived = list(self._arrived)
+            self._arrived.clear()
+            return arrived, self._failed
+
+    def end_reading(self, reason: str) -> None:
+        """Nothing reaches the peer any more: deliver what it wrote before, then fail."""
+        with self._condition:
+            self._ending = self._ending or reason
+            self._drop_payloads()
+            self._condition.notify_all()
+        self._met.set()
+        self._group.abort()
+
+    def close(self) -> None:
+        """Let what is queued leave, but no payload, and end."""
+        with self._condition:
+            self._closed = True
+            self._drop_payloads()
+            self._condition.notify_all()
+        self._release()
+
+    def forget(self) -> None:
+        """In a forked child: be nothing. The threads are the parent's, and so is what torch would take apart here."""
+        self._condition = threading.Condition()
+        keep_in_child(self._group, self._writer, self._reader, self._heart, self._meeting)
+
+    # --------------------------------------------------------------------------------- the writing thread
+
+    def _write(self) -> None:
+        try:
+            client = self._writer = Client(self._meeting.store)
+        except TransportError as error:
+            self._fail(error)
+            self.cut()
+            return
+        try:
+            outbox = Outbox(client, f"{self._key}/{self._side.writes}")
+            self._side.begin(client)
+            outbox.put(pulse.process_name().encode())
+            while (letter := self._next(client)) is not None:
+                self._post(letter, client, outbox)
+        except TransportError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - a thread that ends must say so
+            self._fail(_unforeseen(error))
+        finally:
+            self._finish(client, outbox)
+
+    def _next(self, client: Client) -> Letter | None:
+        """What to write next; None: nothing more."""
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._queue or self._closed or self._failed or self._ending)
+                if self._queue and self._failed is None:
+                    return self._queue.popleft()
+                if self._closed or self._failed is not None:
+                    return None
+            # The peer is dead: what it wrote before is read to its end.
+            self._end_inbox(client)
+            with self._condition:
+                self._condition.wait_for(lambda: self._closed or self._failed)
+
+    def _post(self, letter: Letter, client: Client, outbox: Outbox) -> None:
+        try:
+            if letter.hint is not None:
+                client.set(letter.hint[0], letter.hint[1].encode())
+            if letter.payload is None or len(letter.payload) <= INLINE_NBYTES:
+                outbox.put(letter.frame if letter.payload is None else letter.frame + letter.payload)
+                return
+            outbox.put(letter.frame)
+            self._met.wait()
+            self._transfer(letter.payload, client)
+        finally:
+            letter.done()
+
+    def _transfer(self, payload: memoryview, client: Client) -> None:
+        try:
+            self._group.send(client, payload, self._meeting.in_flight)
+        except TransportError as error:
+            self.end_reading(str(error))
+
+    def _finish(self, client: Client, outbox: Outbox) -> None:
+        """Say that nothing more comes, and have the reading thread end."""
+        try:
+            outbox.shut()
+            self._side.leave(client)
+            self._end_inbox(client)
+        except TransportError:
+            self.cut()
+        finally:
+            client.close()
+
+    def _end_inbox(self, client: Client) -> None:
+        with self._condition:
+            if self._inbox is not None and self._reader is None:
+                return
+            number = 0 if self._inbox is None else self._inbox.number
+        end(client, f"{self._key}/{self._side.reads}", number)
+
+    def cut(self) -> None:
+        """Make the store fail under both threads."""
+        with self._condition:
+            clients = self._reader, self._writer
+        for client in clients:
+            if client is not None:
+                client.cut()
+
+    # --------------------------------------------------------------------------------- the reading thread
+
+    def _read(self) -> None:
+        if self._closed:
+            return
+        try:
+            client = Client(self._meeting.store)
+        except TransportError as error:
+            self._fail(error)
+            return
+        try:
+            with self._condition:
+                if self._failed is not None:
+                    return
+                self._reader = client
+                self._inbox = Inbox(client, f"{self._key}/{self._side.reads}")
+            self._take_in(self._inbox, client)
+        except Shut:
+            self._fail(TransportError(f"{self._side.peer} has closed this link."))
+        except Ended:
+            self._fail(TransportError(f"{self._side.peer} has ended: {self._ending or 'the link was closed'}."))
+        except (TransportError, ProtocolError) as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - a thread that ends must say so
+            self._fail(_unforeseen(error))
+        finally:
+            with self._condition:
+                self._reader = None
+            if self._inbox is not None:
+                with contextlib.suppress(TransportError):
+                    self._inbox.forget()
+            client.close()
+            self._group.close()
+
+    def _take_in(self, inbox: Inbox, client: Client) -> None:
+        self._heart.follow(inbox.take().decode("ascii", "replace"))
+        self._met.set()
+        while True:
+            inbox.forget()
+            received = self._opened(memoryview(bytearray(inbox.take())), client)
+            with self._condition:
+                self._arrived.append(received)
+            # Not kept until the next one comes: its payload's memory may be wanted for that.
+            del received
+            self._waker.fire()
+
+    def _opened(self, letter: memoryview, client: Client) -> Received:
+        """A message, whole, with its payload in memory of ours."""
+        control = wire.peek(letter).control_nbytes
+        message, inline = wire.decode(letter[:control]), letter[control:]
+        nbytes = message.nbytes if isinstance(message, Update) else 0
+        if len(inline) != (nbytes if nbytes <= INLINE_NBYTES else 0):
+            raise wire.malformed(f"{nbytes} bytes were announced, and {len(inline)} came", letter)
+        if nbytes <= INLINE_NBYTES:
+            return Received(message, inline if nbytes else None)
+        landing = self._landings.find(nbytes)
+        self._group.receive(client, landing, self._meeting.in_flight)
+        return Received(message, landing)
+
+    # ------------------------------------------------------------------------------------------- the end
+
+    def _lose(self, reason: str) -> None:
+        """Called by the pulse: the peer, or the store, is silent."""
+        self._fail(TransportError(f"{self._side.peer} is lost: {reason}."))
+
+    def _lose_store(self, reason: str) -> None:
+        self._fail(TransportError(f"{self._side.peer} is lost with the store: {reason}."))
+        self.cut()
+
+    def _fail(self, error: TransportError | ProtocolError) -> None:
+        with self._condition:
+            if self._failed is None:
+                self._failed = error
+            self._drop_payloads()
+            self._queue.clear()
+            self._condition.notify_all()
+        self._release()
+        self._waker.fire()
+
+    def _drop_payloads(self) -> None:
+        """With the lock held: what is queued and has a payload will not leave."""
+        for letter in self._queue:
+            letter.done()
+        self._queue = deque(letter for letter in self._queue if letter.payload is None)
+
+    def _release(self) -> None:
+        self._heart.leave()
+        self._met.set()
+        self._group.abort()
+
+
+def _unforeseen(error: Exception) -> TransportError:
+    failed = TransportError(f"A link's thread failed: {error!r}")
+    failed.__cause__ = error
+    return failed
