@@ -11,25 +11,16 @@ from fleet import Crew
 from world_adapters import distributed_conforms, everything_arrives, rpc_conforms
 
 from weightsync.testing import SCENARIOS
-from weightsync.testing.link_scenarios import LINK_SCENARIOS
 
 #: Seconds; reached only by a failure.
 PATIENCE = float(os.environ.get("WEIGHTSYNC_KIT_PATIENCE", "20"))
 THREADS = "a thread writes: flush() does not wait for it, and close() gives up what payloads it has not written"
 STORE = {
     "the sender's last words": THREADS,
+    "walk 3": THREADS,
     "several models": ONE_MODEL,
     "a cut": NO_CABLE,
     "a cut with an update outstanding": NO_CABLE,
-}
-
-
-#: Each of these lays one or two links. Every connection costs the store's one thread a question to the DNS, where that
-#: does not answer a second: with the dozens of links of the others it is silent for so long that all count as lost.
-PLAYED = {
-    *STORE,
-    *(name for name in SCENARIOS if name in {scenario.name for scenario in LINK_SCENARIOS}),
-    *("the first update with the handshake", "refusal", "duplicate", "stale", "newer overtakes", "deadline"),
 }
 
 
@@ -45,9 +36,9 @@ def test_rpc_conforms(crew: Crew, tmp_path: Path) -> None:
 @pytest.mark.gloo
 def test_distributed_conforms(crew: Crew) -> None:
     (worker,) = crew.start(None)
-    found = worker.do(distributed_conforms, PLAYED, STORE, PATIENCE)
+    found = worker.do(distributed_conforms, STORE, PATIENCE)
 
-    assert {*found.passed, *found.unreachable} == PLAYED
+    assert {*found.passed, *found.unreachable} == set(SCENARIOS)
     worker.kill()
 
 

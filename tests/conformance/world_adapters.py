@@ -6,7 +6,7 @@ import itertools
 import logging
 import uuid
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -36,12 +36,10 @@ def store_factory(sync: bool) -> Callable[[str], Ends]:
     return lay
 
 
-def distributed_conforms(
-    _seat: Any, only: Collection[str], unreachable: Mapping[str, str], patience: float
-) -> Conformance:
+def distributed_conforms(_seat: Any, unreachable: Mapping[str, str], patience: float) -> Conformance:
     """Check torch.distributed, in a process of its own."""
     logging.getLogger("weightsync").setLevel("CRITICAL")
-    return check_transport(store_factory(sync=True), unreachable=unreachable, patience=patience, only=only)
+    return check_transport(store_factory(sync=True), unreachable=unreachable, patience=patience)
 
 
 def rpc_conforms(_seat: Any, folder: str, unreachable: Mapping[str, str], patience: float) -> Conformance:

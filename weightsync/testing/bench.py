@@ -11,6 +11,7 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.testing.comparing import Comparing, Receiver, Sender
 from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.stage import Stage
 from weightsync.testing.tap import Cable, End, Tap
 from weightsync.timing import new_incarnation
 from weightsync.transports.base import Link
@@ -265,3 +266,15 @@ class Bench(Comparing):
                 sender.driver.take(sending.Close())
         self.stage.watch.check()
         self.payloads.all_free(self.stage)
+
+
+def bench_of(stage: Stage, workers: int = 1) -> Bench:
+    """A sender and its workers, their handshakes made."""
+    bench = Bench(stage)
+    for worker in range(workers):
+        bench.join(worker)
+    bench.connect()
+    for worker in range(workers):
+        bench.take_in(worker)
+    bench.hear()
+    return bench

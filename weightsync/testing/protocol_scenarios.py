@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from weightsync.testing.bench import Bench
+from weightsync.testing.bench import Bench, bench_of
 from weightsync.testing.script import Ability, Scenario
 from weightsync.testing.stage import Stage
 from weightsync.timing import new_incarnation
-
-
-def bench_of(stage: Stage, workers: int = 1) -> Bench:
-    """A sender and its workers, their handshakes made."""
-    bench = Bench(stage)
-    for worker in range(workers):
-        bench.join(worker)
-    bench.connect()
-    for worker in range(workers):
-        bench.take_in(worker)
-    bench.hear()
-    return bench
 
 
 def handshake(stage: Stage) -> None:

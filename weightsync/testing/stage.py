@@ -116,6 +116,8 @@ class Stage:
         """What must still come out at that end. A goodbye may be lost with its link."""
         if cable.cut or end in cable.closed or end in cable.told:
             return []
+        if cable.closed and not cable.met:
+            return []
         flying = [each.message for each in cable.flying[end]]
         return [message for message in flying if not isinstance(message, Bye)] if cable.closed else flying
 

@@ -122,6 +122,7 @@ class Cable:
     #: Ends that were given up, and whether the connection was cut.
     closed: set[End] = field(default_factory=set)
     cut: bool = False
+    met: bool = False  # whether the receiver's end is there
     #: Ends at which reading has told that the link is dead.
     told: set[End] = field(default_factory=set)
     #: Whether a message that comes too early is judged at once, or when it is known what became of the others.
@@ -211,6 +212,7 @@ class Tap:
     def __init__(self, link: Link, cable: Cable, end: End) -> None:
         self.link = link
         self.cable = cable
+        cable.met = cable.met or end is End.RECEIVER
         self.end = end
         self.delivery = link.delivery
         #: What was tried to be sent, as (kind, incarnation, version).
