@@ -408,7 +408,8 @@ def test_check_connection_is_false_where_nothing_was_initialised() -> None:
 
 
 def test_rpc_transport_receives_nothing() -> None:
-    assert RPCTransport().receive_weights(timeout=0.01) is None
+    with RPCTransport() as transport:
+        assert transport.receive_weights(timeout=0.01) is None
 
 
 def test_distributed_transport_setup_methods_do_nothing() -> None:

@@ -484,7 +484,7 @@ class Sender:
     def _hear_answer(self, worker: int, seat: Seat, message: Message) -> None:
         kind = "APPLIED" if message.kind == "Ack" else "REFUSED"
         if message.kind == "Refusal" and (message.version == 0 or message.fence > self.incarnation):
-            self._lose(worker, seat.wire, message.fence)
+            self._lose(worker, seat.wire, message.fence if message.fence > self.incarnation else 0)
             return
         owing = self.owed.get(worker) is seat.wire and message.version == self.outstanding
         catching_up = message.version == seat.catching and seat.catching != 0
@@ -527,6 +527,8 @@ class Receiver:
     open: list[Wire] = field(default_factory=list)
     #: Every link that it had has ended.
     ended: bool = False
+    #: A swap failed half way: whoever would serve the model is told so.
+    broken: bool = False
 
     # -------------------------------------------------------------------------------------------- calls
 
@@ -537,10 +539,15 @@ class Receiver:
         self.ended = False
 
     def receive(self, held: bool = False) -> bool:
-        """One look at the links. ``held``: the caller is inside `serving()`, so nothing may change."""
+        """One look at the links. ``held``: the caller is inside `serving()`, so nothing new becomes live."""
+        if held and self.broken:
+            raise Raised("WeightSyncError")
         self.pump()
         if self.state == "pending_async" and not held:
             return self._apply()
+        if self.state == "pending_async" and self.arrived is not None and not self.arrived.fits:
+            self._refuse()
+            return False
         if self.state == "closed" or (not self.open and not self.ended):
             raise Raised("StateError")
         if not self.open:
@@ -580,7 +587,7 @@ class Receiver:
             self._refuse()
             return False
         if self.mood == "breaks":
-            self.code, self.served = None, None
+            self.code, self.served, self.broken = None, None, True
             self.close()
             raise Raised("WeightSyncError")
         assert self.pending is not None

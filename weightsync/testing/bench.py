@@ -144,7 +144,7 @@ class Bench(Comparing):
     def _flush(self, cable: Cable) -> None:
         owners: list[Sender | Receiver] = [*self.senders, *self._all_receivers]
         for owner in owners:
-            for tap in owner.links.values():
+            for tap in list(owner.links.values()):  # one that is flushed in vain is closed
                 if tap.cable is cable and not tap.dead and not owner.gone:
                     self.stage.flush(tap)
 
