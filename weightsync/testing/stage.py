@@ -86,6 +86,7 @@ class Stage:
                 raise Breach(rule, f"{what}, not within {self.patience:g} seconds")
             act()
             self.watch.check()
+            _breathe()
 
     def until_arrived(self, tap: Tap, pump: Callable[[], None], flush: Callable[[Cable], None]) -> None:
         """Pump until all that was sent to this end has come out at it."""
@@ -104,6 +105,8 @@ class Stage:
             before = len(cable.arrived[end])
             readable = tap is None or self.readable(tap, min(deadline.remaining or 0.0, 0.05))
             pump()
+            if tap is None and self._expected(cable, end):
+                _breathe()
             if len(cable.arrived[end]) > before and not readable and deadline.passed:
                 raise Breach(Rule.WAKES, f"at {cable.name}, {end.value}, a message lay unread, and no waitable said so")
             if deadline.passed and self._expected(cable, end):
@@ -169,3 +172,8 @@ class Stage:
             Rule.UNPINNED,
             f"{len(held)} buffers {what}",
         )
+
+
+def _breathe() -> None:
+    """Let the transport's own threads run: one that looks without a pause leaves them little of the interpreter."""
+    select.poll().poll(1)
