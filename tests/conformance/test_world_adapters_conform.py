@@ -17,7 +17,7 @@ PATIENCE = float(os.environ.get("WEIGHTSYNC_KIT_PATIENCE", "20"))
 THREADS = "a thread writes: flush() does not wait for it, and close() gives up what payloads it has not written"
 STORE = {
     "the sender's last words": THREADS,
-    "walk 3": THREADS,
+    **{name: THREADS for name in SCENARIOS if name.startswith("walk ")},
     "several models": ONE_MODEL,
     "a cut": NO_CABLE,
     "a cut with an update outstanding": NO_CABLE,
