@@ -10,10 +10,9 @@ from typing import Protocol
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Message, Update
-from weightsync.transports.base import Received, Waker
-from weightsync.transports.fork import forget_after_fork
-from weightsync.transports.liveness import ProcessWatch, watching
+from weightsync.transports.base import Received
 from weightsync.transports.memory import Buffer
+from weightsync.transports.woken import WokenLink
 
 #: What a call gives once it is over: what the worker had to say by then. Fails with TransportError if the worker is
 #: gone, with ProtocolError if it answered nonsense; any other exception counts as the first.
@@ -36,7 +35,7 @@ class Courier(Protocol):
         """No further call will be begun; those on their way are not waited for."""
 
 
-class CallLink:
+class CallLink(WokenLink):
     """A link over the calls of a `Courier`. See `weightsync.transports.base.Link` for its contract.
 
     Args:
@@ -47,19 +46,10 @@ class CallLink:
     delivery = Delivery.ORDERED
 
     def __init__(self, courier: Courier, peer: str) -> None:
+        super().__init__(peer)
         self._courier = courier
-        self._peer = peer
         self._calls: list[Answers] = []
-        self._waker = Waker()
-        self._watch: ProcessWatch | None = None
         self._failed: TransportError | ProtocolError | None = None
-        self._closed = False
-        forget_after_fork(self)
-
-    @property
-    def peer(self) -> str:
-        """Who is at the other end, for messages to people."""
-        return self._peer
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Begin the call that carries a message: see `Link.send`."""
@@ -85,11 +75,6 @@ class CallLink:
             payload.unpin(token)
         self._waker.fire()
 
-    def flush(self) -> bool:
-        """Nothing is ever queued here."""
-        self._require_open()
-        return True
-
     def receive(self) -> list[Received]:
         """The answers of the calls that are over, in the order in which the calls were begun: see `Link.receive`.
 
@@ -98,10 +83,10 @@ class CallLink:
         self._require_open()
         self._waker.clear()
         # Asked before looking: what the peer said before its death is then certainly there.
-        dead = self._watch is not None and self._watch.dead
+        death = self._death()
         received = [Received(message) for call in self._over_now() for message in self._said(call)]
-        if self._failed is None and dead and self._watch is not None:
-            self._failed = TransportError(f"{self._peer} has ended: process {self._watch.pid} is dead.")
+        if self._failed is None and death:
+            self._failed = TransportError(f"{self._peer} has ended: {death}.")
         if self._failed is not None:
             if not received:
                 raise self._failed
@@ -129,28 +114,6 @@ class CallLink:
             self._failed.__cause__ = error
         return ()
 
-    def waitables(self) -> list[int]:
-        """Readable once a call is over, or the peer is dead: see `Link.waitables`."""
-        if self._closed:
-            return []
-        watched = [self._watch.fileno()] if self._watch is not None and self._watch.fileno() >= 0 else []
-        return [self._waker.fileno(), *watched]
-
-    def wants_write(self) -> int | None:
-        """Nothing is ever queued here."""
-        return None
-
-    def watch(self, pid: int, started: int) -> None:
-        """Notice the death of the peer's process: see `Link.watch`."""
-        if not pid or self._closed or (self._watch is not None and self._watch.names(pid, started)):
-            return
-        watch = watching(pid, started)
-        if self._watch is not None:
-            self._watch.close()
-        self._watch = watch
-        if watch.dead:
-            self._waker.fire()
-
     def close(self) -> None:
         """Give the link up: see `Link.close`. A payload on its way stays as it is until its call is over."""
         if self._closed:
@@ -158,18 +121,12 @@ class CallLink:
         self._closed = True
         self._courier.close()
         self._calls.clear()
-        self._waker.close()
-        if self._watch is not None:
-            self._watch.close()
+        self._let_go()
 
     def forget(self) -> None:
         """In a forked child: be closed, and close nothing of the parent's."""
-        self._closed = True
+        super().forget()
         self._calls.clear()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TransportError(f"The link to {self._peer} is closed.")
 
 
 def _error_of(call: Answers) -> BaseException | None:

@@ -12,10 +12,9 @@ from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Bye, Message, Update
-from weightsync.transports.base import Received, Waker
-from weightsync.transports.fork import forget_after_fork
-from weightsync.transports.liveness import ProcessWatch, watching
+from weightsync.transports.base import Received
 from weightsync.transports.memory import Buffer
+from weightsync.transports.woken import WokenLink
 
 #: Frames of answers, each as `wire.encode` makes it.
 Frames = list[bytes]
@@ -37,7 +36,7 @@ class Parcel:
     payload: memoryview | None = None
 
 
-class DoorLink:
+class DoorLink(WokenLink):
     """One sender's calls as a link. See `weightsync.transports.base.Link` for its contract.
 
     Calls may come from any thread, and in any order: they are delivered in the order in which they were begun. An
@@ -48,7 +47,7 @@ class DoorLink:
     delivery = Delivery.ORDERED
 
     def __init__(self, peer: str) -> None:
-        self._peer = peer
+        super().__init__(peer)
         self._lock = threading.Lock()
         self._early: dict[int, Received | ProtocolError | None] = {}
         self._next = 0
@@ -57,16 +56,7 @@ class DoorLink:
         self._answered: OrderedDict[int, Future[Frames]] = OrderedDict()
         self._said_bye = False
         self._unsaid: Frames = []
-        self._waker = Waker()
-        self._watch: ProcessWatch | None = None
-        self._closed = False
         self._hung_up = False
-        forget_after_fork(self)
-
-    @property
-    def peer(self) -> str:
-        """Who is at the other end, for messages to people."""
-        return self._peer
 
     def bring(self, parcel: Parcel) -> Future[Frames]:
         """Take a call in; the future is done once there is an answer for it, or the link is closed.
@@ -153,21 +143,16 @@ class DoorLink:
             self._answered.popitem(last=False)
         return answer, said
 
-    def flush(self) -> bool:
-        """What is left to say waits for a call: nothing can be done about it here."""
-        self._require_open()
-        return True
-
     def receive(self) -> list[Received]:
         """What was brought: see `Link.receive`."""
         self._require_open()
         self._waker.clear()
-        dead = self._watch is not None and self._watch.dead
+        death = self._death()
         with self._lock:
             arrived = self._readable()
-        if dead and self._watch is not None:
+        if death:
             if not arrived:
-                raise TransportError(f"{self._peer} has ended: process {self._watch.pid} is dead.")
+                raise TransportError(f"{self._peer} has ended: {death}.")
             self._waker.fire()
         return arrived
 
@@ -184,28 +169,6 @@ class DoorLink:
             readable.append(received)
             self._arrived.popleft()
         return readable
-
-    def waitables(self) -> list[int]:
-        """Readable once something was brought, or the peer is dead: see `Link.waitables`."""
-        if self._closed:
-            return []
-        watched = [self._watch.fileno()] if self._watch is not None and self._watch.fileno() >= 0 else []
-        return [self._waker.fileno(), *watched]
-
-    def wants_write(self) -> int | None:
-        """Nothing is ever written here."""
-        return None
-
-    def watch(self, pid: int, started: int) -> None:
-        """Notice the death of the peer's process: see `Link.watch`."""
-        if not pid or self._closed or (self._watch is not None and self._watch.names(pid, started)):
-            return
-        watch = watching(pid, started)
-        if self._watch is not None:
-            self._watch.close()
-        self._watch = watch
-        if watch.dead:
-            self._waker.fire()
 
     def close(self) -> None:
         """Give the link up: see `Link.close`.
@@ -225,19 +188,13 @@ class DoorLink:
                 call.set_result([])
             else:
                 call.set_exception(TransportError("the receiver gave this link up before it answered."))
-        self._waker.close()
-        if self._watch is not None:
-            self._watch.close()
+        self._let_go()
 
     def forget(self) -> None:
         """In a forked child: be closed, and answer nobody."""
+        super().forget()
         self._lock = threading.Lock()
-        self._closed = True
         self._open = {}
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TransportError(f"The link to {self._peer} is closed.")
 
 
 def _received(parcel: Parcel) -> Received | ProtocolError:
