@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from weightsync._tables import SENDER_ROWS, RefusalKind, SenderInput, State
 from weightsync.errors import ConfigurationError, WorkerLostError
 from weightsync.machine import next_state
 from weightsync.messages import Ack, Hello, Refusal
+from weightsync.protocol import steps
 from weightsync.protocol.sender_values import (
     Abandon,
     Answer,
@@ -72,14 +73,10 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What follows from an event. ``input`` None: LATE, no row was looked up."""
+class Step(steps.Step[SenderInput, SenderData, Effect]):
+    """What follows from an event of the sender's."""
 
-    input: SenderInput | None
-    to: State
-    data: SenderData
-    effects: tuple[Effect, ...] = ()
+    __slots__ = ()
 
 
 # ------------------------------------------------------------------------------------------------- guards
