@@ -54,6 +54,7 @@ check-all: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(BIN)/python spec/generate.py --check
+	$(BIN)/python spec/assurance.py --check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -65,6 +66,7 @@ format: $(INSTALLED)
 
 generate: $(INSTALLED)
 	$(BIN)/python spec/generate.py
+	$(BIN)/python spec/assurance.py
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
