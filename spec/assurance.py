@@ -44,8 +44,8 @@ What is proved of each guarantee, by what, within what bounds, and what is not p
 but the words in `spec/assurance.toml`: counts and scores are those of the committed files that each rung keeps, and CI
 compares the page. `make verify` does all of it again, `make verify-quick` all but the long runs.
 
-A proof here is a search: TLC and the code's own search visited every state *within the stated bounds*. Beyond them there
-are arguments and tests, and no proof."""
+A proof here is a search: TLC and the code's own search visited every state *within the stated bounds*. Beyond them
+there are arguments and tests, and no proof."""
 
 
 def _section(guarantee: Guarantee, manifest: Manifest) -> Iterator[str]:
