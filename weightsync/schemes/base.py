@@ -13,7 +13,7 @@ from weightsync.errors import StateError
 from weightsync.options import Verify, option
 from weightsync.receiver import WeightReceiver
 from weightsync.schemes.fleet import Fleet, fleet
-from weightsync.schemes.registry import scheme_of
+from weightsync.schemes.registry import WeightSyncBackend, scheme_of
 from weightsync.schemes.sources import checked, given_or_found, model_for_worker
 from weightsync.schemes.wired import Wired
 from weightsync.sender import WeightSender
@@ -52,7 +52,7 @@ class WeightSyncScheme(Wired):
         forget_after_fork(self)
 
     @classmethod
-    def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
+    def from_backend(cls, backend: WeightSyncBackend | str, **kwargs: Any) -> WeightSyncScheme:
         """Make the scheme of a backend.
 
         Args:
