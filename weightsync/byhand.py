@@ -61,7 +61,7 @@ class ByHand(Swapping):
                 if weights is not None or deadline.passed:
                     return weights
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.remaining, seen)
+                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
 
     def has_update(self) -> bool:
         """Whether an update has arrived that was not handed out yet. Never waits.

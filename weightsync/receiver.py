@@ -60,7 +60,7 @@ class WeightReceiver(ByHand):
                 if deadline.passed:
                     return False
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.remaining, seen)
+                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
 
     def apply_weights(self, weights: Any, *, inplace: bool = True) -> None:
         """Apply weights by hand.

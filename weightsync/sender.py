@@ -246,7 +246,7 @@ class WeightSender(Roster):
             seen = self._driver.waker.fired
             while not self._reporter.is_over(version) and not deadline.passed:
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.remaining, seen)
+                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
                 seen = self._driver.waker.fired
                 self._driver.pump()
         except BaseException:
