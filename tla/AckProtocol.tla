@@ -706,8 +706,8 @@ Next ==
   \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion : LoseLetter(s, w, k, v)
   \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion,
         kind \in {"HELLO", "ACK", "BYE"} \cup RefusalKinds : LoseAnswer(s, w, k, v, kind)
-  \/ \E s \in If("cut", Senders), w \in Workers, k \in Links, ps \in SUBSET (0..(MaxVersion + 1)) :
-        CutAnswers(s, w, k, ps)
+  \/ \E s \in If("cut", Senders), w \in Workers, k \in Links,
+        ps \in SUBSET (0..(MaxVersion + 1)) : CutAnswers(s, w, k, ps)
   \/ \E s \in If("stray", Senders), t \in Senders, w \in Workers, k \in Links : Stray(s, t, w, k)
   \/ \E w \in IfNot("SwapIsOneStep", Workers) : SwapFirst(w)
   \/ \E w \in IfNot("WholeSwap", Workers) : SwapHalf(w)
