@@ -226,7 +226,10 @@ def _cuts(world: World, bounds: Bounds) -> Iterator[tuple[Label, Any]]:
             on = frozenset(m for m in world.answers if (m.s, m.w, m.k) == (s, w, k))
             for lost in chain.from_iterable(combinations(sorted(on), size) for size in range(1, len(on) + 1)):
                 places = frozenset(min(m.p, bounds.max_version + 1) for m in lost)
-                yield ("CutAnswers", s, w, k, places), lambda lost=lost: replace(world, answers=world.answers - set(lost))
+                yield (
+                    ("CutAnswers", s, w, k, places),
+                    lambda lost=lost: replace(world, answers=world.answers - set(lost)),
+                )
 
 
 def _told(world: World, m: Word, message: Hello | Ack | Refusal) -> World:
