@@ -77,6 +77,8 @@ def _attempts(world: World, bounds: Bounds) -> Iterator[tuple[Label, Any]]:
             yield _lost_letter(world, letter)
         for word in world.answers:
             yield _lost_answer(world, word)
+    if may("cut"):
+        yield from _cuts(world, bounds)
     for w in range(1, bounds.workers + 1):
         yield from _reads(world, bounds, w)
         yield from _results(world, bounds, w)
@@ -216,6 +218,18 @@ def _strays(world: World, bounds: Bounds, m: Word) -> Iterator[tuple[Label, Any]
     for t in range(1, bounds.senders + 1):
         if t != m.s and is_open(world, t, m.w, m.k) and m.inc == world.trainer(m.s).data.incarnation:
             yield ("Stray", m.s, t, m.w, m.k), lambda t=t: _stray(world, m, t)
+
+
+def _cuts(world: World, bounds: Bounds) -> Iterator[tuple[Label, Any]]:
+    for s, w, k in {(m.s, m.w, m.k) for m in world.answers}:
+        if is_open(world, s, w, k) and ((s, w) in world.gone or "wrong" in bounds.features):
+            on = frozenset(m for m in world.answers if (m.s, m.w, m.k) == (s, w, k))
+            for lost in chain.from_iterable(combinations(sorted(on), size) for size in range(1, len(on) + 1)):
+                places = frozenset(min(m.p, bounds.max_version + 1) for m in lost)
+                yield (
+                    ("CutAnswers", s, w, k, places),
+                    lambda lost=lost: replace(world, answers=world.answers - set(lost)),
+                )
 
 
 def _told(world: World, m: Word, message: Hello | Ack | Refusal) -> World:

@@ -25,6 +25,7 @@ CONFIGURATIONS = {
     "losses": Bounds(1, 1, 2, 2, 1, frozenset({"wrong", "break", "refuse"})),
     "ends": Bounds(1, 1, 1, 2, 1, frozenset({"remove", "bye", "close", "abandon", "broken", "async"})),
     "lingering": Bounds(1, 1, 2, 2, 1, frozenset({"wrong", "async"}), frozenset({"Lingers"})),
+    "cut off": Bounds(1, 1, 1, 2, 1, frozenset({"crash", "wrong", "cut", "bye", "refuse"}), frozenset({"Lingers"})),
     "reordered": Bounds(1, 1, 2, 1, 1, frozenset({"refuse", "abandon", "async"}), frozenset({"Reorders"})),
     "duplicated": Bounds(1, 1, 2, 1, 1, frozenset({"refuse", "deadline"}), frozenset({"Reorders", "Duplicates"})),
     "lost": Bounds(1, 1, 2, 1, 1, frozenset({"deadline"}), frozenset({"Reorders", "Duplicates", "Loses"})),
