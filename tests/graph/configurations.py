@@ -17,27 +17,26 @@ from weightsync.checker.second import Bounds
 DIGESTS = Path(__file__).with_name("digests.json")
 
 
-def _bounds(
-    senders: int, workers: int, versions: int, links: int, features: str, delivery: str = "", *, clocks: int = 0
-) -> Bounds:
-    features_, delivery_ = frozenset(features.split()), frozenset(delivery.split())
-    return Bounds(senders, workers, versions, links, clocks or senders, features_, delivery_)
+def _bounds(features: str, delivery: str = "", **counts: int) -> Bounds:
+    least = {"senders": 1, "workers": 1, "max_version": 1, "max_link": 1} | counts
+    clocks = {"max_clock": least["senders"]} | least
+    return Bounds(features=frozenset(features.split()), links=frozenset(delivery.split()), **clocks)
 
 
 #: Small enough for every run; together they have every feature of the model.
 SMALL = {
-    "two workers": _bounds(1, 2, 1, 1, "subset"),
-    "two versions": _bounds(1, 1, 2, 1, "async deadline interrupt abandon refuse"),
-    "crashes": _bounds(1, 1, 2, 2, "crash async"),
-    "losses": _bounds(1, 1, 2, 2, "wrong break refuse"),
-    "ends": _bounds(1, 1, 1, 2, "remove bye close abandon broken async"),
-    "lingering": _bounds(1, 1, 2, 2, "wrong async", "Lingers"),
-    "reordered": _bounds(1, 1, 2, 1, "refuse abandon async", "Reorders"),
-    "duplicated": _bounds(1, 1, 2, 1, "refuse deadline", "Reorders Duplicates"),
-    "lost": _bounds(1, 1, 2, 1, "deadline", "Reorders Duplicates Loses"),
-    "copies": _bounds(2, 1, 1, 1, "copy refuse stray"),
-    "successors": _bounds(2, 1, 1, 1, "copy misfit close death"),
-    "two workers, two versions, a crash": _bounds(1, 2, 2, 2, "crash"),
+    "two workers": _bounds("subset", workers=2),
+    "two versions": _bounds("async deadline interrupt abandon refuse", max_version=2),
+    "crashes": _bounds("crash async", max_version=2, max_link=2),
+    "losses": _bounds("wrong break refuse", max_version=2, max_link=2),
+    "ends": _bounds("remove bye close abandon broken async", max_link=2),
+    "lingering": _bounds("wrong async", "Lingers", max_version=2, max_link=2),
+    "reordered": _bounds("refuse abandon async", "Reorders", max_version=2),
+    "duplicated": _bounds("refuse deadline", "Reorders Duplicates", max_version=2),
+    "lost": _bounds("deadline", "Reorders Duplicates Loses", max_version=2),
+    "copies": _bounds("copy refuse stray", senders=2),
+    "successors": _bounds("copy misfit close death", senders=2),
+    "two workers, two versions, a crash": _bounds("crash", workers=2, max_version=2, max_link=2),
 }
 
 #: For `make verify`.

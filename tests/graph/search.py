@@ -18,10 +18,12 @@ from weightsync.messages import Ack
 
 
 def search(bounds: Bounds) -> Graph:
-    """Every projected node that the shipped halves reach, and every labelled edge.
+    """Every projected node that the shipped halves reach, and every labelled edge."""
+    return explore(bounds)[0]
 
-    Worlds of one projection are one node.
-    """
+
+def explore(bounds: Bounds) -> tuple[Graph, list[World]]:
+    """The graph, and the worlds that its nodes are projections of; several may have one."""
     forget()
     _sdata.cache_clear()
     _rdata.cache_clear()
@@ -45,7 +47,7 @@ def search(bounds: Bounds) -> Graph:
                 todo.append(after)
             graph.edges[known[world], labels.setdefault(label, len(labels)), known[after]] = None
     graph.labels = list(labels)
-    return graph
+    return graph, list(known)
 
 
 def successors(world: World) -> Iterator[tuple[Label, World]]:
@@ -122,15 +124,22 @@ def _rdata(worker: Worker) -> Receiver:
 
 def difference(ours: Graph, theirs: Graph) -> str:
     """The first edge that one graph has and the other has not, in words; empty: they are equal."""
-    for who, one, other in (("the code", ours, theirs), ("the model", theirs, ours)):
-        known = set(other.nodes)
-        more = [edge for edge in one.labelled - other.labelled if edge[0] in known]
-        if more:
-            before, label, after = min(more, key=repr)
-            pairs = zip(Node._fields, before, after, strict=True)
+    places = {node: at for at, node in enumerate(theirs.nodes)}
+    common = [places.setdefault(node, len(places)) for node in ours.nodes]
+    nodes = list(places)
+    one = {(common[before], ours.labels[label], common[after]) for before, label, after in ours.edges}
+    two = {(before, theirs.labels[label], after) for before, label, after in theirs.edges}
+    for who, more, others in (
+        ("the code", one - two, set(range(len(theirs.nodes)))),
+        ("the model", two - one, set(common)),
+    ):
+        extra = [edge for edge in more if edge[0] in others]
+        if extra:
+            before, label, after = min(extra, key=repr)
+            pairs = zip(Node._fields, nodes[before], nodes[after], strict=True)
             changed = [f"  {name}: {old!r} -> {new!r}" for name, old, new in pairs if old != new]
-            return "\n".join([f"only {who} has {label}, which changes", *changed])
-    return "" if set(ours.nodes) == set(theirs.nodes) else "they have the same edges, but other nodes"
+            return "\n".join([f"only {who} has {label}, which changes", *(changed or ["  nothing"])])
+    return "" if len(places) == len(theirs.nodes) == len(set(common)) else "they have the same edges, but other nodes"
 
 
 def digest(graph: Graph) -> dict[str, int | str]:
