@@ -17,7 +17,7 @@ from weightsync.checker.text import Library
 from weightsync.checker.toolchain import Toolchain
 from weightsync.errors import WeightSyncError
 
-#: Larger graphs are not read.
+#: Larger graphs are not read to their end.
 MOST_NODES = 150_000
 
 
@@ -43,7 +43,8 @@ class Dumped(Enum):
     """What became of a dump."""
 
     WHOLE = "whole"
-    TOO_LARGE = "too large"
+    #: More nodes than were asked for: those that TLC met first.
+    PART = "part"
 
 
 class DumpError(WeightSyncError):
@@ -75,7 +76,7 @@ class GraphRun:
         job = Job(Path(self._folder.name), MODULE, f"{MODULE}.cfg", timeout=_TIMEOUT, size=size)
         self._run = TlcRun(toolchain, job)
         self._reader = GraphReader()
-        self._too_large = False
+        self._enough = False
 
     def run(self) -> Dump:
         """Run TLC and read its graph.
@@ -87,8 +88,8 @@ class GraphRun:
         with self._folder as folder:
             self._write(Path(folder))
             outcome = self._run.run(lambda _: None, self._read)
-        if self._too_large:
-            return Dump(self._reader.graph, Dumped.TOO_LARGE, None)
+        if self._enough:
+            return Dump(self._reader.graph, Dumped.PART, None)
         if outcome.ending is not Ending.EXITED or outcome.exit_code != 0 or not outcome.findings.completed:
             said = " / ".join([*outcome.findings.errors, *outcome.loose])[-2000:]
             raise DumpError(
@@ -109,8 +110,8 @@ class GraphRun:
 
     def _read(self, line: str) -> None:
         self._reader.feed(line)
-        if len(self._reader.graph.nodes) > self._most and not self._too_large:
-            self._too_large = True
+        if len(self._reader.graph.nodes) > self._most and not self._enough:
+            self._enough = True
             self._run.stop()
 
     def _counted(self, findings: Findings) -> Counts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weightsync.checker.manifest import Configuration, Expected, Purpose
 from weightsync.checker.output import Counts
@@ -11,8 +11,11 @@ from weightsync.checker.second.bounds import Bounds
 from weightsync.checker.second.dump import MOST_NODES, Dump, Dumped
 from weightsync.checker.second.examination import DEADLOCK, Broken, Question, examine, unread
 from weightsync.checker.second.labelling import PROTOCOL
+from weightsync.checker.second.liveness import ENDINGS
 from weightsync.checker.text import Config, Library
 from weightsync.checker.verdict import Verdict
+
+_MARGIN = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,9 @@ class SecondVerdict:
 
     Attributes:
         first: TLC's verdict on it.
-        counts: of the graph that was read; None if none was.
-        edges: its labelled edges.
+        counts: of the graph that was read; None if none was, or not to its end.
+        nodes: how many were read.
+        edges: the labelled edges that were read.
         broken: what does not hold in it.
         left_out: why it was not examined; empty if it was.
         complaints: where the two disagree; empty if they agree.
@@ -31,6 +35,7 @@ class SecondVerdict:
 
     first: Verdict
     counts: Counts | None = None
+    nodes: int = 0
     edges: int = 0
     broken: tuple[Broken, ...] = ()
     left_out: str = ""
@@ -41,6 +46,11 @@ class SecondVerdict:
     def agrees(self) -> bool:
         """Whether nothing speaks against TLC's verdict."""
         return not self.complaints
+
+    @property
+    def found(self) -> str:
+        """What was found, in TLC's words."""
+        return ", ".join(map(_words, self.broken)) or "all holds"
 
 
 def question_of(config: Config) -> Question:
@@ -69,6 +79,19 @@ def reason_to_leave_out(configuration: Configuration, library: Library) -> str:
     return ""
 
 
+def nodes_to_read(first: Verdict, question: Question) -> int:
+    """How much of a graph is to be read: of one that is broken, a little more than TLC needed to find that out."""
+    counts = first.outcome.findings.counts if first.outcome else None
+    if first.configuration.expected is Expected.PASS or counts is None or not shows_early(question):
+        return MOST_NODES
+    return min(MOST_NODES, 2 * counts.distinct + _MARGIN)
+
+
+def shows_early(question: Question) -> bool:
+    """Whether a part of the graph is enough to break what is asked: what must come about needs all of it."""
+    return not any(name in ENDINGS for name in question.names)
+
+
 def _too_large(states: int) -> str:
     return f"{states:,} states or more; {MOST_NODES:,} are read at most"
 
@@ -79,11 +102,15 @@ def judge_again(first: Verdict, question: Question, dump: Dump, seconds: float) 
     Raises:
         ConfigurationError: a property has no second reading.
     """
-    if dump.became is Dumped.TOO_LARGE:
-        return SecondVerdict(first, left_out=_too_large(len(dump.graph.nodes)), seconds=seconds)
+    if dump.became is Dumped.PART:
+        if first.configuration.expected is Expected.PASS or not shows_early(question):
+            return SecondVerdict(first, left_out=_too_large(len(dump.graph.nodes)), seconds=seconds)
+        question = replace(question, deadlock=False)
     broken = tuple(examine(dump.graph, question))
     complaints = (*_disagreements(first, broken), *_recounted(first, dump.counts))
-    return SecondVerdict(first, dump.counts, len(dump.graph.edges), broken, "", complaints, seconds)
+    return SecondVerdict(
+        first, dump.counts, len(dump.graph.nodes), len(dump.graph.edges), broken, "", complaints, seconds
+    )
 
 
 def _words(broken: Broken) -> str:

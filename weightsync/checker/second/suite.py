@@ -9,7 +9,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from weightsync.checker.manifest import Manifest
 from weightsync.checker.process import Size
 from weightsync.checker.second.dump import DumpError, GraphRun, Model
-from weightsync.checker.second.judgement import SecondVerdict, judge_again, question_of, reason_to_leave_out
+from weightsync.checker.second.judgement import (
+    SecondVerdict,
+    judge_again,
+    nodes_to_read,
+    question_of,
+    reason_to_leave_out,
+)
 from weightsync.checker.second.labelling import constants_of
 from weightsync.checker.suite import cores
 from weightsync.checker.text import Config, Library
@@ -70,7 +76,7 @@ class SecondSuite:
         question = question_of(config)
         size = Size.SMALL if _states(first) < _FEW_STATES else Size.LARGE
         model = Model(self._manifest.folder, configuration.module, constants_of(config))
-        run = GraphRun(self._toolchain, model, size)
+        run = GraphRun(self._toolchain, model, size, nodes_to_read(first, question))
         self._runs.append(run)
         try:
             if self._stopped:
