@@ -1,4 +1,4 @@
-"""What TLC is given so that it prints its graph: `Next` with its actions' names and arguments, and one line a step.
+"""What TLC is given so that it prints its graph: `Next` with its actions' names and arguments, and what each changes.
 
 The names and arguments stand in a variable of their own, which the VIEW leaves out, so they add no states. TLC's own
 dump names actions without their arguments.
@@ -15,8 +15,8 @@ from weightsync.errors import ConfigurationError
 
 PROTOCOL = "AckProtocol"
 MODULE = "SecondGraph"
-#: What the lines of a node and of a step start with, and what stands between their parts.
-FROM, STEP, BETWEEN = "FROM", "STEP", ";"
+#: What closes the lines of a node, and of a step from it, before which stand the variables that it changes.
+FROM, STEP = "FROM", "STEP"
 
 _DISJUNCT = re.compile(r"\\/ \\E (?P<bound>.*?) : (?P<action>\w+)\((?P<args>[^)]*)\)", re.DOTALL)
 #: How TLC is told where a graph starts and how it goes on, and that all of it is printed.
@@ -34,27 +34,32 @@ def labelling_module(library: Library, root: str) -> str:
         f'  \\/ \\E {" ".join(bound.split())} : {action}({args}) /\\ action\' = <<"{action}", {args}>>'
         for bound, action, args in disjuncts(library, root)
     ]
-    whole = _joined(f"ToString({name})" for name in Node._fields)
-    changed = _joined(f"(IF {name}' = {name} THEN \"\" ELSE ToString({name}'))" for name in Node._fields)
+    whole = [_printed(name, name) for name in Node._fields]
+    changed = [f"({name}' = {name} \\/ {_printed(name, name + chr(39))})" for name in Node._fields]
     return "\n".join(
         [
             f"---- MODULE {MODULE} ----",
-            f"EXTENDS {root}, TLC, Sequences",
+            f"EXTENDS {root}, TLC",
             "VARIABLE action",
             "SecondInit == Init /\\ action = <<>> /\\ TLCSet(1, <<>>)",
             "SecondNext ==",
             *actions,
             "SecondStep ==",
-            f'  /\\ IF TLCGet(1) = vars THEN TRUE ELSE TLCSet(1, vars) /\\ PrintT("{FROM}"{whole})',
-            f'  /\\ PrintT("{STEP}{BETWEEN}" \\o ToString(action\'){changed})',
+            f"  /\\ TLCGet(1) = vars \\/ ({_all([*whole, _printed(FROM, '<<>>'), 'TLCSet(1, vars)'])})",
+            "  /\\ " + _all([*changed, _printed(STEP, "action'")]),
             "====",
             "",
         ]
     )
 
 
-def _joined(parts: Iterable[str]) -> str:
-    return "".join(f' \\o "{BETWEEN}" \\o {part}' for part in parts)
+def _printed(name: str, value: str) -> str:
+    """Print a value after its name. TLC keeps each text for ever, so each must be of one value."""
+    return f'PrintT(ToString(<<"{name}", {value}>>))'
+
+
+def _all(parts: Iterable[str]) -> str:
+    return " /\\ ".join(parts)
 
 
 def disjuncts(library: Library, root: str) -> list[tuple[str, str, str]]:

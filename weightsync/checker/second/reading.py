@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast
 
 from weightsync.checker.second.graph import Graph, Label
-from weightsync.checker.second.labelling import BETWEEN, FROM, STEP
+from weightsync.checker.second.labelling import FROM, STEP
 from weightsync.checker.second.values import Value, parse
 from weightsync.checker.second.words import Node
+from weightsync.errors import ConfigurationError
 
-_FROM, _STEP = f'"{FROM}{BETWEEN}', f'"{STEP}{BETWEEN}'
+_PLACES = {name: place for place, name in enumerate(Node._fields)}
 
 
-class _Pool:
-    """The values of one variable: each text is parsed once, and equal values are one object with one number."""
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A variable has a value."""
 
-    def __init__(self) -> None:
-        self.values: list[Value] = []
-        self._by_text: dict[str, int] = {}
-        self._by_value: dict[Value, int] = {}
+    place: int
+    number: int
 
-    def number(self, text: str) -> int:
-        number = self._by_text.get(text)
-        if number is None:
-            value = parse(text)
-            number = self._by_text[text] = self._by_value.setdefault(value, len(self.values))
-            if number == len(self.values):
-                self.values.append(value)
-        return number
+
+@dataclass(frozen=True, slots=True)
+class _StepEnd:
+    """What was said since the last end is what this action changed."""
+
+    label: int
+
+
+class _NodeEnd:
+    """What was said since the last end is a node, from which the next steps go."""
 
 
 class GraphReader:
-    """Reads lines into a graph.
+    """Reads lines into a graph. Each text is parsed once, and equal values are one object with one number.
 
     Attributes:
         graph: what has been read so far.
@@ -41,39 +44,62 @@ class GraphReader:
     def __init__(self) -> None:
         self.graph = Graph()
         self.printed = 0
-        self._pools = tuple(_Pool() for _ in Node._fields)
+        self._lines: dict[str, _Said | _StepEnd | _NodeEnd] = {}
+        self._values: list[list[Value]] = [[] for _ in Node._fields]
+        self._numbers: list[dict[Value, int]] = [{} for _ in Node._fields]
         self._nodes: dict[tuple[int, ...], int] = {}
-        self._labels: dict[str, int] = {}
+        self._labels: dict[Value, int] = {}
         self._from: tuple[int, ...] = ()
+        self._said: list[_Said] = []
 
     def feed(self, line: str) -> None:
-        """Take one line in; one that tells of no node or step is not ours."""
-        if line.startswith(_STEP):
-            _, label, *texts = _parts(line)
-            pools = zip(self._pools, texts, self._from, strict=True)
-            after = tuple(pool.number(text) if text else before for pool, text, before in pools)
-            self.printed += 1
-            self.graph.edges[self._nodes[self._from], self._label(label), self._node(after)] = None
-        elif line.startswith(_FROM):
-            _, *texts = _parts(line)
-            self._from = tuple(pool.number(text) for pool, text in zip(self._pools, texts, strict=True))
+        """Take one line that TLC printed.
+
+        Raises:
+            ConfigurationError: it says what is not known here, or a node lacks a variable.
+        """
+        meaning = self._lines.get(line)
+        if meaning is None:
+            meaning = self._lines[line] = self._read(line)
+        if isinstance(meaning, _Said):
+            self._said.append(meaning)
+        else:
+            self._end(meaning)
+
+    def _read(self, line: str) -> _Said | _StepEnd | _NodeEnd:
+        name, value = cast("tuple[str, Value]", parse(line.strip()[1:-1].replace('\\"', '"')))
+        if name == FROM:
+            return _NodeEnd()
+        if name == STEP:
+            number = self._labels.setdefault(value, len(self._labels))
+            if number == len(self.graph.labels):
+                self.graph.labels.append(cast(Label, value))
+            return _StepEnd(number)
+        place = _PLACES[name]
+        values, numbers = self._values[place], self._numbers[place]
+        number = numbers.setdefault(value, len(values))
+        if number == len(values):
+            values.append(value)
+        return _Said(place, number)
+
+    def _end(self, end: _StepEnd | _NodeEnd) -> None:
+        said, self._said = self._said, []
+        if isinstance(end, _NodeEnd):
+            if [each.place for each in said] != list(range(len(Node._fields))):
+                raise ConfigurationError(f"TLC printed a node of {len(said)} variables, not of {len(Node._fields)}.")
+            self._from = tuple(each.number for each in said)
             self._node(self._from)
+            return
+        after = list(self._from)
+        for each in said:
+            after[each.place] = each.number
+        self.printed += 1
+        self.graph.edges[self._nodes[self._from], end.label, self._node(tuple(after))] = None
 
     def _node(self, key: tuple[int, ...]) -> int:
         number = self._nodes.get(key)
         if number is None:
             number = self._nodes[key] = len(self._nodes)
-            values = [pool.values[each] for pool, each in zip(self._pools, key, strict=True)]
+            values = [values[each] for values, each in zip(self._values, key, strict=True)]
             self.graph.nodes.append(Node._make(values))
         return number
-
-    def _label(self, text: str) -> int:
-        number = self._labels.get(text)
-        if number is None:
-            number = self._labels[text] = len(self._labels)
-            self.graph.labels.append(cast(Label, parse(text)))
-        return number
-
-
-def _parts(line: str) -> list[str]:
-    return line.rstrip()[1:-1].replace('\\"', '"').split(BETWEEN)
