@@ -1,6 +1,7 @@
 """The configurations whose graphs are compared, and their committed digests.
 
-`python tests/graph/configurations.py` searches again and writes the digests, and the table in docs/graphs.md.
+`python tests/graph/configurations.py [NAME...]` searches again and writes the digests; `python spec/assurance.py` shows
+them in docs/assurance.md.
 """
 
 from __future__ import annotations
@@ -39,10 +40,35 @@ SMALL = {
     "two workers, two versions, a crash": _bounds("crash", workers=2, max_version=2, max_link=2),
 }
 
+_EVERYTHING = "async deadline refuse abandon wrong crash"
+
 #: For `make verify`.
-LARGE: dict[str, Bounds] = {}
+LARGE = {
+    "two workers, sends to some": _bounds("async subset refuse abandon", workers=2, max_version=2),
+    "two workers, copies": _bounds("copy", senders=2, workers=2),
+    "copies take over": _bounds("copy wrong", senders=2, max_version=2, max_link=2),
+    "copies, and workers that crash": _bounds("copy crash", senders=2, max_link=2),
+    "a worker won back": _bounds("copy close", senders=3, max_clock=2),
+    "ordered, everything": _bounds(_EVERYTHING, "Lingers", max_version=2, max_link=2),
+    "reordered, everything": _bounds(_EVERYTHING, "Reorders Lingers", max_version=2, max_link=2),
+    "duplicated, everything": _bounds(_EVERYTHING, "Reorders Duplicates Lingers", max_version=2, max_link=2),
+    "lost, everything": _bounds(_EVERYTHING, "Reorders Duplicates Loses Lingers", max_version=2),
+}
 
 CONFIGURATIONS = SMALL | LARGE
+
+
+def in_words(bounds: Bounds) -> str:
+    """What a configuration has, for people."""
+    counts = {
+        "sender": bounds.senders,
+        "worker": bounds.workers,
+        "version": bounds.max_version,
+        "link": bounds.max_link,
+    }
+    many = ", ".join(f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items())
+    links = f"; links: {', '.join(sorted(bounds.links)).lower()}" if bounds.links else ""
+    return f"{many}; {', '.join(sorted(bounds.features))}{links}"
 
 
 def committed() -> dict[str, Any]:
@@ -55,7 +81,8 @@ def regenerate(names: list[str]) -> None:
     found = committed() if names else {}
     for name, bounds in CONFIGURATIONS.items():
         if not names or name in names:
-            found[name] = digest(search(bounds))
+            often = "every commit" if name in SMALL else "make verify"
+            found[name] = {"bounds": in_words(bounds), "compared": often} | digest(search(bounds))
     ordered = {name: found[name] for name in CONFIGURATIONS if name in found}
     DIGESTS.write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")
 

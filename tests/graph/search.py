@@ -157,7 +157,7 @@ def digest(graph: Graph) -> dict[str, int | str]:
                 return str(int(value)) if isinstance(value, int) else repr(value)
         return texts[value]
 
-    names = ["".join(map(text, node)) for node in graph.nodes]
+    names = [xxhash.xxh3_128_hexdigest("".join(map(text, node)).encode()) for node in graph.nodes]
     labels = list(map(text, graph.labels))
     lines = sorted(f"{names[before]} {labels[label]} {names[after]}" for before, label, after in graph.edges)
     found = xxhash.xxh3_128()

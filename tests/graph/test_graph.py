@@ -7,33 +7,52 @@ checked by TLC of the model; so it holds of the code, within the same bounds.
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from configurations import CONFIGURATIONS, SMALL, committed
-from graph_support import MODEL, each, explored, printed
-from search import difference, digest
+from configurations import CONFIGURATIONS, LARGE, SMALL, committed, in_words
+from graph_support import MODEL, as_committed, explored, printed
+from search import difference, search
 
 from weightsync.checker.second.dump import Dumped
 from weightsync.checker.second.labelling import disjuncts, labelling_module
 from weightsync.checker.text import Library
 
+names = pytest.mark.parametrize("name", SMALL)
 
-@each(CONFIGURATIONS)
+
+@names
 def test_the_code_has_the_committed_graph(name):
-    assert digest(explored(name)[0]) == committed()[name]
+    assert as_committed(name, explored(name)[0]) == committed()[name]
 
 
 @pytest.mark.tlc
-@each(CONFIGURATIONS)
+@names
 def test_the_code_and_the_model_have_the_same_graph(name):
     dump = printed(name)
     assert dump.became is Dumped.WHOLE
     assert difference(explored(name)[0], dump.graph) == ""
-    assert digest(dump.graph) == committed()[name]
+    assert as_committed(name, dump.graph) == committed()[name]
 
 
-def test_no_digest_is_committed_of_a_configuration_that_is_gone():
-    assert list(committed()) == list(CONFIGURATIONS)
+@pytest.mark.tlc
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_graph_is_the_committed_one_and_the_models(name):
+    with ThreadPoolExecutor(1) as beside:
+        theirs = beside.submit(printed, name)
+        graph = search(LARGE[name])
+        assert as_committed(name, graph) == committed()[name]
+        dump = theirs.result()
+    assert dump.became is Dumped.WHOLE
+    assert difference(graph, dump.graph) == ""
+
+
+def test_a_digest_is_committed_of_each_configuration_and_of_no_other():
+    assert {name: told["bounds"] for name, told in committed().items()} == {
+        name: in_words(bounds) for name, bounds in CONFIGURATIONS.items()
+    }
 
 
 def test_every_feature_and_every_kind_of_link_is_in_some_small_graph():

@@ -109,8 +109,10 @@ class GraphRun:
         (folder / f"{MODULE}.cfg").write_text(labelling_config(self._model.constants), encoding="utf-8")
 
     def _read(self, line: str) -> None:
+        if self._enough:
+            return
         self._reader.feed(line)
-        if len(self._reader.graph.nodes) > self._most and not self._enough:
+        if len(self._reader.graph.nodes) > self._most:
             self._enough = True
             self._run.stop()
 
