@@ -43,24 +43,40 @@ def test_a_function_over_anything_but_1_to_n_is_refused():
         parse("(2 :> 1 @@ 3 :> 1)")
 
 
-_PARTS = ["<<0>>", "{}", "<<1>>", "<<TRUE>>", "<<2>>", "<<3>>", "{}", "{}", "<<<<FALSE>>>>"]
+_NODE = {
+    "sstate": "<<0>>",
+    "sdata": "{}",
+    "slife": "<<1>>",
+    "blocked": "<<TRUE>>",
+    "rstate": "<<2>>",
+    "rdata": "<<3>>",
+    "letters": "{}",
+    "answers": "{}",
+    "gone": "<<<<FALSE>>>>",
+}
 
 
-def _line(*parts: str) -> str:
-    return '"' + ";".join(parts).replace('"', '\\"') + '"\n'
+def _line(name: str, value: str) -> str:
+    text = f'<<"{name}", {value}>>'.replace('"', '\\"')
+    return f'"{text}"\n'
+
+
+def _node(**changes: str) -> list[str]:
+    return [*(_line(name, value) for name, value in (_NODE | changes).items()), _line("FROM", "<<>>")]
 
 
 def test_lines_become_a_graph():
     reader = GraphReader()
-    nothing = [""] * 8
     for line in (
-        "Progress(3) at some time",
-        _line("FROM", *_PARTS),
-        _line("STEP", '<<"A", 1>>', "<<5>>", *nothing),
-        _line("STEP", '<<"B", {2, 1}>>', "", *nothing),
-        _line("FROM", "<<5>>", *_PARTS[1:]),
-        _line("STEP", '<<"A", 1>>', "<<0>>", *nothing),
-        _line("STEP", '<<"A", 1>>', "<<0>>", *nothing),
+        *_node(),
+        _line("sstate", "<<5>>"),
+        _line("STEP", '<<"A", 1>>'),
+        _line("STEP", '<<"B", {2, 1}>>'),
+        *_node(sstate="<<5>>"),
+        _line("sstate", "<<0>>"),
+        _line("STEP", '<<"A", 1>>'),
+        _line("sstate", "<<0>>"),
+        _line("STEP", '<<"A", 1>>'),
     ):
         reader.feed(line)
     first = Node((0,), frozenset(), (1,), (True,), (2,), (3,), frozenset(), frozenset(), ((False,),))
@@ -70,9 +86,11 @@ def test_lines_become_a_graph():
     assert reader.printed == 4
 
 
-def test_a_line_that_lacks_a_part_is_not_taken():
-    with pytest.raises(ValueError, match="zip"):
-        GraphReader().feed(_line("FROM", *_PARTS[1:]))
+def test_a_node_that_lacks_a_variable_is_refused():
+    reader = GraphReader()
+    with pytest.raises(ConfigurationError, match="a node of 8 variables"):
+        for line in _node()[1:]:
+            reader.feed(line)
 
 
 # ------------------------------------------------------------------------------------------- our own model
