@@ -13,6 +13,7 @@ from search import difference, search
 from weightsync._tables import ReceiverInput, SenderInput, State
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.protocol import sender_guards
 
 
 def _named(half, change):
@@ -56,7 +57,7 @@ def _row(half, name, place, to):
 
 
 def _anything_is_current(monkeypatch):
-    monkeypatch.setattr(sending, "_current", lambda data, worker, link: worker in data.roll)
+    monkeypatch.setattr(sender_guards, "current", lambda data, worker, link: worker in data.roll)
 
 
 def _a_joiner_gets_nothing(monkeypatch):
@@ -112,8 +113,8 @@ FAULTS = {
         "lingering",
         MODEL,
     ),
-    "a second Hello is named UPDATE": (
-        _named(receiving, _instead(_R.DUPLICATE, _R.APPLIED, receiving.HelloArrived)),
+    "a second Hello is named CONNECT": (
+        _named(receiving, _instead(_R.DUPLICATE, _R.CONNECT, receiving.HelloArrived)),
         "duplicated",
         f"{MODEL} ('HelloArrived', 1, 1, 1)",
     ),

@@ -88,9 +88,11 @@ def test_lines_become_a_graph():
 
 def test_a_node_that_lacks_a_variable_is_refused():
     reader = GraphReader()
+    *variables, end = _node()[1:]
+    for line in variables:
+        reader.feed(line)
     with pytest.raises(ConfigurationError, match="a node of 8 variables"):
-        for line in _node()[1:]:
-            reader.feed(line)
+        reader.feed(end)
 
 
 # ------------------------------------------------------------------------------------------- our own model
