@@ -199,8 +199,8 @@ def _cuts(world: World, bounds: Bounds) -> Iterator[Attempt]:
         if is_open(world, s, w, k) and ((s, w) in world.gone or "wrong" in bounds.features):
             on = frozenset(m for m in world.answers if (m.s, m.w, m.k) == (s, w, k))
             for lost in chain.from_iterable(combinations(sorted(on), size) for size in range(1, len(on) + 1)):
-                places = frozenset(m.p for m in lost)
-                yield ("CutAnswers", s, w, k, places), lambda lost=lost: world._replace(answers=world.answers - set(lost))
+                after = world._replace(answers=world.answers - set(lost))
+                yield ("CutAnswers", s, w, k, frozenset(m.p for m in lost)), lambda after=after: after
 
 
 def _strays(world: World, bounds: Bounds, m: Word) -> Iterator[Attempt]:
