@@ -131,7 +131,7 @@ Open(s, w, k) ==
   /\ sdata[s].roll[w].link = k /\ sdata[s].roll[w].standing \in {"EXPECTED", "UP"}
 
 Current(s, w, k) == Open(s, w, k) \/ (~Rule("SameLink") /\ Open(s, w, sdata[s].roll[w].link))
-Owes(s, w) == {x \in Workers : sdata[s].out.owed[x] # 0} \cap {w} # {}
+Owes(s, w) == sdata[s].out.owed[w] # 0
 Owing(s) == {w \in Workers : sdata[s].out.owed[w] # 0}
 OwesOver(s, w, k) == Owes(s, w) /\ (sdata[s].out.owed[w] = k \/ ~Rule("SameLink"))
 
@@ -944,7 +944,17 @@ LinksEndWhole ==
          /\ ~ends /\ f.link = e.link /\ f.standing = e.standing =>
               f.fence = e.fence /\ (f.served # e.served => f.standing = "UP")
          /\ e.standing = "LOST" => f.standing \in {"LOST", "EXPECTED", "NONE"}
+         /\ ends /\ gone[s][w] /\ ~Reorders =>
+              \A m \in answers : OverLink(m) = <<s, w, e.link>> => m.kind \in {"BYE", "REFUSED", "FENCED"} /\ m.v = 0
          /\ gone[s][w] /\ ~gone'[s][w] => ends]_vars
+
+\* Who is not born or has died does nothing, and is heard of no more but by what it has sent.
+OnlyTheLivingAct ==
+  [][\A s \in Senders : slife[s] # "alive" =>
+       /\ slife'[s] # slife[s] => slife[s] = "unborn" /\ slife'[s] = "alive"
+       /\ slife'[s] = slife[s] =>
+            sstate'[s] = sstate[s] /\ sdata'[s] = sdata[s] /\ blocked'[s] = blocked[s] /\ gone'[s] = gone[s]
+       /\ \A m \in (letters' \ letters) \cup answers' : m.s # s]_vars
 
 \* What the caller and the driver may do in a state they can do.
 CallsArePossible ==
