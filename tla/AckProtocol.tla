@@ -826,17 +826,18 @@ AnswersSayWhatHappened ==
        /\ Open(m.s, m.w, m.k)
        /\ m.kind \in {"HELLO", "ACK", "BYE"} => m.fence = 0
        /\ m.kind \in RefusalKinds => m.fence = old.fence
-       /\ CASE m.kind = "HELLO" -> m.v = 0 /\ new.link = <<m.s, m.k>> /\ old.link # new.link
+       /\ CASE m.kind = "HELLO" -> m.v = 0 /\ m.p = 0 /\ new.link = <<m.s, m.k>> /\ old.link # new.link
             [] m.kind = "ACK" -> decided /\ old.link = <<m.s, m.k>>
             [] m.kind = "BYE" -> m.v = 0 /\ rstate'[m.w] = Final /\ old.link = <<m.s, m.k>>
-            [] m.kind = "FENCED" -> m.v = 0 /\ m.inc < m.fence
+            [] m.kind = "FENCED" -> m.v = 0 /\ m.p = 0 /\ m.inc < m.fence
             [] m.kind = "SUPERSEDED" -> Key(m) = old.pending /\ Lower(old.pending, new.pending)
             [] m.kind = "STALE" -> m.v # 0 /\ (Lower(Key(m), old.decided) \/ Lower(Key(m), old.pending))
-            [] m.kind = "REFUSED" -> IF m.v = 0 THEN m.inc >= m.fence ELSE decided /\ old.link = <<m.s, m.k>>]_vars
+            [] m.kind = "REFUSED" ->
+                 IF m.v = 0 THEN m.p = 0 /\ m.inc >= m.fence ELSE decided /\ old.link = <<m.s, m.k>>]_vars
 
 Heard(s, w, k, kind) == \E m \in answers' : m.s = s /\ m.w = w /\ m.k = k /\ m.kind = kind
 
-\* What happens at a worker is said over the link that it concerns, while that is open; and a link is closed at both ends.
+\* What happens at a worker is said over the link that it concerns, while that is open; a link is closed at both ends.
 NothingIsLeftUnsaid ==
   [][\A w \in Workers :
        LET old == rdata[w] new == rdata'[w] s == old.link[1] t == new.link[1]
@@ -888,7 +889,7 @@ AnswersAreRead ==
               /\ own /\ m.v # 0 /\ m.v = e.catching => f.catching = 0 /\ f.standing = "UP"
               /\ own /\ m.v # 0 /\ m.v = e.catching /\ m.kind = "ACK" => f.served = m.v
               /\ ~own => sdata'[m.s] = sdata[m.s]
-         /\ own /\ m.k = e.link /\ answers' = answers \ {m} => ~(m.kind \in RefusalKinds /\ m.v = 0 /\ f.standing = "UP")
+         /\ own /\ m.k = e.link /\ answers' = answers \ {m} /\ m.kind \in RefusalKinds /\ m.v = 0 => f.standing # "UP"
          ]_vars
 
 \* A dispatch is owed by each live target over its link, lost to the others, and on its way to whoever can be reached.
@@ -931,14 +932,16 @@ LinksBeginWhole ==
 LinksEndWhole ==
   [][\A s \in Senders, w \in Workers :
        LET e == sdata[s].roll[w] f == sdata'[s].roll[w] out == sdata'[s].out
-           ends == Open(s, w, e.link) /\ f.standing \in {"LOST", "NONE"}
-           Read(kind) == {m \in answers \ answers' : OverLink(m) = <<s, w, e.link>> /\ m.kind = kind} IN
+           ends == Open(s, w, e.link) /\ f.standing \in {"LOST", "NONE"} IN
        Keeps(s) =>
          /\ ends => out.owed[w] = 0 /\ ~gone'[s][w]
          /\ ends /\ sdata[s].out.owed[w] # 0 => out.outcomes[w] = "LOST"
          /\ ends /\ ~Lingers => ~\E m \in letters' \cup answers' : m.s = s /\ m.w = w
          /\ ends /\ f.standing = "LOST" => f.link = e.link /\ f.due = e.due /\ f.served = e.served
          /\ ends /\ f.standing = "NONE" => \E m \in answers : OverLink(m) = <<s, w, e.link>> /\ m.kind = "BYE"
+         /\ ends /\ ~gone[s][w] /\ ~May("wrong") =>
+              \E m \in answers \ answers' : OverLink(m) = <<s, w, e.link>> /\ m.v = 0
+                                             /\ m.kind \in {"BYE", "REFUSED", "FENCED"}
          /\ f.fence # e.fence /\ f.fence # 0 => \E m \in answers : OverLink(m) = <<s, w, e.link>> /\ m.kind = "FENCED"
                                                                    /\ m.fence = f.fence
          /\ ~ends /\ f.link = e.link /\ f.standing = e.standing =>
@@ -977,6 +980,16 @@ CallsArePossible ==
        /\ rstate[w] # Final => ENABLED CloseReceiver(w)
        /\ rstate[w] # Final /\ rdata[w].link # NoLink /\ ~Open(rdata[w].link[1], w, rdata[w].link[2]) =>
             ENABLED LinkDown(w, rdata[w].link[1], rdata[w].link[2])
+  /\ \A m \in letters : (\A n \in letters : OverLink(n) = OverLink(m) => m.p <= n.p) =>
+       /\ m.v = 0 /\ rstate[m.w] \notin {Final, "awaiting_ack"} => ENABLED HelloArrived(m.w, m.s, m.k)
+       /\ m.v # 0 /\ rstate[m.w] \in {"ready", "pending_async"} /\ rdata[m.w].link = <<m.s, m.k>> =>
+            ENABLED UpdateArrived(m.w, m.s, m.k, m.v)
+  /\ \A m \in answers : (\A n \in answers : OverLink(n) = OverLink(m) => m.p <= n.p) =>
+       CASE m.kind = "HELLO" -> ENABLED AnswerHello(m.s, m.w, m.k)
+         [] m.kind = "ACK" -> ENABLED AnswerAck(m.s, m.w, m.k, m.v)
+         [] m.kind = "BYE" -> Open(m.s, m.w, m.k) => ENABLED AnswerBye(m.s, m.w, m.k)
+         [] m.v = 0 -> ENABLED AnswerRejected(m.s, m.w, m.k, m.kind)
+         [] OTHER -> ENABLED AnswerRefusal(m.s, m.w, m.k, m.v, m.kind)
 
 -----------------------------------------------------------------------------
 (* The guarantees *)

@@ -83,6 +83,9 @@ SenderRowsSeen == \A s \in Senders :
             /\ See(92, "an ack comes before its Hello", old.standing = "EXPECTED" /\ new.served # 0)
             /\ See(93, "an open link is closed at its far end", ~gone[s][w] /\ gone'[s][w])
   /\ See(95, "a copy is made", slife[s] = "unborn" /\ slife'[s] # "unborn")
+  /\ See(97, "two are fenced", \E t \in Senders \ {s}, w \in Workers :
+       d.roll[w].fence # 0 /\ sdata[t].roll[w].fence # 0)
+  /\ See(98, "the lowest clock is taken", e.incarnation = 1)
   /\ See(96, "a trainer dies in a send", slife'[s] = "dead" /\ blocked[s])
 
 \* The rows of a receiver's table, by what they do to its data.
@@ -123,8 +126,12 @@ NetworkSeen ==
        rstate[w] = "ready" /\ rstate'[w] = "pending_async" /\ ~Open(rdata[w].link[1], w, rdata[w].link[2]))
   /\ See(161, "an answer over an ended link is read", \E m \in answers \ answers' :
        ~Loses /\ m.k # sdata[m.s].roll[m.w].link /\ sdata' = sdata)
-  /\ See(162, "a letter is lost", letters' # letters /\ <<sdata, rdata, answers, gone>>' = <<sdata, rdata, answers, gone>>)
-  /\ See(163, "an answer is lost", answers' # answers /\ <<sdata, rdata, letters, gone>>' = <<sdata, rdata, letters, gone>>)
+  /\ See(162, "a letter is lost", letters' # letters /\ UNCHANGED <<sdata, rdata, answers, gone>>)
+  /\ See(163, "an answer is lost", answers' # answers /\ UNCHANGED <<sdata, rdata, letters, gone>>)
+  /\ See(166, "an ack is lost", (\E m \in answers \ answers' : m.kind = "ACK") /\ sdata' = sdata /\ Loses)
+  /\ See(167, "a refusal is lost", (\E m \in answers \ answers' : m.kind = "REFUSED") /\ sdata' = sdata /\ Loses)
+  /\ See(168, "a loss overtakes an answer", \E m \in answers : gone[m.s][m.w] /\ m.kind \in {"HELLO", "ACK"}
+       /\ sdata[m.s].roll[m.w].link = m.k /\ sdata'[m.s].roll[m.w].standing = "LOST")
   /\ See(164, "a letter overtakes another", \E w \in Workers : rdata'[w].pending # rdata[w].pending
        /\ \E m \in letters : m.w = w /\ m.v # 0 /\ m.p < rdata'[w].pending[3] /\ <<m.s, m.k>> = rdata[w].link)
   /\ See(165, "an answer overtakes another", \E s \in Senders, w \in Workers :

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from weightsync.checker.mutants.operators import OPERATORS, Site, assigned, names_rule
+from weightsync.checker.mutants.operators import OPERATORS, Site, assigned, settled
 from weightsync.checker.mutants.source import Source
 from weightsync.checker.mutants.syntax import Kind, Node, Path
 
@@ -107,19 +107,10 @@ def _difference(node: Node, other: Node) -> tuple[str, str]:
 def _about_rules(node: Node, above: tuple[Node, ...], path: Path) -> bool:
     """Whether a node is there only for the reverts: a rule named, or what happens without it."""
     chain = (*above, node)
-    for place, part in enumerate(chain):
-        if names_rule(part) and part.kind in (Kind.CALL, Kind.PREFIX):
-            return True
-        beside = place < len(path) and part.kind is Kind.IF and names_rule(part.parts[0])
-        if beside and (path[place] == 2) and not _negated(part.parts[0]):
-            return True
-        if beside and (path[place] == 1) and _negated(part.parts[0]):
-            return True
-    return False
-
-
-def _negated(node: Node) -> bool:
-    return node.kind is Kind.PREFIX
+    if any(settled(part) is not None for part in chain):
+        return True
+    beside = [(part.parts[0], path[place]) for place, part in enumerate(above) if part.kind is Kind.IF]
+    return any(step and settled(condition) is (step == 2) for condition, step in beside)
 
 
 def _primed(source: Source) -> dict[str, frozenset[str]]:

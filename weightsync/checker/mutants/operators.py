@@ -28,6 +28,8 @@ _FAMILIES = (
 _SWAPPED = {"=": "#", "#": "=", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "\\in": "\\notin", "\\notin": "\\in"}
 #: What asks whether there is a row: the guard that it makes is dropped and turned round as a whole.
 _ASKED = ("SenderMay", "ReceiverMay")
+#: What is mentioned only where a rule is taken out.
+_FOR_REVERTS = {"IfNot", "Rule"}
 _NUMBERS = {"0": "1", "1": "0"}
 #: Sets that an operator makes smaller or larger: the operator alone, or its operands.
 _SIDES = {"\\cup": (0, 1), "\\": (0,), "\\cap": (0, 1), "+": (0,), "-": (0,)}
@@ -120,7 +122,9 @@ def alternative(site: Site) -> Iterator[Node]:
 def either(site: Site) -> Iterator[Node]:
     """One of several alternatives of a condition is forgotten."""
     if site.node.kind is Kind.OR and not any(names_rule(part) for part in site.node.parts):
-        for place in range(len(site.node.parts)):
+        for place, part in enumerate(site.node.parts):
+            if part.names() & _FOR_REVERTS:
+                continue
             rest = (*site.node.parts[:place], *site.node.parts[place + 1 :])
             yield rest[0] if len(rest) == 1 else Node(Kind.OR, "", rest)
 
@@ -242,8 +246,21 @@ def names_rule(node: Node) -> bool:
     return "Rule" in node.names() and node.names() <= {"Rule"}
 
 
+def settled(node: Node) -> bool | None:
+    """Return what a condition is as long as no rule is taken out, if that is sure."""
+    if names_rule(node):
+        return node.kind is not Kind.PREFIX
+    if node.kind in (Kind.OR, Kind.AND):
+        deciding = node.kind is Kind.OR
+        if any(settled(part) is deciding for part in node.parts):
+            return deciding
+    return None
+
+
 def _composed(node: Node) -> bool:
-    return node.kind in (Kind.AND, Kind.OR, Kind.LET, Kind.QUANTIFIED, Kind.CASE, Kind.IF)
+    return node.kind in (
+        Kind.AND, Kind.OR, Kind.LET, Kind.QUANTIFIED, Kind.CASE, Kind.ARM, Kind.OTHER, Kind.IF
+    )  # fmt: skip
 
 
 def _fairness(site: Site) -> bool:
