@@ -83,8 +83,6 @@ SenderRowsSeen == \A s \in Senders :
             /\ See(92, "an ack comes before its Hello", old.standing = "EXPECTED" /\ new.served # 0)
             /\ See(93, "an open link is closed at its far end", ~gone[s][w] /\ gone'[s][w])
   /\ See(95, "a copy is made", slife[s] = "unborn" /\ slife'[s] # "unborn")
-  /\ See(97, "two are fenced", \E t \in Senders \ {s}, w \in Workers :
-       d.roll[w].fence # 0 /\ sdata[t].roll[w].fence # 0)
   /\ See(98, "the lowest clock is taken", e.incarnation = 1)
   /\ See(96, "a trainer dies in a send", slife'[s] = "dead" /\ blocked[s])
 
