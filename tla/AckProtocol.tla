@@ -921,6 +921,7 @@ LinksBeginWhole ==
        /\ f.link # e.link =>
             /\ f.link = e.link + 1 /\ f.standing = "EXPECTED" /\ e.standing \in {"NONE", "LOST"}
             /\ f.due = Max(sdata[s].dueAll, e.due) /\ f.catching = f.due /\ f.served = 0 /\ f.fence = 0
+       /\ sdata'[s].incarnation # sdata[s].incarnation => OnRoll(s) # {}
        /\ begins \/ opens => IF rstate[w] = Final THEN gone'[s][w] ELSE Sent(0) /\ ~gone'[s][w]
        /\ begins /\ rstate[w] # Final /\ f.due # 0 => Sent(f.due)
        /\ f.standing = "EXPECTED" /\ e.standing # "EXPECTED" => f.link # e.link
