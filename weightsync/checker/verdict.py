@@ -222,10 +222,10 @@ def idle(verdicts: Iterable[Verdict], manifest: Manifest) -> Iterator[str]:
         manifest: says which parts no proof evaluates.
     """
     proofs = [each for each in verdicts if each.configuration.expected is Expected.PASS and each.outcome is not None]
-    runs = [each.outcome.findings.expressions for each in proofs if each.outcome is not None]
+    findings = [each.outcome.findings for each in proofs if each.outcome is not None]
+    runs = [each.expressions for each in findings]
     library = Library(manifest.folder)
-    roots = {each.configuration.module for each in proofs}
-    modules = {module.name for root in roots for module in library.closure(root)}
+    modules = {action.module for each in findings for action in each.actions}
     known = {(each.definition, each.text) for each in manifest.idle}
     for part in unreached(runs, library, modules):
         if part.definition in manifest.planted:
