@@ -133,7 +133,7 @@ class ReceiverDriver:
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
             case pure.Greet(link):
-                self._write(link, self._hello())
+                self._write(link, self._hello(link))
             case pure.Reject(link, incarnation, kind, reason):
                 logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
                 self.ended = f"its handshake was refused: {reason}"
@@ -148,7 +148,7 @@ class ReceiverDriver:
             case pure.CloseLink(link):
                 self._close_link(link)
 
-    def _hello(self) -> Hello:
+    def _hello(self, link: int) -> Hello:
         pid, started = own_identity()
         served = self.data.served
         return Hello(
@@ -160,6 +160,7 @@ class ReceiverDriver:
             pid=pid,
             started=started,
             fence=self.data.fence,
+            link=link,
         )
 
     def _refusal(self, key: pure.Key, kind: RefusalKind, reason: str) -> Refusal:
