@@ -14,6 +14,7 @@ from weightsync._tables import RECEIVER_ROWS, ReceiverInput, State
 from weightsync.byhand import ByHand
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.receiver import Pending, ReceiverDriver
+from weightsync.driving.traced import receiver_driver
 from weightsync.errors import ConfigurationError, LayoutError, TransportError, WeightSyncError
 from weightsync.extras import encode_extras
 from weightsync.machine import next_state
@@ -80,7 +81,7 @@ class WeightReceiver(ByHand):
         self._model: Any = None
         self._endpoint: Any = None
         self._listening: list[Callable[[], None]] = []
-        self._driver = ReceiverDriver(self._model_id)
+        self._driver = receiver_driver(self._model_id)
         self._target: Target | None = None
         self._handed = None
         self._staged: Ready | None = None

@@ -11,6 +11,7 @@ from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packed
 from weightsync.driving.reporter import Reporter
 from weightsync.driving.sender import SenderDriver
+from weightsync.driving.traced import sender_driver
 from weightsync.errors import ConfigurationError, LayoutError, StateError, WorkerLostError
 from weightsync.layout import Layout
 from weightsync.machine import next_state
@@ -37,7 +38,7 @@ class WeightSender(Side):
 
     def _begin(self) -> None:
         self._endpoints: dict[int, Any] = {}
-        self._driver = SenderDriver(self._model_id)
+        self._driver = sender_driver(self._model_id)
         self._reporter = Reporter(self._driver)
         self._packer = self._scheme.packer
 

@@ -6,6 +6,7 @@ import enum
 import os
 import secrets
 import time
+from pathlib import Path
 
 from weightsync.errors import ConfigurationError
 
@@ -81,3 +82,13 @@ class Stopwatch:
 def new_incarnation(fence: int) -> int:
     """An incarnation above ``fence``: nanoseconds since the epoch, then 32 random bits against ties."""
     return (max(time.time_ns(), (fence >> 32) + 1) << 32) | secrets.randbits(32)
+
+
+def now_ns() -> int:
+    """Nanoseconds of this machine's monotonic clock, the same one in all its processes."""
+    return time.monotonic_ns()
+
+
+def clock_id() -> str:
+    """Tells clocks of `now_ns` that may be compared from others: a machine's, since its start."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
