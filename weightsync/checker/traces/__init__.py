@@ -1,0 +1,6 @@
+"""Checks traces against the protocol: standard library and the shipped pure halves only."""
+
+from weightsync.checker.traces.judging import Judgement, Run, Verdict, verify
+from weightsync.checker.traces.lines import Finding, Line, UnreadableTraceError
+
+__all__ = ["Finding", "Judgement", "Line", "Run", "UnreadableTraceError", "Verdict", "verify"]

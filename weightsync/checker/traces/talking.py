@@ -1,0 +1,340 @@
+"""What drivers do between the steps: each effect leaves as a message, each message that came is taken as its event."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from weightsync._tables import Delivery, RefusalKind, State
+from weightsync.checker.traces.lines import Finding
+from weightsync.checker.traces.replaying import Machine, Moment
+from weightsync.messages import Bye, Hello, Message, Refusal, Update
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+from weightsync.tracing import What
+
+RULE = "what the driver says and hears"
+#: Updates that a link carries unanswered: a worker that does not read costs no more.
+UNANSWERED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message that must leave over a link; ``kind`` CloseLink: the link must close."""
+
+    link: int
+    kind: type
+    incarnation: int = 0
+    version: int = 0
+
+    def __str__(self) -> str:
+        if self.kind is sending.CloseLink:
+            return f"link {self.link} closes"
+        return f"{self.kind.__name__} of version {self.version} leaves over link {self.link}"
+
+    def fits(self, link: int, message: Message | None) -> bool:
+        """Whether it is that message, over that link."""
+        if message is None:
+            return self.kind is sending.CloseLink and link == self.link
+        version = 0 if isinstance(message, Bye) else message.version
+        return (link, type(message), message.incarnation, version) == (
+            self.link,
+            self.kind,
+            self.incarnation,
+            self.version,
+        )
+
+
+class Unfit(Exception):
+    """A line that does not follow from those before it."""
+
+    def __init__(self, what: str, allowed: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.allowed = allowed
+
+
+@dataclass
+class _Link:
+    delivery: Delivery
+    worker: int = 0
+    unanswered: set[int] = field(default_factory=set)
+    waiting: int = 0
+    #: What came and was not taken yet.
+    heard: Message | None = None
+    #: Whether its end is under way: what is said over it then is nobody's effect.
+    failing: bool = False
+
+    @property
+    def free(self) -> bool:
+        """Whether an update may leave."""
+        return self.delivery.loses or len(self.unanswered) < UNANSWERED
+
+    def answered(self, version: int) -> int:
+        """An answer has come; the version that leaves now, or 0."""
+        self.unanswered = {each for each in self.unanswered if each > version}
+        if not self.waiting or not self.free:
+            return 0
+        waiting, self.waiting = self.waiting, 0
+        self.unanswered.add(waiting)
+        return waiting
+
+
+class Talk:
+    """One machine's links, and what must leave over them. Subclasses know what effects mean."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, _Link] = {}
+        self.todo: deque[Said] = deque()
+        #: What leaves as soon as it can, whatever else waits.
+        self.extra: list[Said] = []
+
+    def take(self, moment: Moment) -> None:
+        """Follow one line.
+
+        Raises:
+            Unfit: it does not follow from those before it.
+        """
+        line = moment.line
+        match line.what:
+            case What.LINK:
+                self.open[moment.link] = _Link(Delivery[line.said["delivery"]], line.said.get("worker", 0))
+            case What.SENT:
+                self._said(moment, moment.message)
+            case What.CLOSED:
+                self._said(moment, None)
+                self.open.pop(moment.link, None)
+            case What.RECEIVED:
+                self._heard(moment)
+            case What.FAILED:
+                if moment.link in self.open:
+                    self.open[moment.link].failing = True
+                    self.open[moment.link].heard = None
+                self._failed(moment)
+            case What.STEP | What.REFUSED:
+                self._nothing_waits(moment)
+                self._stepped(moment)
+
+    def _said(self, moment: Moment, message: Message | None) -> None:
+        if moment.link not in self.open:
+            raise Unfit(f"link {moment.link} is not open")
+        for each in self.extra:
+            if each.fits(moment.link, message):
+                self.extra.remove(each)
+                return
+        self._skip()
+        if self.todo and self.todo[0].fits(moment.link, message):
+            said = self.todo.popleft()
+            if said.kind is Update:
+                self.open[said.link].unanswered.add(said.version)
+            return
+        if not self._unasked(moment, message):
+            due = f"now {self.todo[0]}" if self.todo else "nothing is to leave now"
+            raise Unfit("no effect of a step asks for this", due)
+
+    def _skip(self) -> None:
+        """Leave out what has nowhere to go, or waits for a worker's answers."""
+        while self.todo:
+            head = self.todo[0]
+            link = self.open.get(head.link)
+            if link is not None and (head.kind is not Update or link.free):
+                return
+            if link is not None:
+                link.waiting = head.version
+            self.todo.popleft()
+
+    def _nothing_waits(self, moment: Moment) -> None:
+        """Between steps all has left, unless a link fails in the middle of it."""
+        self._skip()
+        waiting = [*self.extra, *self.todo]
+        if waiting and not any(link.failing for link in self.open.values()) and not self._amid(moment):
+            raise Unfit(f"a step asked for what did not happen: {waiting[0]}", f"first {waiting[0]}")
+
+    def _heard(self, moment: Moment) -> None:
+        link = self.open.get(moment.link)
+        if link is None:
+            raise Unfit(f"link {moment.link} is not open")
+        if link.heard is not None:
+            raise Unfit(f"the {type(link.heard).__name__} that came before over link {moment.link} was never taken")
+        if not isinstance(moment.message, Bye):
+            link.heard = moment.message
+
+    def _unasked(self, moment: Moment, message: Message | None) -> bool:
+        """Whether this may be said though no effect asks for it."""
+        return False
+
+    def _amid(self, moment: Moment) -> bool:
+        """Whether this step may come while something waits to leave."""
+        return False
+
+    def _failed(self, moment: Moment) -> None:
+        """A link cannot be used any more."""
+
+    def _stepped(self, moment: Moment) -> None:
+        """A step was taken or refused: what must leave now."""
+
+
+class SenderTalk(Talk):
+    """A sender's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: The goodbyes of workers that have met a newer sender, by link.
+        self._fenced: dict[int, int] = {}
+
+    def _heard(self, moment: Moment) -> None:
+        super()._heard(moment)
+        if isinstance(moment.message, Bye):
+            self._fenced[moment.link] = moment.message.incarnation
+
+    def _stepped(self, moment: Moment) -> None:
+        event, data = moment.event, moment.after
+        assert isinstance(data, sending.SenderData)
+        if isinstance(event, sending.Answer):
+            self._taken(event)
+        if isinstance(event, sending.LinkLost) and event.link in self.open:
+            self.open[event.link].failing = False
+            self.open[event.link].heard = None
+        effects = () if moment.step is None else moment.step.effects
+        for effect in effects:
+            self._follow(effect, data.incarnation)
+        if isinstance(event, sending.Answer) and not any(isinstance(each, sending.CloseLink) for each in effects):
+            self._catch_up(event, data)
+
+    def _follow(self, effect: object, incarnation: int) -> None:
+        match effect:
+            case sending.Greet(_, link, due):
+                self.todo.append(Said(link, Hello, incarnation, due))
+                if due:
+                    self.todo.append(Said(link, Update, incarnation, due))
+            case sending.Dispatch(_, link, version):
+                self.todo.append(Said(link, Update, incarnation, version))
+            case sending.CloseLink(_, link):
+                self.todo.append(Said(link, sending.CloseLink))
+
+    def _amid(self, moment: Moment) -> bool:
+        # A link that could not be written to is told again by reading it, and is replaced or lost by then.
+        return moment.step is not None and moment.step.input is None
+
+    def _taken(self, event: sending.Answer) -> None:
+        link = self.open.get(event.link)
+        heard = None if link is None else link.heard
+        if link is not None:
+            link.heard = None
+        if heard == event.message and link is not None and link.worker == event.worker:
+            return
+        match event.message:
+            case Refusal(kind=RefusalKind.FENCED, version=0, fence=fence) if self._fenced.get(event.link) == fence:
+                return
+        raise Unfit(f"no such message came over link {event.link} from worker {event.worker}", f"what came: {heard}")
+
+    def _catch_up(self, event: sending.Answer, data: sending.SenderData) -> None:
+        link, message = self.open.get(event.link), event.message
+        if link is not None and not isinstance(message, Hello) and message.incarnation == data.incarnation:
+            waiting = link.answered(message.version)
+            if waiting:
+                self.extra.append(Said(event.link, Update, data.incarnation, waiting))
+
+
+class ReceiverTalk(Talk):
+    """A receiver's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._holding = False
+        self._held: Said | None = None
+        #: Links that may close though no effect says so.
+        self._may_close: set[int] = set()
+        #: A link over which a last word was said: it must fail next.
+        self._last_word = 0
+        self._force: int | None = None
+
+    def take(self, moment: Moment) -> None:
+        """Follow one line."""
+        if self._last_word and (moment.line.what, moment.link) != (What.FAILED, self._last_word):
+            raise Unfit(f"a refusal of all that comes was said over link {self._last_word}", "that link fails")
+        match moment.line.what:
+            case What.HELD:
+                self._holding = True
+            case What.RELEASED:
+                self._holding = False
+                if self._held is not None:
+                    self.todo.append(self._held)
+                self._held = None
+        super().take(moment)
+
+    def _heard(self, moment: Moment) -> None:
+        data = moment.after
+        assert isinstance(data, receiving.ReceiverData)
+        if moment.state is State.AWAITING_ACK and moment.link == data.link:
+            raise Unfit("the link in force is read while an answer is owed", "first the answer leaves")
+        super()._heard(moment)
+
+    def _failed(self, moment: Moment) -> None:
+        self._last_word = 0
+
+    def _amid(self, moment: Moment) -> bool:
+        return isinstance(moment.event, receiving.Answered)
+
+    def _unasked(self, moment: Moment, message: Message | None) -> bool:
+        if message is None:
+            return moment.link in self._may_close
+        last = isinstance(message, Refusal) and message.version == 0 and message.kind is RefusalKind.REFUSED
+        if last:
+            self._last_word = moment.link
+        return last
+
+    def _stepped(self, moment: Moment) -> None:
+        event, step, data = moment.event, moment.step, moment.after
+        assert isinstance(data, receiving.ReceiverData)
+        if isinstance(event, receiving.HelloArrived | receiving.UpdateArrived):
+            self._taken(event)
+        if isinstance(event, receiving.LinkDown) and event.link in self.open:
+            self.open[event.link].failing = False
+            self._may_close.add(event.link)
+        if isinstance(event, receiving.Close | receiving.Broken) and step is not None:
+            self._may_close |= set(self.open)
+        for effect in () if step is None else step.effects:
+            self._follow(effect, data)
+
+    def _follow(self, effect: object, data: receiving.ReceiverData) -> None:
+        match effect:
+            case receiving.Greet(link):
+                served = data.served
+                version = served[1] if served and served[0] == data.fence else 0
+                self.todo.append(Said(link, Hello, data.fence, version))
+            case receiving.Reject(link, incarnation):
+                self.todo.append(Said(link, Refusal, incarnation, 0))
+            case receiving.Tell(link, key):
+                self.todo.append(Said(link, Refusal, *key))
+            case receiving.Reply(link, answer):
+                said = Said(link, type(answer), answer.incarnation, answer.version)
+                if self._holding and answer == data.answer:
+                    self._held = said
+                else:
+                    self.todo.append(said)
+            case receiving.CloseLink(link):
+                self.todo.append(Said(link, sending.CloseLink))
+
+    def _taken(self, event: receiving.HelloArrived | receiving.UpdateArrived) -> None:
+        link = self.open.get(event.link)
+        heard = None if link is None else link.heard
+        if link is not None:
+            link.heard = None
+        wanted = Hello if isinstance(event, receiving.HelloArrived) else Update
+        fits = isinstance(heard, wanted) and heard.incarnation == event.incarnation
+        if isinstance(event, receiving.UpdateArrived):
+            fits = fits and isinstance(heard, Update) and heard.version == event.version
+        if not fits:
+            raise Unfit(f"no such {wanted.__name__} came over link {event.link}", f"what came: {heard}")
+
+
+def listen(machine: Machine) -> Finding | None:
+    """The first line of a machine that says or takes what it may not, if there is one."""
+    talk: Talk = SenderTalk() if machine.role == "sender" else ReceiverTalk()
+    for moment in machine.moments:
+        try:
+            talk.take(moment)
+        except Unfit as unfit:
+            return Finding(moment.line, unfit.what, (unfit.allowed,) if unfit.allowed else (), RULE)
+    return None
