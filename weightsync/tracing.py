@@ -94,13 +94,14 @@ def plain(value: object) -> Any:
             return {str(key): plain(each) for key, each in value.items()}
         case tuple() | list():
             return [plain(each) for each in value]
-    fields = ((name, getattr(value, name), default) for name, default in _fields(type(value)))
+    kind: type[Any] = type(value)
+    fields = ((name, getattr(value, name), default) for name, default in _fields(kind))
     told = {name: plain(held) for name, held, default in fields if default is _MISSING or held != default}
-    return {"is": type(value).__name__, **told}
+    return {"is": kind.__name__, **told}
 
 
 @functools.cache
-def _fields(kind: type) -> tuple[tuple[str, object], ...]:
+def _fields(kind: type[Any]) -> tuple[tuple[str, object], ...]:
     if not dataclasses.is_dataclass(kind):
         raise TypeError(f"{kind} is recorded nowhere: it is no value of the protocol")
     return tuple((each.name, _default(each)) for each in dataclasses.fields(kind))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from weightsync.checker.traces.guarantees import breaches
 from weightsync.checker.traces.lines import Finding, Line, TraceFile, find_files, read_file
@@ -76,6 +77,36 @@ class Verdict:
         """How many lines tell of machines."""
         return sum(run.events for run in self.runs)
 
+    def record(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        return {
+            "conforms": self.conforms,
+            "files": [str(file.path) for file in self.files],
+            "damages": [_told(found) for found in self.damages],
+            "runs": [
+                {
+                    "verdict": run.judgement.value,
+                    "machines": {machine.name: machine.role for machine in run.machines},
+                    "events": run.events,
+                    "findings": [_told(found) for found in run.findings],
+                    "unseen": [line.place for line in run.unseen],
+                }
+                for run in self.runs
+            ],
+        }
+
+
+def _told(finding: Finding) -> dict[str, Any]:
+    line = finding.line
+    return {
+        "file": str(line.path),
+        "line": line.number,
+        "rule": finding.rule,
+        "what": finding.what,
+        "allowed": list(finding.allowed),
+        "told": line.said,
+    }
+
 
 def verify(places: Sequence[Path]) -> Verdict:
     """Judge the traces in files or folders.
@@ -85,7 +116,16 @@ def verify(places: Sequence[Path]) -> Verdict:
     """
     files = tuple(read_file(path) for path in find_files(places))
     runs = tuple(sorted(map(judge, runs_of(machines_in(files))), key=lambda run: run.begun))
-    return Verdict(files, runs, tuple(file.damage for file in files if file.damage is not None))
+    meant = {found.line: found for run in runs for found in run.findings}
+    damages = (file.damage for file in files if file.damage is not None)
+    return Verdict(files, runs, tuple(_meaning(damage, meant.get(damage.line)) for damage in damages))
+
+
+def _meaning(damage: Finding, meant: Finding | None) -> Finding:
+    """A damaged line, and what would be wrong with it if it had been written so."""
+    if meant is None:
+        return damage
+    return replace(damage, what=f"{damage.what}; {meant.what}", allowed=(*damage.allowed, *meant.allowed))
 
 
 def machines_in(files: Iterable[TraceFile]) -> list[Machine]:

@@ -24,7 +24,7 @@ class Line:
     path: Path
     #: From 1, as editors count.
     number: int
-    said: Mapping[str, Any] = field(default_factory=dict)
+    said: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def place(self) -> str:
@@ -98,16 +98,25 @@ def read_file(path: Path) -> TraceFile:
         UnreadableTraceError: it is no trace, or was written by another release.
     """
     lines: list[Line] = []
+    damage: Finding | None = None
     checksum = 0
     for number, raw in _numbered(path):
-        parsed = _parsed(raw)
+        line = Line(path, number, _parsed(raw) or {})
         if number == 1:
-            _require_ours(path, parsed)
-        found, checksum = _damage(Line(path, number, parsed or {}), raw, checksum)
-        if found is not None:
-            return TraceFile(path, tuple(lines), found)
-        lines.append(Line(path, number, parsed or {}))
-    return TraceFile(path, tuple(lines))
+            _require_ours(path, line.said)
+        if damage is None:
+            damage, checksum = _damage(line, raw, checksum)
+        # What comes behind a damage is judged all the same, as far as it can be read.
+        if not _tells(line):
+            break
+        lines.append(line)
+    return TraceFile(path, tuple(lines), damage)
+
+
+def _tells(line: Line) -> bool:
+    """Whether it can be judged what a line tells."""
+    known = line.said.get("what") in {what.value for what in What} and type(line.said.get("t")) is int
+    return known and isinstance(line.said.get("m", ""), str)
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, str]]:
@@ -128,8 +137,8 @@ def _parsed(raw: str) -> dict[str, Any] | None:
     return parsed if isinstance(parsed, dict) else None
 
 
-def _require_ours(path: Path, header: Mapping[str, Any] | None) -> None:
-    if header is None or header.get("what") != What.HEADER.value:
+def _require_ours(path: Path, header: Mapping[str, Any]) -> None:
+    if header.get("what") != What.HEADER.value:
         raise UnreadableTraceError(f"{path} is no trace of weightsync: it does not begin with a header.")
     wanted = {"format": FORMAT, "protocol": PROTOCOL_VERSION}
     for name, value in wanted.items():
@@ -142,24 +151,14 @@ def _require_ours(path: Path, header: Mapping[str, Any] | None) -> None:
 
 def _damage(line: Line, raw: str, before: int) -> tuple[Finding | None, int]:
     """What is wrong with a line as it stands, if anything, and its checksum."""
-    said = dict(line.said)
-    claimed = said.pop("c", None)
-    if not raw.endswith("\n") or claimed is None:
+    said, due = dict(line.said), line.number - 1
+    if not raw.endswith("\n") or said.pop("c", None) is None or not _tells(line):
         return _damaged(line, "it is cut off, or no line of a trace"), before
-    expected = line.number - 1
-    if said.get("i") != expected:
-        return _damaged(
-            line, f"it says that it is line {said.get('i')} (from 0), and stands where {expected} must"
-        ), before
+    if said.get("i") != due:
+        return _damaged(line, f"it says that it is line {said.get('i')} (from 0), and {due} is due here"), before
     sealed, checksum = seal(said, before)
     if sealed != raw:
-        return _damaged(
-            line, "its checksum does not fit: it, or what was before it, was changed, dropped or added"
-        ), before
-    try:
-        What(said["what"])
-    except (KeyError, ValueError):
-        return _damaged(line, f"it tells of {said.get('what')!r}, which is nothing that can happen"), before
+        return _damaged(line, "it is not as it was written: its checksum does not fit it and what is before it"), before
     return None, checksum
 
 

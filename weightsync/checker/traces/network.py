@@ -108,7 +108,7 @@ class Network:
             return None
         index = self._match(ends, message)
         if index is None:
-            return self._nowhere(machine, moment, ends, message)
+            return self._nowhere(moment, ends, message)
         end, at = index
         flown = self.sent[end][at]
         if flown.clock == machine.clock and flown.line.time > moment.line.time:
@@ -144,7 +144,7 @@ class Network:
                     again = (end, at)
         return again
 
-    def _nowhere(self, machine: Machine, moment: Moment, ends: Sequence[Place], message: Message) -> Finding | None:
+    def _nowhere(self, moment: Moment, ends: Sequence[Place], message: Message) -> Finding | None:
         # An adapter that has no receiver of ours behind it speaks for it, and says so.
         if isinstance(message, Ack | Refusal) and message.evidence is not Evidence.ANSWER:
             return None
@@ -163,13 +163,13 @@ class Network:
             return None
         if at < before:
             return Finding(moment.line, "it came after what was sent later", (self._promise(place),), RULE)
-        missed = [each for each in self.sent[end][before + 1 : at] if self._due(each, machine, place, end)]
+        missed = [each for each in self.sent[end][before + 1 : at] if self._due(each, machine, end)]
         if missed and not delivery.loses:
             what = f"{_said(missed[0].message)}, sent before it ({missed[0].line.place}), has not come"
             return Finding(moment.line, what, (self._promise(place),), RULE)
         return None
 
-    def _due(self, flown: Flown, machine: Machine, place: Place, end: Place) -> bool:
+    def _due(self, flown: Flown, machine: Machine, end: Place) -> bool:
         """Whether what was skipped had to come: an update whose loss the adapter has told its sender had not."""
         message = flown.message
         if flown.taken or isinstance(message, Bye):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightsync._tables import INITIAL, State
+from weightsync._tables import INITIAL, Delivery, State
 from weightsync.checker.traces.decoding import decoded
 from weightsync.checker.traces.lines import Finding, Line
 from weightsync.checker.traces.words import differences, possible
@@ -117,6 +117,7 @@ class _Player:
             raise _Broken("a machine begins once, with its birth")
         if line.said.get("role") != self._role:
             raise _Broken(f"its machine is a {self._role}")
+        _require_fields(line)
         state, data = self._state, self._data
         event, step = self._advance(line)
         told = line.said.get("message")
@@ -174,6 +175,25 @@ class _Player:
         found = list(differences({name: line.said.get(name) for name in must}, must))
         if found:
             raise _Broken("; ".join(found), (_allowed(must), possible(self._role, self._state)))
+
+
+_FIELDS: dict[What, dict[str, type]] = {
+    What.LINK: {"link": int, "delivery": str},
+    What.SENT: {"link": int, "message": dict},
+    What.RECEIVED: {"link": int, "message": dict},
+    What.FAILED: {"link": int},
+    What.CLOSED: {"link": int, "incarnation": int},
+}
+
+
+def _require_fields(line: Line) -> None:
+    for name, kind in _FIELDS.get(line.what, {}).items():
+        if type(line.said.get(name)) is not kind:
+            raise ValueError(f"its {name} is {line.said.get(name)!r}")
+    if line.what is What.LINK and line.said["delivery"] not in Delivery.__members__:
+        raise ValueError(f"nothing is delivered {line.said['delivery']}")
+    if line.what is What.LINK and line.said["role"] == "sender" and type(line.said.get("worker")) is not int:
+        raise ValueError("it names no worker")
 
 
 def _allowed(must: dict[str, Any]) -> str:

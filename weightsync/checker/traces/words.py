@@ -64,7 +64,7 @@ def state_name(told: Any) -> str:
 def possible(role: str, state: State) -> str:
     """The inputs that have a row in a state."""
     rows = SENDER_ROWS if role == "sender" else RECEIVER_ROWS
-    named = [f"{input.value} -> {to.value}" for (source, input), to in rows.items() if source is state]  # type: ignore[attr-defined]
+    named = [f"{input.value} -> {to.value}" for (source, input), to in rows.items() if source is state]
     return f"rows of a {role} in {state.value}: {', '.join(named)}"
 
 
