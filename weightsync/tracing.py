@@ -100,11 +100,16 @@ def plain(value: object) -> Any:
     return {"is": kind.__name__, **told}
 
 
-@functools.cache
+_known: dict[type, tuple[tuple[str, object], ...]] = {}
+
+
 def _fields(kind: type[Any]) -> tuple[tuple[str, object], ...]:
-    if not dataclasses.is_dataclass(kind):
-        raise TypeError(f"{kind} is recorded nowhere: it is no value of the protocol")
-    return tuple((each.name, _default(each)) for each in dataclasses.fields(kind))
+    """Names and defaults of a dataclass's fields."""
+    if kind not in _known:
+        if not dataclasses.is_dataclass(kind):
+            raise TypeError(f"{kind} is recorded nowhere: it is no value of the protocol")
+        _known[kind] = tuple((each.name, _default(each)) for each in dataclasses.fields(kind))
+    return _known[kind]
 
 
 def _default(field: dataclasses.Field[Any]) -> object:

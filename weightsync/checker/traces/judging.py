@@ -65,7 +65,8 @@ class Verdict:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All that is wrong, damaged files first."""
-        return (*self.damages, *(found for run in self.runs for found in run.findings))
+        damaged = {found.line for found in self.damages}
+        return (*self.damages, *(found for run in self.runs for found in run.findings if found.line not in damaged))
 
     @property
     def conforms(self) -> bool:
