@@ -8,7 +8,7 @@ from weightsync._tables import SenderInput, State
 from weightsync.checker.traces.lines import Finding
 from weightsync.checker.traces.network import Network
 from weightsync.checker.traces.replaying import Machine, Moment
-from weightsync.messages import Ack, Hello, Update
+from weightsync.messages import Ack, Update
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.report import Evidence, OutcomeKind
@@ -145,8 +145,8 @@ def _counts(network: Network, machine: Machine, moment: Moment, digests: dict[in
     """An answer counts: did its worker do what it says?"""
     event, data = moment.event, moment.after
     assert isinstance(data, sending.SenderData)
-    ack = event.message
-    if isinstance(ack, Hello) or not isinstance(ack, Ack) or ack.evidence is not Evidence.ANSWER:
+    ack = event.message if isinstance(event, sending.Answer) else None
+    if not isinstance(ack, Ack) or ack.evidence is not Evidence.ANSWER:
         return
     if ack.incarnation != data.incarnation:
         yield _broken(moment, "G1 AckNamesItsVersion", "an ack for another sender counts")

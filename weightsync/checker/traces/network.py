@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from weightsync._tables import Delivery
 from weightsync.checker.traces.lines import Finding, Line
 from weightsync.checker.traces.replaying import Machine, Moment
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.report import Evidence
-from weightsync.tracing import What
+from weightsync.tracing import What, plain
 
 RULE = "the network"
 #: A machine and the number of one of its links.
@@ -26,6 +26,7 @@ class Flown:
     line: Line
     clock: str
     message: Message
+    key: str
     taken: bool = False
 
 
@@ -69,7 +70,7 @@ class Network:
         message = moment.message
         if message is None:
             message = Bye(model_id=machine.model_id, incarnation=moment.line.said["incarnation"])
-        self.sent[place].append(Flown(moment.line, machine.clock, message))
+        self.sent[place].append(Flown(moment.line, machine.clock, message, _key(message)))
 
     def _join(self, receiver: Machine) -> None:
         for moment in receiver.of(What.RECEIVED):
@@ -103,6 +104,8 @@ class Network:
         assert message is not None
         place = (machine.name, moment.link)
         ends = self._origins(machine, place, message)
+        if not ends and self._unmet(place, message):
+            return Finding(moment.line, f"no handshake of incarnation {message.incarnation} came", (), RULE)
         if not ends:
             self.unseen.append(moment.line)
             return None
@@ -130,6 +133,12 @@ class Network:
         over = [end for end in self.hellos[place] if end[0] == sender.name]
         return over or [end for end in self.sent if end[0] == sender.name]
 
+    def _unmet(self, place: Place, message: Message) -> bool:
+        """Whether an ordered link has brought handshakes, and none of that incarnation."""
+        met = {self.by_name[name].incarnation for name, _ in self.hellos[place]}
+        ordered = not self.delivery[place].reorders
+        return bool(met) and ordered and not isinstance(message, Hello) and message.incarnation not in met
+
     def _is(self, end: Place, role: str) -> bool:
         return self.by_name[end[0]].role == role
 
@@ -138,7 +147,7 @@ class Network:
         wanted, again = _key(message), None
         for end in ends:
             for at, flown in enumerate(self.sent[end]):
-                if _key(flown.message) == wanted:
+                if flown.key == wanted:
                     if not flown.taken:
                         return end, at
                     again = (end, at)
@@ -186,20 +195,21 @@ class Network:
         return f"this link promises {self.delivery[place].name}"
 
 
-def _key(message: Message) -> tuple[Any, ...]:
-    """What of a message must be the same at both ends: adapters may add a layout, or say where a payload lies."""
+#: What adapters add to a message on its way, or say in a way of their own.
+_THEIRS = frozenset({"layout", "slot", "extras", "form"})
+
+
+def _key(message: Message) -> str:
+    """What of a message must be the same at both ends."""
     match message:
-        case Hello():
-            own: tuple[Any, ...] = (message.version, message.fence, message.link)
-        case Update():
-            own = (message.version, message.digest, message.nbytes, message.layout_digest)
-        case Ack():
-            own = (message.version, message.digest, message.seconds, message.evidence)
-        case Refusal():
-            own = (message.version, message.kind, message.reason, message.fence, message.evidence)
         case Bye():
-            own = ()
-    return (type(message).__name__, message.model_id, message.incarnation, *own)
+            return f"Bye {message.model_id} {message.incarnation}"
+        case Refusal():
+            # What text cannot be encoded travels escaped.
+            told = message.reason, message.remote_traceback
+            reason, trace = (text.encode(errors="backslashreplace").decode() for text in told)
+            message = replace(message, reason=reason, remote_traceback=trace)
+    return json.dumps({name: value for name, value in plain(message).items() if name not in _THEIRS})
 
 
 def _said(message: Message) -> str:

@@ -109,6 +109,8 @@ class _Player:
         self._data: Data = self._half.data()
         self._holding = False
         self._held: Ack | None = None
+        self._links = 0
+        self._time = 0
 
     def take(self, number: int, line: Line) -> Moment:
         if line.said.get("n") != number:
@@ -117,12 +119,26 @@ class _Player:
             raise _Broken("a machine begins once, with its birth")
         if line.said.get("role") != self._role:
             raise _Broken(f"its machine is a {self._role}")
+        if line.time < self._time:
+            raise _Broken("it was written before the one that stands before it")
+        self._time = line.time
         _require_fields(line)
+        self._number_links(line)
         state, data = self._state, self._data
         event, step = self._advance(line)
         told = line.said.get("message")
         message = None if told is None else decoded(Message, told)
         return Moment(line, data, self._data, state, self._state, event, step, message)
+
+    def _number_links(self, line: Line) -> None:
+        """Links are numbered as they are laid; only those that are laid can be used."""
+        link = line.said.get("link")
+        if line.what is What.LINK:
+            self._links += 1
+            if link != self._links:
+                raise _Broken(f"link {link} is laid, and {self._links} is the next")
+        elif link is not None and not 1 <= link <= self._links:
+            raise _Broken(f"link {link} was never laid")
 
     def _advance(self, line: Line) -> tuple[Any, Step | None]:
         match line.what:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weightsync._tables import Delivery, RefusalKind, State
 from weightsync.checker.traces.lines import Finding
-from weightsync.checker.traces.replaying import Machine, Moment
+from weightsync.checker.traces.replaying import Data, Machine, Moment
 from weightsync.messages import Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
@@ -16,6 +16,8 @@ from weightsync.tracing import What
 RULE = "what the driver says and hears"
 #: Updates that a link carries unanswered: a worker that does not read costs no more.
 UNANSWERED = 2
+#: How the reason of a loss begins that came of a goodbye, at the sender and at the receiver.
+GOODBYE, ITS_GOODBYE = "said goodbye", "the sender said goodbye"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,18 @@ class Talk:
         line = moment.line
         match line.what:
             case What.LINK:
+                self._laid(moment)
                 self.open[moment.link] = _Link(Delivery[line.said["delivery"]], line.said.get("worker", 0))
             case What.SENT:
                 self._said(moment, moment.message)
             case What.CLOSED:
+                own = incarnation_of(moment.after)
+                if moment.line.said["incarnation"] != own:
+                    raise Unfit("its goodbye names another incarnation", f"incarnation {own}")
                 self._said(moment, None)
                 self.open.pop(moment.link, None)
             case What.RECEIVED:
+                self._nothing_waits(moment)
                 self._heard(moment)
             case What.FAILED:
                 if moment.link in self.open:
@@ -167,6 +174,9 @@ class Talk:
         """Whether this step may come while something waits to leave."""
         return False
 
+    def _laid(self, moment: Moment) -> None:
+        """A link is laid."""
+
     def _failed(self, moment: Moment) -> None:
         """A link cannot be used any more."""
 
@@ -179,27 +189,52 @@ class SenderTalk(Talk):
 
     def __init__(self) -> None:
         super().__init__()
-        #: The goodbyes of workers that have met a newer sender, by link.
-        self._fenced: dict[int, int] = {}
+        #: The goodbyes of workers, by link: the incarnation that they name, which may be a newer sender's.
+        self._goodbyes: dict[int, int] = {}
+        #: The link that was laid, and whose worker joins next; 0: none.
+        self._joining = 0
+
+    def _laid(self, moment: Moment) -> None:
+        self._nothing_waits(moment)
+        if self._joining:
+            raise Unfit(f"nobody has joined on link {self._joining}", "first its worker joins")
+        self._joining = moment.link
 
     def _heard(self, moment: Moment) -> None:
         super()._heard(moment)
         if isinstance(moment.message, Bye):
-            self._fenced[moment.link] = moment.message.incarnation
+            self._goodbyes[moment.link] = moment.message.incarnation
 
     def _stepped(self, moment: Moment) -> None:
         event, data = moment.event, moment.after
         assert isinstance(data, sending.SenderData)
+        self._join(event)
         if isinstance(event, sending.Answer):
-            self._taken(event)
-        if isinstance(event, sending.LinkLost) and event.link in self.open:
-            self.open[event.link].failing = False
-            self.open[event.link].heard = None
+            self._taken(event, str(moment.line.said["model"]))
+        if isinstance(event, sending.LinkLost):
+            self._lost(event, data)
         effects = () if moment.step is None else moment.step.effects
         for effect in effects:
             self._follow(effect, data.incarnation)
         if isinstance(event, sending.Answer) and not any(isinstance(each, sending.CloseLink) for each in effects):
             self._catch_up(event, data)
+
+    def _lost(self, event: sending.LinkLost, data: sending.SenderData) -> None:
+        if event.link in self.open:
+            self.open[event.link].failing = False
+            self.open[event.link].heard = None
+        if event.reason.startswith(GOODBYE) and self._goodbyes.get(event.link) != data.incarnation:
+            raise Unfit(f"no goodbye came over link {event.link}")
+
+    def _join(self, event: object) -> None:
+        match event:
+            case sending.Join(worker, link):
+                laid = self.open.get(link)
+                if link != self._joining or laid is None or laid.worker != worker:
+                    raise Unfit(f"link {link} was not laid to worker {worker} just now", f"link {self._joining}")
+                self._joining = 0
+            case _ if self._joining and not isinstance(event, sending.LinkLost):
+                raise Unfit(f"nobody has joined on link {self._joining}", "first its worker joins")
 
     def _follow(self, effect: object, incarnation: int) -> None:
         match effect:
@@ -216,7 +251,7 @@ class SenderTalk(Talk):
         # A link that could not be written to is told again by reading it, and is replaced or lost by then.
         return moment.step is not None and moment.step.input is None
 
-    def _taken(self, event: sending.Answer) -> None:
+    def _taken(self, event: sending.Answer, model_id: str) -> None:
         link = self.open.get(event.link)
         heard = None if link is None else link.heard
         if link is not None:
@@ -224,8 +259,9 @@ class SenderTalk(Talk):
         if heard == event.message and link is not None and link.worker == event.worker:
             return
         match event.message:
-            case Refusal(kind=RefusalKind.FENCED, version=0, fence=fence) if self._fenced.get(event.link) == fence:
-                return
+            case Refusal(kind=RefusalKind.FENCED, version=0, fence=fence, model_id=named):
+                if (self._goodbyes.get(event.link), model_id) == (fence, named):
+                    return
         raise Unfit(f"no such message came over link {event.link} from worker {event.worker}", f"what came: {heard}")
 
     def _catch_up(self, event: sending.Answer, data: sending.SenderData) -> None:
@@ -247,7 +283,7 @@ class ReceiverTalk(Talk):
         self._may_close: set[int] = set()
         #: A link over which a last word was said: it must fail next.
         self._last_word = 0
-        self._force: int | None = None
+        self._goodbyes: set[int] = set()
 
     def take(self, moment: Moment) -> None:
         """Follow one line."""
@@ -269,12 +305,18 @@ class ReceiverTalk(Talk):
         if moment.state is State.AWAITING_ACK and moment.link == data.link:
             raise Unfit("the link in force is read while an answer is owed", "first the answer leaves")
         super()._heard(moment)
+        if isinstance(moment.message, Bye):
+            self._goodbyes.add(moment.link)
 
     def _failed(self, moment: Moment) -> None:
         self._last_word = 0
+        if str(moment.line.said.get("reason")).startswith(ITS_GOODBYE) and moment.link not in self._goodbyes:
+            raise Unfit(f"no goodbye came over link {moment.link}")
 
     def _amid(self, moment: Moment) -> bool:
-        return isinstance(moment.event, receiving.Answered)
+        data = moment.before
+        assert isinstance(data, receiving.ReceiverData)
+        return isinstance(moment.event, receiving.Answered) and all(said.link != data.link for said in self.todo)
 
     def _unasked(self, moment: Moment, message: Message | None) -> bool:
         if message is None:
@@ -327,6 +369,11 @@ class ReceiverTalk(Talk):
             fits = fits and isinstance(heard, Update) and heard.version == event.version
         if not fits:
             raise Unfit(f"no such {wanted.__name__} came over link {event.link}", f"what came: {heard}")
+
+
+def incarnation_of(data: Data) -> int:
+    """The incarnation that a machine's goodbyes name."""
+    return data.incarnation if isinstance(data, sending.SenderData) else data.fence
 
 
 def listen(machine: Machine) -> Finding | None:
