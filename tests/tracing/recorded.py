@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 from collections.abc import Callable
@@ -69,10 +70,8 @@ def play(scheme: Any = None) -> None:
     sender.send_async(model(4.0), worker_ids=[0])
     cast.receive(0)
     sender.wait_async()
-    try:
+    with contextlib.suppress(weightsync.StateError):
         sender.wait_async()
-    except weightsync.StateError:
-        pass
     workers[1].register_model(model())
     cast.lay(sender, 1)
     workers[1].receive(0.0)

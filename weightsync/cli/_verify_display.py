@@ -26,7 +26,10 @@ def results(verdict: Verdict) -> Table:
 
 def _verdict(run: Run) -> str:
     said = run.judgement.value
-    return f"{said}: {run.findings[0].line.place}" if run.findings else said
+    if not run.findings:
+        return said
+    line = run.findings[0].line
+    return f"{said}: {line.path.name}:{line.number}"
 
 
 def shown(finding: Finding) -> Iterator[str]:
