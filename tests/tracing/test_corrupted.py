@@ -14,6 +14,7 @@ from recorded import Lines, judged, lines_of, recorded, write
 
 from weightsync import tracing
 from weightsync.checker.traces import UnreadableTraceError, Verdict
+from weightsync.checker.traces.lines import read_file
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,12 @@ def file(good: Path, tmp_path: Path) -> Path:
 def first(verdict: Verdict) -> int:
     """The number of the first line that is refused; 0: none is."""
     return min((found.line.number for found in verdict.findings), default=0)
+
+
+def damaged(file: Path) -> int:
+    """The number of the first line that is not as it was written; 0: all are."""
+    damage = read_file(file).damage
+    return 0 if damage is None else damage.line.number
 
 
 def test_the_run_conforms_and_a_forger_who_changes_nothing_is_not_refused(file: Path) -> None:
@@ -60,21 +67,21 @@ def test_every_line_that_is_edited_is_named(file: Path) -> None:
         changed = list(raw)
         changed[number - 1] = changed[number - 1].replace('"t":', '"t": ', 1)
         file.write_text("".join(changed), encoding="utf-8")
-        assert judged(file).findings[0].line.number == number
+        assert damaged(file) == number
 
 
 def test_every_line_that_is_dropped_is_missed_at_the_next(file: Path) -> None:
     raw = file.read_text(encoding="utf-8").splitlines(keepends=True)
     for number in range(2, len(raw)):
         file.write_text("".join(raw[: number - 1] + raw[number:]), encoding="utf-8")
-        assert judged(file).findings[0].line.number == number
+        assert damaged(file) == number
 
 
 def test_every_line_that_is_written_twice_is_named(file: Path) -> None:
     raw = file.read_text(encoding="utf-8").splitlines(keepends=True)
     for number in range(2, len(raw) + 1):
         file.write_text("".join(raw[:number] + raw[number - 1 :]), encoding="utf-8")
-        assert judged(file).findings[0].line.number == number + 1
+        assert damaged(file) == number + 1
 
 
 def test_every_two_lines_that_are_swapped_are_named(file: Path) -> None:
@@ -82,7 +89,7 @@ def test_every_two_lines_that_are_swapped_are_named(file: Path) -> None:
     for number in range(2, len(raw)):
         swapped = [*raw[: number - 1], raw[number], raw[number - 1], *raw[number + 1 :]]
         file.write_text("".join(swapped), encoding="utf-8")
-        assert judged(file).findings[0].line.number == number
+        assert damaged(file) == number
 
 
 @pytest.mark.parametrize("cut", [1, 2, 40])
@@ -191,6 +198,12 @@ def leaves(told: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
         yield path, told
 
 
+def kind_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    """Lines of one kind have the same values to be forged: one of each will do."""
+    message = line.get("message", line.get("event", {}))
+    return line["what"], line.get("role"), line.get("input"), message.get("is")
+
+
 def forged(value: Any) -> Any:
     match value:
         case bool():
@@ -213,10 +226,12 @@ def forged(value: Any) -> Any:
 
 def test_every_forged_value_is_refused_though_all_is_sealed_anew(file: Path) -> None:
     lines = lines_of(file)
-    passed = []
+    passed, seen = [], set()
     for number, line in enumerate(lines):
         for path, value in leaves(line):
-            if number and not WORDS & {str(name) for name in path}:
+            kind = (*kind_of(line), *(name for name in path if not str(name).isdigit()), value is None)
+            if number and kind not in seen and not WORDS & {str(name) for name in path}:
+                seen.add(kind)
                 changed = copy.copy(lines)
                 changed[number] = _with(line, path, forged(value))
                 if not first(judged(write(file, changed))):

@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from weightsync._tables import PROTOCOL_VERSION
 from weightsync.errors import WeightSyncError
 from weightsync.tracing import FORMAT, PATTERN, What, seal
+
+
+_WHATS: Final = {what.value: what for what in What}
 
 
 class UnreadableTraceError(WeightSyncError):
@@ -34,7 +37,7 @@ class Line:
     @property
     def what(self) -> What:
         """What it tells of."""
-        return What(self.said["what"])
+        return _WHATS[self.said["what"]]
 
     @property
     def machine(self) -> str:
@@ -115,7 +118,7 @@ def read_file(path: Path) -> TraceFile:
 
 def _tells(line: Line) -> bool:
     """Whether it can be judged what a line tells."""
-    known = line.said.get("what") in {what.value for what in What} and type(line.said.get("t")) is int
+    known = line.said.get("what") in _WHATS and type(line.said.get("t")) is int
     return known and isinstance(line.said.get("m", ""), str)
 
 
