@@ -12,7 +12,6 @@ from weightsync._tables import PROTOCOL_VERSION
 from weightsync.errors import WeightSyncError
 from weightsync.tracing import FORMAT, PATTERN, What, seal
 
-
 _WHATS: Final = {what.value: what for what in What}
 
 

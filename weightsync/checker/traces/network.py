@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from weightsync._tables import Delivery
 from weightsync.checker.traces.lines import Finding, Line
 from weightsync.checker.traces.replaying import Machine, Moment
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.messages import Ack, Bye, Hello, Message, Refusal
 from weightsync.report import Evidence
 from weightsync.tracing import What, plain
 
@@ -69,7 +69,8 @@ class Network:
             return
         message = moment.message
         if message is None:
-            message = Bye(model_id=machine.model_id, incarnation=moment.line.said["incarnation"])
+            said = moment.line.said
+            message = Bye(model_id=str(said["model"]), incarnation=said["incarnation"])
         self.sent[place].append(Flown(moment.line, machine.clock, message, _key(message)))
 
     def _join(self, receiver: Machine) -> None:
