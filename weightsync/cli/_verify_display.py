@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from rich.table import Table
 
-from weightsync.checker.traces import Finding, Judgement, Run, Verdict, story
+from weightsync.checker.traces import Judgement, Run, Verdict
 
 _STYLES = {Judgement.CONFORMS: "green", Judgement.DOES_NOT: "red"}
 #: Rows that are shown; the rest is counted.
@@ -30,16 +28,6 @@ def _verdict(run: Run) -> str:
         return said
     line = run.findings[0].line
     return f"{said}: {line.path.name}:{line.number}"
-
-
-def shown(finding: Finding) -> Iterator[str]:
-    """One line that is wrong, and what the model allows there."""
-    yield f"{finding.line.place}: {finding.what}."
-    if finding.line.said.get("what"):
-        yield f"  the trace:  {story(finding.line)}"
-    for allowed in finding.allowed:
-        yield f"  the model:  {allowed}"
-    yield f"  rule:       {finding.rule}"
 
 
 def summary(verdict: Verdict) -> str:

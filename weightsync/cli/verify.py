@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weightsync.checker.traces import UnreadableTraceError, Verdict
+from weightsync.checker.traces import UnreadableTraceError, Verdict, shown
 from weightsync.checker.traces import verify as judged
-from weightsync.cli._verify_display import results, shown, summary
+from weightsync.cli._verify_display import results, summary
 
 _PLAIN_WIDTH = 120
 _DOES_NOT_CONFORM = 1

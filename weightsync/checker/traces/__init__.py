@@ -2,6 +2,6 @@
 
 from weightsync.checker.traces.judging import Judgement, Run, Verdict, verify
 from weightsync.checker.traces.lines import Finding, Line, UnreadableTraceError
-from weightsync.checker.traces.words import story
+from weightsync.checker.traces.words import shown
 
-__all__ = ["Finding", "Judgement", "Line", "Run", "UnreadableTraceError", "Verdict", "story", "verify"]
+__all__ = ["Finding", "Judgement", "Line", "Run", "UnreadableTraceError", "Verdict", "shown", "verify"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, State
-from weightsync.checker.traces.lines import Line
+from weightsync.checker.traces.lines import Finding, Line
 from weightsync.tracing import What
 
 _SHORT = 24
@@ -33,6 +33,16 @@ def story(line: Line) -> str:
         case _:
             about = f" link {said['link']}" if "link" in said else ""
             return f"{who}: {line.what.value}{about}"
+
+
+def shown(finding: Finding) -> Iterator[str]:
+    """One line that is wrong, and what the model allows there."""
+    yield f"{finding.line.place}: {finding.what}."
+    if finding.line.said.get("what"):
+        yield f"  the trace:  {story(finding.line)}"
+    for allowed in finding.allowed:
+        yield f"  the model:  {allowed}"
+    yield f"  rule:       {finding.rule}"
 
 
 def value(told: Any) -> str:
