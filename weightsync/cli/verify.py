@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weightsync.checker.traces import UnreadableTraceError, Verdict, shown
+from weightsync.checker import ToolMissingError, find_toolchain
+from weightsync.checker.traces import Followed, TlcFailedError, UnreadableTraceError, Verdict, follow, shown
 from weightsync.checker.traces import verify as judged
 from weightsync.cli._verify_display import results, summary
 
@@ -29,6 +30,7 @@ def verify(
     report: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all that was found to a file; - prints it.")
     ] = None,
+    tlc: Annotated[bool, typer.Option("--tlc", help="Have TLC follow the runs too, action by action.")] = False,
 ) -> None:
     """Say whether recorded runs conformed to the protocol.
 
@@ -41,21 +43,34 @@ def verify(
     except UnreadableTraceError as error:
         typer.echo(f"weightsync: {error}", err=True)
         raise typer.Exit(_CANNOT_SAY) from error
-    _write(verdict, report)
+    followed = _follow(verdict) if tlc else None
+    wrong = verdict.findings + (() if followed is None else tuple(followed.findings))
+    _write(verdict, followed, report)
     console.print(results(verdict))
-    for finding in verdict.findings[:_SHOWN]:
+    for finding in wrong[:_SHOWN]:
         console.print()
         for line in shown(finding):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(summary(verdict), markup=False, highlight=False)
-    if not verdict.conforms:
+    if followed is not None:
+        console.print(followed.summary(), markup=False, highlight=False)
+    if wrong:
         raise typer.Exit(_DOES_NOT_CONFORM)
 
 
-def _write(verdict: Verdict, report: Path | None) -> None:
+def _follow(verdict: Verdict) -> Followed:
+    try:
+        return follow(find_toolchain(), verdict.runs)
+    except (ToolMissingError, TlcFailedError) as error:
+        typer.echo(f"weightsync: {error}", err=True)
+        raise typer.Exit(_CANNOT_SAY) from error
+
+
+def _write(verdict: Verdict, followed: Followed | None, report: Path | None) -> None:
     if report is None:
         return
-    text = json.dumps(verdict.record(), indent=1) + "\n"
+    told = {**verdict.record(), **({} if followed is None else {"tlc": followed.record()})}
+    text = json.dumps(told, indent=1) + "\n"
     if str(report) == "-":
         typer.echo(text, nl=False)
     else:

@@ -83,30 +83,18 @@ class Verdict:
         return {
             "conforms": self.conforms,
             "files": [str(file.path) for file in self.files],
-            "damages": [_told(found) for found in self.damages],
+            "damages": [found.record() for found in self.damages],
             "runs": [
                 {
                     "verdict": run.judgement.value,
                     "machines": {machine.name: machine.role for machine in run.machines},
                     "events": run.events,
-                    "findings": [_told(found) for found in run.findings],
+                    "findings": [found.record() for found in run.findings],
                     "unseen": [line.place for line in run.unseen],
                 }
                 for run in self.runs
             ],
         }
-
-
-def _told(finding: Finding) -> dict[str, Any]:
-    line = finding.line
-    return {
-        "file": str(line.path),
-        "line": line.number,
-        "rule": finding.rule,
-        "what": finding.what,
-        "allowed": list(finding.allowed),
-        "told": line.said,
-    }
 
 
 def verify(places: Sequence[Path]) -> Verdict:

@@ -61,6 +61,11 @@ class Finding:
     #: Which rule it breaks.
     rule: str = ""
 
+    def record(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        where = {"file": str(self.line.path), "line": self.line.number, "told": dict(self.line.said)}
+        return {**where, "rule": self.rule, "what": self.what, "allowed": list(self.allowed)}
+
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
