@@ -59,6 +59,11 @@ class Modelled:
     versions: int
     links: int
 
+    @property
+    def text(self) -> str:
+        """Its events, as TLA+ has them."""
+        return ",\n".join(literal(act.action) for act in self.acts)
+
 
 def modelled(run: Run, bounds: Bounds) -> Modelled:
     """The model's events of a run.
@@ -378,5 +383,5 @@ def literal(value: Value) -> str:
 
 def data_module(traces: Sequence[Modelled]) -> str:
     """`TraceData.tla`: the traces as one literal."""
-    told = ",\n".join("<<\n" + ",\n".join(literal(act.action) for act in trace.acts) + "\n>>" for trace in traces)
+    told = ",\n".join(f"<<\n{trace.text}\n>>" for trace in traces)
     return f"---- MODULE TraceData ----\nTraces == <<\n{told}\n>>\n====\n"

@@ -47,7 +47,10 @@ class TlcFailedError(WeightSyncError):
 class Followed:
     """What TLC made of runs."""
 
+    #: Runs that were followed to their ends, and how many of them took different ways.
     accepted: int = 0
+    ways: int = 0
+    #: Events of the different ways.
     events: int = 0
     findings: list[Finding] = field(default_factory=list)
     #: Runs that the model cannot follow, by why.
@@ -56,35 +59,67 @@ class Followed:
     def summary(self) -> str:
         """How much was followed, and what was left to the Python checker."""
         left_out = ", ".join(f"{count} ({why})" for why, count in self.left_out.most_common())
-        followed = f"TLC followed {self.accepted} runs of {self.events} events to their ends"
+        followed = f"TLC followed {self.accepted} runs to their ends ({self.ways} different, of {self.events} events)"
         refused = f", {len(self.findings)} not" if self.findings else ""
         return f"{followed}{refused}; left out: {left_out or 'none'}."
 
     def record(self) -> dict[str, Any]:
         """All of it, as JSON has it."""
         findings = [finding.record() for finding in self.findings]
-        return {"accepted": self.accepted, "events": self.events, "findings": findings, "left_out": self.left_out}
+        counts = {"accepted": self.accepted, "ways": self.ways, "events": self.events, "left_out": dict(self.left_out)}
+        return {**counts, "findings": findings}
 
 
-def follow(tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None) -> Followed:
-    """Have TLC follow runs that the Python checker found to conform.
+def follow(
+    tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None, most_events: int | None = None
+) -> Followed:
+    """Have TLC follow runs that the Python checker found to conform; those that took the very same way once.
+
+    Args:
+        tools: Java and TLC.
+        runs: the runs.
+        bounds: how large a run may be.
+        most_events: how many events the batch may have in all, the shortest runs first; None: any number.
 
     Raises:
         TlcFailedError: TLC broke down.
     """
-    followed, traces = Followed(), list[Modelled]()
+    followed, ways = Followed(), dict[str, list[Modelled]]()
     for run in runs:
         try:
-            traces.append(modelled(run, bounds or Bounds()))
+            trace = modelled(run, bounds or Bounds())
         except BeyondTheModelError as error:
             followed.left_out[str(error)] += 1
-    if traces:
-        accepted = {int(number) for number in _ACCEPTED.findall(_run(tools, traces, ""))}
-        refused = [trace for number, trace in enumerate(traces, 1) if number not in accepted]
-        followed.accepted = len(accepted)
-        followed.events = sum(len(trace.acts) for trace in traces)
-        followed.findings = _where(tools, refused) if refused else []
+        else:
+            ways.setdefault(trace.text, []).append(trace)
+    batch: list[list[Modelled]] = []
+    for text in sorted(ways, key=lambda text: (len(ways[text][0].acts), text)):
+        events = followed.events + len(ways[text][0].acts)
+        if most_events is not None and events > most_events:
+            followed.left_out["more events than the batch holds"] += len(ways[text])
+        else:
+            followed.events = events
+            batch.append(ways[text])
+    if batch:
+        _judge(tools, batch, followed)
     return followed
+
+
+def _judge(tools: Toolchain, batch: Sequence[Sequence[Modelled]], followed: Followed) -> None:
+    accepted = accepted_of(tools, [alike[0] for alike in batch])
+    followed.accepted = sum(len(alike) for number, alike in enumerate(batch, 1) if number in accepted)
+    followed.ways = len(accepted)
+    refused = [alike[0] for number, alike in enumerate(batch, 1) if number not in accepted]
+    followed.findings = _where(tools, refused) if refused else []
+
+
+def accepted_of(tools: Toolchain, traces: Sequence[Modelled]) -> set[int]:
+    """Which of the traces, counted from 1, TLC follows to their ends.
+
+    Raises:
+        TlcFailedError: TLC broke down.
+    """
+    return {int(number) for number in _ACCEPTED.findall(_run(tools, traces, ""))}
 
 
 def _where(tools: Toolchain, refused: Sequence[Modelled]) -> list[Finding]:
