@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weightsync._tables import State
+from weightsync._tables import ReceiverInput, SenderInput, State
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
 from weightsync.messages import Message
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.protocol.steps import Step
 from weightsync.report import SyncReport
 from weightsync.tracing import Life, Recorder, What, recorder
 from weightsync.transports.base import Link, Received
@@ -43,7 +44,7 @@ class TracedSenderDriver(SenderDriver):
     def _tell(self, what: What, **said: object) -> None:
         self._life.tell(what, self.model_id, **said)
 
-    def _step(self, event: sending.Event) -> sending.Step:
+    def _step(self, event: sending.Event) -> Step[SenderInput, sending.SenderData, sending.Effect]:
         before = self.machine.state
         try:
             step = super()._step(event)
@@ -97,7 +98,7 @@ class TracedReceiverDriver(ReceiverDriver):
     def _tell(self, what: What, **said: object) -> None:
         self._life.tell(what, self.model_id, **said)
 
-    def _step(self, event: receiving.Event) -> receiving.Step:
+    def _step(self, event: receiving.Event) -> Step[ReceiverInput, receiving.ReceiverData, receiving.Effect]:
         before = self.machine.state
         try:
             step = super()._step(event)
