@@ -13,7 +13,7 @@ from weightsync.checker.traces.guarantees import breaches
 from weightsync.checker.traces.lines import Finding, Line, TraceFile, find_files, read_file
 from weightsync.checker.traces.network import Network
 from weightsync.checker.traces.replaying import HALVES, Machine, replay
-from weightsync.checker.traces.talking import listen
+from weightsync.checker.traces.talkers import listen
 
 
 class Judgement(Enum):

@@ -11,6 +11,7 @@ from weightsync._tables import Delivery
 from weightsync.checker.traces.lines import Finding, Line
 from weightsync.checker.traces.replaying import Machine, Moment
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal
+from weightsync.protocol import sender as sending
 from weightsync.report import Evidence
 from weightsync.tracing import What, plain
 
@@ -40,8 +41,8 @@ class Network:
 
     machines: Sequence[Machine]
     by_name: dict[str, Machine] = field(default_factory=dict)
-    #: Senders by incarnation.
-    senders: dict[int, Machine] = field(default_factory=dict)
+    #: Senders by incarnation, and when they connected. Random bits tell them apart, but not where a test's clock runs.
+    senders: dict[int, list[tuple[int, Machine]]] = field(default_factory=lambda: defaultdict(list))
     #: What each end of a link was given, in order.
     sent: dict[Place, list[Flown]] = field(default_factory=lambda: defaultdict(list))
     delivery: dict[Place, Delivery] = field(default_factory=dict)
@@ -52,10 +53,10 @@ class Network:
     unseen: list[Line] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.by_name = {machine.name: machine for machine in self.machines}
         for machine in self.machines:
-            self.by_name[machine.name] = machine
             if machine.incarnation:
-                self.senders[machine.incarnation] = machine
+                self.senders[machine.incarnation].append((_connected(machine), machine))
             for moment in machine.of(What.LINK, What.SENT, What.CLOSED):
                 self._given(machine, moment)
         for machine in self.machines:
@@ -76,7 +77,7 @@ class Network:
     def _join(self, receiver: Machine) -> None:
         for moment in receiver.of(What.RECEIVED):
             hello = moment.message
-            sender = self.senders.get(hello.incarnation) if isinstance(hello, Hello) else None
+            sender = self._sender(hello.incarnation, moment) if isinstance(hello, Hello) else None
             if isinstance(hello, Hello) and sender is not None and hello.link:
                 ours, theirs = (receiver.name, moment.link), (sender.name, hello.link)
                 if theirs not in self.hellos[ours]:
@@ -104,7 +105,7 @@ class Network:
         message = moment.message
         assert message is not None
         place = (machine.name, moment.link)
-        ends = self._origins(machine, place, message)
+        ends = self._origins(machine, moment, message)
         if not ends and self._unmet(place, message):
             return Finding(moment.line, f"no handshake of incarnation {message.incarnation} came", (), RULE)
         if not ends:
@@ -122,13 +123,20 @@ class Network:
         flown.taken = True
         return self._order(machine, moment, newest, end, at)
 
-    def _origins(self, machine: Machine, place: Place, message: Message) -> list[Place]:
+    def _sender(self, incarnation: int, moment: Moment) -> Machine | None:
+        """The sender of an incarnation: of several, the last that had connected by then."""
+        known = self.senders.get(incarnation, [])
+        before = [(time, machine.name) for time, machine in known if time <= moment.line.time]
+        return self.by_name[max(before)[1]] if before else known[0][1] if known else None
+
+    def _origins(self, machine: Machine, moment: Moment, message: Message) -> list[Place]:
         """The ends of links that it may have come from; none: its speaker is not recorded."""
+        place = (machine.name, moment.link)
         if machine.role == "sender":
             known = self.heard_by[place]
             own = message.incarnation == machine.incarnation
             return known if own or not known else [end for end in self.sent if self._is(end, "receiver")]
-        sender = self.senders.get(message.incarnation)
+        sender = self._sender(message.incarnation, moment)
         if sender is None:
             return []
         over = [end for end in self.hellos[place] if end[0] == sender.name]
@@ -211,6 +219,11 @@ def _key(message: Message) -> str:
             reason, trace = (text.encode(errors="backslashreplace").decode() for text in told)
             message = replace(message, reason=reason, remote_traceback=trace)
     return json.dumps({name: value for name, value in plain(message).items() if name not in _THEIRS})
+
+
+def _connected(sender: Machine) -> int:
+    """When a sender connected."""
+    return next(moment.line.time for moment in sender.of(What.STEP) if isinstance(moment.event, sending.Connect))
 
 
 def _said(message: Message) -> str:

@@ -17,7 +17,8 @@ from weightsync.checker.process import FOLDER_PREFIX
 from weightsync.checker.toolchain import Toolchain
 from weightsync.checker.traces.judging import Run
 from weightsync.checker.traces.lines import Finding
-from weightsync.checker.traces.modelling import BeyondTheModelError, Bounds, Modelled, data_module, literal, modelled
+from weightsync.checker.traces.modelling import Modelled, data_module, literal, modelled
+from weightsync.checker.traces.naming import BeyondTheModelError, Bounds
 from weightsync.errors import WeightSyncError
 
 RULE = "the model, by TLC"
