@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from missing import java_and_tlc
 from recorded import judged, recorded
 
-from weightsync.checker.toolchain import Toolchain, ToolMissingError, find_toolchain
+from weightsync.checker.toolchain import Toolchain
 from weightsync.checker.traces import follow
 from weightsync.checker.traces.modelling import Modelled, modelled
 from weightsync.checker.traces.naming import Acted, Bounds
@@ -26,12 +26,7 @@ pytestmark = pytest.mark.tlc
 
 @pytest.fixture(scope="module")
 def tools() -> Toolchain:
-    try:
-        return find_toolchain()
-    except ToolMissingError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"TRACES WERE NOT FOLLOWED BY TLC: {error}")
+    return java_and_tlc("Whether TLC follows recorded runs")
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ class Traces:
         return (yield)
 
     def _judge(self) -> None:
-        if not any(self.folder.glob(tracing.PATTERN)):
+        if not any(file.stat().st_size for file in self.folder.glob(tracing.PATTERN)):
             return
         self.verdict = verify([self.folder])
         untraced = [played for played in self.played if played.untraced]

@@ -89,7 +89,8 @@ def find_files(places: Sequence[Path]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for place in places:
-        files = sorted(place.rglob(PATTERN)) if place.is_dir() else [place]
+        # A process that was killed before it wrote its first line leaves an empty file.
+        files = sorted(file for file in place.rglob(PATTERN) if file.stat().st_size) if place.is_dir() else [place]
         if not files or not all(file.is_file() for file in files):
             raise UnreadableTraceError(
                 f"there is no trace at {place}: a trace is a file {PATTERN}, or a folder of them."
