@@ -1,7 +1,8 @@
 """Renders `docs/scenarios.md`: for each guarantee the check that its planted fault turns red, as it went, in a chart.
 
 Each check of `tests/planted/checks.py` is run with the recorder on; its trace must conform, and is drawn. With
-``--check`` nothing is written and the page is compared byte for byte. Exit status: 0 all is as it should be, 1 the page differs.
+``--check`` nothing is written and the page is compared byte for byte.
+Exit status: 0 all is as it should be, 1 the page differs.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _HEAD = """\
 # The guarantees, as they go
 
 One scenario for each guarantee: the check that a fault planted against it turns red (see [assurance](assurance.md)).
-Each chart is drawn from the trace of a run, which `weightsync verify` finds to conform. An arrow stands where its message
-is read; a crossed one was sent and is not read by the end of the scenario. Notes say which row a machine takes.
+Each chart is drawn from the trace of a run, which `weightsync verify` finds to conform. An arrow stands where its
+message is read; a crossed one was sent and is not read by the end of the scenario. Notes say which row a machine takes.
 """
 
 
