@@ -8,14 +8,11 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
-from carriers import Here
 from torch.distributed import TCPStore, rpc
-from weight_kinds import KINDS, room_for_expanded, snapshot
 
-from weightsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
+from weightsync import DistributedWeightSyncScheme
 from weightsync.testing import Conformance, Ends, check_transport
 from weightsync.transports.calls import CallLink
 from weightsync.transports.rpc import RpcCourier, door_of, worker_named
