@@ -297,6 +297,8 @@ class OverRay(World):
     def __init__(self) -> None:
         self._ray = importlib.import_module("ray")
         self._actors = [self._ray.remote(num_cpus=0)(Holder).remote() for _ in EVERYBODY]
+        # Starting a process takes seconds, and minutes where many do so at once: the test's own timeout ends it.
+        self._ray.get([actor.starts.remote() for actor in self._actors])
         self.workers = [_Actor(self._ray, actor) for actor in self._actors]
         self.trainer = _Here(make=RayWeightSyncScheme, reach=self._reach)
 
@@ -328,6 +330,9 @@ class Holder(WeightSyncActor):
     def __init__(self) -> None:
         self.seat = Seat(None, None)
         self.seat.kept["receiver"] = self.weight_receiver
+
+    def starts(self) -> None:
+        """Nothing, once it has started."""
 
     def get_model(self, model_id: str) -> Any:
         return self.seat.kept.get("model of " + model_id)

@@ -29,6 +29,9 @@ class Keeper:
     def __init__(self) -> None:
         self.given: Any = None
 
+    def starts(self) -> None:
+        """Nothing, once it has started."""
+
     def update_policy_weights_(self, policy_or_weights: Any) -> None:
         self.given = policy_or_weights
 
@@ -62,11 +65,13 @@ def keeper(cluster: Any) -> Iterator[Any]:
     import ray  # noqa: PLC0415 - an extra
 
     actor = ray.remote(num_cpus=0)(Keeper).remote()
+    ray.get(actor.starts.remote())
     yield actor
     ray.kill(actor)
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(300)
 def test_a_plain_actor_is_given_every_kind(keeper: Any) -> None:
     import ray  # noqa: PLC0415 - an extra
 

@@ -40,7 +40,7 @@ from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, S
 WORLDS = [
     "pipe",
     "shared",
-    pytest.param("ray", marks=pytest.mark.ray),
+    pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.timeout(300)]),
     pytest.param("rpc", marks=pytest.mark.rpc),
     pytest.param("distributed", marks=pytest.mark.gloo),
 ]
