@@ -14,10 +14,7 @@ from weightsync.testing import SCENARIOS
 
 #: Seconds; reached only by a failure.
 PATIENCE = float(os.environ.get("WEIGHTSYNC_KIT_PATIENCE", "20"))
-THREADS = "a thread writes: flush() does not wait for it, and close() gives up what payloads it has not written"
 STORE = {
-    "the sender's last words": THREADS,
-    **{name: THREADS for name in SCENARIOS if name.startswith("walk ")},
     "several models": ONE_MODEL,
     "a cut": NO_CABLE,
     "a cut with an update outstanding": NO_CABLE,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import select
 from collections.abc import Callable, Sequence
 
-from weightsync.errors import TransportError
 from weightsync.messages import Bye, Message
+from weightsync.testing.cable import Cable, End, Watch, words
 from weightsync.testing.ends import Ends, Factory
 from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.tap import Cable, End, Tap, Watch, words
+from weightsync.testing.tap import Tap
 from weightsync.timing import Deadline
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.memory import Buffer, Storage
@@ -121,7 +121,7 @@ class Stage:
             return []
         if cable.closed and not cable.met:
             return []
-        flying = [each.message for each in cable.flying[end]]
+        flying = [each.message for each in cable.flying[end] if not each.given_up]
         return [message for message in flying if not isinstance(message, Bye)] if cable.closed else flying
 
     def until_dead(self, tap: Tap, pump: Callable[[], None]) -> None:
@@ -144,10 +144,7 @@ class Stage:
 
     def flush(self, tap: Tap) -> None:
         """Have it write what it can; that it is dead is found when it is read."""
-        try:
-            tap.link.flush()
-        except TransportError:
-            return
+        tap.write()
 
     def quiet(self, tap: Tap) -> None:
         """Once there is nothing to receive, no waitable may stay readable."""
