@@ -14,10 +14,12 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test demo check check-all lint format generate clean
+.PHONY: help install test verify verify-quick demo check check-all lint format generate clean
 
 help:
 	@echo 'make test       lint, types, tests, and the quick set of the model checker'
+	@echo 'make verify-quick  all proofs again, and the second checker: 15 minutes'
+	@echo 'make verify     and the large graphs, and the mutants of model and code: 40 minutes'
 	@echo 'make demo       train CartPole while workers act with the synchronised policy'
 	@echo 'make check      the quick set of the model checker'
 	@echo 'make check-all  all of it'
@@ -43,6 +45,14 @@ test: lint
 	@$(BIN)/weightsync check; code=$$?; \
 	if [ $$code -eq 2 ] && [ -z "$$CI" ]; then echo '*** The model was NOT CHECKED: see the line above. ***'; else exit $$code; fi
 
+verify-quick: $(INSTALLED)
+	$(BIN)/weightsync check --all
+	$(BIN)/weightsync check --second
+
+verify: verify-quick
+	$(BIN)/pytest -m slow
+	$(BIN)/weightsync check --mutants
+
 demo: $(INSTALLED)
 	$(BIN)/weightsync demo $(DEMO)
 
@@ -54,6 +64,7 @@ check-all: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(BIN)/python spec/generate.py --check
+	$(BIN)/python spec/assurance.py --check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -65,6 +76,7 @@ format: $(INSTALLED)
 
 generate: $(INSTALLED)
 	$(BIN)/python spec/generate.py
+	$(BIN)/python spec/assurance.py
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""One check for each of the guarantees G1 to G9: a scenario that holds of the shipped code, and fails of a broken one.
+"""One check for each of the guarantees G1 to G12: a scenario that holds of the shipped code, and fails of a broken one.
 
 Each drives real senders and receivers over links in memory whose messages arrive when the check says so.
 """
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightsync._tables import State
-from weightsync.errors import StateError, WeightSyncError
+from weightsync.errors import StateError, SyncError, WeightSyncError
 from weightsync.receiver import WeightReceiver
 from weightsync.report import OutcomeKind
 from weightsync.schemes.base import WeightSyncScheme
@@ -277,3 +277,60 @@ def check_g9() -> None:
     with pytest.raises(StateError):
         sender.send(weights(3))
     assert sender.state is State.CLOSED
+
+
+def check_g10() -> None:
+    """A wait, with no deadline or with one, ends when a worker that owes is gone, and when its time is up."""
+    worker, silent = Worker(), Worker()
+    sender, network, _ = connected(worker, silent)
+    sender.send_async(weights(1))
+    network.cut()
+
+    report = sender.poll()
+
+    assert report is not None
+    assert report[0].kind is OutcomeKind.LOST
+    told = sender.wait_async(timeout=0, on_failure="report")
+    assert (told[0].kind, told[1].kind) == (OutcomeKind.LOST, OutcomeKind.TIMED_OUT)
+    assert sender.state is State.PENDING_ASYNC
+
+
+def check_g11() -> None:
+    """A wait that returns means that every target applied; one worker that refuses makes it raise, and say who."""
+    worker, other = Worker(), Worker()
+    sender, *networks = connected(worker, other)
+    worker.policy.second.refuses = True
+    sender.send_async(weights(1))
+    for network, each in zip(networks, (worker, other), strict=True):
+        network.deliver_all()
+        each.take_in()
+        network.deliver_all()
+
+    told: SyncError | None = None
+    try:
+        sender.wait_async(timeout=0)
+    except SyncError as error:
+        told = error
+
+    assert told is not None
+    assert told.report.failed == (0,)
+    assert told.report[1].kind is OutcomeKind.APPLIED
+
+
+def check_g12() -> None:
+    """A late joiner serves nothing until it has caught up, and then the newest version that was sent to all."""
+    early, late = Worker(), Worker()
+    sender, network = connected(early)
+    for number in (1, 2):
+        sender.send_async(weights(number), on_pending="supersede")
+        network.deliver_all()
+        early.take_in()
+        network.deliver_all()
+
+    network = laid(sender, 1, late)
+    assert late.receiver.version is None
+    network.deliver_all()
+    late.take_in()
+
+    assert late.receiver.version == 2
+    assert late.policy.held == {2}

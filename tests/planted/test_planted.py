@@ -12,11 +12,13 @@ import pytest
 
 from weightsync._tables import SENDER_ROWS, ReceiverInput, SenderInput, State
 from weightsync.driving.receiver import ReceiverDriver
+from weightsync.driving.sender import SenderDriver
 from weightsync.machine import SenderMachine
 from weightsync.messages import Ack
 from weightsync.protocol import receiver as pure_receiver
 from weightsync.protocol import sender as pure_sender
 from weightsync.receiver import WeightReceiver
+from weightsync.report import Outcome, OutcomeKind
 from weightsync.sender import WeightSender
 from weightsync.target import _Undo
 from weightsync.transports.pins import Pins
@@ -125,6 +127,32 @@ def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WeightReceiver, "take_in", take_in)
 
 
+def losses_are_not_heard(patch: pytest.MonkeyPatch) -> None:
+    """G10: a link that tells of its death is not listened to."""
+    shipped = SenderDriver._heard
+
+    def heard(self: SenderDriver, worker: int, number: int, link: Any) -> Any:
+        return (event for event in shipped(self, worker, number, link) if not isinstance(event, pure_sender.LinkLost))
+
+    patch.setattr(SenderDriver, "_heard", heard)
+
+
+def refusals_are_fine(patch: pytest.MonkeyPatch) -> None:
+    """G11: a report is looked at for losses only."""
+    patch.setattr(Outcome, "fine", property(lambda self: self.kind is not OutcomeKind.LOST))
+
+
+def joiners_wait_for_the_next(patch: pytest.MonkeyPatch) -> None:
+    """G12: nothing goes behind a joiner's Hello."""
+    shipped = pure_sender._join
+
+    def join(data: Any, worker: int, link: int) -> Any:
+        after, effects = shipped(data, worker, link)
+        return after, tuple(replace(each, due=0) if isinstance(each, pure_sender.Greet) else each for each in effects)
+
+    patch.setattr(pure_sender, "_join", join)
+
+
 PLANTS: dict[str, tuple[Callable[[], None], Plant]] = {
     "G1": (checks.check_g1, any_ack_counts),
     "G2": (checks.check_g2, acks_before_the_swap),
@@ -135,6 +163,9 @@ PLANTS: dict[str, tuple[Callable[[], None], Plant]] = {
     "G7": (checks.check_g7, everybody_is_a_target),
     "G8": (checks.check_g8, copies_keep_obligations),
     "G9": (checks.check_g9, closed_still_applies),
+    "G10": (checks.check_g10, losses_are_not_heard),
+    "G11": (checks.check_g11, refusals_are_fine),
+    "G12": (checks.check_g12, joiners_wait_for_the_next),
 }
 
 

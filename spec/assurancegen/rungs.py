@@ -1,0 +1,49 @@
+"""The rungs of the verification ladder, each with the numbers that it keeps itself."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from weightsync.checker.manifest import Manifest, Purpose
+
+
+def table(root: Path, manifest: Manifest) -> Iterator[str]:
+    """One row a rung: what it is, what it catches, how large it is."""
+    yield "| rung | what it would catch | size |"
+    yield "|---|---|---|"
+    for name, catches, size in _rungs(root, manifest):
+        yield f"| {name} | {catches} | {size} |"
+
+
+def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+    kinds = Counter(each.purpose for each in manifest.configurations)
+    states = sum(each.pinned.distinct for each in manifest.configurations if each.pinned)
+    yield (
+        "TLC's proofs (`weightsync check --all`)",
+        "a protocol that breaks a guarantee",
+        f"{kinds[Purpose.PROOF]} configurations, {states:,} distinct states",
+    )
+    yield (
+        "reverts and unfair runs",
+        "a property that says too little, a rule that nobody needs",
+        f"{kinds[Purpose.REVERT]} rules and {kinds[Purpose.UNFAIR]} fairness conditions, each taken out alone",
+    )
+    yield (
+        "canaries",
+        "a proof that is true for no reason, a checker that says yes to all",
+        f"{kinds[Purpose.CANARY]} situations that must be reached, {kinds[Purpose.CHECKER]} runs that must fail",
+    )
+    yield _graphs(root)
+
+
+def _graphs(root: Path) -> tuple[str, str, str]:
+    graphs = json.loads((root / "tests" / "graph" / "digests.json").read_text(encoding="utf-8")).values()
+    nodes, edges = (sum(each[what] for each in graphs) for what in ("nodes", "edges"))
+    return (
+        "graph equality (`tests/graph`)",
+        "code that is not the model: a transition missing, more or half done",
+        f"{len(graphs)} configurations, {nodes:,} nodes and {edges:,} labelled edges, equal to TLC's",
+    )

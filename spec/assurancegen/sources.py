@@ -1,0 +1,125 @@
+"""What the page says of each guarantee, read and checked against the tree: nothing named here may be missing there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_NAMED = re.compile(r"test_(g\d+)[a-z]?_")
+_PLANTED = Path("tests/planted/test_planted.py")
+
+
+class SourceError(Exception):
+    """A source of the page names what does not exist, or leaves out what does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantee:
+    """One guarantee, and what stands behind it.
+
+    Attributes:
+        id: G1 to G12.
+        name: its name in the charter.
+        meaning: in words.
+        properties: its names in the model.
+        tests: node ids.
+        plant: the function that plants a fault against it.
+        planted: what that fault is, in words.
+        assumed: what it rests on.
+        unproved: what is not proved.
+    """
+
+    id: str
+    name: str
+    meaning: str
+    properties: tuple[str, ...]
+    tests: tuple[str, ...]
+    plant: str
+    planted: str
+    assumed: str
+    unproved: str
+
+
+def read(root: Path) -> tuple[Guarantee, ...]:
+    """All guarantees of the protocol, in its order.
+
+    Raises:
+        SourceError: one has no entry, or an entry names a property or test that is not there.
+    """
+    protocol = _toml(root / "spec" / "protocol.toml")["guarantee"]
+    entries = {entry["id"]: entry for entry in _toml(root / "spec" / "assurance.toml")["guarantee"]}
+    if set(entries) != {each["id"] for each in protocol}:
+        raise SourceError(f"the guarantees are {[each['id'] for each in protocol]}, and not {sorted(entries)}")
+    tests, plants = _tests(root), _plants(root)
+    model = (root / "tla" / "AckProtocol.tla").read_text(encoding="utf-8")
+    return tuple(_guarantee(each, entries[each["id"]], tests, plants, model) for each in protocol)
+
+
+def _guarantee(
+    named: Mapping[str, Any],
+    entry: Mapping[str, Any],
+    tests: Mapping[str, str],
+    plants: Mapping[str, tuple[str, str]],
+    model: str,
+) -> Guarantee:
+    id = named["id"]
+    own = [test for test, of in tests.items() if of == id.lower()]
+    further = [test for test in entry["tests"] if test not in own]
+    complaints = [
+        *(f"{id}: no test is {test}" for test in further if test not in tests),
+        *(f"{id}: AckProtocol.tla has no {name}" for name in entry["properties"] if f"\n{name} ==" not in model),
+        *([] if id in plants else [f"{id}: no fault is planted against it in {_PLANTED}"]),
+    ]
+    if complaints:
+        raise SourceError("\n".join(complaints))
+    return Guarantee(
+        id,
+        named["name"],
+        named["meaning"],
+        tuple(entry["properties"]),
+        (*own, *further),
+        *plants[id],
+        _flat(entry["assumed"]),
+        _flat(entry["unproved"]),
+    )
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def _tests(root: Path) -> dict[str, str]:
+    """Every test's node id, with the guarantee in its name ("g1"), or an empty string."""
+    found = {}
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        for name in _functions(path):
+            match = _NAMED.match(name)
+            found[f"{path.relative_to(root)}::{name}"] = match[1] if match else ""
+    return found
+
+
+def _functions(path: Path) -> Iterator[str]:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.name
+
+
+def _plants(root: Path) -> dict[str, tuple[str, str]]:
+    """Guarantee to the function that plants a fault against it, and that fault in words."""
+    found: dict[str, tuple[str, str]] = defaultdict(tuple)  # type: ignore[arg-type]
+    for node in ast.parse((root / _PLANTED).read_text(encoding="utf-8")).body:
+        words = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+        if isinstance(node, ast.FunctionDef) and words and re.match(r"G\d+: ", words):
+            id, what = words.split(": ", 1)
+            found[id] = (node.name, what.rstrip("."))
+    return dict(found)
