@@ -159,11 +159,11 @@ class Cable:
         index = next((place for place, each in enumerate(flying) if each.message == message), None)
         if index is None and any(each.message == message for each in self.arrived[end]):
             if not self.delivery.duplicates:
-                raise self._broke(Rule.ONCE, end, f"{words(message)} came out again")
+                raise self.broke(Rule.ONCE, end, f"{words(message)} came out again")
             self.flying[end].insert(0, next(each for each in self.arrived[end] if each.message == message))
             return 0
         if index is None:
-            raise self._broke(Rule.GENUINE, end, f"{words(message)} came out, and was never sent: {message!r}")
+            raise self.broke(Rule.GENUINE, end, f"{words(message)} came out, and was never sent: {message!r}")
         self._check_order(end, index, message)
         return index
 
@@ -174,23 +174,23 @@ class Cable:
         if self.delivery.reorders:
             return
         if number < newest:
-            raise self._broke(Rule.ORDER, end, f"{words(message)} came out after what was sent later")
+            raise self.broke(Rule.ORDER, end, f"{words(message)} came out after what was sent later")
         if index and not self.patient:
             before = ", ".join(words(each.message) for each in flying[:index])
             what = f"{words(message)} came out, and {before}, sent before it, had not"
-            raise self._broke(Rule.ORDER, end, f"{what}: overtaken, or lost")
+            raise self.broke(Rule.ORDER, end, f"{what}: overtaken, or lost")
 
     def _check_payload(self, end: End, flown: Flying, received: Received) -> None:
         if not flown.digest:
             if received.payload is not None and len(received.payload):
                 what = f"{words(flown.message)} came with {len(received.payload)} bytes"
-                raise self._broke(Rule.PAYLOAD, end, f"{what}, and left with none")
+                raise self.broke(Rule.PAYLOAD, end, f"{what}, and left with none")
             return
         found = b"" if received.payload is None else xxhash.xxh3_128_digest(received.payload)
         if found != flown.digest:
             size = "no payload" if received.payload is None else f"a payload of {len(received.payload)} bytes"
             what = f"{words(flown.message)} came with {size}, which is not what left"
-            raise self._broke(Rule.PAYLOAD, end, f"{what}: torn, or rewritten on its way without being pinned")
+            raise self.broke(Rule.PAYLOAD, end, f"{what}: torn, or rewritten on its way without being pinned")
 
     def ended(self, end: End, error: Exception) -> None:
         """Reading at ``end`` raised: may the link be dead, and was all delivered?"""
@@ -198,11 +198,12 @@ class Cable:
         if end in self.closed:
             return
         if not self.closed and not self.cut:
-            raise self._broke(Rule.LIVES, end, f"nobody had given it up: {error!r}") from error
+            raise self.broke(Rule.LIVES, end, f"nobody had given it up: {error!r}") from error
         missed = [each.message for each in self.flying[end] if not (isinstance(each.message, Bye) or each.given_up)]
         if missed and not self.cut and not self.delivery.loses:
             said = ", ".join(words(message) for message in missed)
-            raise self._broke(Rule.LAST_WORDS, end, f"it told its end ({error}) before {said}") from error
+            raise self.broke(Rule.LAST_WORDS, end, f"it told its end ({error}) before {said}") from error
 
-    def _broke(self, rule: Rule, end: End, what: str) -> Breach:
+    def broke(self, rule: Rule, end: End, what: str) -> Breach:
+        """Remember a breach, seen at ``end``."""
         return self.watch.broke(rule, f"{self.name}, {end.value}: {what}")

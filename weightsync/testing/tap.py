@@ -76,6 +76,11 @@ class Tap:
         with contextlib.suppress(TransportError):
             self._noted(self.link.flush())
 
+    @property
+    def queued(self) -> bool:
+        """Whether something has not left yet, as far as writing has said."""
+        return bool(self._queued)
+
     def _noted(self, written: bool) -> bool:
         if written:
             self._queued.clear()
