@@ -56,7 +56,7 @@ def test_every_disjunct_of_next_is_labelled():
 
 
 def _anything_is_current(monkeypatch):
-    monkeypatch.setattr(sending, "_current", lambda data, worker, link: worker in data.roll)
+    monkeypatch.setattr("weightsync.protocol.sender_guards.current", lambda data, worker, link: worker in data.roll)
 
 
 def _refusals_are_forgotten(monkeypatch):
