@@ -8,14 +8,11 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
-from carriers import Here
 from torch.distributed import TCPStore, rpc
-from weight_kinds import KINDS, room_for_expanded, snapshot
 
-from weightsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
+from weightsync import DistributedWeightSyncScheme
 from weightsync.testing import Conformance, Ends, check_transport
 from weightsync.transports.calls import CallLink
 from weightsync.transports.rpc import RpcCourier, door_of, worker_named
@@ -45,15 +42,16 @@ def distributed_conforms(_seat: Any, unreachable: Mapping[str, str], patience: f
 def rpc_conforms(_seat: Any, folder: str, unreachable: Mapping[str, str], patience: float) -> Conformance:
     """Check RPC, in a process of its own: its threads end with it."""
     logging.getLogger("weightsync").setLevel("CRITICAL")
-    _enter_rpc(folder)
+    enter_rpc(folder)
     return check_transport(rpc_factory(), unreachable=unreachable, patience=patience)
 
 
-def _enter_rpc(folder: str) -> None:
+def enter_rpc(folder: str, name: str = "kit", rank: int = 0, size: int = 1) -> None:
+    """Join an RPC world, whose store is a file of that folder."""
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, init_method=f"file://{folder}/store")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # torch of its own deprecations
-        rpc.init_rpc("kit", rank=0, world_size=1, rpc_backend_options=options)
+        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
 
 
 def rpc_factory() -> Callable[[str], Ends]:
@@ -66,35 +64,3 @@ def rpc_factory() -> Callable[[str], Ends]:
         return Ends(CallLink(courier, "the worker"), door_of(door).open)
 
     return lay
-
-
-def everything(seed: int) -> dict[str, Any]:
-    """The weights of every kind that is a dict, in one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="ComplexHalf", category=UserWarning)
-        made = {kind.name: kind.source(seed) for kind in KINDS if isinstance(kind.source(seed), dict)}
-    made["expanded"] = room_for_expanded(seed)
-    return made
-
-
-def everything_arrives(_seat: Any, transport: str, folder: str) -> list[int]:
-    """Send it three times over that transport, both ends in this process; the versions that arrived bit by bit."""
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    if transport == "rpc":
-        _enter_rpc(folder)
-        make, ours, theirs = RPCWeightSyncScheme, {"collector_infos": ["kit"]}, {}
-    else:
-        make, ours, theirs = (
-            DistributedWeightSyncScheme,
-            {"store": store, "num_workers": 1},
-            {"store": store, "rank": 1},
-        )
-    arrived = []
-    with make() as sending, make() as receiving:
-        carrier = Here(sending, receiving, theirs, partial(everything, 9), **ours)
-        for seed in (1, 2, 3):
-            source = everything(seed)
-            report = carrier.send(source)
-            if report.ok and carrier.served() == snapshot(source):
-                arrived.append(report.version)
-    return arrived

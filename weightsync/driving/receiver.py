@@ -109,7 +109,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
             case pure.Greet(link):
-                self._write(link, self._hello())
+                self._write(link, self._hello(link))
             case pure.Reject(link, incarnation, kind, reason):
                 logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
                 self.ended = f"its handshake was refused: {reason}"
@@ -124,7 +124,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             case pure.CloseLink(link):
                 self._close_link(link)
 
-    def _hello(self) -> Hello:
+    def _hello(self, link: int) -> Hello:
         pid, started = own_identity()
         served = self.data.served
         return Hello(
@@ -136,6 +136,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             pid=pid,
             started=started,
             fence=self.data.fence,
+            link=link,
         )
 
     def _refusal(self, key: pure.Key, kind: RefusalKind, reason: str) -> Refusal:
