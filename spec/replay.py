@@ -98,7 +98,7 @@ def _configuration(name: str, bounds: Bounds, senders: Table, receivers: Table, 
         return tables[which].number(before), labels.number(_hashable(label)), tables[which].number(after)
 
     def row(step: Step) -> list[Any]:
-        own, others = machines(step.to.world, bounds)
+        own, others = machines(step.to.world)
         edge = [] if step.role is None else list(numbered(step.role))
         need = ["", *NEEDS].index(step.needs)
         return [

@@ -11,10 +11,12 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "graph"))
 
-from actions import projected, start, successors
-from network import Bounds, World, is_open, link_of
+from network import World, is_open, link_of, start
+from search import projected, successors
 
 from weightsync._tables import State
+from weightsync.checker.second import Bounds
+from weightsync.checker.second.words import Receiver, Sender
 
 __all__ = ["NEEDS", "Bounds", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
 
@@ -80,8 +82,8 @@ def graph_of(bounds: Bounds) -> Graph:
     graph.steps[graph.first] = []
     while todo:
         spot = todo.popleft()
-        for label, world in sorted(successors(spot.world, bounds), key=_by_label):
-            step = _step(spot, label, world, bounds)
+        for label, world in sorted(successors(spot.world), key=_by_label):
+            step = _step(spot, label, world)
             graph.steps[spot].append(step)
             if step.to not in graph.steps:
                 graph.steps[step.to] = []
@@ -93,7 +95,7 @@ def _by_label(edge: tuple[Label, World]) -> list[str]:
     return [repr(sorted(each) if isinstance(each, frozenset) else each) for each in edge[0]]
 
 
-def _step(spot: Spot, label: Label, after: World, bounds: Bounds) -> Step:
+def _step(spot: Spot, label: Label, after: World) -> Step:
     before = spot.world
     waiting = dict(spot.waiting)
     for m in after.letters - before.letters:
@@ -112,7 +114,7 @@ def _step(spot: Spot, label: Label, after: World, bounds: Bounds) -> Step:
         frozenset(gone.items()),
         frozenset((pair, count) for pair, count in waiting.items() if count and (pair in after.gone or not bye)),
     )
-    return Step(label, needs, to, _role(label, before, after, bounds))
+    return Step(label, needs, to, _role(label, before, after))
 
 
 def _closed(label: Label, spot: Spot, pair: Pair) -> str:
@@ -144,15 +146,15 @@ def _needs(label: Label, before: World, gone: dict[Pair, str]) -> str:
             return ""
 
 
-def _role(label: Label, before: World, after: World, bounds: Bounds) -> tuple[str, Any, Label, Any] | None:
+def _role(label: Label, before: World, after: World) -> tuple[str, Any, Label, Any] | None:
     name, *rest = label
     if name in SENDERS:
         s = rest[0]
         short = (name, *rest[1:])
-        return "sender", machines(before, bounds)[0][s - 1], short, machines(after, bounds)[0][s - 1]
+        return "sender", machines(before)[0][s - 1], short, machines(after)[0][s - 1]
     if name in RECEIVERS:
         w = rest[0]
-        return "receiver", machines(before, bounds)[1][w - 1], (name, *rest[1:]), machines(after, bounds)[1][w - 1]
+        return "receiver", machines(before)[1][w - 1], (name, *rest[1:]), machines(after)[1][w - 1]
     return None
 
 
@@ -160,31 +162,25 @@ def _role(label: Label, before: World, after: World, bounds: Bounds) -> tuple[st
 
 
 @cache
-def machines(world: World, bounds: Bounds) -> tuple[list[Any], list[Any]]:
+def machines(world: World) -> tuple[list[Any], list[Any]]:
     """What counts of each sender (None: it is not alive) and of each receiver, as plain lists, without ghosts."""
-    node = projected(world, bounds)
-    states, datas, lives, _, rstates, rdatas = node[:6]
+    node = projected(world)
     senders = [
-        _freeze(_sender(state, dict(data))) if life == "alive" else None
-        for state, data, life in zip(states, datas, lives, strict=True)
+        _freeze(_sender(state, data)) if life == "alive" else None
+        for state, data, life in zip(node.sstate, node.sdata, node.slife, strict=True)
     ]
-    return senders, [_freeze(_receiver(state, dict(data))) for state, data in zip(rstates, rdatas, strict=True)]
+    return senders, [_freeze(_receiver(state, data)) for state, data in zip(node.rstate, node.rdata, strict=True)]
 
 
-def _sender(state: str, data: dict[str, Any]) -> list[Any]:
-    roll = []
-    for entry in map(dict, data["roll"]):
-        known = entry["standing"] != "NONE"
-        fields = ("link", "standing", "served", "due", "catching", "fence")
-        roll.append([entry[name] for name in fields] if known else None)
-    out = dict(data["out"])
-    last = [out["version"], out["owed"], out["outcomes"]]
-    return [state, data["incarnation"], data["version"], data["dueAll"], roll, last]
+def _sender(state: str, data: Sender) -> list[Any]:
+    roll = [None if entry.standing == "NONE" else list(entry) for entry in data.roll]
+    last = [data.out.version, data.out.owed, data.out.outcomes]
+    return [state, data.incarnation, data.version, data.dueAll, roll, last]
 
 
-def _receiver(state: str, data: dict[str, Any]) -> list[Any]:
-    keys = [data[name][:2] for name in ("decided", "pending", "served")]
-    return [state, data["link"], data["fence"], *keys, data["answer"]]
+def _receiver(state: str, data: Receiver) -> list[Any]:
+    keys = [key[:2] for key in (data.decided, data.pending, data.served)]
+    return [state, data.link, data.fence, *keys, data.answer]
 
 
 def _freeze(value: Any) -> Any:
