@@ -78,6 +78,11 @@ class Counts:
     distinct: int
     depth: int | None = None
 
+    def known(self) -> dict[str, int]:
+        """Each count that TLC told, by its name."""
+        told = {"generated": self.generated, "distinct": self.distinct, "depth": self.depth}
+        return {name: count for name, count in told.items() if count is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -142,14 +147,22 @@ class Action:
 
 
 class MessageReader:
-    """Cuts lines into messages. Lines that stand in none are kept apart, the last of them."""
+    """Cuts lines into messages. Lines that stand in none are kept apart, the last of them.
 
-    def __init__(self) -> None:
+    Args:
+        printed: is given what the model itself prints by PrintT, a string a line; that is not kept.
+    """
+
+    def __init__(self, printed: Callable[[str], None] | None = None) -> None:
         self.loose: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._printed = printed
         self._open: list[tuple[int, int, list[str]]] = []
 
     def feed(self, line: str) -> Message | None:
         """Take one line; return the message that it ends, if it ends one."""
+        if self._printed and line.startswith('"'):
+            self._printed(line)
+            return None
         line = line.rstrip("\r\n")
         start = _START.match(line)
         if start:
