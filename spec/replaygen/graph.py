@@ -11,11 +11,12 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "graph"))
 
-from actions import projected, start, successors  # type: ignore[import-not-found]
-from network import Bounds as Bounds  # type: ignore[import-not-found]
-from network import World, is_open, link_of
+from actions import projected, start, successors
+from network import Bounds, World, is_open, link_of
 
 from weightsync._tables import State
+
+__all__ = ["NEEDS", "Bounds", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
 
 #: Scenarios of the kit: what a step needs of an adapter beyond carrying messages is what that scenario needs.
 CUT: Final = "a cut with an update outstanding"
@@ -79,9 +80,7 @@ def graph_of(bounds: Bounds) -> Graph:
     graph.steps[graph.first] = []
     while todo:
         spot = todo.popleft()
-        for label, world in sorted(
-            successors(spot.world, bounds), key=lambda edge: [_sortable(each) for each in edge[0]]
-        ):
+        for label, world in sorted(successors(spot.world, bounds), key=_by_label):
             step = _step(spot, label, world, bounds)
             graph.steps[spot].append(step)
             if step.to not in graph.steps:
