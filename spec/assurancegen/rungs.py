@@ -6,8 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from weightsync.checker.manifest import Manifest, Purpose
+from weightsync.checker.mutants import Fate, Ledger
 
 
 def table(root: Path, manifest: Manifest) -> Iterator[str]:
@@ -36,11 +38,36 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
         "a proof that is true for no reason, a checker that says yes to all",
         f"{kinds[Purpose.CANARY]} situations that must be reached, {kinds[Purpose.CHECKER]} runs that must fail",
     )
+    yield _mutants(manifest)
     yield _graphs(root)
 
 
+def _read_graphs(root: Path) -> dict[str, Any]:
+    return dict(json.loads((root / "tests" / "graph" / "digests.json").read_text(encoding="utf-8")))
+
+
+def graphs(root: Path) -> Iterator[str]:
+    """The table of the graphs that are compared, with their bounds."""
+    yield "| graph | bounds | nodes | labelled edges | compared in |"
+    yield "|---|---|---|---|---|"
+    for name, each in _read_graphs(root).items():
+        yield f"| {name} | {each['bounds']} | {each['nodes']:,} | {each['edges']:,} | {each['compared']} |"
+
+
+def _mutants(manifest: Manifest) -> tuple[str, str, str]:
+    ledger = Ledger.read(manifest.folder)
+    fates = Counter(entry.fate for entry in ledger.entries.values())
+    killed = sum(count for fate, count in fates.items() if fate.killed)
+    valid = sum(fates.values()) - fates[Fate.INVALID]
+    return (
+        "mutants of the model (`weightsync check --mutants`)",
+        "a property that is not there: a change of the model that nothing finds wrong",
+        f"{killed} of {valid} killed by a property or a canary, the others explained (`tla/mutants.toml`)",
+    )
+
+
 def _graphs(root: Path) -> tuple[str, str, str]:
-    graphs = json.loads((root / "tests" / "graph" / "digests.json").read_text(encoding="utf-8")).values()
+    graphs = _read_graphs(root).values()
     nodes, edges = (sum(each[what] for each in graphs) for what in ("nodes", "edges"))
     return (
         "graph equality (`tests/graph`)",

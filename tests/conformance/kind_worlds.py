@@ -12,9 +12,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from fleet import PATIENCE, Seat, Worker
 from torch.distributed import TCPStore
-from weight_kinds import BY_NAME, expected, snapshot
+from weight_kinds import BY_NAME, expected, nudge, snapshot
 from world_adapters import enter_rpc
 
 from weightsync import (
@@ -24,6 +25,7 @@ from weightsync import (
     SyncReport,
     WeightSyncActor,
     WeightSyncError,
+    packing,
 )
 
 WORKERS = 2
@@ -36,7 +38,7 @@ EVERYBODY = tuple(range(WORKERS))
 def begin(seat: Seat, model_id: str, workers: tuple[int, ...] = (0,), **given: Any) -> None:
     """Make the sender of a model to those workers, without connecting; ``given`` is for `init_on_sender`."""
     seat.kept[model_id] = scheme = seat.kept["make"]()
-    scheme.init_on_sender(model_id, **seat.kept["reach"](workers), **given)
+    scheme.init_on_sender(model_id, **{**seat.kept["reach"](workers), **given})
 
 
 def begin_kind(seat: Seat, model_id: str, kind: str) -> None:
@@ -64,6 +66,48 @@ def standing(seat: Seat, model_id: str) -> tuple[int, str]:
     """The sender's version and state."""
     sender = seat.kept[model_id].get_sender()
     return sender.version, sender.state.value
+
+
+def begin_mapped(seat: Seat, model_id: str, devices: list[str]) -> tuple[list[int], set[str], str]:
+    """Make the sender of a module to all workers, whose first weights differ by worker and lie on its device.
+
+    Returns:
+        What the ``device_map_fn`` was called with: each worker's id, and the weights' types; the scheme's strategy.
+    """
+    seat.kept["source of " + model_id] = model = BY_NAME["buffers"].source(1).to(devices[0])
+    workers, types = [], set()
+
+    def place(worker: int, weights: Any) -> Any:
+        workers.append(worker)
+        types.add(type(weights).__name__)
+        return {name: marked(value, worker).to(devices[worker]) for name, value in weights.items()}
+
+    begin(seat, model_id, EVERYBODY, model=model, device_map_fn=place, num_workers=WORKERS)
+    return workers, types, seat.kept[model_id].strategy_str
+
+
+def marked(weights: Any, worker: int) -> Any:
+    """A worker's own first weights, of a tensor or a TensorDict."""
+    return weights + 1 + worker
+
+
+def push(seat: Seat, model_id: str) -> tuple[SyncReport, dict[str, Any]]:
+    """Change the registered model, and send it by the second generation's verb."""
+    model = nudge(seat.kept["source of " + model_id])
+    return seat.kept[model_id].send(timeout=PATIENCE), snapshot(model)
+
+
+def pose(seat: Seat) -> None:
+    """From now on all weights of this process go the way of those on a device, in pieces of 48 bytes."""
+    seat.kept["posing"] = posing = pytest.MonkeyPatch()
+    posing.setattr(packing, "_on_one_device", bool)
+    posing.setattr(packing, "CHUNK", 48)
+    packing._chunks.cache_clear()
+
+
+def drop_the_pose(seat: Seat) -> None:
+    seat.kept.pop("posing").undo()
+    packing._chunks.cache_clear()
 
 
 def finish(seat: Seat, model_id: str) -> None:
@@ -253,6 +297,8 @@ class OverRay(World):
     def __init__(self) -> None:
         self._ray = importlib.import_module("ray")
         self._actors = [self._ray.remote(num_cpus=0)(Holder).remote() for _ in EVERYBODY]
+        # Starting a process takes seconds, and minutes where many do so at once: the test's own timeout ends it.
+        self._ray.get([actor.starts.remote() for actor in self._actors])
         self.workers = [_Actor(self._ray, actor) for actor in self._actors]
         self.trainer = _Here(make=RayWeightSyncScheme, reach=self._reach)
 
@@ -284,6 +330,9 @@ class Holder(WeightSyncActor):
     def __init__(self) -> None:
         self.seat = Seat(None, None)
         self.seat.kept["receiver"] = self.weight_receiver
+
+    def starts(self) -> None:
+        """Nothing, once it has started."""
 
     def get_model(self, model_id: str) -> Any:
         return self.seat.kept.get("model of " + model_id)

@@ -23,16 +23,21 @@ from weightsync.checker import (
     Purpose,
     Suite,
     Tier,
+    Toolchain,
     ToolMissingError,
     Verdict,
     explain,
     find_model,
     find_toolchain,
+    idle,
     pin,
     record,
     vacuity,
 )
+from weightsync.checker.second import SecondSuite, SecondVerdict, story
 from weightsync.cli._check_display import display, listing, results, summary
+from weightsync.cli._check_mutants import hunt_mutants
+from weightsync.cli._second_display import second_line, second_summary
 
 _PLAIN_WIDTH = 120
 _DIFFERS = 1
@@ -51,9 +56,22 @@ def check(  # noqa: PLR0917
         bool,
         typer.Option("--coverage", help="Run the proofs alone, and fail if they never take some action."),
     ] = False,
+    mutants: Annotated[
+        bool,
+        typer.Option("--mutants", help="Change the model in small ways, and fail if a change is not found wrong."),
+    ] = False,
+    share: Annotated[
+        int, typer.Option("--share", metavar="N", min=1, help="With --mutants: run one mutant in N of them only.")
+    ] = 1,
     repin: Annotated[
         bool,
         typer.Option("--pin", help="Write the counts seen into the manifest, where all else is as expected."),
+    ] = False,
+    twice: Annotated[
+        bool,
+        typer.Option(
+            "--second", help="Examine each graph by a second checker too, in Python, and fail where the two disagree."
+        ),
     ] = False,
     report: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all that was found to a file.")
@@ -73,6 +91,9 @@ def check(  # noqa: PLR0917
     if show:
         console.print(listing(chosen))
         return
+    if mutants:
+        _hunt(manifest, console, share, repin)
+        return
     if coverage:
         chosen = tuple(found for found in chosen if found.purpose is Purpose.PROOF)
     started = time.monotonic()
@@ -82,19 +103,50 @@ def check(  # noqa: PLR0917
     if repin:
         verdicts = _pin(manifest, verdicts, console)
     _tell(manifest, verdicts, time.monotonic() - started, console)
-    vacuous = tuple(vacuity(verdicts, manifest.planted)) if coverage else ()
+    vacuous = (*vacuity(verdicts, manifest.planted), *idle(verdicts, manifest)) if coverage else ()
     for line in vacuous:
         console.print(line, markup=False)
-    if vacuous or not all(verdict.as_expected for verdict in verdicts):
+    agreed = not twice or _examine_again(manifest, verdicts, console)
+    if vacuous or not agreed or not all(verdict.as_expected for verdict in verdicts):
         raise typer.Exit(_DIFFERS)
 
 
-def _run(manifest: Manifest, chosen: Sequence[Configuration], console: Console, coverage: Coverage) -> list[Verdict]:
+def _examine_again(manifest: Manifest, verdicts: Sequence[Verdict], console: Console) -> bool:
+    """Have the second checker look at the same configurations; return whether it agrees."""
+    started = time.monotonic()
+
+    def ended(verdict: SecondVerdict) -> None:
+        console.print(second_line(verdict), soft_wrap=True)
+
     try:
         with _ended_by_signals():
-            toolchain = find_toolchain()
-            with display(console, len(chosen)) as shown:
-                return Suite(toolchain, manifest, shown, coverage).run(chosen)
+            found = SecondSuite(find_toolchain(), manifest, ended).run(verdicts)
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+    for line in second_summary(found, time.monotonic() - started):
+        console.print(line, soft_wrap=True)
+    for told in (line for verdict in found if not verdict.agrees for line in story(verdict)):
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    return all(verdict.agrees for verdict in found)
+
+
+def _run(manifest: Manifest, chosen: Sequence[Configuration], console: Console, coverage: Coverage) -> list[Verdict]:
+    with _tools() as toolchain, display(console, len(chosen)) as shown:
+        return Suite(toolchain, manifest, shown, coverage).run(chosen)
+
+
+def _hunt(manifest: Manifest, console: Console, share: int, repin: bool) -> None:
+    with _tools() as toolchain:
+        if not hunt_mutants(manifest, toolchain, console, share, repin):
+            raise typer.Exit(_DIFFERS)
+
+
+@contextlib.contextmanager
+def _tools() -> Iterator[Toolchain]:
+    """Find Java and TLC; what ends the command early ends it with the code that says so."""
+    try:
+        with _ended_by_signals():
+            yield find_toolchain()
     except ToolMissingError as error:
         typer.echo(f"weightsync: {error}", err=True)
         raise typer.Exit(_TOOL_MISSING) from error

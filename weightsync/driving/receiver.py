@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
+from weightsync.driving.base import Driver
 from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine, next_state
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
 from weightsync.report import SyncReport
-from weightsync.transports.base import Link, Received, Waker
+from weightsync.transports.base import Link, Received
 from weightsync.transports.liveness import own_host, own_identity
 
 logger = logging.getLogger("weightsync")
@@ -32,7 +31,7 @@ class Pending:
     refresh: Callable[[], None]
 
 
-class ReceiverDriver:
+class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.Effect]):
     """One receiver's machine, data and links.
 
     Its methods take the lock and never block. A link whose peer breaks the protocol goes down, and the
@@ -43,13 +42,7 @@ class ReceiverDriver:
     """
 
     def __init__(self, model_id: str) -> None:
-        self.model_id = model_id
-        self.lock = threading.RLock()
-        self.machine = ReceiverMachine()
-        self.data = pure.ReceiverData()
-        self.waker = Waker()
-        #: What the model expects; None: no model yet.
-        self.layout: Layout | None = None
+        super().__init__(model_id, ReceiverMachine(), pure.ReceiverData(), pure.step)
         self.pending: Pending | None = None
         #: Why the last link ended; empty: none has.
         self.ended = ""
@@ -60,25 +53,8 @@ class ReceiverDriver:
         self._held: pure.Reply | None = None
         self._links: dict[int, Link] = {}
         self._layouts: dict[bytes, Layout] = {}
-        self._todo: deque[pure.Effect] = deque()
-        self._last_link = 0
 
     # ------------------------------------------------------------------------------------------- events
-
-    def take(self, event: pure.Event) -> pure.Step:
-        """Let an event happen, and execute all that follows from it."""
-        with self.lock:
-            step = self._step(event)
-            self._finish()
-            return step
-
-    def _step(self, event: pure.Event) -> pure.Step:
-        step = pure.step(self.machine.state, self.data, event)
-        self.data = step.data
-        self._todo.extend(step.effects)
-        if step.input is not None:
-            self.machine.fire(step.input)
-        return step
 
     def add_link(self, link: Link) -> None:
         """Listen on one more link; the handshake decides which is in force."""
@@ -140,7 +116,7 @@ class ReceiverDriver:
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
             case pure.Greet(link):
-                self._write(link, self._hello())
+                self._write(link, self._hello(link))
             case pure.Reject(link, incarnation, kind, reason):
                 logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
                 self.ended = f"its handshake was refused: {reason}"
@@ -155,7 +131,7 @@ class ReceiverDriver:
             case pure.CloseLink(link):
                 self._close_link(link)
 
-    def _hello(self) -> Hello:
+    def _hello(self, link: int) -> Hello:
         pid, started = own_identity()
         served = self.data.served
         return Hello(
@@ -167,6 +143,7 @@ class ReceiverDriver:
             pid=pid,
             started=started,
             fence=self.data.fence,
+            link=link,
         )
 
     def _refusal(self, key: pure.Key, kind: RefusalKind, reason: str) -> Refusal:
@@ -267,9 +244,7 @@ class ReceiverDriver:
         finally:
             self._finish()
 
-    def _finish(self) -> None:
-        while self._todo:
-            self._execute(self._todo.popleft())
+    def _forget(self) -> None:
         if self.data.pending is None:
             self.pending = None
 

@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from weightsync._tables import State
-from weightsync.driving.receiver import ReceiverDriver
-from weightsync.driving.sender import SenderDriver
+from weightsync.driving.traced import receiver_driver, sender_driver
 from weightsync.testing.cable import Happening
 from weightsync.testing.ends import Ends
 from weightsync.testing.oracle import ReceiverOracle, SenderOracle
@@ -22,7 +21,7 @@ class Sender:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.driver = SenderDriver("policy")
+        self.driver = sender_driver("policy")
         self.oracle = SenderOracle()
         #: Its links by number, and the newest of each worker.
         self.links: dict[int, Tap] = {}
@@ -35,7 +34,7 @@ class Receiver:
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
-        self.driver = ReceiverDriver("policy")
+        self.driver = receiver_driver("policy")
         self.oracle = ReceiverOracle(lambda link, index: index in self.links[link].failures)
         self.links: dict[int, Tap] = {}
         #: What it serves, as it arrived, and must stay.
