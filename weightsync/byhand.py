@@ -50,10 +50,11 @@ class ByHand(Side):
             damaged on the way is refused, and the sender told.
 
         Raises:
-            StateError: the receiver is closed, or has no link.
+            StateError: the receiver is closed, or has no link; or a thread receives in the background.
             TransportError: the sender is gone.
             ProtocolError: the peer broke the protocol; its link is down.
         """
+        self._require_unattended("hand_out")
         deadline = Deadline(timeout)
         with Shield(self._driver.waker.fire) as shield:
             while True:
@@ -68,8 +69,10 @@ class ByHand(Side):
         """Whether an update has arrived that was not handed out yet. Never waits.
 
         Raises:
+            StateError: a thread receives in the background.
             ProtocolError: the peer broke the protocol; its link is down.
         """
+        self._require_unattended("has_update")
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             return self._driver.pending is not None and self._out is None
@@ -167,6 +170,10 @@ class ByHand(Side):
             fence=self._driver.data.fence,
             evidence=evidence,
         )
+
+    @abc.abstractmethod
+    def _require_unattended(self, asked: str) -> None:
+        """Raise StateError if a thread receives in the background, and applies what comes."""
 
     @abc.abstractmethod
     def _serving_lock(self) -> Any:

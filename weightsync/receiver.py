@@ -14,7 +14,7 @@ from weightsync._tables import RECEIVER_ROWS, ReceiverInput, State
 from weightsync.byhand import ByHand
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.receiver import Pending, ReceiverDriver
-from weightsync.errors import ConfigurationError, LayoutError, TransportError, WeightSyncError
+from weightsync.errors import ConfigurationError, LayoutError, StateError, TransportError, WeightSyncError
 from weightsync.extras import encode_extras
 from weightsync.machine import next_state
 from weightsync.messages import Ack
@@ -493,6 +493,14 @@ class WeightReceiver(ByHand):
         logger.warning("model %r refused version %d: %s", self._model_id, pending.update.version, reason)
         self._driver.take(pure.Refused(self._refusal(pending, reason, remote_traceback)))
         self._decided()
+
+    def _require_unattended(self, asked: str) -> None:
+        if self._attendant is not None:
+            hint = (
+                "connect() has started a thread that receives in the background and applies what comes: "
+                "use receive(), or do not connect() and apply by hand."
+            )
+            raise StateError("receiver", f"{self.state.value}, attended", asked, ["receive", "apply_weights"], hint)
 
     def _serving_lock(self) -> contextlib.AbstractContextManager[None]:
         return self._serving.alone()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weightsync._tables import ReceiverInput, RefusalKind, State
+from weightsync.driving.adapters import AdapterFault, flush, read
 from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine
@@ -177,8 +178,8 @@ class ReceiverDriver:
             return
         try:
             self._links[link].send(message)
-        except TransportError as error:
-            self._down(link, str(error))
+        except Exception as error:  # noqa: BLE001 - however a link fails, the others go on
+            self._down(link, str(error) or repr(error))
 
     def _down(self, link: int, reason: str) -> None:
         """The link is gone: a loss of the one in force is the machine's, another is only closed."""
@@ -199,8 +200,8 @@ class ReceiverDriver:
                     reason="the receiver closed this link",
                 )
             )
-        except TransportError:
-            pass  # it is being closed because it failed
+        except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
+            logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
             closing.close()
 
@@ -220,7 +221,7 @@ class ReceiverDriver:
         """Write what waits to be written; an answer that has left is ANSWERED."""
         for number, link in list(self._links.items()):
             try:
-                gone = link.flush()
+                gone = flush(link)
             except TransportError as error:
                 self._down(number, str(error))
                 continue
@@ -246,19 +247,25 @@ class ReceiverDriver:
 
     def _read(self, number: int, link: Link) -> None:
         try:
-            for received in link.receive():
+            for received in read(link):
                 if number in self._links:
                     self._heard(number, link, received)
                     self._finish()
+        except AdapterFault as error:
+            self._give_up(number, str(error))
         except TransportError as error:
             self._down(number, str(error))
         except (ProtocolError, StateError) as error:
-            self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, str(error)))
-            self._down(number, str(error))
+            self._give_up(number, str(error))
             unread = error.unread if isinstance(error, ProtocolError) else b""
             raise ProtocolError(str(error), unread) from error
         finally:
             self._finish()
+
+    def _give_up(self, number: int, reason: str) -> None:
+        """Take a link down that still works, and tell its sender why."""
+        self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, reason))
+        self._down(number, reason)
 
     def _finish(self) -> None:
         while self._todo:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from weightsync._tables import RefusalKind, State
+from weightsync.driving.adapters import flush, read
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
@@ -216,7 +217,7 @@ class SenderDriver:
     def _hear(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
         """The events that a link has for us now, its death last."""
         try:
-            link.flush()
+            flush(link)
         except TransportError as error:
             yield from self._last_words(worker, number, str(error))
             return
@@ -224,7 +225,7 @@ class SenderDriver:
 
     def _heard(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
         try:
-            for received in link.receive():
+            for received in read(link):
                 if number in self._links:
                     yield from self._events(worker, number, link, received.message)
         except (TransportError, ProtocolError) as error:
