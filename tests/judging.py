@@ -61,9 +61,9 @@ def a_killed_worker_is_lost_and_the_others_are_served(field: Field, at: At) -> N
 
 def _killed(field: Field, at: At) -> SyncReport:
     strike = Strike(at, Blow.KILL, field.worker_payload)
-    field.command(field.trainer)
     field.enlist(field.other)
     field.enlist(field.victim, None if at in FROM_WITHOUT else strike)
+    field.command(field.trainer)
     if at in FROM_WITHOUT:
         return _killed_from_without(field, at)
     field.follow(field.other, 1)
@@ -123,9 +123,9 @@ def _goes_on(field: Field, version: int) -> None:
 def a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(field: Field, at: At) -> None:
     """Stopped at that point, and resumed once the deadline has passed."""
     strike = Strike(at, Blow.STOP, field.worker_payload)
-    field.command(field.trainer)
     field.enlist(field.other)
     field.enlist(field.victim, None if at in FROM_WITHOUT else strike)
+    field.command(field.trainer)
     version = 1
     if at in FROM_WITHOUT:
         _all_sent(field, version)
@@ -221,9 +221,9 @@ def a_stopped_trainer_holds_nobody_up_and_goes_on(field: Field, at: TrainerAt) -
 
 def an_adapter_that_raises_loses_its_link_with_the_reason(field: Field, where: str) -> None:
     """Its fault, at either end, costs that worker, and nobody else; a new link brings it back."""
-    field.command(field.trainer)
     for worker in (field.victim, field.other):
         field.enlist(worker)
+    field.command(field.trainer)
     _all_sent(field, 1)
     (field.victim if where == "worker" else field.trainer).do(break_reading, where)
     field.follow(field.other, 2)
