@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
+# torch asks the DNS for a name of each address it connects to, in a store's one thread too, and a test machine's DNS
+# may not answer. The C library reads this once a thread: it is set before anything is imported that might ask.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 import multiprocessing
 import multiprocessing.context
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from fleet import PATIENCE
 from striking import (
@@ -56,7 +54,7 @@ def a_killed_worker_is_lost_and_the_others_are_served(field: Field, at: At) -> N
             report.raise_on_failure()
     assert report[1].kind is APPLIED
     assert (version, {float(version)}) == field.other.do(holds)
-    _goes_on(field, version + 1)
+    goes_on(field, version + 1)
 
 
 def _killed(field: Field, at: At) -> SyncReport:
@@ -80,7 +78,7 @@ def _killed(field: Field, at: At) -> SyncReport:
 
 
 def _killed_from_without(field: Field, at: At) -> SyncReport:
-    _all_sent(field, 1)
+    all_sent(field, 1)
     if at is At.OUTSTANDING:
         field.victim.stop()  # so that it has not answered
         field.trainer.do(send_async, 2.0)
@@ -92,7 +90,7 @@ def _killed_from_without(field: Field, at: At) -> SyncReport:
     return report
 
 
-def _all_sent(field: Field, version: int) -> None:
+def all_sent(field: Field, version: int) -> None:
     for worker in (field.victim, field.other):
         field.follow(worker, version)
     report = field.trainer.do(send, float(version))
@@ -102,7 +100,7 @@ def _all_sent(field: Field, version: int) -> None:
         assert (version, {float(version)}) == worker.do(holds)
 
 
-def _goes_on(field: Field, version: int) -> None:
+def goes_on(field: Field, version: int) -> None:
     """The next send works, or says precisely why not, and works without the dead."""
     why_not = field.readmit()
     if why_not:
@@ -117,7 +115,7 @@ def _goes_on(field: Field, version: int) -> None:
         field.followed(field.other)
         assert (version + 1, {float(version + 1)}) == field.other.do(holds)
     else:
-        _all_sent(field, version)
+        all_sent(field, version)
 
 
 def a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(field: Field, at: At) -> None:
@@ -128,7 +126,7 @@ def a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(field: Field,
     field.command(field.trainer)
     version = 1
     if at in FROM_WITHOUT:
-        _all_sent(field, version)
+        all_sent(field, version)
         version = 2
         field.victim.stop()
     field.follow(field.other, version)
@@ -152,7 +150,7 @@ def a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(field: Field,
     if report.of(TIMED_OUT):
         assert field.trainer.do(wait_async)[0].ok
     assert (version, {float(version)}) == field.victim.do(holds) == field.other.do(holds)
-    _all_sent(field, version + 1)
+    all_sent(field, version + 1)
 
 
 def a_killed_trainer_leaves_whole_weights_and_room_for_the_next(field: Field, at: TrainerAt) -> None:
@@ -184,7 +182,7 @@ def _trainer_struck(field: Field, at: TrainerAt, blow: Blow) -> None:
     strike = Strike(at, blow, field.trainer_payload)
     field.command(field.trainer, strike)
     if at is not TrainerAt.CONNECT:
-        _all_sent(field, 1)
+        all_sent(field, 1)
         if field.receives:
             for worker in (field.victim, field.other):
                 worker.tell(follow_until_gone if blow is Blow.KILL else look)
@@ -199,7 +197,7 @@ def _trainer_struck(field: Field, at: TrainerAt, blow: Blow) -> None:
         field.trainer.kill()
 
 
-def a_stopped_trainer_holds_nobody_up_and_goes_on(field: Field, at: TrainerAt) -> None:
+def a_stopped_trainer_holds_nobody_up_andgoes_on(field: Field, at: TrainerAt) -> None:
     """Stopped at that point, while its workers look; resumed, its send reaches them."""
     workers = field.victim, field.other
     for worker in workers:
@@ -224,7 +222,7 @@ def an_adapter_that_raises_loses_its_link_with_the_reason(field: Field, where: s
     for worker in (field.victim, field.other):
         field.enlist(worker)
     field.command(field.trainer)
-    _all_sent(field, 1)
+    all_sent(field, 1)
     (field.victim if where == "worker" else field.trainer).do(break_reading, where)
     field.follow(field.other, 2)
     if field.receives:
@@ -238,7 +236,3 @@ def an_adapter_that_raises_loses_its_link_with_the_reason(field: Field, where: s
     if field.receives:
         assert ("a fault of the adapter's own" in field.victim.answer()) or where == "trainer"
     assert field.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
-
-
-def nothing(_: Any) -> None:
-    return None

@@ -194,6 +194,17 @@ def follow_anew(seat: Any, before: int | None) -> int | None:
     return served
 
 
+def follow_through(seat: Any, version: int) -> int | None:
+    """Receive, through losses, until that version is served."""
+    deadline = Deadline(PATIENCE)
+    while (seat.receiver.version or 0) < version:
+        assert not deadline.passed, f"version {version} has not come"
+        with contextlib.suppress(ConnectionError):
+            seat.receiver.receive(timeout=0.1)
+    served: int | None = seat.receiver.version
+    return served
+
+
 def follow_until_gone(seat: Any) -> str:
     """Receive until the sender is gone; what `receive` then said."""
     try:

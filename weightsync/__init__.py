@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from weightsync.schemes.ray_module import RayModuleTransformReceiver as RayModuleTransformReceiver
     from weightsync.schemes.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
     from weightsync.schemes.ray_module import RayModuleTransformSender as RayModuleTransformSender
+    from weightsync.schemes.registry import WeightSyncBackend as WeightSyncBackend
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
     from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
@@ -120,6 +121,7 @@ _HOMES = {
     "RayModuleTransformScheme": "schemes.ray_module",
     "RayModuleTransformSender": "schemes.ray_module",
     "WeightSyncActor": "schemes.ray_actor",
+    "WeightSyncBackend": "schemes.registry",
     "register_weight_sync_backend": "schemes.registry",
     "RPCTransport": "compat.rpc",
     "RPCWeightSyncScheme": "schemes.rpc",

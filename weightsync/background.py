@@ -238,7 +238,7 @@ class Background:
                 self._receiver.check_links()
                 self._spawn()
             with self._news:
-                self._news.wait_for(lambda: met() or self._error is not None or not self.running, deadline.remaining)
+                self._news.wait_for(lambda: met() or self._error is not None or not self.running, deadline.nap)
                 error, self._error = self._error or self._receiver.broken, None
                 if error is not None:
                     raise error

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import abc
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from weightsync._tables import RefusalKind
 from weightsync.driving.interrupts import Shield
-from weightsync.driving.receiver import Pending, ReceiverDriver
+from weightsync.driving.receiver import Pending
 from weightsync.errors import StateError
-from weightsync.messages import Ack, Refusal
+from weightsync.messages import Ack
 from weightsync.presenting import present_as
 from weightsync.protocol import receiver as pure
 from weightsync.report import Evidence
-from weightsync.side import Side
+from weightsync.swapping import Swapping
 from weightsync.timing import Deadline
 from weightsync.transports.base import Link, wait
 
@@ -31,11 +29,12 @@ class Handed:
     digest: bytes
 
 
-class ByHand(Side):
+class ByHand(Swapping):
     """A receiver whose updates may be handed out as weights; each stays pending until it is answered."""
 
-    _driver: ReceiverDriver
-    _handed: Handed | None = None
+    def _begin(self) -> None:
+        super()._begin()
+        self._handed: Handed | None = None
 
     def hand_out(self, timeout: float | None = 0.0) -> Any:
         """The weights of an update that has arrived and was not handed out yet; needs no registered model.
@@ -63,7 +62,7 @@ class ByHand(Side):
                 if weights is not None or deadline.passed:
                     return weights
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.remaining, seen)
+                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
 
     def has_update(self) -> bool:
         """Whether an update has arrived that was not handed out yet. Never waits.
@@ -76,6 +75,15 @@ class ByHand(Side):
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             return self._driver.pending is not None and self._out is None
+
+    def _require_unattended(self, asked: str) -> None:
+        """Refuse what would take updates away from the thread that receives in the background."""
+        if self._attendant is not None:
+            hint = (
+                "connect() has started a thread that receives in the background and applies what comes: "
+                "use receive(), or do not connect() and apply by hand."
+            )
+            raise StateError("receiver", f"{self.state.value}, attended", asked, ["receive", "apply_weights"], hint)
 
     def links(self) -> list[Link]:
         """The links that are open, to be waited for."""
@@ -118,7 +126,7 @@ class ByHand(Side):
         Raises:
             StateError: no update that was handed out is pending: it was answered, overtaken, or its link went down.
         """
-        with self._serving_lock(), Shield(self._driver.waker.fire), self._driver.lock:
+        with self._serving.alone(), Shield(self._driver.waker.fire), self._driver.lock:
             handed = self._handed
             if handed is None or self._out is None:
                 raise StateError(
@@ -141,7 +149,7 @@ class ByHand(Side):
         Args:
             error: why; the sender is told its text and its traceback.
         """
-        with self._serving_lock(), Shield(self._driver.waker.fire), self._driver.lock:
+        with self._serving.alone(), Shield(self._driver.waker.fire), self._driver.lock:
             pending, self._handed = self._out, None
             if pending is not None:
                 told = "".join(traceback.format_exception(error))
@@ -156,40 +164,6 @@ class ByHand(Side):
             digest=handed.digest,
             evidence=Evidence.CALL,
         )
-
-    def _refusal(
-        self, pending: Pending, reason: str, remote_traceback: str, evidence: Evidence = Evidence.ANSWER
-    ) -> Refusal:
-        return Refusal(
-            model_id=self._model_id,
-            incarnation=pending.update.incarnation,
-            version=pending.update.version,
-            kind=RefusalKind.REFUSED,
-            reason=reason,
-            remote_traceback=remote_traceback,
-            fence=self._driver.data.fence,
-            evidence=evidence,
-        )
-
-    @abc.abstractmethod
-    def _require_unattended(self, asked: str) -> None:
-        """Raise StateError if a thread receives in the background, and applies what comes."""
-
-    @abc.abstractmethod
-    def _serving_lock(self) -> Any:
-        """The lock that is held while the version served changes."""
-
-    @abc.abstractmethod
-    def _verified(self, pending: Pending) -> bytes:
-        """The digest of what arrived, if the sender named one."""
-
-    @abc.abstractmethod
-    def _refuse(self, pending: Pending, reason: str, remote_traceback: str) -> None:
-        """Answer that the pending version did not fit."""
-
-    @abc.abstractmethod
-    def check_links(self) -> None:
-        """Raise if nothing can come any more."""
 
 
 def other_text(message: str) -> str:

@@ -1,4 +1,4 @@
-"""Model paths: ``"policy"``, ``"env.value_net"``, ``"env.transform[0]"``, ``"a[0][1].b"``."""
+"""Model paths: ``"policy"``, ``"env.value_net"``, ``"env.transform[0]"``, ``"a[0][1].b"``, ``"nets['critic']"``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any
 
 from weightsync.errors import ConfigurationError, ModelPathError
 
-_PATH = re.compile(r"[^.\[\]\s]+(\[-?\d+\])*(\.[^.\[\]\s]+(\[-?\d+\])*)*")
-_PART = re.compile(r"[^.\[\]]+|\[-?\d+\]")
+_NAME = r"[^.\[\]\s]+"
+#: An integer, or a key in quotes, in which anything but that quote and brackets may stand.
+_INDEX = r"""\[(?:-?\d+|'[^'\[\]]+'|"[^"\[\]]+")\]"""
+_PATH = re.compile(rf"{_NAME}(?:{_INDEX})*(?:\.{_NAME}(?:{_INDEX})*)*")
+_PART = re.compile(rf"{_INDEX}|{_NAME}")
 
 
 def _resolve_model(context: object, path: str) -> Any:
-    """Follow a path of attributes and integer indices from a context.
+    """Follow a path of attributes and indices from a context.
 
     Args:
         context: where the path begins.
-        path: attribute names, joined by dots, each with any number of indices.
+        path: attribute names, joined by dots, each with any number of indices: integers, or keys in quotes.
 
     Raises:
         ConfigurationError: there is no context, or it was collected.
@@ -27,8 +30,8 @@ def _resolve_model(context: object, path: str) -> Any:
         raise ConfigurationError(f"The model path '{path}' needs a context, and there is none, or it was collected.")
     if not _PATH.fullmatch(path):
         raise ModelPathError(
-            f"'{path}' is not a model path: write names joined by dots, with indices in brackets, as in "
-            "'env.transform[0]'.",
+            f"'{path}' is not a model path: write names joined by dots, with integers or quoted keys in brackets, as "
+            "in 'env.transform[0]' or 'nets[\"critic\"]'.",
             path,
             path,
         )
@@ -42,9 +45,13 @@ def _resolve_model(context: object, path: str) -> Any:
 
 def _step(parent: Any, part: str, path: str, before: str) -> Any:
     try:
-        return parent[int(part[1:-1])] if part.startswith("[") else getattr(parent, part)
+        return parent[_index(part[1:-1])] if part.startswith("[") else getattr(parent, part)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         where = f"'{before}'" if before else "the context"
         kind = type(parent).__name__
         message = f"The part '{part}' of the model path '{path}' does not resolve on {where} (a {kind}): {error}"
         raise ModelPathError(message, path, part) from error
+
+
+def _index(written: str) -> int | str:
+    return written[1:-1] if written[0] in "'\"" else int(written)

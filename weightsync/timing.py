@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import secrets
 import time
+from collections.abc import Iterator
 
 from weightsync.errors import ConfigurationError
 
@@ -14,6 +16,36 @@ SECONDS = 60.0
 #: How many times the default timeout a rendez-vous may take: a process that imports torch takes long to start.
 START_FACTOR = 5
 _DAY = 86400.0
+
+
+class Clock:
+    """The machine's clock. `weightsync.testing.FakeClock` is another, for tests."""
+
+    def monotonic(self) -> float:
+        """Seconds since some moment; never goes back."""
+        return time.monotonic()
+
+    def time_ns(self) -> int:
+        """Nanoseconds since the epoch."""
+        return time.time_ns()
+
+    def nap(self, left: float) -> float:
+        """How many of the machine's seconds may be slept, with ``left`` of this clock's to go, before another look."""
+        return left
+
+
+_clock = Clock()
+
+
+@contextlib.contextmanager
+def told_by(clock: Clock) -> Iterator[None]:
+    """Inside the block all time of this process's weightsync is another clock's."""
+    global _clock  # noqa: PLW0603 - there is one time in a process
+    before, _clock = _clock, clock
+    try:
+        yield
+    finally:
+        _clock = before
 
 
 class Timeout(enum.Enum):
@@ -53,31 +85,37 @@ class Deadline:
 
     def __init__(self, timeout: float | Timeout | None) -> None:
         allowed = seconds(timeout)
-        self._at = None if allowed is None else time.monotonic() + allowed
+        self._at = None if allowed is None else _clock.monotonic() + allowed
 
     @property
     def remaining(self) -> float | None:
-        """Seconds left, never below 0; None: for ever. At most a day, which poll(2) can count: then look again."""
-        return None if self._at is None else min(max(0.0, self._at - time.monotonic()), _DAY)
+        """Seconds left, never below 0, to be handed on as another's ``timeout=``; None: for ever."""
+        return None if self._at is None else max(0.0, self._at - _clock.monotonic())
+
+    @property
+    def nap(self) -> float | None:
+        """Seconds to sleep before this deadline is looked at again; None: for ever. At most what poll(2) can count."""
+        left = self.remaining
+        return None if left is None else min(_clock.nap(left), _DAY)
 
     @property
     def passed(self) -> bool:
         """Whether time is up."""
-        return self._at is not None and time.monotonic() >= self._at
+        return self._at is not None and _clock.monotonic() >= self._at
 
 
 class Stopwatch:
     """Seconds since it was made."""
 
     def __init__(self) -> None:
-        self._started = time.monotonic()
+        self._started = _clock.monotonic()
 
     @property
     def seconds(self) -> float:
         """Seconds since it was made."""
-        return time.monotonic() - self._started
+        return _clock.monotonic() - self._started
 
 
 def new_incarnation(fence: int) -> int:
     """An incarnation above ``fence``: nanoseconds since the epoch, then 32 random bits against ties."""
-    return (max(time.time_ns(), (fence >> 32) + 1) << 32) | secrets.randbits(32)
+    return (max(_clock.time_ns(), (fence >> 32) + 1) << 32) | secrets.randbits(32)

@@ -1,19 +1,4 @@
-"""The words of the protocol as bytes: a versioned fixed header, then a body of explicit lengths. No pickle.
-
-    offset  size  header field (big-endian)
-         0     4  magic, ``b"WSYN"``
-         4     2  protocol version
-         6     2  zero
-         8     8  xxh3-64 of all that follows
-        16     1  kind of message
-        17     1  number of file descriptors that travel with the frame
-        18     1  size of the digest: 0 or 16
-        19     1  zero
-        20     4  size of the body
-        24     8  size of the payload that follows the body
-        32    16  incarnation
-        48     8  version
-        56    16  digest (of an update's payload, or of what an ack confirms)
+"""The words of the protocol as bytes: a fixed header (see `header`), then a body of explicit lengths. No pickle.
 
 The body is a fixed part, which each kind of message has its own of: the lengths of its fields, the model's id
 first, then its numbers; behind it the fields. Header and body together are the *control part*; a flipped bit
@@ -24,27 +9,43 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import xxhash
 
 from weightsync._tables import PROTOCOL_VERSION, RefusalKind
-from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.errors import ConfigurationError
+from weightsync.header import (
+    COVERED,
+    HEADER_NBYTES,
+    MAGIC,
+    MAX_BODY_NBYTES,
+    MAX_UNREAD_NBYTES,
+    START,
+    Head,
+    Readable,
+    malformed,
+    peek,
+)
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, SlotRef, Update, WeightsForm
 from weightsync.nested import decode_report, encode_report
 from weightsync.report import Evidence
 
-MAGIC: Final = b"WSYN"
-HEADER_NBYTES: Final = 72
-#: A layout of a hundred thousand tensors takes about 10 MiB; what claims more than this is refused unread.
-MAX_BODY_NBYTES: Final = 256 * 2**20
-#: What `ProtocolError.unread` keeps of a malformed frame.
-MAX_UNREAD_NBYTES: Final = 64 * 1024
+__all__ = [
+    "HEADER_NBYTES",
+    "MAGIC",
+    "MAX_BODY_NBYTES",
+    "MAX_UNREAD_NBYTES",
+    "Head",
+    "Readable",
+    "decode",
+    "decode_with",
+    "encode",
+    "inline_nbytes",
+    "malformed",
+    "peek",
+]
 
-_HEADER: Final = struct.Struct("!4sHHQBBBBIQ16sQ16s")
-_FIRST: Final = struct.Struct("!4sH")
-_START: Final = struct.Struct("!4sHHQ")
-_COVERED: Final = struct.Struct("!BBBBIQ16sQ16s")
 _HELLO: Final = struct.Struct("!HHIBQQ16s")
 _UPDATE: Final = struct.Struct("!HHIIQBBQ")
 _ACK: Final = struct.Struct("!HIdB")
@@ -54,31 +55,6 @@ _DIGEST_SIZES: Final = (0, 16)
 _REFUSALS: Final = tuple(RefusalKind)
 _EVIDENCE: Final = tuple(Evidence)
 _FORMS: Final = tuple(WeightsForm)
-
-Readable = bytes | bytearray | memoryview
-
-
-class Head(NamedTuple):
-    """A header, not yet checked against its body."""
-
-    magic: bytes
-    protocol: int
-    zero: int
-    checksum: int
-    kind: int
-    descriptors: int
-    digest_nbytes: int
-    pad: int
-    body_nbytes: int
-    payload_nbytes: int
-    incarnation: bytes
-    version: int
-    digest: bytes
-
-    @property
-    def control_nbytes(self) -> int:
-        """Size of header and body."""
-        return HEADER_NBYTES + self.body_nbytes
 
 
 def inline_nbytes(message: Message) -> int:
@@ -110,8 +86,8 @@ def _encode(message: Message, descriptors: int) -> bytes:
     if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
         raise ValueError(f"its body takes {len(body)} bytes, its digest {len(digest)}")
     numbers = kind, descriptors, len(digest), 0, len(body), inline_nbytes(message)
-    covered = _COVERED.pack(*numbers, _wide(message.incarnation), version, digest) + body
-    return _START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
+    covered = COVERED.pack(*numbers, _wide(message.incarnation), version, digest) + body
+    return START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
 
 
 def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
@@ -148,39 +124,6 @@ def _wide(value: int) -> bytes:
     return value.to_bytes(16, "big")
 
 
-def peek(data: Readable) -> Head:
-    """Read a header alone, so that the rest of its frame can be awaited.
-
-    Raises:
-        ProtocolError: not a header of ours, of another protocol version, or of a body beyond all bounds.
-    """
-    if len(data) < HEADER_NBYTES:
-        _require_ours(data)
-        raise malformed(f"A frame ends after {len(data)} bytes of its header's {HEADER_NBYTES}", data)
-    head = Head._make(_HEADER.unpack_from(data))
-    if head.magic != MAGIC or head.protocol != PROTOCOL_VERSION or head.zero:
-        _require_ours(data)
-        raise malformed("A header is malformed", data)
-    if head.body_nbytes > MAX_BODY_NBYTES:
-        raise malformed(f"A frame claims a body of {head.body_nbytes} bytes", data)
-    return head
-
-
-def _require_ours(data: Readable) -> None:
-    """Magic and version come first in every version of the protocol, whatever follows them."""
-    if len(data) < _FIRST.size:
-        return
-    magic, protocol = _FIRST.unpack_from(data)
-    if magic != MAGIC:
-        raise malformed("A frame does not start as ours do", data)
-    if protocol != PROTOCOL_VERSION:
-        raise malformed(
-            f"The peer speaks protocol version {protocol}, this process version {PROTOCOL_VERSION}: "
-            "install the same release of weightsync at both ends",
-            data,
-        )
-
-
 def decode(data: Readable) -> Message:
     """Read a control part, whole and nothing else.
 
@@ -195,23 +138,18 @@ def decode_with(head: Head, data: Readable) -> Message:
     """`decode`, where the header has been read before."""
     if head.control_nbytes != len(data):
         raise malformed(f"A frame of {head.control_nbytes} bytes came with {len(data)}", data)
-    covered = bytes(data[_START.size :])
+    covered = bytes(data[START.size :])
     if xxhash.xxh3_64_intdigest(covered) != head.checksum:
         raise malformed("A frame was corrupted on its way: its checksum does not fit", data)
     try:
         if head.digest_nbytes not in _DIGEST_SIZES or head.pad:
             raise ValueError(f"a digest of {head.digest_nbytes} bytes")
-        message = _READERS[head.kind](head, covered[_COVERED.size :])
+        message = _READERS[head.kind](head, covered[COVERED.size :])
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
         raise malformed(f"A frame's fields are malformed: {error}", data) from error
     if head.payload_nbytes != inline_nbytes(message):
         raise malformed(f"A frame announces {head.payload_nbytes} bytes, its message others", data)
     return message
-
-
-def malformed(what: str, data: Readable) -> ProtocolError:
-    """The error for bytes that are ours to read but make no sense."""
-    return ProtocolError(f"{what}.", unread=bytes(data[:MAX_UNREAD_NBYTES]))
 
 
 def _cut(body: bytes, position: int, *sizes: int) -> list[bytes]:

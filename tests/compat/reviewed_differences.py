@@ -65,7 +65,7 @@ DIFFERENCES: Final[dict[str, tuple[str, str]]] = {
     "DistributedTransport.send_weights_async": ("(self, model_id=..., weights=...)", "A/B"),
     "WeightUpdaterBase._maybe_map_weights": ("(self, server_weights)", "name"),
     "SharedMemWeightSyncScheme.__init__": (
-        "(self, policy_weights=None, strategy='tensordict', auto_register=1, *, sync=True, per_worker_weights=False)",
+        "(self, policy_weights=None, strategy='tensordict', auto_register=True, *, sync=True, per_worker_weights=False)",
         "default",
     ),
     "SharedMemWeightSyncScheme.create_transport": ("(self, pipe_or_context=None, *, **queues)", "A/B"),

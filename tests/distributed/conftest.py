@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# torch asks the DNS for a name of each address it connects to, in the store's one thread too. A test machine's DNS may
-# not answer. Read by the C library once a thread: set before anything is imported that might ask.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from fleet import crew  # noqa: F401 - the fixture
+from missing import not_tested
 from store_fleet import StorePair
 
 
@@ -27,9 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _gloo() -> None:
     if not dist.is_available() or not dist.is_gloo_available():
-        if os.environ.get("CI"):
-            pytest.fail("CI needs a torch with gloo")
-        pytest.skip("NO GLOO: this torch was built without torch.distributed over gloo")
+        not_tested("ANYTHING OVER A STORE", "this torch was built without torch.distributed over gloo")
 
 
 @pytest.fixture

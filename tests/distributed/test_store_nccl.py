@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import pytest
 import torch
 from fleet import PATIENCE, Crew, Seat, constants, large
+from missing import without_gpus
 from store_fleet import reach
 
 from weightsync import ConfigurationError, DistributedWeightSyncScheme
@@ -20,8 +20,7 @@ GPUS = torch.cuda.device_count()
 @pytest.mark.parametrize("sync", [True, False])
 def test_nccl_carries_the_buckets(crew: Crew, store: Any, sync: bool) -> None:
     if GPUS < 2:
-        assert not os.environ.get("WEIGHTSYNC_GPUS"), "this machine is to have two GPUs"
-        pytest.skip(f"NCCL HAS NOT BEEN TESTED: it wants a GPU for each of two ranks, and there are {GPUS}")
+        without_gpus("NCCL", f"it wants a GPU for each of two ranks, and there are {GPUS}")
     torch.cuda.set_device(0)
     (worker,) = crew.start(None)
     worker.do(meet_on_gpu, store.port, sync)
@@ -35,7 +34,7 @@ def test_nccl_carries_the_buckets(crew: Crew, store: Any, sync: bool) -> None:
 
 def test_nccl_without_a_gpu_says_so_at_construction() -> None:
     if GPUS:
-        pytest.skip("there is a GPU")
+        pytest.skip("WHAT NCCL SAYS WITHOUT A GPU WAS NOT TESTED: there is one")
     with pytest.raises(ConfigurationError, match="nccl"):
         DistributedWeightSyncScheme("nccl")
 

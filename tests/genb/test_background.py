@@ -13,6 +13,7 @@ import pytest
 import torch
 from duo import Duo, beside, reader
 from fleet import PATIENCE, constants, filled, small
+from hours import hours
 from torch import nn
 
 from weightsync import (
@@ -93,8 +94,8 @@ def test_a_version_that_arrives_during_a_forward_goes_live_after_it(duo: Duo) ->
     duo.model.meanwhile = meanwhile
     with beside(duo.model) as seen:
         assert inside.wait(PATIENCE)
-        with pytest.raises(AckTimeoutError):
-            duo.send(2.0, timeout=0.2)
+        with hours(60), pytest.raises(AckTimeoutError):
+            duo.send(2.0, timeout=60)
         assert duo.receiving.get_receiver().version == 1
         go_on.set()
     duo.model.meanwhile = lambda: None
@@ -164,8 +165,8 @@ def test_a_forward_that_raises_lets_go_of_the_version(duo: Duo, error: BaseExcep
 def test_a_block_of_serving_holds_the_version_where_call_is_bypassed(duo: Duo) -> None:
     receiver = duo.receiving.get_receiver()
     with receiver.serving() as version:
-        with pytest.raises(AckTimeoutError):
-            duo.send(2.0, timeout=0.2)
+        with hours(60), pytest.raises(AckTimeoutError):
+            duo.send(2.0, timeout=60)
         assert (version, receiver.version, duo.model.forward()) == (1, 1, {1.0})
 
     assert duo.sending.get_sender().wait_async(timeout=PATIENCE).ok

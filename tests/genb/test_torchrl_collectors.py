@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from collecting import cartpole, choose, chosen, policy
+from missing import not_tested
 
 from weightsync import (
     MultiProcessWeightSyncScheme,
@@ -35,10 +35,8 @@ try:
         from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 
         import weightsync.integrations.torchrl
-except ImportError:
-    if os.environ.get("CI"):
-        raise
-    pytest.skip("TorchRL and gymnasium are not installed: pip install -e '.[torchrl]'", allow_module_level=True)
+except ImportError as error:
+    not_tested("TORCHRL'S COLLECTORS ON OUR SCHEMES", f"{error} (pip install 'weightsync[torchrl,rl]')")
 
 FRAMES = 40
 

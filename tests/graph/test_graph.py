@@ -6,16 +6,15 @@ checked by TLC of the model; so it holds of the code, within the same bounds.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from configurations import CONFIGURATIONS, committed, config, digest
+from missing import java_and_tlc
 from search import difference, graph_of, labelling_module, run_tlc, search
 
-from weightsync.checker.toolchain import ToolMissingError, find_toolchain
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 
@@ -31,22 +30,13 @@ def test_the_code_has_the_committed_graph(name):
 @pytest.mark.tlc
 @names
 def test_the_code_and_the_model_have_the_same_graph(name, tmp_path):
-    tools = _tools()
+    tools = java_and_tlc("THE MODEL'S GRAPH AGAINST THE CODE'S")
     output = run_tlc(tools.java, tools.jar, MODEL, config(CONFIGURATIONS[name]), tmp_path)
     graph, labels = graph_of(output)
     assert all(labels), "an edge that no action explains"
     assert difference(search(CONFIGURATIONS[name]), graph) == ""
     distinct = re.findall(r"(\d+) distinct states found", output)[-1]
     assert len(graph[0]) == int(distinct)
-
-
-def _tools():
-    try:
-        return find_toolchain()
-    except ToolMissingError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"THE GRAPHS WERE NOT COMPARED: {error}")
 
 
 def test_every_feature_of_the_model_is_in_some_graph():

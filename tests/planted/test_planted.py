@@ -17,6 +17,7 @@ from weightsync.machine import SenderMachine
 from weightsync.messages import Ack
 from weightsync.protocol import receiver as pure_receiver
 from weightsync.protocol import sender as pure_sender
+from weightsync.protocol import sender_guards
 from weightsync.receiver import WeightReceiver
 from weightsync.report import Outcome, OutcomeKind
 from weightsync.sender import WeightSender
@@ -28,14 +29,14 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def any_ack_counts(patch: pytest.MonkeyPatch) -> None:
     """G1: an ack counts for whatever is outstanding."""
-    shipped = pure_sender._name_answer
+    shipped = sender_guards._name_answer
 
     def name(state: State, data: Any, event: Any) -> SenderInput | None:
         if isinstance(event.message, Ack):
             event = replace(event, message=replace(event.message, version=data.version))
         return shipped(state, data, event)
 
-    patch.setattr(pure_sender, "_name_answer", name)
+    patch.setattr(sender_guards, "_name_answer", name)
 
 
 def acks_before_the_swap(patch: pytest.MonkeyPatch) -> None:

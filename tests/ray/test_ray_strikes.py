@@ -25,12 +25,8 @@ from weightsync.transports import ray as couriers
 
 #: A few in each run; all of them, and nodes, in `make verify`: each life of an actor takes seconds to begin.
 SOME = {At.PAYLOAD, At.APPLIED}
-WORKER_POINTS = [
-    pytest.param(at, marks=() if at in SOME else pytest.mark.slow) for at in At if at is not At.AHEAD
-]
-TRAINER_POINTS = [
-    pytest.param(at, marks=() if at is TrainerAt.PAYLOAD else pytest.mark.slow) for at in TrainerAt
-]
+WORKER_POINTS = [pytest.param(at, marks=() if at in SOME else pytest.mark.slow) for at in At if at is not At.AHEAD]
+TRAINER_POINTS = [pytest.param(at, marks=() if at is TrainerAt.PAYLOAD else pytest.mark.slow) for at in TrainerAt]
 
 
 class Fighter(Bench, WeightSyncActor):

@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet import PATIENCE, Seat, constants, filled, small
+from missing import installed
 from rpc_fleet import World, retire
 from torch.distributed import rpc
 
@@ -136,9 +136,7 @@ def end_remote(seat: Seat) -> None:
 
 @pytest.mark.torchrl
 def test_torchrls_own_rpc_collector_runs_on_our_scheme() -> None:
-    if any(find_spec(name) is None for name in ("torchrl", "gymnasium")):
-        assert not os.environ.get("CI"), "TorchRL and gymnasium are part of the development environment"
-        pytest.skip("needs torchrl and gymnasium")
+    installed("torchrl", "gymnasium", what="TORCHRL'S RPC COLLECTOR", extra="torchrl,rl")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     program = Path(__file__).with_name("torchrl_program.py")

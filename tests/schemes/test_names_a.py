@@ -8,6 +8,7 @@ import multiprocessing
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from fleet import PATIENCE, Pair, constants, filled, small
@@ -455,8 +456,6 @@ def test_bad_worker_ids_are_value_errors_and_nothing_changes(three: Pair, worker
 
 
 def test_numpy_integers_are_ints(three: Pair) -> None:
-    numpy = pytest.importorskip("numpy")
-
     assert set(three.sync(worker_ids=numpy.int64(1))) == {1}
     assert set(three.sync(worker_ids=numpy.array([0, 2]))) == {0, 2}
 

@@ -43,7 +43,7 @@ def test_every_bit_goes_to_the_host_and_back(found: dict[str, tuple[Tensor, byte
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device")
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize(("trainer", "worker"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
 def test_a_policy_goes_from_device_to_device(mode: Mode, trainer: str, worker: str) -> None:

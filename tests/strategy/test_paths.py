@@ -18,6 +18,7 @@ CONTEXT = SimpleNamespace(
     policy=LEAF,
     env=SimpleNamespace(value_net=LEAF, transform=[LEAF], nets=nn.Sequential(LEAF)),
     a=[[0, SimpleNamespace(b=LEAF)]],
+    nets={"critic": LEAF, "a.b": [LEAF], "it's": LEAF, "0": LEAF},
     empty=None,
 )
 
@@ -31,12 +32,22 @@ def test_paths_resolve(path: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "path", ["nets['critic']", 'nets["critic"]', "nets['a.b'][0]", """nets["it's"]""", "nets['0']"]
+)
+def test_keys_stand_in_quotes(path: str) -> None:
+    assert _resolve_model(CONTEXT, path) is LEAF
+
+
+@pytest.mark.parametrize(
     ("path", "part", "told"),
     [
         ("value", "value", "on the context"),
         ("env.critic", "critic", "on 'env' (a SimpleNamespace)"),
         ("env.transform[3]", "[3]", "on 'env.transform' (a list)"),
         ("env[0]", "[0]", "on 'env'"),
+        ("nets['actor']", "['actor']", "on 'nets' (a dict)"),
+        ("nets[0]", "[0]", "on 'nets' (a dict)"),
+        ("env.transform['0']", "['0']", "on 'env.transform' (a list)"),
         ("a[0][7].b", "[7]", "on 'a[0]'"),
         ("a[0][1].c", "c", "on 'a[0][1]'"),
         ("empty", "empty", "is None"),
@@ -60,7 +71,15 @@ def test_malformed_paths_are_refused(path: str) -> None:
         _resolve_model(CONTEXT, path)
 
 
-@given(st.text(alphabet="ab.[]0-1 ", max_size=10))
+@pytest.mark.parametrize(
+    "path", ["a['']", "a['b]", "a[b']", "a['b\"]", "a['b'c]", "a['[']", "['a']", "a['b']c", "a[1.0]", "a[ 1]"]
+)
+def test_malformed_keys_are_refused(path: str) -> None:
+    with pytest.raises(ModelPathError, match="is not a model path"):
+        _resolve_model(CONTEXT, path)
+
+
+@given(st.text(alphabet="ab.[]0-1 '\"", max_size=10))
 def test_any_text_resolves_or_is_refused(path: str) -> None:
     with contextlib.suppress(ModelPathError):
         assert _resolve_model(CONTEXT, path) is not None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from missing import java_and_tlc
 from tlc_support import Recorder
 
 from weightsync.checker.manifest import Manifest
 from weightsync.checker.output import Findings, MessageReader
 from weightsync.checker.process import Ending, Job, Outcome, TlcRun
-from weightsync.checker.toolchain import Toolchain, ToolMissingError, find_toolchain
+from weightsync.checker.toolchain import Toolchain
 
 HERE = Path(__file__).parent
 
@@ -21,12 +21,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="session")
 def toolchain() -> Toolchain:
     """Java and TLC. Where they cannot be had the test is skipped, in CI it fails."""
-    try:
-        return find_toolchain()
-    except ToolMissingError as error:
-        if os.environ.get("CI"):
-            pytest.fail(f"CI must check the checker: {error}")
-        pytest.skip(f"NOT CHECKED: {error}")
+    return java_and_tlc("THE CHECKER")
 
 
 @pytest.fixture

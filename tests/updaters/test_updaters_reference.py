@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from missing import installed
 
 import weightsync
 
@@ -44,9 +43,7 @@ PROPERTIES = ["collector", "collectors", "post_hooks"]
 @pytest.fixture(scope="module")
 def torchrl() -> Iterator[Any]:
     """TorchRL's collectors; it warns of its own at import."""
-    if importlib.util.find_spec("torchrl") is None:
-        assert not os.environ.get("CI"), "TorchRL is not installed, and CI wants to compare with it"
-        pytest.skip("TorchRL is not installed: NOTHING HAS BEEN COMPARED (pip install 'weightsync[torchrl]')")
+    installed("torchrl", what="OUR UPDATERS AGAINST TORCHRL'S", extra="torchrl")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield importlib.import_module("torchrl.collectors")

@@ -234,8 +234,7 @@ def _repinned(table: str, seen: Mapping[str, Counts]) -> str:
     name = tomllib.loads(table)["configuration"][0]["name"]
     if name not in seen:
         return table
-    values = {key: getattr(seen[name], key) for key in _COUNTS}
-    fresh = [f"{key} = {value}\n" for key, value in values.items() if value is not None]
+    fresh = [f"{key} = {count}\n" for key, count in seen[name].known().items()]
     lines = table.splitlines(keepends=True)
     old = [place for place, line in enumerate(lines) if _COUNT_LINE.match(line)]
     said = [place for place, line in enumerate(lines) if line.strip() and not line.startswith("#")]

@@ -78,6 +78,11 @@ class Counts:
     distinct: int
     depth: int | None = None
 
+    def known(self) -> dict[str, int]:
+        """Each count that TLC told, by its name."""
+        told = {"generated": self.generated, "distinct": self.distinct, "depth": self.depth}
+        return {name: count for name, count in told.items() if count is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:

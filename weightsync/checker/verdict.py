@@ -144,10 +144,11 @@ def _recounted(configuration: Configuration, counts: Counts | None) -> Iterator[
         if configuration.expected is Expected.PASS:
             yield f"no counts are pinned; {_REPIN} {configuration.name}"
         return
+    seen = {} if counts is None else counts.known()
     differing = [
-        f"{name} is {_shown(counts, name)} and {_shown(pinned, name)} is pinned"
-        for name in ("generated", "distinct", "depth")
-        if getattr(pinned, name) is not None and getattr(pinned, name) != getattr(counts, name, None)
+        f"{name} is {_shown(seen.get(name))} and {_shown(wanted)} is pinned"
+        for name, wanted in pinned.known().items()
+        if seen.get(name) != wanted
     ]
     if differing:
         yield (
@@ -160,9 +161,8 @@ def _recounted(configuration: Configuration, counts: Counts | None) -> Iterator[
 _REPIN = "pin what TLC counts now by weightsync check --pin"
 
 
-def _shown(counts: Counts | None, name: str) -> str:
-    value = getattr(counts, name, None)
-    return "unknown" if value is None else f"{value:,}"
+def _shown(count: int | None) -> str:
+    return "unknown" if count is None else f"{count:,}"
 
 
 def explain(verdict: Verdict) -> Iterator[str]:

@@ -187,7 +187,7 @@ class MPTransport(TransportFacade):
             if deadline.passed:
                 return None
             watched: list[Waitable] = [*self._links(), channel]
-            wait(waker, watched, deadline.remaining)
+            wait(waker, watched, deadline.nap)
 
     # ----------------------------------------------------------------------------------------- the inbox
 

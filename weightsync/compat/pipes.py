@@ -136,4 +136,4 @@ class ReferencePipe:
 
     def _wait(self, waker: Waker, deadline: Deadline, seen: int) -> None:
         watched: list[Waitable] = [*self._inbox._links(), self._channel]
-        wait(waker, watched, deadline.remaining, seen)
+        wait(waker, watched, deadline.nap, seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,9 +40,9 @@ class _ActorFacade(TransportFacade):
         super()._begin()
         self._links = ActorLinks(self._tensor_transport)
 
+    @abc.abstractmethod
     def _methods(self) -> Sequence[str]:
         """The actor's methods that take weights, the best one first."""
-        raise NotImplementedError
 
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         if self._actor_ref is None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weightsync._tables import ReceiverInput, RefusalKind, State
 from weightsync.driving.adapters import AdapterFault, flush, read
+from weightsync.driving.base import Driver
 from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
 from weightsync.report import SyncReport
-from weightsync.transports.base import Link, Received, Waker
+from weightsync.transports.base import Link, Received
 from weightsync.transports.liveness import own_host, own_identity
 
 logger = logging.getLogger("weightsync")
@@ -33,7 +32,7 @@ class Pending:
     refresh: Callable[[], None]
 
 
-class ReceiverDriver:
+class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.Effect]):
     """One receiver's machine, data and links.
 
     Its methods take the lock and never block. A link whose peer breaks the protocol goes down, and the
@@ -44,13 +43,7 @@ class ReceiverDriver:
     """
 
     def __init__(self, model_id: str) -> None:
-        self.model_id = model_id
-        self.lock = threading.RLock()
-        self.machine = ReceiverMachine()
-        self.data = pure.ReceiverData()
-        self.waker = Waker()
-        #: What the model expects; None: no model yet.
-        self.layout: Layout | None = None
+        super().__init__(model_id, ReceiverMachine(), pure.ReceiverData(), pure.step)
         self.pending: Pending | None = None
         #: Why the last link ended; empty: none has.
         self.ended = ""
@@ -61,25 +54,8 @@ class ReceiverDriver:
         self._held: pure.Reply | None = None
         self._links: dict[int, Link] = {}
         self._layouts: dict[bytes, Layout] = {}
-        self._todo: deque[pure.Effect] = deque()
-        self._last_link = 0
 
     # ------------------------------------------------------------------------------------------- events
-
-    def take(self, event: pure.Event) -> pure.Step:
-        """Let an event happen, and execute all that follows from it."""
-        with self.lock:
-            step = self._step(event)
-            self._finish()
-            return step
-
-    def _step(self, event: pure.Event) -> pure.Step:
-        step = pure.step(self.machine.state, self.data, event)
-        self.data = step.data
-        self._todo.extend(step.effects)
-        if step.input is not None:
-            self.machine.fire(step.input)
-        return step
 
     def add_link(self, link: Link) -> None:
         """Listen on one more link; the handshake decides which is in force."""
@@ -267,9 +243,7 @@ class ReceiverDriver:
         self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, reason))
         self._down(number, reason)
 
-    def _finish(self) -> None:
-        while self._todo:
-            self._execute(self._todo.popleft())
+    def _forget(self) -> None:
         if self.data.pending is None:
             self.pending = None
 

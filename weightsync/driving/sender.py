@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from operator import itemgetter
 
-from weightsync._tables import RefusalKind, State
+from weightsync._tables import RefusalKind, SenderInput, State
 from weightsync.driving.adapters import flush, read
 from weightsync.driving.backlog import Backlog
+from weightsync.driving.base import Driver
 from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
-from weightsync.layout import Layout
 from weightsync.machine import SenderMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import sender as pure
-from weightsync.transports.base import Link, Waker
+from weightsync.transports.base import Link
 from weightsync.transports.calls import BlockingLink
 from weightsync.transports.liveness import own_host, own_identity
 from weightsync.transports.memory import Buffer
@@ -25,7 +24,7 @@ from weightsync.transports.memory import Buffer
 logger = logging.getLogger("weightsync")
 
 
-class SenderDriver:
+class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]):
     """One sender's machine, data and links.
 
     All its methods take the lock, never block and never raise for a link's sake: a link that fails is LOST. They
@@ -36,43 +35,15 @@ class SenderDriver:
     """
 
     def __init__(self, model_id: str) -> None:
-        self.model_id = model_id
-        self.lock = threading.RLock()
-        self.machine = SenderMachine()
-        self.data = pure.SenderData()
-        self.waker = Waker()
+        super().__init__(model_id, SenderMachine(), pure.SenderData(), pure.step)
         #: What became of updates that nobody has asked about since they ended.
         self.concluded: dict[int, pure.Conclude] = {}
-        #: The layout of the newest version, or the model's before there is one.
-        self.layout: Layout | None = None
         self._links: dict[int, tuple[int, Link]] = {}
         self._told: dict[int, bytes] = {}
         self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
         self._packed: dict[int, Packed] = {}
-        self._todo: deque[pure.Effect] = deque()
-        self._last_link = 0
 
     # ------------------------------------------------------------------------------------------- events
-
-    def take(self, event: pure.Event) -> pure.Step:
-        """Let an event happen, and execute all that follows from it."""
-        with self.lock:
-            step = self._step(event)
-            self._finish()
-            return step
-
-    def _step(self, event: pure.Event) -> pure.Step:
-        step = pure.step(self.machine.state, self.data, event)
-        self.data = step.data
-        self._todo.extend(step.effects)
-        if step.input is not None:
-            self.machine.fire(step.input)
-        return step
-
-    def _finish(self) -> None:
-        while self._todo:
-            self._execute(self._todo.popleft())
-        self._forget()
 
     def dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed) -> int:
         """Send ``packed`` as the next version; returns the version.

@@ -13,6 +13,7 @@ from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
 from weightsync.errors import ProtocolError
 from weightsync.machine import next_state
 from weightsync.messages import Ack, Refusal
+from weightsync.protocol import steps
 
 #: (incarnation, version)
 Key = tuple[int, int]
@@ -141,14 +142,10 @@ class CloseLink:
 Effect = Greet | Reject | Tell | Reply | CloseLink
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What follows from an event. ``input`` None: LATE, no row was looked up."""
+class Step(steps.Step[ReceiverInput, ReceiverData, Effect]):
+    """What follows from an event of the receiver's."""
 
-    input: ReceiverInput | None
-    to: State
-    data: ReceiverData
-    effects: tuple[Effect, ...] = ()
+    __slots__ = ()
 
 
 # ------------------------------------------------------------------------------------------------- guards

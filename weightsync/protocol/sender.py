@@ -1,18 +1,18 @@
 """The sender's pure half: what happens to it, which input that is, and what follows.
 
-`step` does three things in order: *name* the input (all guards are in `name`), *look up* its row in the table,
+`step` does three things in order: *name* the input (its guards are in `sender_guards`), *look up* its row in the table,
 *return* the next value and the effects. It changes nothing it is given and raises before anything follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from weightsync._tables import SENDER_ROWS, RefusalKind, SenderInput, State
-from weightsync.errors import ConfigurationError, WorkerLostError
 from weightsync.machine import next_state
 from weightsync.messages import Ack, Hello, Refusal
+from weightsync.protocol import steps
+from weightsync.protocol.sender_guards import ends_link, known, name, owes, targets_of
 from weightsync.protocol.sender_values import (
     Abandon,
     Answer,
@@ -72,89 +72,10 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What follows from an event. ``input`` None: LATE, no row was looked up."""
+class Step(steps.Step[SenderInput, SenderData, Effect]):
+    """What follows from an event of the sender's."""
 
-    input: SenderInput | None
-    to: State
-    data: SenderData
-    effects: tuple[Effect, ...] = ()
-
-
-# ------------------------------------------------------------------------------------------------- guards
-
-
-def name(state: State, data: SenderData, event: Event) -> SenderInput | None:
-    """The input that the event is in this state; None for a result of the driver's own that is no longer current."""
-    match event:
-        case Answer():
-            return _name_answer(state, data, event)
-        case LinkLost(worker, link):
-            if state in (State.UNINITIALIZED, State.CLOSED) or not _current(data, worker, link):
-                return None
-            return _settling(state, data, worker, link, SenderInput.LOST)
-        case Wait():
-            settled = data.outstanding is not None and not data.outstanding.owed
-            return SenderInput.WAIT_SETTLED if settled else SenderInput.WAIT
-        case Deadline(version) | Interrupted(version):
-            waited = state is State.AWAITING_ACK and data.outstanding is not None
-            if not waited or data.version != version:
-                return None
-            return SenderInput.DEADLINE if isinstance(event, Deadline) else SenderInput.INTERRUPTED
-        case _:
-            return _CALLS[type(event)]
-
-
-_CALLS = {
-    Connect: SenderInput.CONNECT,
-    Send: SenderInput.SEND,
-    SendAsync: SenderInput.SEND_ASYNC,
-    Abandon: SenderInput.ABANDON,
-    Join: SenderInput.JOIN,
-    Remove: SenderInput.REMOVE,
-    Close: SenderInput.CLOSE,
-}
-
-
-def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput | None:
-    if state is State.CLOSED:
-        return None
-    message = event.message
-    if not _current(data, event.worker, event.link) or message.incarnation != data.incarnation:
-        return SenderInput.STALE
-    entry = data.roll[event.worker]
-    match message:
-        case Hello():
-            return SenderInput.ARRIVED if entry.standing is Standing.EXPECTED else SenderInput.STALE
-        case Refusal() if _ends_link(message):
-            return _settling(state, data, event.worker, event.link, SenderInput.LOST)
-        case _ if _owes(data, event.worker, event.link) and message.version == data.version:
-            return _settling(state, data, event.worker, event.link, SenderInput.REPLY)
-        case _ if message.version == entry.catching != 0:
-            return SenderInput.CAUGHT_UP
-        case _:
-            return SenderInput.STALE
-
-
-def _ends_link(refusal: Refusal) -> bool:
-    """Whether a refusal tells that the worker will take nothing more from us: not the handshake, or a newer sender."""
-    return refusal.version == 0 or refusal.fence > refusal.incarnation
-
-
-def _current(data: SenderData, worker: int, link: int) -> bool:
-    entry = data.roll.get(worker)
-    return entry is not None and entry.link == link and entry.standing is not Standing.LOST
-
-
-def _owes(data: SenderData, worker: int, link: int) -> bool:
-    return data.outstanding is not None and data.outstanding.owed.get(worker) == link
-
-
-def _settling(state: State, data: SenderData, worker: int, link: int, otherwise: SenderInput) -> SenderInput:
-    """SETTLED if a caller waits and this is the last that owes."""
-    last = _owes(data, worker, link) and data.outstanding is not None and len(data.outstanding.owed) == 1
-    return SenderInput.SETTLED if last and state is State.AWAITING_ACK else otherwise
+    __slots__ = ()
 
 
 # --------------------------------------------------------------------------------------------------- step
@@ -210,36 +131,6 @@ def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[Sender
             return data, ()
 
 
-def known(data: SenderData, worker: int) -> Entry:
-    """The worker's entry on the roll.
-
-    Raises:
-        ConfigurationError: it is not on the roll.
-    """
-    if worker not in data.roll:
-        raise ConfigurationError(
-            f"unknown worker id {worker!r}: on the roll are {sorted(data.roll)}. Nothing was sent or changed; "
-            "add_worker() puts a worker on the roll."
-        )
-    return data.roll[worker]
-
-
-def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, Entry]:
-    """The entries of those to send to; None: all.
-
-    Raises:
-        ConfigurationError: a worker id that is not on the roll, or none.
-        WorkerLostError: every target is lost already.
-    """
-    chosen = dict.fromkeys(data.roll if targets is None else targets)
-    if not chosen:
-        raise ConfigurationError("no worker to send to: worker_ids is empty. Nothing was sent or changed.")
-    entries = {worker: known(data, worker) for worker in chosen}
-    if all(entry.standing is Standing.LOST for entry in entries.values()):
-        raise _all_lost(entries)
-    return entries
-
-
 def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[SenderData, tuple[Effect, ...]]:
     entries = targets_of(data, targets)
     lost = {worker: entry for worker, entry in entries.items() if entry.standing is Standing.LOST}
@@ -254,18 +145,6 @@ def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[Sender
         outstanding=Outstanding(version, owed, {worker: _lost(entry) for worker, entry in lost.items()}),
     )
     return after, tuple(Dispatch(worker, link, version) for worker, link in owed.items())
-
-
-def _all_lost(lost: Mapping[int, Entry]) -> WorkerLostError:
-    told = {worker: entry.reason for worker, entry in lost.items()}
-    fence = max(entry.fence for entry in lost.values())
-    return WorkerLostError(
-        f"every target is lost already: {told}. Nothing was sent, no version was used. add_worker() brings a worker "
-        "back on a new link, remove_worker() takes it off the roll.",
-        None,
-        told,
-        fence or None,
-    )
 
 
 def _lost(entry: Entry) -> Outcome:
@@ -299,7 +178,7 @@ def _lose(data: SenderData, worker: int, link: int, reason: str, fence: int) -> 
 
 
 def _settle(data: SenderData, worker: int, link: int, outcome: Outcome) -> SenderData:
-    if not _owes(data, worker, link) or data.outstanding is None:
+    if not owes(data, worker, link) or data.outstanding is None:
         return data
     owed = {w: over for w, over in data.outstanding.owed.items() if w != worker}
     outcomes = {**data.outstanding.outcomes, worker: outcome}
@@ -308,7 +187,7 @@ def _settle(data: SenderData, worker: int, link: int, outcome: Outcome) -> Sende
 
 def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[SenderData, tuple[Effect, ...]]:
     message, worker, link = event.message, event.worker, event.link
-    if isinstance(message, Refusal) and _ends_link(message):
+    if isinstance(message, Refusal) and ends_link(message):
         reason = message.reason or message.kind.name
         newer = message.fence if message.fence > message.incarnation else 0
         return _lose(data, worker, link, f"{message.kind.name}: {reason}", newer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from weightsync.errors import ConfigurationError
 
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from weightsync.schemes.base import WeightSyncScheme
 
 Scheme = TypeVar("Scheme", bound="type[WeightSyncScheme]")
+
+#: The backends that need no `register_weight_sync_backend`, for annotations.
+WeightSyncBackend = Literal[
+    "none", "direct", "shared", "thread", "process", "multiprocessing", "distributed", "rpc", "ray"
+]
 
 #: Our own, imported when they are asked for: Ray and the others are not needed by whoever does not.
 _HOMES = {

@@ -12,8 +12,15 @@ from weightsync.schemes.pipes import PipeScheme
 from weightsync.strategy import WeightStrategy
 from weightsync.target import Mode
 
-#: Equals True, and is not it: tells that the third argument was not given, in either generation's sense.
-_TRUE = 1
+
+class _DefaultTrue(int):
+    """True where it was not given: the third argument means another thing in either generation."""
+
+    def __repr__(self) -> str:
+        return "True"
+
+
+_TRUE = _DefaultTrue(True)
 
 
 class SharedMemWeightSyncScheme(PipeScheme):
@@ -45,7 +52,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         self,
         policy_weights: Mapping[str, Any] | WeightStrategy | str | None = None,
         strategy: WeightStrategy | str | bool = "tensordict",
-        auto_register: bool | int = _TRUE,
+        auto_register: bool | _DefaultTrue = _TRUE,
         *,
         sync: bool = True,
         per_worker_weights: bool = False,

@@ -10,6 +10,7 @@ It needs no pytest. ``docs/testing.md`` has the contract of factories and an exa
 """
 
 from weightsync.testing.check import check_transport
+from weightsync.testing.clock import FakeClock
 from weightsync.testing.ends import Ends, Factory, Listen
 from weightsync.testing.faulty import FaultyTransport
 from weightsync.testing.rules import Broken, Conformance, Nonconforming, Rule
@@ -21,6 +22,7 @@ __all__ = [
     "Conformance",
     "Ends",
     "Factory",
+    "FakeClock",
     "FaultyTransport",
     "Listen",
     "Nonconforming",

@@ -30,7 +30,7 @@ class UserMessages:
         while not self._channel.has_foreign():
             if deadline.passed:
                 return False
-            self._await(deadline.remaining)
+            self._await(deadline.nap)
         return True
 
     def _await(self, timeout: float | None) -> None:

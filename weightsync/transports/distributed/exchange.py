@@ -53,7 +53,7 @@ class Exchange:
         self._writer: Client | None = None
         self._reader: Client | None = None
         self._inbox: Inbox | None = None
-        self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose_store))
+        self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose_store, self._group.look))
         start(self, self._write, self._read)
 
     # ----------------------------------------------------------------------------- called by other threads

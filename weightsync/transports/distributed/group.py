@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.transports.distributed.c10d import ProcessGroupGloo, Store
+from weightsync.transports.distributed.sockets import Watched, watching
 from weightsync.transports.distributed.store import FOR_EVER, Client
 
 #: A payload travels in pieces of this size.
@@ -94,6 +95,7 @@ class Group:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._group: Any = None
+        self._connection: Watched | None = None
         self._works: deque[Any] = deque()
 
     def send(self, client: Client, payload: memoryview, in_flight: int) -> None:
@@ -131,18 +133,28 @@ class Group:
         if group is not None and self._backend != "gloo":
             group.abort()
 
+    def look(self) -> None:
+        """Abort, if the connection has ended: gloo tells nobody who is in the middle of a message."""
+        with self._lock:
+            ended = self._connection is not None and self._connection.ended
+        if ended:
+            self.abort()
+
     def close(self) -> None:
         """Let go of the group, once nobody is inside `send` or `receive`."""
         self.abort()
         with self._lock:
-            self._group = None
+            connection, self._connection, self._group = self._connection, None, None
+        if connection is not None:
+            connection.close()
 
     def _meet(self, client: Client) -> None:
         if self._group is None:
+            meeting = Meeting(client, f"{self._key}/group/", self._over)
             with _told("could not be made"):
-                group = self._make(Meeting(client, f"{self._key}/group/", self._over), self._rank)
+                group, connection = watching(lambda: self._make(meeting, self._rank), client.port)
             with self._lock:
-                self._group = group
+                self._group, self._connection = group, connection
 
     def _move(
         self, payload: memoryview, in_flight: int, start: Callable[[torch.Tensor, int], Callable[[], None]]

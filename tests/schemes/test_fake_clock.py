@@ -1,0 +1,128 @@
+"""`FakeClock`: deadlines pass when it is told so, and not before; what it moves and what it does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillWaiting
+
+import pytest
+from fleet import PATIENCE, Pair
+from hours import hours
+
+from weightsync import AckTimeoutError, State, timing
+from weightsync.testing import FakeClock
+from weightsync.timing import Deadline, Stopwatch, new_incarnation
+
+#: The machine's seconds that show that somebody waits.
+WHILE = 0.1
+
+
+def test_a_send_waits_a_minute_by_default_and_not_longer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(timing.ENVIRONMENT, raising=False)
+    with FakeClock() as clock, ThreadPoolExecutor(1) as beside:
+        sending = beside.submit(pair.sender.send)
+        with pytest.raises(StillWaiting):
+            sending.result(WHILE)
+        clock.advance(59.9)
+        with pytest.raises(StillWaiting):
+            sending.result(WHILE)
+        assert pair.sender.state is State.AWAITING_ACK
+        clock.advance(0.1)
+        with pytest.raises(AckTimeoutError):
+            sending.result(PATIENCE)
+
+    assert pair.sender.state is State.PENDING_ASYNC
+
+
+def test_a_receiver_may_wait_for_hours(pair: Pair) -> None:
+    with hours(7200):
+        assert pair.receiver.receive(timeout=7200) is False
+
+
+def test_for_ever_is_longer_than_any_time(pair: Pair) -> None:
+    with FakeClock() as clock, ThreadPoolExecutor(1) as beside:
+        receiving = beside.submit(pair.receiver.receive, None)
+        clock.advance(1e9)
+        with pytest.raises(StillWaiting):
+            receiving.result(WHILE)
+        pair.sender.send_async()
+
+        assert receiving.result(PATIENCE) is True
+
+
+def test_an_answer_ends_a_wait_though_no_time_passes(pair: Pair) -> None:
+    with FakeClock(), ThreadPoolExecutor(1) as beside:
+        sending = beside.submit(pair.sender.send, timeout=1.0)
+        while not pair.receiver.receive(timeout=0):
+            time.sleep(0.001)
+        report = sending.result(PATIENCE)
+
+    assert report.ok
+    assert (report.preparing, report.transferring, report.applying) == (0.0, 0.0, 0.0)
+
+
+def test_what_waits_for_an_outstanding_update_has_one_deadline_with_its_own(pair: Pair) -> None:
+    pair.sender.send_async()
+    with hours(30) as clock:
+        begun = clock.monotonic()
+        with pytest.raises(AckTimeoutError):
+            pair.sender.send(on_pending="wait", timeout=30)
+
+        assert clock.monotonic() - begun == pytest.approx(30)
+    assert pair.sender.version == 1
+
+
+def test_time_stands_still_and_begins_where_the_machines_is() -> None:
+    before = time.monotonic()
+    with FakeClock() as clock:
+        deadline, stopwatch = Deadline(10), Stopwatch()
+        time.sleep(0.02)
+        assert (deadline.remaining, stopwatch.seconds, deadline.passed) == (10, 0.0, False)
+        clock.advance(10.5)
+        assert (deadline.remaining, stopwatch.seconds, deadline.passed) == (0.0, pytest.approx(10.5), True)
+        assert clock.monotonic() >= before
+    assert 0 < (Deadline(10).remaining or 0) <= 10
+
+
+def test_incarnations_ascend_though_no_time_passes() -> None:
+    with FakeClock() as clock:
+        taken = [new_incarnation(0) for _ in range(100)]
+        clock.advance(1)
+        later = new_incarnation(0)
+
+    assert taken == sorted(set(taken))
+    assert (later - taken[-1]) >> 32 == pytest.approx(10**9, abs=10)
+
+
+@pytest.mark.parametrize("seconds", [-1e-9, float("nan")])
+def test_time_does_not_go_back(seconds: float) -> None:
+    with FakeClock() as clock:
+        at = clock.monotonic()
+        with pytest.raises(ValueError, match="does not go back"):
+            clock.advance(seconds)
+        assert clock.monotonic() == at
+
+
+def test_a_clock_inside_another_gives_way_to_it() -> None:
+    with FakeClock() as outer:
+        with FakeClock() as inner:
+            stopwatch = Stopwatch()
+            inner.advance(5)
+            assert stopwatch.seconds == pytest.approx(5)
+        stopwatch = Stopwatch()
+        outer.advance(2)
+        assert stopwatch.seconds == pytest.approx(2)
+
+
+def test_threads_may_advance_it_together() -> None:
+    with FakeClock() as clock:
+        begun = clock.monotonic()
+        threads = [threading.Thread(target=lambda: [clock.advance(1) for _ in range(1000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert clock.monotonic() - begun == pytest.approx(4000)

@@ -1,0 +1,80 @@
+"""What both drivers share: they take an event as one step of the pure half, and execute its effects in order."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from weightsync._tables import State
+from weightsync.layout import Layout
+from weightsync.machine import Input, RoleMachine
+from weightsync.protocol.steps import Data, Effect, Step
+from weightsync.transports.base import Waker
+
+Event = TypeVar("Event")
+
+
+class Driver(ABC, Generic[Input, Data, Event, Effect]):
+    """One machine, its data, and the effects that are still to be executed.
+
+    Args:
+        model_id: the model whose weights travel.
+        machine: where it stands.
+        data: what its pure half knows.
+        pure_step: the pure half.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        machine: RoleMachine[Input],
+        data: Data,
+        pure_step: Callable[[State, Data, Event], Step[Input, Data, Effect]],
+    ) -> None:
+        self.model_id = model_id
+        self.lock = threading.RLock()
+        self.machine: RoleMachine[Input] = machine
+        self.data = data
+        self.waker = Waker()
+        #: The layout of the newest version, or the model's; None: neither is known yet.
+        self.layout: Layout | None = None
+        self._pure_step: Callable[[State, Data, Event], Step[Input, Data, Effect]] = pure_step
+        self._todo: deque[Effect] = deque()
+        self._last_link = 0
+
+    def take(self, event: Event) -> Step[Input, Data, Effect]:
+        """Let an event happen, and execute all that follows from it.
+
+        Raises:
+            StateError, ConfigurationError, WorkerLostError, ProtocolError: what the pure half raises; nothing has
+                changed.
+        """
+        with self.lock:
+            step = self._step(event)
+            self._finish()
+            return step
+
+    def _step(self, event: Event) -> Step[Input, Data, Effect]:
+        """The one place where a machine moves. Its effects are executed by the next `_finish`."""
+        step = self._pure_step(self.machine.state, self.data, event)
+        self.data = step.data
+        self._todo.extend(step.effects)
+        if step.input is not None:
+            self.machine.fire(step.input)
+        return step
+
+    def _finish(self) -> None:
+        while self._todo:
+            self._execute(self._todo.popleft())
+        self._forget()
+
+    @abstractmethod
+    def _execute(self, effect: Effect) -> None:
+        """Do what a step asks for. It may take further steps, whose effects come behind those that wait."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Let go of what nothing needs any more, now that no effect waits."""

@@ -1,0 +1,214 @@
+"""Where a receiver's weights come from and go to: the links it listens on, and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from weightsync._tables import RECEIVER_ROWS, ReceiverInput, State
+from weightsync.driving.receiver import ReceiverDriver
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.machine import next_state
+from weightsync.messages import Ack
+from weightsync.paths import _resolve_model
+from weightsync.serving import ServingLock
+from weightsync.side import Side, pipes_travel
+from weightsync.target import Target
+from weightsync.transports.base import Link
+from weightsync.transports.user import UserMessages
+
+
+class Attendant(Protocol):
+    """Reads a receiver's links for it, on a thread of its own."""
+
+    def receive(self, timeout: float | None) -> bool:
+        """Wait for what comes of it: see `WeightReceiver.receive`."""
+
+    def link_added(self) -> None:
+        """There is one more link to read."""
+
+    def model_set(self, model: Any) -> None:
+        """Another model is served from now on."""
+
+    def applied(self) -> None:
+        """A version went live, or was refused, on whichever thread."""
+
+    def hands_on(self) -> bool:
+        """Whether what is applied is handed on, and answered for only afterwards."""
+
+    def stop(self) -> None:
+        """Read no more, and end the thread; waits for it, except on itself."""
+
+
+class Listening(Side):
+    """A receiver's links and its model."""
+
+    _driver: ReceiverDriver
+
+    def _begin(self) -> None:
+        self._model: Any = None
+        self._endpoint: Any = None
+        self._listening: list[Callable[[], None]] = []
+        self._driver = ReceiverDriver(self._model_id)
+        self._target: Target | None = None
+        self._serving = ServingLock()
+        self._attendant: Attendant | None = None
+
+    # ------------------------------------------------------------------------------------------- wiring
+
+    def register_model(self, model: Any) -> None:
+        """Say what the weights are applied to.
+
+        A model set anew serves the version of the one before only if it holds the very same weights; otherwise
+        `version` is None until the next one.
+
+        Args:
+            model: an `nn.Module`, a TensorDict, a dict of tensors, or a path that is resolved on the context when
+                it is needed, such as ``"env.transform[0]"``.
+        """
+        with self._serving.alone(), self._driver.lock:
+            self._model = model
+            self._drop_target()
+            if not isinstance(model, str):
+                self._destination()
+            if self.version is not None and (self._target is None or self._target.digest() != self._served_digest()):
+                self._driver.spoil()
+        if self._attendant is not None:
+            self._attendant.model_set(model)
+
+    def _served_digest(self) -> bytes | None:
+        answer = self._driver.data.answer
+        return answer.digest if isinstance(answer, Ack) and answer.digest else None
+
+    def register_worker_transport(self, pipe_or_context: Any) -> None:
+        """Listen on a link: the first, or one over which a sender makes a new handshake.
+
+        Args:
+            pipe_or_context: our end of a duplex `multiprocessing.Pipe`, or an object whose ``.pipe`` is that; other
+                transports take what their scheme's `listen` says.
+
+        Raises:
+            StateError: the receiver is closed.
+            ConfigurationError: no link can be made of it.
+        """
+        next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
+        self._endpoint = pipe_or_context
+        self._listening.append(self._scheme.listen(pipe_or_context, self._model_id, self._accept))
+
+    def _accept(self, link: Link) -> None:
+        self._driver.add_link(link)
+        if self._attendant is not None:
+            self._attendant.link_added()
+
+    _register_model = register_model
+    _register_worker_transport = register_worker_transport
+
+    def attend(self, attendant: Attendant | None) -> None:
+        """From now on ``attendant`` is the only one who reads our links; None: `receive` does again."""
+        self._attendant = attendant
+
+    def check_links(self) -> None:
+        """Check that there is somebody to receive from, or will be.
+
+        Raises:
+            StateError: the receiver is closed, or has no link yet.
+            TransportError: the sender is gone.
+        """
+        if self.state is State.CLOSED:
+            next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
+        if not self._driver.links() and (self._driver.ended or not self._listening):
+            if self._driver.ended:
+                raise TransportError(
+                    f"model {self._model_id!r} has no sender any more: {self._driver.ended.rstrip('.')}. It keeps "
+                    f"version {self.version}; register_worker_transport() gives it a new link."
+                )
+            next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
+
+    def _deafen(self) -> None:
+        while self._listening:
+            self._listening.pop()()
+
+    def _destination(self) -> Target:
+        if self._target is None:
+            if self._model is None:
+                raise ConfigurationError(
+                    f"no model is registered for {self._model_id!r}: call register_model() with a module, a "
+                    "TensorDict, a dict or a path on the context."
+                )
+            if isinstance(self._model, str):
+                self._model = _resolve_model(self._context(), self._model)
+            self._target = Target(self._model, self._scheme.apply_mode)
+            self._driver.layout = self._target.layout
+        return self._target
+
+    def _drop_target(self) -> None:
+        """Another model is served from now on."""
+        self._target = None
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    @property
+    def model(self) -> Any:
+        """What the weights are applied to."""
+        return self._model
+
+    @property
+    def version(self) -> int | None:
+        """The version that the model serves, whole; None: none yet, or weights were applied by hand."""
+        served = self._driver.data.served
+        return served[1] if served else None
+
+    @property
+    def incarnation(self) -> int | None:
+        """The sender's incarnation that `version` belongs to."""
+        served = self._driver.data.served
+        return served[0] if served else None
+
+    @property
+    def pipe(self) -> UserMessages:
+        """The user's own messages on our pipe, with the methods of a connection.
+
+        Raises:
+            ConfigurationError: there is no pipe.
+        """
+        return self._scheme.user_messages(self._endpoint)
+
+    @property
+    def _transport(self) -> Any:
+        """What TorchRL calls so: its transport class, over this receiver.
+
+        Raises:
+            ConfigurationError: there is no link, or the scheme has no such class.
+        """
+        return self._scheme.transport_of(self, self._endpoint)
+
+    @property
+    def driver(self) -> ReceiverDriver:
+        """The driver, for an attendant."""
+        return self._driver
+
+    def target(self) -> Target:
+        """What the weights are applied to, as a target.
+
+        Raises:
+            ConfigurationError: no model is registered.
+        """
+        return self._destination()
+
+    def digest(self) -> bytes:
+        """The xxh3-128 digest of what the model holds now, 16 bytes, computed as a sender computes it.
+
+        Raises:
+            ConfigurationError: no model is registered.
+        """
+        return self._destination().digest()
+
+    # -------------------------------------------------------------------------------------------- copies
+
+    def _travelling(self) -> tuple[str | None, Any]:
+        return (self._model if isinstance(self._model, str) else None), (self._endpoint if pipes_travel() else None)
+
+    def _arrived(self, own: tuple[str | None, Any]) -> None:
+        self._model, endpoint = own
+        if endpoint is not None:
+            self.register_worker_transport(endpoint)
