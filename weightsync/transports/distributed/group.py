@@ -25,6 +25,8 @@ BUCKET_NBYTES: Final = 64 * 2**20
 _RENDEZVOUS: Final = timedelta(seconds=10)
 #: How often a rank looks whether the other has come. Once a link: both are on their way already.
 _LOOK: Final = 0.001
+#: For one bucket. Nobody waits for that: it ends a thread whose link is long lost.
+_LONGEST: Final = timedelta(minutes=10)
 _AT_ONCE: Final = timedelta(milliseconds=1)
 
 
@@ -97,6 +99,7 @@ class Group:
         self._group: Any = None
         self._connection: Watched | None = None
         self._works: deque[Any] = deque()
+        self._stuck: tuple[Any, ...] = ()
 
     def send(self, client: Client, payload: memoryview, in_flight: int) -> None:
         """Send a payload; returns, or raises, when the group no longer reads it.
@@ -133,12 +136,17 @@ class Group:
         if group is not None and self._backend != "gloo":
             group.abort()
 
-    def look(self) -> None:
-        """Abort, if the connection has ended: gloo tells nobody who is in the middle of a message."""
+    def stuck(self) -> bool:
+        """Whether what is on its way will never end, as it was when last asked.
+
+        gloo tells nobody who is in the middle of a message that its connection has ended, and nothing but the
+        operation's own time ends it then.
+        """
         with self._lock:
-            ended = self._connection is not None and self._connection.ended
-        if ended:
-            self.abort()
+            works = tuple(self._works)
+            ended = bool(works) and self._connection is not None and self._connection.ended
+            before, self._stuck = self._stuck, works if ended else ()
+        return ended and before == works
 
     def close(self) -> None:
         """Let go of the group, once nobody is inside `send` or `receive`."""
@@ -201,7 +209,7 @@ class Group:
 
         def finish() -> None:
             try:
-                work.wait(FOR_EVER)
+                work.wait(_LONGEST)
                 if self._device is not None:
                     torch.cuda.current_stream(self._device).synchronize()
             finally:

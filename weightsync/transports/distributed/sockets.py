@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,13 +42,13 @@ class Watched:
 
     @property
     def ended(self) -> bool:
-        """Whether the peer, or the network, has ended it."""
-        poll = select.poll()
+        """Whether the peer, or the network, has ended it, and all that had come was read."""
         try:
-            poll.register(self._socket.fileno(), select.POLLRDHUP)
-        except ValueError:
-            return True  # it is closed
-        return bool(poll.poll(0))
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         """End the connection, whoever else still holds it."""
