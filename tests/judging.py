@@ -1,4 +1,4 @@
-"""What is asked of every transport when somebody is struck: a typed outcome by the deadline, nothing torn, others go on."""
+"""What is asked of every transport when somebody is struck: a typed outcome by the deadline, nothing torn."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ from striking import (
 from weightsync import AckTimeoutError, OutcomeKind, SyncReport, WorkerLostError
 
 APPLIED, LOST, TIMED_OUT = OutcomeKind.APPLIED, OutcomeKind.LOST, OutcomeKind.TIMED_OUT
+
+
+def some(points: Iterable[Any], *chosen: Any) -> list[Any]:
+    """All of them as parameters; those that were not chosen run in `make verify` only."""
+    return [pytest.param(each, marks=() if each in chosen else pytest.mark.slow) for each in points]
 
 
 def kinds(report: SyncReport) -> tuple[OutcomeKind, OutcomeKind]:

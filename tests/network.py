@@ -15,8 +15,9 @@ from typing import Final
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 HERE: Final = "127.0.0.1"
-#: gloo compares ports, as this machine's byte order reads those of the network's: the greater one connects, the other waits.
-#: So that both still agree, the process is seen at a least port by others, and sees them at greatest ones: they connect.
+#: gloo compares ports, as this machine's byte order reads those of the network's: the greater one connects, the other
+#: waits. So that both still agree, others see the process at a least port, and it sees them at greatest ones: they
+#: connect.
 LEAST: Final = range(1024, 32768, 256)
 GREATEST: Final = range(1279, 32768, 256)
 #: As RPC writes where it is reached, and as gloo does: a sockaddr_in.

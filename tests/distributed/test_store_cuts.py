@@ -1,12 +1,14 @@
-"""A network that fails between one worker and the rest, idle and in the middle of a payload, over torch.distributed (G10).
+"""A network that fails between one worker and the rest, idle and mid-payload, over torch.distributed (G10).
 
-The worker's connections to the store, its gloo pair, or both are cut, reset, or fall silent. gloo takes no proxy; it tells
-its peers where it listens through the store, and that is rewritten on its way (tests/network.py).
+The worker's connections to the store, its gloo pair, or both are cut, reset, or fall silent. gloo takes no proxy; it
+tells its peers where it listens through the store, and that is rewritten on its way (tests/network.py).
 """
 
 from __future__ import annotations
 
 import enum
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,6 +154,18 @@ def test_g10_a_network_that_fails_idle_is_told_by_the_next_send(
     assert field.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
     field.victim.end()
     goes_on(field, 3)
+
+
+def test_g10_a_trainer_killed_in_the_middle_of_a_bucket_is_told(field: StoreField, network: Network) -> None:
+    """gloo tells nobody whose message has begun that its connection has ended."""
+    in_the_middle(network, lambda: os.kill(field.trainer.pid, signal.SIGKILL))
+    for worker in (field.victim, field.other):
+        worker.tell(follow_until_gone)
+    field.trainer.tell(send, 2.0)
+    with within(SOON):
+        assert "no sender any more" in field.victim.answer()
+        assert "no sender any more" in field.other.answer()
+    assert (1, {1.0}) == field.victim.do(holds)
 
 
 def test_g10_a_handshake_over_a_network_that_swallows_it_times_out(crew: Crew, store: Any, network: Network) -> None:

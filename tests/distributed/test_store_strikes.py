@@ -1,4 +1,4 @@
-"""kill -9 and SIGSTOP over torch.distributed (a TCPStore, and gloo pairs), of worker and trainer, at each point (G10)."""
+"""kill -9 and SIGSTOP over torch.distributed (a store, and gloo pairs), of worker and trainer, at each point (G10)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """kill -9 and SIGSTOP over torch's RPC, of worker and trainer, at each point (G10).
 
-torch's RPC admits nobody in the place of a rank that died: a killed worker stays lost, and says why; a killed trainer is
-succeeded by another rank of the same world.
+torch's RPC admits nobody in the place of a rank that died: a killed worker stays lost, and says why; a killed trainer
+is succeeded by another rank of the same world.
 """
 
 from __future__ import annotations
