@@ -84,9 +84,15 @@ def in_the_middle(network: Network, act: Callable[[], None]) -> None:
 
 
 TOLD = [(part, failure) for part in Part for failure in Failure if (part, failure) != (Part.PAIR, Failure.SILENCE)]
+IDLE = [(part, failure) for part in (Part.STORE, Part.ALL) for failure in Failure]
 
 
-@pytest.mark.parametrize(("part", "failure"), TOLD)
+def few(pairs: list[Any], *chosen: Any) -> list[Any]:
+    """All of them as parameters; those that were not chosen run in `make verify` only."""
+    return [pytest.param(*each, marks=() if each in chosen else pytest.mark.slow) for each in pairs]
+
+
+@pytest.mark.parametrize(("part", "failure"), few(TOLD, (Part.PAIR, Failure.CUT), (Part.ALL, Failure.RESET)))
 def test_g10_a_network_that_fails_mid_payload_loses_its_worker_only(
     field: StoreField, network: Network, part: Part, failure: Failure
 ) -> None:
@@ -137,8 +143,7 @@ def test_g10_a_pair_that_falls_silent_costs_the_deadline_and_a_new_link_brings_i
     _comes_back(field)
 
 
-@pytest.mark.parametrize("failure", Failure)
-@pytest.mark.parametrize("part", [Part.STORE, Part.ALL])
+@pytest.mark.parametrize(("part", "failure"), few(IDLE, (Part.STORE, Failure.CUT)))
 def test_g10_a_network_that_fails_idle_is_told_by_the_next_send(
     field: StoreField, network: Network, part: Part, failure: Failure
 ) -> None:

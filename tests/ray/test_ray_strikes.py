@@ -16,6 +16,7 @@ from typing import Any
 
 import judging
 import pytest
+from judging import some
 from ray_fleet import Bench, ray
 from striking import PATIENCE, At, Field, Hand, Place, TrainerAt, add_worker, gone_or_stopped, megabytes
 
@@ -23,10 +24,8 @@ from weightsync import RayWeightSyncScheme, WeightSyncActor
 from weightsync.schemes import ray_desk
 from weightsync.transports import ray as couriers
 
-#: A few in each run; all of them, and nodes, in `make verify`: each life of an actor takes seconds to begin.
-SOME = {At.PAYLOAD, At.APPLIED}
-WORKER_POINTS = [pytest.param(at, marks=() if at in SOME else pytest.mark.slow) for at in At if at is not At.AHEAD]
-TRAINER_POINTS = [pytest.param(at, marks=() if at is TrainerAt.PAYLOAD else pytest.mark.slow) for at in TrainerAt]
+#: Of an actor that Ray does not restart, below.
+RESTARTED = [at for at in At if at is not At.AHEAD]
 
 
 class Fighter(Bench, WeightSyncActor):
@@ -185,7 +184,7 @@ def led(fighters: list[Any]) -> Iterator[RayField]:
         leader.resume()
 
 
-@pytest.mark.parametrize("at", WORKER_POINTS)
+@pytest.mark.parametrize("at", some(RESTARTED, At.PAYLOAD, At.APPLIED))
 def test_g10_a_killed_worker_is_lost_and_the_others_are_served(field: RayField, at: At) -> None:
     judging.a_killed_worker_is_lost_and_the_others_are_served(field, at)
 
@@ -198,17 +197,17 @@ def test_g10_an_actor_dead_before_its_handshake_is_lost_if_ray_does_not_restart_
     here.end()
 
 
-@pytest.mark.parametrize("at", At)
+@pytest.mark.parametrize("at", some(At, At.PAYLOAD, At.APPLIED))
 def test_g10_a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(field: RayField, at: At) -> None:
     judging.a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(field, at)
 
 
-@pytest.mark.parametrize("at", TRAINER_POINTS)
+@pytest.mark.parametrize("at", some(TrainerAt, TrainerAt.PAYLOAD))
 def test_g10_a_killed_trainer_leaves_whole_weights_and_room_for_the_next(led: RayField, at: TrainerAt) -> None:
     judging.a_killed_trainer_leaves_whole_weights_and_room_for_the_next(led, at)
 
 
-@pytest.mark.parametrize("at", [TrainerAt.DISPATCH, TrainerAt.PAYLOAD, TrainerAt.ANSWERED])
+@pytest.mark.parametrize("at", some([TrainerAt.DISPATCH, TrainerAt.PAYLOAD, TrainerAt.ANSWERED], TrainerAt.PAYLOAD))
 def test_g10_a_stopped_trainer_holds_nobody_up_and_goes_on(led: RayField, at: TrainerAt) -> None:
     judging.a_stopped_trainer_holds_nobody_up_and_goes_on(led, at)
 
