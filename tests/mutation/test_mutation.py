@@ -63,6 +63,7 @@ def test_a_result_is_taken_in() -> None:
     assert "**2 of 4 are killed (50.0 %).**" in after.page
 
 
+@pytest.mark.slow
 def test_a_mutant_takes_its_functions_place_and_is_killed(tmp_path: Path) -> None:
     """The canary of the hunt; that the shipped code survives all oracles, the hunt makes sure of itself."""
     found = hunted(
