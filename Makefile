@@ -49,7 +49,8 @@ verify-quick: $(INSTALLED)
 	$(BIN)/weightsync check --all
 	$(BIN)/weightsync check --second
 
-verify: verify-quick
+verify: $(INSTALLED)
+	$(BIN)/weightsync check --all --second
 	$(BIN)/pytest -m slow
 	$(BIN)/weightsync check --mutants
 

@@ -43,6 +43,7 @@ AllFeatures == {
   "crash",      \* a worker's process dies; one not yet started again is one that has not yet read anything
   "wrong",      \* a sender gives up a worker that is well
   "break",      \* a link breaks between two that are well
+  "cut",        \* what a worker had said, and was not read before its link was lost, never comes
   "copy",       \* copies and successors of senders
   "death",      \* a sender's process dies
   "stray"       \* an answer reaches another sender of the same worker
@@ -597,6 +598,15 @@ LoseAnswer(s, w, k, v, kind) ==
     /\ answers' = answers \ {m}
     /\ UNCHANGED <<sender, receiver, letters, gone>>
 
+\* "In order, once, or the link breaks": of one that broke, or that the sender is about to give up, any answers may be
+\* lost that it had not read.
+CutAnswers(s, w, k, ps) ==
+  LET on == {m \in answers : m.s = s /\ m.w = w /\ m.k = k} IN
+  /\ Open(s, w, k) /\ (gone[s][w] \/ May("wrong"))
+  /\ ps # {} /\ ps \subseteq {m.p : m \in on}
+  /\ answers' = answers \ {m \in on : m.p \in ps}
+  /\ UNCHANGED <<sender, receiver, letters, gone>>
+
 \* A store or connection that two senders use: an answer to s comes to t, over its link of the same number.
 Stray(s, t, w, k) ==
   \E m \in answers :
@@ -696,6 +706,8 @@ Next ==
   \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion : LoseLetter(s, w, k, v)
   \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion,
         kind \in {"HELLO", "ACK", "BYE"} \cup RefusalKinds : LoseAnswer(s, w, k, v, kind)
+  \/ \E s \in If("cut", Senders), w \in Workers, k \in Links,
+        ps \in SUBSET (0..(MaxVersion + 1)) : CutAnswers(s, w, k, ps)
   \/ \E s \in If("stray", Senders), t \in Senders, w \in Workers, k \in Links : Stray(s, t, w, k)
   \/ \E w \in IfNot("SwapIsOneStep", Workers) : SwapFirst(w)
   \/ \E w \in IfNot("WholeSwap", Workers) : SwapHalf(w)
@@ -872,7 +884,7 @@ LettersAreRead ==
 
 \* A message to a sender that vanishes from a link that stays was the only one read, and counts for what it says.
 AnswersAreRead ==
-  [][Loses \/ \A m \in answers \ answers' :
+  [][Loses \/ May("cut") \/ \A m \in answers \ answers' :
        LET e == sdata[m.s].roll[m.w] f == sdata'[m.s].roll[m.w]
            own == m.inc = sdata[m.s].incarnation
            counts == sdata[m.s].out.owed[m.w] = m.k /\ m.v = sdata[m.s].version /\ own

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from weightsync.checker.manifest import Manifest, Purpose
 from weightsync.checker.mutants import Fate, Ledger
@@ -41,6 +42,18 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     yield _graphs(root)
 
 
+def _read_graphs(root: Path) -> dict[str, Any]:
+    return dict(json.loads((root / "tests" / "graph" / "digests.json").read_text(encoding="utf-8")))
+
+
+def graphs(root: Path) -> Iterator[str]:
+    """The table of the graphs that are compared, with their bounds."""
+    yield "| graph | bounds | nodes | labelled edges | compared in |"
+    yield "|---|---|---|---|---|"
+    for name, each in _read_graphs(root).items():
+        yield f"| {name} | {each['bounds']} | {each['nodes']:,} | {each['edges']:,} | {each['compared']} |"
+
+
 def _mutants(manifest: Manifest) -> tuple[str, str, str]:
     ledger = Ledger.read(manifest.folder)
     fates = Counter(entry.fate for entry in ledger.entries.values())
@@ -54,7 +67,7 @@ def _mutants(manifest: Manifest) -> tuple[str, str, str]:
 
 
 def _graphs(root: Path) -> tuple[str, str, str]:
-    graphs = json.loads((root / "tests" / "graph" / "digests.json").read_text(encoding="utf-8")).values()
+    graphs = _read_graphs(root).values()
     nodes, edges = (sum(each[what] for each in graphs) for what in ("nodes", "edges"))
     return (
         "graph equality (`tests/graph`)",

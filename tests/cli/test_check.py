@@ -17,8 +17,10 @@ from weightsync import cli
 from weightsync.checker import Counts, Manifest, Progress, ToolMissingError, Verdict
 from weightsync.checker.output import Findings
 from weightsync.checker.process import Ending, Job, Outcome
+from weightsync.checker.second import SecondVerdict
 from weightsync.cli import _check_display as display
 from weightsync.cli._app import COMMANDS, build
+from weightsync.cli._second_display import second_line, second_summary
 
 ROOT = Path(__file__).parents[2]
 SPECS = ROOT / "tests" / "tla" / "specs"
@@ -50,7 +52,7 @@ def test_help_names_the_commands_and_the_exit_codes(runner: CliRunner) -> None:
     assert (top.exit_code, check.exit_code) == (0, 0)
     assert "Check the protocol's model with TLC." in top.output
     assert "1 if one differs" in check.output
-    for option in ("--all", "--list", "--coverage", "--pin", "--json", "--model"):
+    for option in ("--all", "--list", "--coverage", "--second", "--pin", "--json", "--model"):
         assert option in check.output
 
 
@@ -186,3 +188,23 @@ def test_the_table_says_what_each_speaks_of(manifest: Manifest) -> None:
     assert "G1 G10" in said
     assert "holds" in said
     assert "DIFFERS" in said
+
+
+def test_the_second_checker_has_a_line_for_each_and_says_what_it_left_out(manifest: Manifest) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    holds = SecondVerdict(verdict(manifest, "Holds"), Counts(6, 5, 5), 5, 6, seconds=1.25)
+    small = SecondVerdict(verdict(manifest, "TooSmall"), None, 4, 3, complaints=("TLC found another",), seconds=0.5)
+    large = SecondVerdict(verdict(manifest, "HoldsLarger"), left_out="too large")
+    for each in (holds, small, large):
+        console.print(second_line(each))
+    for line in second_summary([holds, small, large], 2.0):
+        console.print(line)
+
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "agrees  Holds  5 states, 6 edges  1.2 s  all holds",
+        "DISAGREES  TooSmall  4 states, 3 edges (as many as show it)  0.5 s  all holds",
+        "left out  HoldsLarger  too large",
+        "The second checker agrees with TLC on 1 of 2 configurations (9 edges), in 2 s.",
+        "  not examined: HoldsLarger: too large",
+    ]

@@ -1,80 +1,75 @@
 """The configurations whose graphs are compared, and their committed digests.
 
-`python tests/graph/configurations.py` searches again and writes the digests.
+`python tests/graph/configurations.py [NAME...]` searches again and writes the digests; `python spec/assurance.py` shows
+them in docs/assurance.md.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-import xxhash
-from network import Bounds
-from search import Graph, search
+from search import digest, search
+
+from weightsync.checker.second import Bounds
 
 DIGESTS = Path(__file__).with_name("digests.json")
 
-_LINKS = ("Reorders", "Duplicates", "Loses", "Lingers")
+
+def _bounds(features: str, delivery: str = "", **counts: int) -> Bounds:
+    least = {"senders": 1, "workers": 1, "max_version": 1, "max_link": 1} | counts
+    clocks = {"max_clock": least["senders"]} | least
+    return Bounds(features=frozenset(features.split()), links=frozenset(delivery.split()), **clocks)
+
 
 #: Small enough for every run; together they have every feature of the model.
-CONFIGURATIONS = {
-    "two workers": Bounds(1, 2, 1, 1, 1, frozenset({"subset"})),
-    "two versions": Bounds(1, 1, 2, 1, 1, frozenset({"async", "deadline", "interrupt", "abandon", "refuse"})),
-    "crashes": Bounds(1, 1, 2, 2, 1, frozenset({"crash", "async"})),
-    "losses": Bounds(1, 1, 2, 2, 1, frozenset({"wrong", "break", "refuse"})),
-    "ends": Bounds(1, 1, 1, 2, 1, frozenset({"remove", "bye", "close", "abandon", "broken", "async"})),
-    "lingering": Bounds(1, 1, 2, 2, 1, frozenset({"wrong", "async"}), frozenset({"Lingers"})),
-    "reordered": Bounds(1, 1, 2, 1, 1, frozenset({"refuse", "abandon", "async"}), frozenset({"Reorders"})),
-    "duplicated": Bounds(1, 1, 2, 1, 1, frozenset({"refuse", "deadline"}), frozenset({"Reorders", "Duplicates"})),
-    "lost": Bounds(1, 1, 2, 1, 1, frozenset({"deadline"}), frozenset({"Reorders", "Duplicates", "Loses"})),
-    "copies": Bounds(2, 1, 1, 1, 2, frozenset({"copy", "refuse", "stray"})),
-    "successors": Bounds(2, 1, 1, 1, 2, frozenset({"copy", "misfit", "close", "death"})),
+SMALL = {
+    "two workers": _bounds("subset", workers=2),
+    "two versions": _bounds("async deadline interrupt abandon refuse", max_version=2),
+    "crashes": _bounds("crash async", max_version=2, max_link=2),
+    "losses": _bounds("wrong break refuse", max_version=2, max_link=2),
+    "ends": _bounds("remove bye close abandon broken async", max_link=2),
+    "lingering": _bounds("wrong async", "Lingers", max_version=2, max_link=2),
+    "cut off": _bounds("crash wrong cut bye refuse", "Lingers", max_link=2),
+    "reordered": _bounds("refuse abandon async", "Reorders", max_version=2),
+    "duplicated": _bounds("refuse deadline", "Reorders Duplicates", max_version=2),
+    "lost": _bounds("deadline", "Reorders Duplicates Loses", max_version=2),
+    "copies": _bounds("copy refuse stray", senders=2),
+    "successors": _bounds("copy misfit close death", senders=2),
+    "two workers, two versions, a crash": _bounds("crash", workers=2, max_version=2, max_link=2),
 }
 
+_EVERYTHING = "async deadline refuse abandon wrong crash"
 
-def config(bounds: Bounds) -> str:
-    """The configuration as TLC reads it."""
-    return "\n".join(
-        [
-            "SPECIFICATION Safe",
-            "CHECK_DEADLOCK FALSE",
-            "CONSTANTS",
-            f"  Senders = {_set(range(1, bounds.senders + 1))}",
-            f"  Workers = {_set(range(1, bounds.workers + 1))}",
-            f"  MaxVersion = {bounds.max_version}",
-            f"  MaxLink = {bounds.max_link}",
-            f"  MaxClock = {bounds.max_clock}",
-            *(f"  {name} = {str(name in bounds.links).upper()}" for name in _LINKS),
-            f"  Features = {_set(json.dumps(feature) for feature in sorted(bounds.features))}",
-            "  Without = {}",
-            "  Unfair = {}",
-            "ACTION_CONSTRAINT Edge",
-            "",
-        ]
-    )
+#: For `make verify`.
+LARGE = {
+    "two workers, sends to some": _bounds("async subset refuse abandon", workers=2, max_version=2),
+    "two workers, copies": _bounds("copy", senders=2, workers=2),
+    "copies take over": _bounds("copy wrong", senders=2, max_version=2, max_link=2),
+    "copies, and workers that crash": _bounds("copy crash", senders=2, max_link=2),
+    "a worker won back": _bounds("copy close", senders=3, max_clock=2),
+    "ordered, everything": _bounds(_EVERYTHING, "Lingers", max_version=2, max_link=2),
+    "reordered, everything": _bounds(_EVERYTHING, "Reorders Lingers", max_version=2, max_link=2),
+    "duplicated, everything": _bounds(_EVERYTHING, "Reorders Duplicates Lingers", max_version=2, max_link=2),
+    "lost, everything": _bounds(_EVERYTHING, "Reorders Duplicates Loses Lingers", max_version=2),
+}
+
+CONFIGURATIONS = SMALL | LARGE
 
 
-def _set(members: Any) -> str:
-    return f"{{{', '.join(map(str, members))}}}"
-
-
-def digest(graph: Graph) -> dict[str, Any]:
-    """What is committed of a graph: its size, and a digest that depends on nothing but its nodes and edges."""
-    nodes, edges = graph
-    names = {node: _text(node) for node in nodes}
-    lines = sorted(f"{names[before]} {_text(label)} {names[after]}" for before, label, after in edges)
-    return {
-        "nodes": len(nodes),
-        "edges": len(edges),
-        "digest": xxhash.xxh3_128_hexdigest("\n".join([*sorted(names.values()), *lines]).encode()),
+def in_words(bounds: Bounds) -> str:
+    """What a configuration has, for people."""
+    counts = {
+        "sender": bounds.senders,
+        "worker": bounds.workers,
+        "version": bounds.max_version,
+        "link": bounds.max_link,
     }
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, frozenset):
-        return "{" + ",".join(sorted(map(_text, value))) + "}"
-    return "(" + ",".join(map(_text, value)) + ")" if isinstance(value, tuple) else repr(value)
+    many = ", ".join(f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items())
+    links = f"; links: {', '.join(sorted(bounds.links)).lower()}" if bounds.links else ""
+    return f"{many}; {', '.join(sorted(bounds.features))}{links}"
 
 
 def committed() -> dict[str, Any]:
@@ -82,6 +77,16 @@ def committed() -> dict[str, Any]:
     return dict(json.loads(DIGESTS.read_text(encoding="utf-8")))
 
 
+def regenerate(names: list[str]) -> None:
+    """Search again and write the digests, of all configurations or of those named."""
+    found = committed() if names else {}
+    for name, bounds in CONFIGURATIONS.items():
+        if not names or name in names:
+            often = "every commit" if name in SMALL else "make verify"
+            found[name] = {"bounds": in_words(bounds), "compared": often} | digest(search(bounds))
+    ordered = {name: found[name] for name in CONFIGURATIONS if name in found}
+    DIGESTS.write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    found = {name: digest(search(bounds)) for name, bounds in CONFIGURATIONS.items()}
-    DIGESTS.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    regenerate(sys.argv[1:])

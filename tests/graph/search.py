@@ -1,105 +1,166 @@
-"""Breadth-first search over the model network, and over TLC's own graph of the same configuration."""
+"""Breadth-first search over the model network, and how its graph differs from another."""
 
 from __future__ import annotations
 
-import re
-import subprocess
 from collections import deque
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from functools import cache
 
-import values
-from actions import Label, projected, start, successors
-from network import Bounds
+import receivers
+import senders
+import xxhash
+from machines import RefusedError, forget
+from network import Trainer, Worker, World, link_of, start
 
-Node = Any
-Graph = tuple[frozenset[Node], frozenset[tuple[Node, Label, Node]]]
+from weightsync.checker.second import Bounds, Graph, Label, Node
+from weightsync.checker.second.words import Entry, Payload, Receiver, Sender
+from weightsync.messages import Ack
 
 
 def search(bounds: Bounds) -> Graph:
     """Every projected node that the shipped halves reach, and every labelled edge."""
+    return explore(bounds)[0]
+
+
+def explore(bounds: Bounds) -> tuple[Graph, list[World]]:
+    """The graph, and the worlds that its nodes are projections of; several may have one."""
+    forget()
+    _sdata.cache_clear()
+    _rdata.cache_clear()
+    graph, numbers, labels = Graph(), {}, {}
+
+    def number(world: World) -> int:
+        node = projected(world)
+        at = numbers.setdefault(node, len(graph.nodes))
+        if at == len(graph.nodes):
+            graph.nodes.append(node)
+        return at
+
     first = start(bounds)
-    nodes = {first: projected(first, bounds)}
-    edges = set()
+    known = {first: number(first)}
     todo = deque([first])
     while todo:
         world = todo.popleft()
-        for label, after in successors(world, bounds):
-            if after not in nodes:
-                nodes[after] = projected(after, bounds)
+        for label, after in successors(world):
+            if after not in known:
+                known[after] = number(after)
                 todo.append(after)
-            edges.add((nodes[world], label, nodes[after]))
-    return frozenset(nodes.values()), frozenset(edges)
+            graph.edges[known[world], labels.setdefault(label, len(labels)), known[after]] = None
+    graph.labels = list(labels)
+    return graph, list(known)
 
 
-# ------------------------------------------------------------------------------------------- TLC's own graph
+def successors(world: World) -> Iterator[tuple[Label, World]]:
+    """Every action that can happen, with its arguments, and the world after it.
 
-_DISJUNCT = re.compile(r"^  \\/ \\E (?P<bound>.*?) : (?P<action>\w+)\((?P<args>[^)]*)\)", re.MULTILINE | re.DOTALL)
+    What the shipped code refuses does not happen; that it then changes nothing is `test_disabled`'s business.
+    """
+    for attempts in (senders.attempts, receivers.attempts):
+        for label, attempt in attempts(world):
+            try:
+                after = attempt()
+            except RefusedError:
+                continue
+            if after is not None:
+                yield label, after
 
 
-def labelling_module(protocol: str) -> str:
-    """A module that prints every step as ``<<"EDGE", labels, state, state>>``, made from `Next` itself."""
-    body = protocol[protocol.index("\nNext ==") :]
-    body = body[: body.index("\n-----")]
-    found = _DISJUNCT.findall(body)
-    assert len(found) == body.count("\n  \\/ "), "a disjunct of Next was not understood"
-    labels = [
-        f'  UNION {{IF {action}({args}) THEN {{<<"{action}", {args}>>}} ELSE {{}} : {_bounds(bound)}}}'
-        for bound, action, args in found
-    ]
-    return "\n".join(
-        [
-            "---- MODULE MCGraph ----",
-            "EXTENDS MC, TLC",
-            "Labels ==",
-            " \\cup\n".join(labels),
-            'Edge == PrintT(<<"EDGE", Labels, vars, vars\'>>)',
-            "====",
-        ]
+# --------------------------------------------------------------------------------------------- projection
+
+
+def projected(world: World) -> Node:
+    """The world as the values that AckProtocol.tla's variables have."""
+    trainers, workers, ids = world.trainers, world.workers, world.bounds.all_workers
+    return Node(
+        tuple(t.state.value for t in trainers),
+        tuple(map(_sdata, trainers)),
+        tuple(t.life for t in trainers),
+        tuple(t.blocked for t in trainers),
+        tuple(w.state.value for w in workers),
+        tuple(map(_rdata, workers)),
+        world.letters,
+        world.answers,
+        tuple(tuple((s, w) in world.gone for w in ids) for s in world.bounds.all_senders),
     )
 
 
-def _bounds(bound: str) -> str:
-    """`x, y \\in S, z \\in T` with one set for each name, as a set comprehension wants it."""
-    return " ".join(bound.split())
+@cache
+def _sdata(t: Trainer) -> Sender:
+    roll = tuple(_entry(t, w) for w in range(1, len(t.laid) + 1))
+    return Sender(t.data.incarnation, t.data.version, t.serial, t.data.due_all, roll, t.last)
 
 
-def run_tlc(java: Path, jar: Path, model: Path, config: str, folder: Path) -> str:
-    """TLC's output for a configuration with the labelling module."""
-    for source in model.glob("*.tla"):
-        (folder / source.name).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    protocol = (model / "AckProtocol.tla").read_text(encoding="utf-8")
-    (folder / "MCGraph.tla").write_text(labelling_module(protocol), encoding="utf-8")
-    (folder / "MCGraph.cfg").write_text(config, encoding="utf-8")
-    command = [
-        str(java), "-XX:+UseSerialGC", "-Xmx2g", f"-Djava.io.tmpdir={folder}", "-cp", str(jar), "tlc2.TLC",
-        "-workers", "1", "-metadir", str(folder / "meta"), "-config", "MCGraph.cfg", "MCGraph.tla",
-    ]  # fmt: skip
-    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stdout[-4000:]
-    return run.stdout
+def _entry(t: Trainer, w: int) -> Entry:
+    entry = t.data.roll.get(w)
+    if entry is None:
+        return Entry(t.laid[w - 1], "NONE", 0, 0, 0, 0)
+    return Entry(entry.link, entry.standing.name, entry.served, entry.due, entry.catching, entry.fence)
 
 
-def graph_of(output: str) -> tuple[Graph, list[frozenset[Label]]]:
-    """The graph that TLC printed, and the label sets of all its edges."""
-    nodes, edges, labels = set(), set(), []
-    for named, before, after in values.edges_in(output):
-        nodes |= {before, after}
-        edges |= {(before, label, after) for label in named}
-        labels.append(named)
-    return (frozenset(nodes), frozenset(edges)), labels
+@cache
+def _rdata(worker: Worker) -> Receiver:
+    data = worker.data
+
+    def payload(key: tuple[int, int] | None, serial: int) -> Payload:
+        incarnation, version = key or (0, 0)
+        return (incarnation, version, serial)
+
+    answer = "NONE" if data.answer is None else "ACK" if isinstance(data.answer, Ack) else data.answer.kind.name
+    served = payload(data.served, worker.served_p)
+    return Receiver(
+        link=link_of(worker),
+        fence=data.fence,
+        met=worker.met,
+        decided=payload(data.decided, worker.decided_p),
+        answer=answer,
+        pending=payload(data.pending, worker.pending_p),
+        served=served,
+        live=(served, served),
+    )
+
+
+# --------------------------------------------------------------------------------------------- comparison
 
 
 def difference(ours: Graph, theirs: Graph) -> str:
     """The first edge that one graph has and the other has not, in words; empty: they are equal."""
-    for who, one, other in (("the code", ours, theirs), ("the model", theirs, ours)):
-        more = [edge for edge in one[1] - other[1] if edge[0] in other[0]]
-        if more:
-            before, label, after = min(more, key=repr)
-            pairs = zip(VARIABLES, before, after, strict=True)
+    places = {node: at for at, node in enumerate(theirs.nodes)}
+    common = [places.setdefault(node, len(places)) for node in ours.nodes]
+    nodes = list(places)
+    one = {(common[before], ours.labels[label], common[after]) for before, label, after in ours.edges}
+    two = {(before, theirs.labels[label], after) for before, label, after in theirs.edges}
+    for who, more, others in (
+        ("the code", one - two, set(range(len(theirs.nodes)))),
+        ("the model", two - one, set(common)),
+    ):
+        extra = [edge for edge in more if edge[0] in others]
+        if extra:
+            before, label, after = min(extra, key=repr)
+            pairs = zip(Node._fields, nodes[before], nodes[after], strict=True)
             changed = [f"  {name}: {old!r} -> {new!r}" for name, old, new in pairs if old != new]
-            return "\n".join([f"only {who} has {label}, which changes", *changed])
-    return "" if ours == theirs else "they have the same edges, but other nodes"
+            return "\n".join([f"only {who} has {label}, which changes", *(changed or ["  nothing"])])
+    return "" if len(places) == len(theirs.nodes) == len(set(common)) else "they have the same edges, but other nodes"
 
 
-VARIABLES = ("sstate", "sdata", "slife", "blocked", "rstate", "rdata", "letters", "answers", "gone")
+def digest(graph: Graph) -> dict[str, int | str]:
+    """What is committed of a graph: its size, and a digest that depends on nothing but its nodes and edges."""
+    texts: dict[object, str] = {}
+
+    def text(value: object) -> str:
+        """The same of equal values: sets have no order, and True is 1."""
+        if value not in texts:
+            if isinstance(value, frozenset):
+                texts[value] = "{" + ",".join(sorted(map(text, value))) + "}"
+            elif isinstance(value, tuple):
+                texts[value] = "(" + ",".join(map(text, value)) + ")"
+            else:
+                return str(int(value)) if isinstance(value, int) else repr(value)
+        return texts[value]
+
+    names = [xxhash.xxh3_128_hexdigest("".join(map(text, node)).encode()) for node in graph.nodes]
+    labels = list(map(text, graph.labels))
+    lines = sorted(f"{names[before]} {labels[label]} {names[after]}" for before, label, after in graph.edges)
+    found = xxhash.xxh3_128()
+    for line in (*sorted(names), *lines):
+        found.update(f"{line}\n".encode())
+    return {"nodes": len(graph.nodes), "edges": len(graph.edges), "digest": found.hexdigest()}

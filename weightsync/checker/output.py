@@ -133,15 +133,22 @@ class MessageReader:
     """Cuts lines into messages. Lines that stand in none are kept apart, the last of them.
 
     Situations that the model says it has met (`See` of MCHunt.tla) are kept all.
+
+    Args:
+        printed: is given what the model itself prints by PrintT, a string a line; that is not kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, printed: Callable[[str], None] | None = None) -> None:
         self.loose: deque[str] = deque(maxlen=_KEPT_LINES)
         self.met: list[str] = []
+        self._printed = printed
         self._open: list[tuple[int, int, list[str]]] = []
 
     def feed(self, line: str) -> Message | None:
         """Take one line; return the message that it ends, if it ends one."""
+        if self._printed and line.startswith('"'):
+            self._printed(line)
+            return None
         line = line.rstrip("\r\n")
         start = _START.match(line)
         if start:

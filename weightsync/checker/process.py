@@ -106,11 +106,12 @@ class TlcRun:
         self._process: subprocess.Popen[str] | None = None
         self._ending = Ending.EXITED
 
-    def run(self, progressed: Callable[[Findings], None]) -> Outcome:
+    def run(self, progressed: Callable[[Findings], None], printed: Callable[[str], None] | None = None) -> Outcome:
         """Run TLC to its end.
 
         Args:
             progressed: called with the findings so far, whenever TLC says how far it is.
+            printed: called with each line that the model itself prints.
         """
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
@@ -120,7 +121,7 @@ class TlcRun:
             deadline = threading.Timer(self._job.timeout, self._end, [Ending.TIMED_OUT])
             deadline.start()
             try:
-                findings, reader = _follow(process, progressed)
+                findings, reader = _follow(process, progressed, MessageReader(printed))
             finally:
                 deadline.cancel()
                 _kill(process)
@@ -168,8 +169,10 @@ def _command(toolchain: Toolchain, job: Job, folder: str) -> list[str]:
     return [*command, f"{job.module}.tla"]
 
 
-def _follow(process: subprocess.Popen[str], progressed: Callable[[Findings], None]) -> tuple[Findings, MessageReader]:
-    reader, findings = MessageReader(), Findings()
+def _follow(
+    process: subprocess.Popen[str], progressed: Callable[[Findings], None], reader: MessageReader
+) -> tuple[Findings, MessageReader]:
+    findings = Findings()
     assert process.stdout is not None
     with process.stdout:
         for line in process.stdout:

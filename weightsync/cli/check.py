@@ -34,8 +34,10 @@ from weightsync.checker import (
     record,
     vacuity,
 )
+from weightsync.checker.second import SecondSuite, SecondVerdict, story
 from weightsync.cli._check_display import display, listing, results, summary
 from weightsync.cli._check_mutants import hunt_mutants
+from weightsync.cli._second_display import second_line, second_summary
 
 _PLAIN_WIDTH = 120
 _DIFFERS = 1
@@ -64,6 +66,12 @@ def check(  # noqa: PLR0917
     repin: Annotated[
         bool,
         typer.Option("--pin", help="Write the counts seen into the manifest, where all else is as expected."),
+    ] = False,
+    twice: Annotated[
+        bool,
+        typer.Option(
+            "--second", help="Examine each graph by a second checker too, in Python, and fail where the two disagree."
+        ),
     ] = False,
     report: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all that was found to a file.")
@@ -98,8 +106,28 @@ def check(  # noqa: PLR0917
     vacuous = (*vacuity(verdicts, manifest.planted), *idle(verdicts, manifest)) if coverage else ()
     for line in vacuous:
         console.print(line, markup=False)
-    if vacuous or not all(verdict.as_expected for verdict in verdicts):
+    agreed = not twice or _examine_again(manifest, verdicts, console)
+    if vacuous or not agreed or not all(verdict.as_expected for verdict in verdicts):
         raise typer.Exit(_DIFFERS)
+
+
+def _examine_again(manifest: Manifest, verdicts: Sequence[Verdict], console: Console) -> bool:
+    """Have the second checker look at the same configurations; return whether it agrees."""
+    started = time.monotonic()
+
+    def ended(verdict: SecondVerdict) -> None:
+        console.print(second_line(verdict), soft_wrap=True)
+
+    try:
+        with _ended_by_signals():
+            found = SecondSuite(find_toolchain(), manifest, ended).run(verdicts)
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+    for line in second_summary(found, time.monotonic() - started):
+        console.print(line, soft_wrap=True)
+    for told in (line for verdict in found if not verdict.agrees for line in story(verdict)):
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    return all(verdict.agrees for verdict in found)
 
 
 def _run(manifest: Manifest, chosen: Sequence[Configuration], console: Console, coverage: Coverage) -> list[Verdict]:

@@ -230,7 +230,13 @@ def joining(state: State, data: SenderData, worker: int, link: int) -> tuple[Eve
 
 
 def removal(state: State, data: SenderData, worker: int, reason: str) -> tuple[Event, ...]:
-    """The events of a worker that leaves the roll: its link, where it is not lost yet, is lost first."""
+    """The events of a worker that leaves the roll: its link, where it is not lost yet, is lost first.
+
+    Raises:
+        StateError: the sender is closed.
+        ConfigurationError: it is not on the roll.
+    """
+    next_state(SENDER_ROWS, state, SenderInput.REMOVE)
     known(data, worker)
     return (*_losing(state, data, worker, reason), Remove(worker))
 

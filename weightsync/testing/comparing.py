@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator
 
 from weightsync._tables import State
-from weightsync.driving.receiver import ReceiverDriver
-from weightsync.driving.sender import SenderDriver
+from weightsync.driving.traced import receiver_driver, sender_driver
+from weightsync.testing.cable import Happening
 from weightsync.testing.ends import Ends
 from weightsync.testing.oracle import ReceiverOracle, SenderOracle
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.stage import Stage
-from weightsync.testing.tap import Happening, Tap
+from weightsync.testing.tap import Tap
 
 
 class Sender:
@@ -21,7 +21,7 @@ class Sender:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.driver = SenderDriver("policy")
+        self.driver = sender_driver("policy")
         self.oracle = SenderOracle()
         #: Its links by number, and the newest of each worker.
         self.links: dict[int, Tap] = {}
@@ -34,7 +34,7 @@ class Receiver:
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
-        self.driver = ReceiverDriver("policy")
+        self.driver = receiver_driver("policy")
         self.oracle = ReceiverOracle(lambda link, index: index in self.links[link].failures)
         self.links: dict[int, Tap] = {}
         #: What it serves, as it arrived, and must stay.
@@ -108,7 +108,7 @@ class Comparing:
         for sender in self.senders:
             sender.oracle.settle()
 
-    def _owner(self, tap: Tap) -> tuple[SenderOracle | ReceiverOracle, int]:
+    def _owner(self, tap: object) -> tuple[SenderOracle | ReceiverOracle, int]:
         owners: list[Sender | Receiver] = [*self.senders, *self._all_receivers]
         return next((o.oracle, number) for o in owners for number, each in o.links.items() if each is tap)
 

@@ -1,0 +1,36 @@
+"""What the tests of the graphs share: each graph is made once."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from configurations import CONFIGURATIONS, LARGE, committed, in_words
+from missing import java_and_tlc
+from network import World
+from search import digest, explore
+
+from weightsync.checker.process import Size
+from weightsync.checker.second import Dump, Graph, GraphRun
+from weightsync.checker.second.dump import Model
+
+MODEL = Path(__file__).parents[2] / "tla"
+_MOST = 400_000
+
+
+@cache
+def explored(name: str) -> tuple[Graph, list[World]]:
+    """What the shipped code reaches. Only of small ones, and not while the code is changed."""
+    return explore(CONFIGURATIONS[name])
+
+
+def printed(name: str) -> Dump:
+    """What TLC reaches."""
+    size = Size.LARGE if name in LARGE else Size.SMALL
+    return GraphRun(java_and_tlc("THE GRAPH"), Model(MODEL, "MC", CONFIGURATIONS[name].text), size, _MOST).run()
+
+
+def as_committed(name: str, graph: Graph) -> dict[str, object]:
+    """What would be committed of a graph of that name, beside what is."""
+    told = committed()[name]
+    return told | {"bounds": in_words(CONFIGURATIONS[name])} | digest(graph)

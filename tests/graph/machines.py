@@ -1,0 +1,193 @@
+"""What the machines do: the shipped steps, each called once for each value of a machine and each event.
+
+The pure halves are functions of nothing else, so an answer that was given is not asked for again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from network import (
+    Frozen,
+    Interned,
+    Trainer,
+    Worker,
+    World,
+    closing_ends,
+    emptied,
+    link_of,
+    posted,
+    without_letters,
+)
+
+from weightsync._tables import State
+from weightsync.checker.second.words import Letter, Out, Word
+from weightsync.errors import ConfigurationError, ProtocolError, StateError, WorkerLostError
+from weightsync.messages import Ack, Refusal
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+from weightsync.report import Outcome, OutcomeKind
+
+#: How the shipped code says no.
+REFUSED_BY_THE_CODE = (StateError, ConfigurationError, WorkerLostError, ProtocolError)
+
+
+class RefusedError(Exception):
+    """The shipped code says no."""
+
+
+def forget() -> None:
+    """Ask the shipped code anew: it may be another one now."""
+    Interned.known.clear()
+    for remembered in (_took, _heard, named_down):
+        remembered.cache_clear()
+
+
+# -------------------------------------------------------------------------------------- the sender's steps
+
+
+@cache
+def _took(trainer: Trainer, event: sending.Event) -> tuple[Trainer, sending.Step] | None:
+    try:
+        step = sending.step(trainer.state, trainer.data, event)
+    except REFUSED_BY_THE_CODE:
+        return None
+    concluded = [effect for effect in step.effects if isinstance(effect, sending.Conclude)]
+    last = trainer.last
+    if concluded:
+        last = _noted(concluded[0].outstanding, frozenset(), len(trainer.laid))
+    elif step.data.outstanding is not None:
+        new = trainer.data.outstanding is None
+        last = _noted(step.data.outstanding, frozenset() if new else last.did, len(trainer.laid))
+    blocked = step.to is State.AWAITING_ACK
+    return replace(trainer, state=step.to, data=_told(step.data), last=last, blocked=blocked), step
+
+
+def _told(data: sending.SenderData) -> sending.SenderData:
+    """The data without what is only told to people: counters, reasons, who did not catch up."""
+    roll = {w: replace(entry, reason="") for w, entry in sorted(data.roll.items())}
+    outstanding = data.outstanding
+    if outstanding is not None:
+        outcomes = {w: Outcome(kind=outcome.kind) for w, outcome in sorted(outstanding.outcomes.items())}
+        outstanding = replace(outstanding, owed=Frozen(sorted(outstanding.owed.items())), outcomes=Frozen(outcomes))
+    return replace(data, roll=Frozen(roll), outstanding=outstanding, not_caught_up=Frozen(), stale=0, late=0)
+
+
+def _noted(outstanding: sending.Outstanding, did: frozenset[int], workers: int) -> Out:
+    outcomes = {w: outcome.kind.name for w, outcome in outstanding.outcomes.items()}
+    outcomes |= dict.fromkeys(outstanding.owed, OutcomeKind.PENDING.name)
+    every = range(1, workers + 1)
+    owed = tuple(outstanding.owed.get(w, 0) for w in every)
+    return Out(outstanding.version, owed, tuple(outcomes.get(w, "NONE") for w in every), did)
+
+
+def took(world: World, s: int, event: sending.Event) -> tuple[World, sending.Step]:
+    """The shipped step of sender ``s``, and the model's notes of it; its effects are still to be executed.
+
+    Raises:
+        RefusedError: the shipped code says no.
+    """
+    taken = _took(world.trainers[s - 1], event)
+    if taken is None:
+        raise RefusedError
+    trainer, step = taken
+    return world.with_trainer(s, trainer), step
+
+
+def executed(world: World, s: int, step: sending.Step) -> World:
+    """The step's effects."""
+    for effect in step.effects:
+        match effect:
+            case sending.Greet(worker, link, due):
+                world = _greeted(world, s, worker, link, due)
+            case sending.Dispatch(worker, link, version):
+                if (s, worker) not in world.gone:
+                    letter = Letter(s, worker, link, version, world.trainer(s).serial)
+                    world = world._replace(letters=world.letters | {letter})
+            case sending.CloseLink(worker, _):
+                world = emptied(world, s, {worker})
+            case sending.Conclude():
+                pass  # noted by `took`
+    return world
+
+
+def _greeted(world: World, s: int, w: int, k: int, due: int) -> World:
+    if world.worker(w).state is State.CLOSED:
+        return world._replace(gone=world.gone | {(s, w)})
+    greeting = {Letter(s, w, k, 0, 0)} | ({Letter(s, w, k, due, due)} if due else set())
+    return world._replace(letters=world.letters | greeting)
+
+
+def did(world: World, s: int, event: sending.Event) -> World:
+    """A whole step of a sender.
+
+    Raises:
+        RefusedError: the shipped code says no.
+    """
+    world, step = took(world, s, event)
+    return executed(world, s, step)
+
+
+# ------------------------------------------------------------------------------------ the receiver's steps
+
+
+@cache
+def _heard(worker: Worker, event: receiving.Event) -> tuple[Worker, receiving.Step] | None:
+    try:
+        step = receiving.step(worker.state, worker.data, event)
+    except REFUSED_BY_THE_CODE:
+        return None
+    return replace(worker, state=step.to, data=step.data), step
+
+
+@cache
+def named_down(worker: Worker, event: receiving.LinkDown) -> bool:
+    """Whether the shipped code calls it LINK_DOWN; else it is LATE."""
+    return receiving.name(worker.state, worker.data, event) is not None
+
+
+def heard(world: World, w: int, event: receiving.Event) -> World:
+    """A whole step of a receiver: the shipped step, and its effects over answers and links.
+
+    Raises:
+        RefusedError: the shipped code says no.
+    """
+    worker = world.worker(w)
+    taken = _heard(worker, event)
+    if taken is None:
+        raise RefusedError
+    after, step = taken
+    world = world.with_worker(w, after)
+    for effect in step.effects:
+        world = _executed(world, w, effect, worker)
+    return world
+
+
+def _executed(world: World, w: int, effect: receiving.Effect, before: Worker) -> World:
+    s, k = divmod(effect.link, 100)
+    match effect:
+        case receiving.Greet():
+            return posted(world, Word(s, w, k, world.worker(w).data.fence, 0, 0, "HELLO", 0))
+        case receiving.Reject(_, incarnation, kind, _):
+            return posted(world, Word(s, w, k, incarnation, 0, 0, kind.name, before.data.fence))
+        case receiving.Tell(_, key, kind):
+            serial = before.pending_p if key == before.data.pending else key[1]
+            return posted(world, Word(s, w, k, *key, serial, kind.name, before.data.fence))
+        case receiving.Reply(_, answer) if world.worker(w).state is not State.AWAITING_ACK:
+            return posted(world, word_of(effect.link, w, answer, before))
+        case receiving.CloseLink():
+            return closing_ends(without_letters(world, w, s, k), {(s, w, k)})
+        case _:
+            return world  # the answer to what was just decided leaves in Answered
+
+
+def word_of(link: int, w: int, answer: Ack | Refusal, worker: Worker) -> Word:
+    """An answer of a worker, on its way."""
+    s, k = divmod(link, 100)
+    kind = "ACK" if isinstance(answer, Ack) else answer.kind.name
+    fence = 0 if isinstance(answer, Ack) else answer.fence
+    return Word(s, w, k, answer.incarnation, answer.version, worker.decided_p, kind, fence)
+
+
+__all__ = ["RefusedError", "did", "executed", "forget", "heard", "link_of", "named_down", "took", "word_of"]

@@ -1,0 +1,162 @@
+"""The actions of AckProtocol.tla that receivers take, and what reaches them, under the same names and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from machines import heard, named_down, word_of
+from network import (
+    Worker,
+    World,
+    all_ends,
+    closing_ends,
+    first,
+    is_open,
+    letters_read,
+    link_of,
+    number,
+    posted,
+    taken,
+    without_letters,
+)
+from senders import MODEL, Attempt
+
+from weightsync._tables import RefusalKind, State
+from weightsync.checker.second.words import Letter, Word
+from weightsync.messages import Ack, Refusal
+from weightsync.protocol import receiver as receiving
+
+_NEW = receiving.ReceiverData()
+
+
+def attempts(world: World) -> Iterator[Attempt]:
+    """Whatever a receiver may do or be told."""
+    if "Loses" in world.bounds.links:
+        for m in world.letters:
+            lost = world._replace(letters=world.letters - {m})
+            yield ("LoseLetter", m.s, m.w, m.k, m.v), lambda lost=lost: lost
+    for w in world.bounds.all_workers:
+        yield from _reads(world, w)
+        yield from _downs(world, w)
+        yield from _results(world, w)
+
+
+def _reads(world: World, w: int) -> Iterator[Attempt]:
+    link = link_of(world.worker(w))
+    for m in world.letters:
+        if m.w != w:
+            continue
+        place = (w, m.s, m.k)
+        if m.v == 0:
+            yield ("HelloArrived", *place), lambda m=m: _hello(world, m, "")
+            if "misfit" in world.bounds.features and link != (m.s, m.k):
+                yield ("Misfit", *place), lambda m=m: _hello(world, m, "another layout")
+        elif link == (m.s, m.k) and first(world, world.letters, m):
+            yield ("UpdateArrived", *place, m.v), lambda m=m: _update(world, m)
+
+
+def _downs(world: World, w: int) -> Iterator[Attempt]:
+    links = {(m.s, m.k) for m in world.letters if m.w == w} | ({link_of(world.worker(w))} - {(0, 0)})
+    for s, k in links:
+        broke = "break" in world.bounds.features and (s, w) not in world.gone
+        if broke or not is_open(world, s, w, k):
+            yield ("LinkDown", w, s, k), lambda s=s, k=k: _link_down(world, w, s, k)
+
+
+def _hello(world: World, m: Letter, misfit: str) -> World:
+    world = taken(world, m)
+    incarnation = world.trainer(m.s).data.incarnation
+    before = world.worker(m.w)
+    world = heard(world, m.w, receiving.HelloArrived(number(m.s, m.k), incarnation, misfit))
+    worker = world.worker(m.w)
+    if worker.data.link is not None and (worker.data.link, worker.data.fence) != (before.data.link, before.data.fence):
+        world = world.with_worker(m.w, replace(worker, met=max(worker.met, incarnation), pending_p=0))
+    return world
+
+
+def _update(world: World, m: Letter) -> World:
+    world = taken(world, m)
+    before = world.worker(m.w)
+    event = receiving.UpdateArrived(number(m.s, m.k), world.trainer(m.s).data.incarnation, m.v)
+    world = heard(world, m.w, event)
+    worker = world.worker(m.w)
+    arrived = worker.data.pending != before.data.pending
+    return world.with_worker(m.w, replace(worker, pending_p=m.p)) if arrived else world
+
+
+def _link_down(world: World, w: int, s: int, k: int) -> World:
+    event = receiving.LinkDown(number(s, k))
+    if named_down(world.worker(w), event):
+        world = heard(world, w, event)
+        world = world.with_worker(w, replace(world.worker(w), pending_p=0))
+    # Never ours, or replaced: only what was on it is lost.
+    return closing_ends(without_letters(world, w, s, k), {(s, w, k)})
+
+
+def _results(world: World, w: int) -> Iterator[Attempt]:
+    worker, may = world.worker(w), world.bounds.features.__contains__
+    yield ("Applied", w), lambda: _applied(world, w)
+    if may("refuse"):
+        yield ("Refused", w), lambda: _refused(world, w)
+    if may("broken"):
+        yield ("Broken", w), lambda: _ended(world, w, receiving.Broken())
+    yield ("Answered", w), lambda: _answered(world, w)
+    if may("bye"):
+        yield ("CloseReceiver", w), lambda: _close_receiver(world, w)
+    if may("crash") and (worker.data, worker.met) != (_NEW, 0):
+        yield ("CrashReceiver", w), lambda: _crash(world, w)
+
+
+def _applied(world: World, w: int) -> World:
+    worker = world.worker(w)
+    incarnation, version = worker.data.pending or (0, 0)
+    ack = Ack(model_id=MODEL, incarnation=incarnation, version=version)
+    world = heard(world, w, receiving.Applied(ack))
+    serial = worker.pending_p
+    world = world.with_worker(w, replace(world.worker(w), pending_p=0, decided_p=serial, served_p=serial))
+    for s, trainer in enumerate(world.trainers, 1):
+        outstanding = trainer.state in (State.PENDING_ASYNC, State.AWAITING_ACK)
+        if outstanding and (trainer.data.incarnation, trainer.serial) == (incarnation, serial):
+            last = trainer.last._replace(did=trainer.last.did | {w})
+            world = world.with_trainer(s, replace(trainer, last=last))
+    return world
+
+
+def _refused(world: World, w: int) -> World:
+    worker = world.worker(w)
+    incarnation, version = worker.data.pending or (0, 0)
+    refusal = Refusal(
+        model_id=MODEL, incarnation=incarnation, version=version, kind=RefusalKind.REFUSED, fence=worker.data.fence
+    )
+    world = heard(world, w, receiving.Refused(refusal))
+    return world.with_worker(w, replace(world.worker(w), pending_p=0, decided_p=worker.pending_p))
+
+
+def _answered(world: World, w: int) -> World:
+    worker = world.worker(w)
+    world = heard(world, w, receiving.Answered())
+    assert worker.data.link is not None
+    assert worker.data.answer is not None
+    return posted(world, word_of(worker.data.link, w, worker.data.answer, worker))
+
+
+def _ended(world: World, w: int, event: receiving.Event) -> World:
+    ends = all_ends(world, w)
+    world = heard(world, w, event)
+    served = world.worker(w).served_p if world.worker(w).data.served else 0
+    world = world.with_worker(w, replace(world.worker(w), pending_p=0, served_p=served))
+    return closing_ends(letters_read(world, w), ends)
+
+
+def _close_receiver(world: World, w: int) -> World:
+    worker = world.worker(w)
+    s, k = link_of(worker)
+    # Behind all else on its link.
+    bye = Word(s, w, k, worker.data.fence, 0, world.bounds.max_version + 1, "BYE", 0)
+    return _ended(posted(world, bye) if s else world, w, receiving.Close())
+
+
+def _crash(world: World, w: int) -> World:
+    ends = all_ends(world, w)
+    return closing_ends(letters_read(world.with_worker(w, Worker()), w), ends)

@@ -1,0 +1,189 @@
+"""What a machine must say to each event, read from the charter and not from the code: taken, late, or refused how.
+
+Values are those of the shipped halves; the rows are those of `weightsync._tables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, combinations, product
+
+from network import number
+
+from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, RefusalKind, SenderInput, State
+from weightsync.checker.second import Bounds
+from weightsync.errors import ConfigurationError, ProtocolError, StateError, WorkerLostError
+from weightsync.messages import Ack, Hello, Refusal
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+
+MODEL = "policy"
+#: An error type; None: the event is late. Anything else is taken, by the row of that input.
+Due = type[Exception] | SenderInput | ReceiverInput | None
+
+_S, _R = SenderInput, ReceiverInput
+_OWN_CALLS = {
+    sending.Connect: _S.CONNECT,
+    sending.Send: _S.SEND,
+    sending.SendAsync: _S.SEND_ASYNC,
+    sending.Abandon: _S.ABANDON,
+    sending.Join: _S.JOIN,
+    sending.Remove: _S.REMOVE,
+    sending.Close: _S.CLOSE,
+}
+_OWN_RESULTS = {
+    receiving.Applied: _R.APPLIED,
+    receiving.Refused: _R.REFUSED,
+    receiving.Broken: _R.BROKEN,
+    receiving.Answered: _R.ANSWERED,
+    receiving.Close: _R.CLOSE,
+}
+
+
+def sender_events(bounds: Bounds) -> list[sending.Event]:
+    """Every call and every message, also those that no sound network brings: a worker, a link, a version too many."""
+    workers = range(1, bounds.workers + 2)
+    links, versions = range(1, bounds.max_link + 2), range(bounds.max_version + 2)
+    targets = [None, *chain.from_iterable(combinations(workers, size) for size in range(len(workers) + 1))]
+    return [
+        sending.Connect(1),
+        sending.Wait(),
+        sending.Abandon(),
+        sending.Close(),
+        *map(sending.Send, targets),
+        *map(sending.SendAsync, targets),
+        *map(sending.Deadline, versions),
+        *map(sending.Interrupted, versions),
+        *(sending.Join(w, k) for w, k in product(workers, links)),
+        *map(sending.Remove, workers),
+        *(sending.LinkLost(w, k, "") for w, k in product(workers, links)),
+        *(sending.Answer(w, k, m) for w, k, m in product(workers, links, _messages(bounds, versions))),
+    ]
+
+
+def _messages(bounds: Bounds, versions: range) -> Iterator[Hello | Ack | Refusal]:
+    for incarnation in range(1, bounds.max_clock + bounds.senders + 1):
+        yield Hello(model_id=MODEL, incarnation=incarnation)
+        for version in versions:
+            yield Ack(model_id=MODEL, incarnation=incarnation, version=version)
+            for kind, fence in product(RefusalKind, (0, incarnation + 1)):
+                yield Refusal(model_id=MODEL, incarnation=incarnation, version=version, kind=kind, fence=fence)
+
+
+def receiver_events(bounds: Bounds) -> list[receiving.Event]:
+    """Every result and every message, also those that no sound network brings."""
+    links = [number(s, k) for s, k in product(bounds.all_senders, range(1, bounds.max_link + 2))]
+    incarnations = range(1, bounds.max_clock + bounds.senders + 2)
+    versions = range(1, bounds.max_version + 2)
+    refusal = Refusal(model_id=MODEL, incarnation=1, version=1, kind=RefusalKind.REFUSED, fence=1)
+    return [
+        receiving.Applied(Ack(model_id=MODEL, incarnation=1, version=1)),
+        receiving.Refused(refusal),
+        receiving.Broken(),
+        receiving.Answered(),
+        receiving.Close(),
+        *map(receiving.LinkDown, links),
+        *(receiving.HelloArrived(k, i, misfit) for k, i, misfit in product(links, incarnations, ("", "another"))),
+        *(receiving.UpdateArrived(k, i, v) for k, i, v in product(links, incarnations, versions)),
+    ]
+
+
+def due_of_sender(state: State, data: sending.SenderData, event: sending.Event) -> Due:
+    """What a sender must say to an event."""
+    taken = _sender_input(state, data, event)
+    if taken is None:
+        return None
+    if (state, taken) not in SENDER_ROWS:
+        return StateError
+    if isinstance(event, sending.Send | sending.SendAsync):
+        return _dispatching(data, event.targets) or taken
+    if isinstance(event, sending.Remove) and event.worker not in data.roll:
+        return ConfigurationError
+    return taken
+
+
+def _dispatching(data: sending.SenderData, targets: tuple[int, ...] | None) -> type[Exception] | None:
+    chosen = list(data.roll) if targets is None else targets
+    if not chosen or not set(chosen) <= set(data.roll):
+        return ConfigurationError
+    lost = all(data.roll[worker].standing is sending.Standing.LOST for worker in chosen)
+    return WorkerLostError if lost else None
+
+
+def _sender_input(state: State, data: sending.SenderData, event: sending.Event) -> SenderInput | None:
+    owed = {} if data.outstanding is None else dict(data.outstanding.owed)
+    match event:
+        case sending.Wait():
+            return _S.WAIT if owed or data.outstanding is None else _S.WAIT_SETTLED
+        case sending.Deadline(version) | sending.Interrupted(version):
+            if state is not State.AWAITING_ACK or data.version != version:
+                return None
+            return _S.DEADLINE if isinstance(event, sending.Deadline) else _S.INTERRUPTED
+        case sending.LinkLost(worker, link, _):
+            stands = state not in (State.UNINITIALIZED, State.CLOSED) and _stands(data, worker, link)
+            return _ending(state, owed, worker, link, _S.LOST) if stands else None
+        case sending.Answer():
+            return None if state is State.CLOSED else _answered(state, data, owed, event)
+        case _:
+            return _OWN_CALLS[type(event)]
+
+
+def _stands(data: sending.SenderData, worker: int, link: int) -> bool:
+    entry = data.roll.get(worker)
+    return entry is not None and (entry.link, entry.standing is sending.Standing.LOST) == (link, False)
+
+
+def _ending(state: State, owed: dict[int, int], worker: int, link: int, otherwise: SenderInput) -> SenderInput:
+    return _S.SETTLED if state is State.AWAITING_ACK and owed == {worker: link} else otherwise
+
+
+def _answered(state: State, data: sending.SenderData, owed: dict[int, int], event: sending.Answer) -> SenderInput:
+    worker, link, message = event.worker, event.link, event.message
+    if message.incarnation != data.incarnation or not _stands(data, worker, link):
+        return _S.STALE
+    entry = data.roll[worker]
+    if isinstance(message, Hello):
+        return _S.ARRIVED if entry.standing is sending.Standing.EXPECTED else _S.STALE
+    if isinstance(message, Refusal) and (message.version == 0 or message.fence > message.incarnation):
+        return _ending(state, owed, worker, link, _S.LOST)
+    if owed.get(worker) == link and message.version == data.version:
+        return _ending(state, owed, worker, link, _S.REPLY)
+    return _S.CAUGHT_UP if message.version and message.version == entry.catching else _S.STALE
+
+
+def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving.Event) -> Due:
+    """What a receiver must say to an event."""
+    match event:
+        case receiving.LinkDown(link):
+            if state is State.CLOSED or data.link not in (link, None):
+                return None
+            taken = _R.LINK_DOWN
+        case receiving.HelloArrived():
+            taken = _hello(state, data, event)
+        case receiving.UpdateArrived(link, incarnation, version):
+            linked = state not in (State.UNINITIALIZED, State.CLOSED)
+            if linked and incarnation >= data.fence and (link, incarnation) != (data.link, data.fence):
+                return ProtocolError
+            taken = _update(state, data, (incarnation, version)) if linked else _R.UPDATE
+        case _:
+            taken = _OWN_RESULTS[type(event)]
+    return taken if (state, taken) in RECEIVER_ROWS else StateError
+
+
+def _hello(state: State, data: receiving.ReceiverData, event: receiving.HelloArrived) -> ReceiverInput:
+    if event.misfit or event.incarnation < data.fence:
+        return _R.REJECTED
+    if state is State.UNINITIALIZED:
+        return _R.CONNECT
+    return _R.DUPLICATE if (event.link, event.incarnation) == (data.link, data.fence) else _R.TAKEOVER
+
+
+def _update(state: State, data: receiving.ReceiverData, key: tuple[int, int]) -> ReceiverInput:
+    seen = [each for each in (data.decided, data.pending) if each is not None]
+    if key[0] < data.fence:
+        return _R.STALE
+    if key in seen:
+        return _R.DUPLICATE
+    if any(key < each for each in seen):
+        return _R.STALE
+    return _R.NEWER if state is State.PENDING_ASYNC else _R.UPDATE

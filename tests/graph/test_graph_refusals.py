@@ -1,0 +1,168 @@
+"""What a machine may not take in some node of the graphs it refuses, by the documented error, and nothing has changed.
+
+Each value that a sender or receiver has anywhere in the small graphs, times every call and every event, also those that
+no sound network brings. What is due is read from the charter (`refusing`), not from the code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from configurations import SMALL
+from graph_support import explored
+from refusing import due_of_receiver, due_of_sender, receiver_events, sender_events
+
+from weightsync import MultiProcessWeightSyncScheme
+from weightsync._tables import ReceiverInput, SenderInput
+from weightsync.driving.receiver import ReceiverDriver
+from weightsync.driving.sender import SenderDriver
+from weightsync.errors import ConfigurationError, ProtocolError, StateError, WorkerLostError
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+
+names = pytest.mark.parametrize("name", SMALL)
+
+
+@cache
+def sender_values(name):
+    """(state, data), each once, of the senders that live."""
+    _, worlds = explored(name)
+    return {(t.state, t.data): None for world in worlds for t in world.trainers if t.life == "alive"}.keys()
+
+
+@cache
+def receiver_values(name):
+    """(state, data), each once."""
+    _, worlds = explored(name)
+    return {(w.state, w.data): None for world in worlds for w in world.workers}.keys()
+
+
+def _said(step, state, data, event):
+    """What the shipped step says: an input, None for late, or the type of what it raises."""
+    try:
+        return step(state, data, event)
+    except Exception as error:  # noqa: BLE001 - which it may be is what is tested
+        return type(error)
+
+
+def _compared(step, late, values, due_of, events):
+    """How often each answer was due; each is compared with what the shipped step says."""
+    due_how_often = Counter()
+    for state, data in values:
+        before = copy.deepcopy(data)
+        for event in events:
+            due, said = due_of(state, data, event), _said(step, state, data, event)
+            if due is None:
+                assert said == late(state, data), (state, data, event)
+            elif isinstance(due, type):
+                assert said is due, (state, data, event)
+            else:
+                assert said.input is due, (state, data, event)
+            due_how_often[due] += 1
+        assert data == before, (state, before)
+    return due_how_often
+
+
+@names
+def test_a_sender_takes_what_is_due_and_refuses_the_rest_unchanged(name):
+    def late(state, data):
+        return sending.Step(None, state, replace(data, late=data.late + 1))
+
+    due = _compared(sending.step, late, sender_values(name), due_of_sender, sender_events(SMALL[name]))
+    assert {None, StateError, ConfigurationError, SenderInput.STALE, SenderInput.SETTLED} <= set(due)
+
+
+@names
+def test_a_receiver_takes_what_is_due_and_refuses_the_rest_unchanged(name):
+    def late(state, data):
+        return receiving.Step(None, state, data)
+
+    due = _compared(receiving.step, late, receiver_values(name), due_of_receiver, receiver_events(SMALL[name]))
+    assert {None, StateError, ProtocolError, ReceiverInput.TAKEOVER, ReceiverInput.APPLIED} <= set(due)
+
+
+def test_a_target_that_is_lost_is_refused_somewhere():
+    events = sender_events(SMALL["losses"])
+    due = {due_of_sender(*value, event) for value in sender_values("losses") for event in events}
+    assert WorkerLostError in due
+
+
+# ------------------------------------------------------------------------------------------------ drivers
+
+
+@names
+def test_a_driver_refuses_what_its_half_refuses_and_does_nothing(name):
+    events = sender_events(SMALL[name])
+    driver = SenderDriver("policy")
+    for state, data in sender_values(name):
+        refused = [event for event in events if isinstance(due_of_sender(state, data, event), type)]
+        _hold(driver, state, data)
+        for event in refused:
+            with pytest.raises(due_of_sender(state, data, event)):
+                driver.take(event)
+        assert (driver.machine.state, driver.data) == (state, data)
+        assert (list(driver._todo), driver.concluded, driver.links()) == ([], {}, [])
+    driver.waker.close()
+
+
+@names
+def test_a_receiver_driver_refuses_what_its_half_refuses_and_does_nothing(name):
+    events = receiver_events(SMALL[name])
+    driver = ReceiverDriver("policy")
+    for state, data in receiver_values(name):
+        refused = [event for event in events if isinstance(due_of_receiver(state, data, event), type)]
+        _hold(driver, state, data)
+        for event in refused:
+            with pytest.raises(due_of_receiver(state, data, event)):
+                driver.take(event)
+        assert (driver.machine.state, driver.data) == (state, data)
+        assert (list(driver._todo), driver.pending, driver.ended) == ([], None, "")
+    driver.waker.close()
+
+
+def _hold(driver, state, data):
+    """Put a driver where a node of the graph has it."""
+    driver.machine._state, driver.data = state, data
+
+
+#: A public call, and the event that it asks for.
+_CALLS = {
+    "send": (lambda sender: sender.send(WEIGHTS, timeout=0), sending.Send(None)),
+    "send to one": (lambda sender: sender.send(WEIGHTS, 1, timeout=0), sending.Send((1,))),
+    "send to nobody": (lambda sender: sender.send(WEIGHTS, []), sending.Send(())),
+    "send to a stranger": (lambda sender: sender.send(WEIGHTS, [9]), sending.Send((9,))),
+    "send_async": (lambda sender: sender.send_async(WEIGHTS), sending.SendAsync(None)),
+    "wait_async": (lambda sender: sender.wait_async(timeout=0), sending.Wait()),
+    "abandon": (lambda sender: sender.abandon(), sending.Abandon()),
+    "connect": (lambda sender: sender.connect(), sending.Connect(1)),
+    "remove a stranger": (lambda sender: sender.remove_worker(9), sending.Remove(9)),
+}
+WEIGHTS = {"weight": torch.zeros(1)}
+
+
+@names
+@pytest.mark.parametrize("call", _CALLS)
+def test_a_public_call_that_is_refused_changes_nothing(name, call):
+    asked, event = _CALLS[call]
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", pipes=[], model=torch.nn.Linear(1, 1))
+        sender = scheme.get_sender()
+        first = sender._driver.machine.state, sender._driver.data
+        for state, data in sender_values(name):
+            due = due_of_sender(state, data, event)
+            if not isinstance(due, type) or (not data.roll and event.__class__ in _SENDS and due is not StateError):
+                continue
+            _hold(sender._driver, state, data)
+            with pytest.raises(due):
+                asked(sender)
+            assert (sender.state, sender._driver.data) == (state, data)
+            assert (sender._driver._packed, sender._driver.concluded) == ({}, {})
+        _hold(sender._driver, *first)
+
+
+_SENDS = (sending.Send, sending.SendAsync)

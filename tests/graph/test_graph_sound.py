@@ -1,0 +1,162 @@
+"""What the pages promise, checked of the shipped code's own graph by the second checker: in Python alone, without TLC.
+
+The graph is the one that TLC's equals; where TLC is, both have been asked (`test_graph`, `weightsync check --second`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from configurations import SMALL
+from graph_support import explored
+from search import search
+
+from weightsync._tables import GUARANTEES, SenderInput, State
+from weightsync.checker.second import Question, examine
+from weightsync.checker.second.invariants import INVARIANTS
+from weightsync.checker.second.liveness import ENDINGS
+from weightsync.checker.second.steps import STEPS
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+
+SAFETY = (*INVARIANTS, *STEPS, "RefinesWeightSync")
+#: On an ordered link an answer that strayed comes behind what was sent later.
+STRAYS = {"copies"}
+#: By the world alone, without a clock. Messages that are lost, or stray, leave their reader waiting; whoever joins a
+#: sender that is closed owes it for ever.
+ENDS_BY_THE_WORLD = {
+    name: [ending for ending in ENDINGS if not (name == "ends" and ending == "JoinersAnswer")]
+    for name in SMALL
+    if name not in {"lost", "copies"}
+}
+
+
+def broken(graph, bounds, specification, names):
+    return [each.name for each in examine(graph, Question(bounds, specification, tuple(names)))]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_the_code_reaches_is_safe(name):
+    names = [each for each in SAFETY if not (name in STRAYS and each == "NothingOvertakes")]
+    assert broken(explored(name)[0], SMALL[name], "Safe", names) == []
+
+
+@pytest.mark.parametrize("name", ENDS_BY_THE_WORLD)
+def test_what_the_code_begins_ends_by_the_world(name):
+    assert broken(explored(name)[0], SMALL[name], "ByTheWorld", ENDS_BY_THE_WORLD[name]) == []
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if "deadline" in SMALL[name].features])
+def test_what_the_code_begins_ends_by_the_clock(name):
+    assert broken(explored(name)[0], SMALL[name], "ByTheClock", ["EverySendEnds"]) == []
+
+
+@pytest.mark.parametrize("name", ["lost", "copies"])
+def test_where_messages_are_lost_or_stray_only_a_clock_ends_a_wait(name):
+    assert broken(explored(name)[0], SMALL[name], "ByTheWorld", ["EverySendEnds"]) == ["EverySendEnds"]
+
+
+@pytest.mark.parametrize("conjunct", ["Reads", "Applied", "Answered", "Hears", "Notice"])
+def test_each_fairness_is_needed(conjunct):
+    unfair = replace(SMALL["crashes"], unfair=frozenset({conjunct}))
+    assert broken(explored("crashes")[0], unfair, "ByTheWorld", ["EverySendEnds"]) == ["EverySendEnds"]
+
+
+def test_each_guarantee_has_a_reading():
+    assert {guarantee.name for guarantee in GUARANTEES.values()} <= {*SAFETY, *ENDINGS}
+
+
+# -------------------------------------------------------------------------------- faults that must be found
+
+
+def _wait_never_settled(monkeypatch):
+    before = sending.name
+    change = {SenderInput.WAIT_SETTLED: SenderInput.WAIT}
+    monkeypatch.setattr(sending, "name", lambda *args: change.get(before(*args), before(*args)))
+
+
+def _patched(half, function, change):
+    def plant(monkeypatch):
+        before = getattr(half, function)
+        monkeypatch.setattr(half, function, lambda *args: change(before, *args))
+
+    return plant
+
+
+def _fence_falls(advance, named, data, event):
+    after, effects = advance(named, data, event)
+    return (replace(after, fence=0) if isinstance(event, receiving.LinkDown) else after), effects
+
+
+def _refusals_forgotten(advance, named, data, event):
+    after, effects = advance(named, data, event)
+    return (replace(after, decided=data.decided) if isinstance(event, receiving.Refused) else after), effects
+
+
+def _served_though_refused(advance, named, data, event):
+    after, effects = advance(named, data, event)
+    return (replace(after, served=data.pending) if isinstance(event, receiving.Refused) else after), effects
+
+
+def _applied_though_only_half(advance, named, data, event):
+    after, effects = advance(named, data, event)
+    return (replace(after, served=data.served) if isinstance(event, receiving.Applied) else after), effects
+
+
+def _version_used_again(advance, named, data, event):
+    after, effects = advance(named, data, event)
+    return (replace(after, version=data.version - 1) if isinstance(event, sending.Abandon) else after), effects
+
+
+def _joiner_gets_nothing(join, data, worker, link):
+    after, effects = join(data, worker, link)
+    return after, tuple(replace(each, due=0) if isinstance(each, sending.Greet) else each for each in effects)
+
+
+def _everybody_is_sent_to(dispatch, data, targets):
+    after, _ = dispatch(data, targets)
+    every = [sending.Dispatch(w, e.link, after.version) for w, e in data.roll.items() if e.standing.name != "LOST"]
+    return after, tuple(every)
+
+
+def _lost_counts_as_abandoned(lost, entry):
+    return replace(lost(entry), kind=sending.OutcomeKind.ABANDONED)
+
+
+def _closing_forgets_to_settle(advance, named, data, event):
+    after, effects = advance(named, data, event)
+    return (replace(after, outstanding=data.outstanding) if isinstance(event, sending.Close) else after), effects
+
+
+FAULTS = {
+    "EverySendEnds": (_wait_never_settled, "two versions"),
+    "ServingIsMonotone": (_patched(receiving, "_advance", _fence_falls), "successors"),
+    "RefusalKeepsServing": (_patched(receiving, "_advance", _refusals_forgotten), "duplicated"),
+    "ServedChangesByApplied": (_patched(receiving, "_advance", _served_though_refused), "losses"),
+    "AckedMeansServed": (_patched(receiving, "_advance", _applied_though_only_half), "two versions"),
+    "AckNamesItsVersion": (_patched(sending, "_advance", _version_used_again), "two versions"),
+    "LateJoinerCatchesUp": (_patched(sending, "_join", _joiner_gets_nothing), "crashes"),
+    "OnlyTargetsChange": (_patched(sending, "_dispatch", _everybody_is_sent_to), "two workers"),
+    "EverybodyIsToldTheTruth": (_patched(sending, "_lost", _lost_counts_as_abandoned), "losses"),
+    "RefinesWeightSync": (_patched(sending, "_lost", _lost_counts_as_abandoned), "losses"),
+    "Consistent": (_patched(sending, "_advance", _closing_forgets_to_settle), "ends"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_code_breaks_the_property_that_is_there_for_it(monkeypatch, name):
+    plant, configuration = FAULTS[name]
+    plant(monkeypatch)
+    graph, bounds = search(SMALL[configuration]), SMALL[configuration]
+    assert name in broken(graph, bounds, "ByTheWorld", [*SAFETY, "EverySendEnds"])
+
+
+_ROW = (State.PENDING_ASYNC, SenderInput.REPLY)
+
+
+def test_a_row_that_ends_an_update_by_itself_is_told_of_nobody(monkeypatch):
+    rows = dict(sending.SENDER_ROWS) | {_ROW: State.READY}
+    monkeypatch.setattr(sending, "SENDER_ROWS", rows)
+    graph = search(SMALL["two versions"])
+    assert "EverybodyIsToldTheTruth" in broken(graph, SMALL["two versions"], "Safe", SAFETY)

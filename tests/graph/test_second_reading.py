@@ -1,0 +1,172 @@
+"""Each property, read a second time, says no to a state or step that is spoiled in just its way, and yes before."""
+
+from __future__ import annotations
+
+import pytest
+from configurations import SMALL
+from graph_support import explored
+
+from weightsync.checker.second import Node
+from weightsync.checker.second.invariants import INVARIANTS
+from weightsync.checker.second.promise import refines
+from weightsync.checker.second.steps import STEPS, Step
+from weightsync.checker.second.words import NO_LINK, Letter
+
+
+def _sender(node: Node, **changes) -> Node:
+    return node._replace(sdata=(node.sdata[0]._replace(**changes), *node.sdata[1:]))
+
+
+def _out(node: Node, **changes) -> Node:
+    return _sender(node, out=node.sdata[0].out._replace(**changes))
+
+
+def _entry(node: Node, **changes) -> Node:
+    roll = node.sdata[0].roll
+    return _sender(node, roll=(roll[0]._replace(**changes), *roll[1:]))
+
+
+def _receiver(node: Node, **changes) -> Node:
+    return node._replace(rdata=(node.rdata[0]._replace(**changes), *node.rdata[1:]))
+
+
+def _waited(node: Node) -> bool:
+    return node.blocked[0] and node.sdata[0].out.owed[0] != 0
+
+
+def _serving(node: Node) -> bool:
+    return node.rstate[0] == "ready" and node.rdata[0].served[1] == 1 and node.is_open(1, 1, 1)
+
+
+#: The property, which state of "two versions" is spoiled, and how.
+STATES = [
+    ("TypeOK", _waited, lambda n: n._replace(sstate=("waiting",))),
+    ("TypeOK", _waited, lambda n: _out(n, outcomes=("MAYBE",))),
+    ("TypeOK", _waited, lambda n: _sender(n, version=3)),
+    ("TypeOK", _waited, lambda n: _sender(n, dueAll=n.sdata[0].version + 1)),
+    ("TypeOK", _waited, lambda n: _entry(n, link=2)),
+    ("TypeOK", _serving, lambda n: _receiver(n, fence=9)),
+    ("TypeOK", _serving, lambda n: _receiver(n, served=(1, 3, 3))),
+    ("TypeOK", _serving, lambda n: n._replace(letters=frozenset({Letter(1, 1, 2, 1, 1)}))),
+    ("Consistent", _waited, lambda n: n._replace(blocked=(False,))),
+    ("Consistent", _waited, lambda n: n._replace(sstate=("ready",), blocked=(False,))),
+    ("Consistent", _waited, lambda n: _out(n, outcomes=("APPLIED",))),
+    ("Consistent", _waited, lambda n: _entry(n, standing="LOST")),
+    ("Consistent", _serving, lambda n: _receiver(n, link=NO_LINK)),
+    ("Consistent", _serving, lambda n: _receiver(n, pending=(1, 2, 2))),
+    ("Consistent", _serving, lambda n: n._replace(gone=((True,),))),
+    (
+        "EveryMessageHasARow",
+        lambda n: any(m.kind == "ACK" for m in n.answers),
+        lambda n: n._replace(sstate=("uninitialized",)),
+    ),
+    (
+        "EveryMessageHasARow",
+        lambda n: n.rstate == ("ready",) and any(m.v for m in n.letters),
+        lambda n: n._replace(rstate=("closed",)),
+    ),
+    ("NoTornRead", _serving, lambda n: _receiver(n, live=((1, 1, 1), (1, 2, 2)))),
+    (
+        "RefusalKeepsServing",
+        lambda n: any(m.kind == "REFUSED" and (m.inc, m.v, m.p) == n.rdata[0].decided for m in n.answers),
+        lambda n: _receiver(n, served=n.rdata[0].decided),
+    ),
+    (
+        "LateJoinerCatchesUp",
+        lambda n: _serving(n) and not n.letters,
+        lambda n: _receiver(n, decided=(1, 0, 0)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "which", "spoil"), STATES)
+def test_a_spoiled_state_is_found(name, which, spoil):
+    nodes = [node for node in explored("two versions")[0].nodes if which(node)]
+    assert nodes
+    bounds, holds = SMALL["two versions"], INVARIANTS[name]
+    assert [(holds(bounds, node), holds(bounds, spoil(node))) for node in nodes] == [(True, False)] * len(nodes)
+
+
+def _by(action):
+    return lambda step: any(label[0] == action for label in step.labels)
+
+
+def _counted(step: Step) -> bool:
+    return ("PENDING", "APPLIED") in zip(step.old.sdata[0].out.outcomes, step.new.sdata[0].out.outcomes, strict=True)
+
+
+def _old(change):
+    return lambda step: step._replace(old=change(step.old))
+
+
+def _new(change):
+    return lambda step: step._replace(new=change(step.new))
+
+
+#: The property, the graph, which of its steps is spoiled, and how.
+SPOILED_STEPS = [
+    ("OnlyRows", "two versions", _by("Abandon"), _new(lambda n: n._replace(sstate=("uninitialized",)))),
+    ("OnlyRows", "two versions", _by("Answered"), _new(lambda n: n._replace(rstate=("pending_async",)))),
+    (
+        "NothingOvertakes",
+        "two versions",
+        lambda s: _by("SendAll")(s) and any(m.v == 1 for m in s.old.letters),
+        _new(lambda n: n._replace(letters=frozenset(m._replace(p=min(m.p, 1)) for m in n.letters))),
+    ),
+    ("AckNamesItsVersion", "two versions", _counted, _old(lambda n: n._replace(answers=frozenset()))),
+    ("AckNamesItsVersion", "two versions", _counted, _old(lambda n: _sender(n, incarnation=2))),
+    ("AckedMeansServed", "two versions", _counted, _old(lambda n: _out(n, did=frozenset()))),
+    (
+        "AckedMeansServed",
+        "two versions",
+        lambda s: _by("Answered")(s) and s.old.rdata[0].answer == "ACK",
+        _new(lambda n: _receiver(n, served=(0, 0, 0))),
+    ),
+    (
+        "ServingIsMonotone",
+        "two versions",
+        lambda s: _by("Applied")(s) and s.new.rdata[0].served == (1, 1, 1),
+        _old(lambda n: _receiver(n, served=(1, 2, 2))),
+    ),
+    ("ServingIsMonotone", "two versions", _by("Applied"), _old(lambda n: _receiver(n, met=2))),
+    ("OneOutstanding", "two versions", _by("SendAll"), _old(lambda n: n._replace(sstate=("pending_async",)))),
+    ("ServedChangesByApplied", "two versions", _by("Applied"), _old(lambda n: n._replace(rstate=("ready",)))),
+    ("ServedChangesByApplied", "two versions", _by("Applied"), _old(lambda n: _receiver(n, pending=(1, 0, 0)))),
+    ("OnlyTargetsChange", "two versions", _by("SendAll"), _new(lambda n: _out(n, owed=(0,)))),
+    (
+        "OnlyTargetsChange",
+        "two versions",
+        lambda s: s.new.rdata[0].pending[1] and _by("UpdateArrived")(s),
+        _old(lambda n: n._replace(letters=frozenset())),
+    ),
+    ("CopyOwesNothing", "successors", _by("Copy"), _new(lambda n: n._replace(sstate=(n.sstate[0], "ready")))),
+    ("CopyOwesNothing", "successors", _by("Copy"), _new(lambda n: n._replace(sstate=("nonsense", n.sstate[1])))),
+    ("ClosedIsFinal", "ends", _by("Connect"), _old(lambda n: n._replace(sstate=("closed",)))),
+    (
+        "EverybodyIsToldTheTruth",
+        "two versions",
+        lambda s: _by("Wait")(s) and s.new.sstate == ("ready",),
+        lambda s: s._replace(labels=()),
+    ),
+    ("EverybodyIsToldTheTruth", "two versions", _by("Deadline"), _new(lambda n: _out(n, outcomes=("LOST",)))),
+    ("RefinesWeightSync", "two versions", _by("Applied"), _new(lambda n: _receiver(n, served=(1, 9, 9)))),
+    ("RefinesWeightSync", "two versions", _counted, _old(lambda n: _out(n, did=frozenset()))),
+    ("RefinesWeightSync", "two versions", _by("Deadline"), _new(lambda n: n._replace(sstate=("ready",)))),
+    ("RefinesWeightSync", "two versions", _by("SendAll"), _new(lambda n: _sender(n, version=n.sdata[0].version - 1))),
+    ("RefinesWeightSync", "two versions", _by("Connect"), _old(lambda n: _sender(n, incarnation=2))),
+]
+
+
+@pytest.mark.parametrize(("name", "graph", "which", "spoil"), SPOILED_STEPS)
+def test_a_spoiled_step_is_found(name, graph, which, spoil):
+    found, bounds = explored(graph)[0], SMALL[graph]
+    steps = [Step(found.nodes[a], found.nodes[b], labels) for (a, b), labels in found.steps.items()]
+    chosen = [step for step in steps if which(step)]
+    assert chosen
+    holds = refines if name == "RefinesWeightSync" else STEPS[name]
+    assert [(holds(bounds, step), holds(bounds, spoil(step))) for step in chosen] == [(True, False)] * len(chosen)
+
+
+def test_each_property_is_spoiled_here():
+    assert {name for name, *_ in STATES} == set(INVARIANTS)
+    assert {name for name, *_ in SPOILED_STEPS} == {*STEPS, "RefinesWeightSync"}

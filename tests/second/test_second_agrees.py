@@ -1,0 +1,138 @@
+"""The second checker beside TLC: they agree on what holds and on what does not, and a disagreement is an error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from missing import java_and_tlc
+
+from weightsync.checker import Counts, Expected, Manifest, Suite, Toolchain, Verdict, find_model
+from weightsync.checker.output import Findings
+from weightsync.checker.process import Ending, Job
+from weightsync.checker.process import Outcome as Ended
+from weightsync.checker.second import Dumped, DumpError, GraphRun, Model, SecondSuite, judge_again, question_of, story
+from weightsync.checker.second.labelling import constants_of
+from weightsync.checker.text import Config
+
+pytestmark = [pytest.mark.tlc, pytest.mark.timeout(300)]
+
+FOUND = {
+    "MCWorld": "all holds",
+    "MCDuplicates": "all holds",
+    "MCCanaryStaleAck": "NoStaleAck violated",
+    "MCWithoutWaitSettled": "EverySendEnds violated",
+    "MCWithoutRefusalIsNoAck": "AckedMeansServed violated",
+    "MCUnfairReads": "EverySendEnds violated",
+    "MCCheckerDeadlock": "a deadlock",
+    "MCCheckerFalse": "Impossible violated",
+}
+
+
+class Unobserved:
+    def started(self, configuration: object) -> None: ...
+    def progressed(self, configuration: object, progress: object) -> None: ...
+    def ended(self, verdict: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def toolchain() -> Toolchain:
+    return java_and_tlc("THE SECOND CHECKER")
+
+
+@pytest.fixture(scope="module")
+def model() -> Manifest:
+    return Manifest.read(find_model())
+
+
+def _as_found(model: Manifest, name: str, *found: str, counts: Counts | None = None) -> Verdict:
+    """A verdict of TLC, forged."""
+    [configuration] = model.select([name])
+    outcome = Ended(Ending.EXITED, 0, Findings(counts=counts or configuration.pinned), 0.0)
+    return Verdict(configuration, Job(model.folder, "MC", configuration.config), outcome, found, ())
+
+
+def _run(toolchain: Toolchain, model: Manifest, name: str, most: int = 10_000) -> GraphRun:
+    constants = constants_of(Config.read(model.folder / f"{name}.cfg"))
+    return GraphRun(toolchain, Model(model.folder, "MC", constants), most=most)
+
+
+def test_both_find_the_same(toolchain: Toolchain, model: Manifest) -> None:
+    chosen = model.select([*FOUND, "MCCheckerAssume"])
+    told: list[str] = []
+    first = Suite(toolchain, model, Unobserved()).run(chosen)
+    second = SecondSuite(toolchain, model, lambda verdict: told.append(verdict.first.configuration.name)).run(first)
+
+    assert [verdict.complaints for verdict in second] == [()] * len(chosen)
+    found = {verdict.first.configuration.name: verdict.found for verdict in second if not verdict.left_out}
+    assert found == FOUND
+    assert sorted(told) == sorted(configuration.name for configuration in chosen)
+    assert all(verdict.counts for verdict in second if verdict.first.configuration.expected is Expected.PASS)
+
+
+def test_a_disagreement_is_an_error_either_way_and_is_told(toolchain: Toolchain, model: Manifest) -> None:
+    dump = _run(toolchain, model, "MCCanaryStaleAck").run()
+    question = question_of(Config.read(model.folder / "MCCanaryStaleAck.cfg"))
+
+    blind = judge_again(_as_found(model, "MCCanaryStaleAck"), question, dump, 0.0)
+    assert blind.complaints == ("TLC found that all holds; the second checker found NoStaleAck violated",)
+    assert list(story(blind))[-1].split(". ")[1] == "AnswerAck(1, 1, 1, 1)"
+
+    seeing = _as_found(model, "MCCanaryStaleAck", "TypeOK violated")
+    [complaint] = judge_again(seeing, replace(question, names=("TypeOK",)), dump, 0.0).complaints
+    assert complaint == "TLC found TypeOK violated; the second checker found that all holds"
+
+
+def test_a_proof_of_another_graph_is_an_error(toolchain: Toolchain, model: Manifest) -> None:
+    dump = _run(toolchain, model, "MCWorld").run()
+    question = question_of(Config.read(model.folder / "MCWorld.cfg"))
+    assert judge_again(_as_found(model, "MCWorld"), question, dump, 0.0).agrees
+
+    [complaint] = judge_again(_as_found(model, "MCWorld", counts=Counts(1, 2, 3)), question, dump, 0.0).complaints
+    assert "TLC checked a graph of" in complaint
+
+
+def test_a_step_that_is_not_read_is_noticed(
+    toolchain: Toolchain, model: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _run(toolchain, model, "MCCanaryStaleAck")
+    feed = run._reader.feed
+    lines: list[str] = []
+
+    def forgetful(line: str) -> None:
+        lines.append(line)
+        if "STEP" not in line or sum("STEP" in each for each in lines) != 7:
+            feed(line)
+
+    monkeypatch.setattr(run._reader, "feed", forgetful)
+    with pytest.raises(DumpError, match="a step was lost"):
+        run.run()
+
+
+def test_a_part_is_what_tlc_met_first(toolchain: Toolchain, model: Manifest) -> None:
+    whole = _run(toolchain, model, "MCDuplicates").run()
+    part = _run(toolchain, model, "MCDuplicates", most=50).run()
+    assert (whole.became, part.became, len(part.graph.nodes)) == (Dumped.WHOLE, Dumped.PART, 51)
+    assert part.graph.nodes == whole.graph.nodes[:51]
+
+    question = question_of(Config.read(model.folder / "MCDuplicates.cfg"))
+    assert "are read at most" in judge_again(_as_found(model, "MCDuplicates"), question, part, 0.0).left_out
+
+
+def test_a_dump_that_is_stopped_leaves_nothing(
+    toolchain: Toolchain, model: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = _run(toolchain, model, "MCSubset", most=10**6)
+    feed = run._reader.feed
+
+    def stopping(line: str) -> None:
+        feed(line)
+        if run._reader.printed == 100:
+            run.stop()
+
+    monkeypatch.setattr(run._reader, "feed", stopping)
+    with pytest.raises(DumpError, match="stopped"):
+        run.run()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,70 @@
+"""Known faults of TLC 2.18, each pinned as it is: expected wrong, and what we do against it.
+
+A TLC that has mended one fails here, and says which rule has lost its reason.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tlc_support import Recorder
+
+from weightsync.checker import Configuration, Counts, Expected, Manifest, Purpose, Suite, Tier, Toolchain
+from weightsync.checker.process import Outcome
+from weightsync.checker.text import Config, Library, config_traps
+
+pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
+
+FAULTS = Path(__file__).parent / "faults"
+RunFault = Callable[[str, int], Outcome]
+ByHand = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def finds_no_error(outcome: Outcome) -> bool:
+    return (outcome.exit_code, outcome.findings.completed, outcome.findings.violations) == (0, True, [])
+
+
+@pytest.mark.parametrize(("name", "keyword"), [("Symmetric", "SYMMETRY"), ("Viewed", "VIEW")])
+def test_a_violated_temporal_property_is_missed_under_symmetry_and_view(
+    run_fault: RunFault, by_hand: ByHand, name: str, keyword: str
+) -> None:
+    assert finds_no_error(run_fault(name, 1)), f"TLC has mended #59: temporal properties may stand under {keyword}"
+    assert by_hand("-config", f"{name}Whole.cfg", f"{name}.tla").returncode == 13
+    config = Config.read(FAULTS / f"{name}.cfg")
+    assert [keyword in trap for trap in config_traps(Library(FAULTS), name, config, workers=1)] == [True]
+
+
+def test_with_continue_a_violation_is_printed_and_then_called_no_error(by_hand: ByHand) -> None:
+    assert by_hand("-config", "Continued.cfg", "Continued.tla").returncode == 12
+    told = by_hand("-continue", "-config", "Continued.cfg", "Continued.tla")
+    assert "Invariant Small is violated" in told.stdout
+    mended = "TLC has mended #1385: its exit code means something under -continue"
+    assert (told.returncode, "No error has been found" in told.stdout) == (0, True), mended
+
+
+def test_a_property_that_cannot_be_evaluated_ends_with_0_and_is_no_verdict_for_us(
+    run_fault: RunFault, toolchain: Toolchain, recorder: Recorder
+) -> None:
+    outcome = run_fault("Unevaluated", 1)
+    assert (outcome.exit_code, outcome.findings.violations) == (0, []), "TLC has mended #1440: it fails as it should"
+    proof = Configuration(
+        "Unevaluated", "Unevaluated", "Unevaluated.cfg", Purpose.PROOF, Tier.ALL, Expected.PASS, None, "", (), 1, 60.0,
+        Counts(1, 1, 1),
+    )  # fmt: skip
+    [verdict] = Suite(toolchain, Manifest(FAULTS, (proof,), "", ()), recorder).run([proof])
+    assert [complaint[:31] for complaint in verdict.complaints] == ["no verdict: TLC exited with 0: "]
+
+
+@pytest.fixture
+def by_hand(toolchain: Toolchain, tmp_path: Path) -> ByHand:
+    """Runs TLC with arguments that our own runs never give it."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(toolchain.java), "-XX:+UseSerialGC", f"-Djava.io.tmpdir={tmp_path}", "-cp", str(toolchain.jar)]
+        command += ["tlc2.TLC", "-workers", "1", "-metadir", str(tmp_path / "meta"), *arguments]
+        return subprocess.run(command, cwd=FAULTS, capture_output=True, text=True, timeout=60, check=False)
+
+    return run

@@ -1,0 +1,153 @@
+"""The values of AckProtocol.tla's variables, as Python has them: one `Node` is one state of the model.
+
+Functions over senders or workers are tuples, and their numbers start from 1: `Node.sender(1)` is the first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+#: (incarnation, version, serial); the serial says which weights travelled.
+Payload: TypeAlias = tuple[int, int, int]
+
+NO_PAYLOAD: Payload = (0, 0, 0)
+NO_LINK = (0, 0)
+
+
+class Entry(NamedTuple):
+    """One worker on a sender's roll."""
+
+    link: int
+    standing: str
+    served: int
+    due: int
+    catching: int
+    fence: int
+
+
+class Out(NamedTuple):
+    """The update outstanding, or the last report."""
+
+    version: int
+    owed: tuple[int, ...]
+    outcomes: tuple[str, ...]
+    did: frozenset[int]
+
+
+class Sender(NamedTuple):
+    """What a sender remembers beside its state."""
+
+    incarnation: int
+    version: int
+    serial: int
+    dueAll: int
+    roll: tuple[Entry, ...]
+    out: Out
+
+
+class Receiver(NamedTuple):
+    """What a receiver remembers beside its state, and what only the properties look at."""
+
+    link: tuple[int, int]
+    fence: int
+    met: int
+    decided: Payload
+    answer: str
+    pending: Payload
+    served: Payload
+    live: tuple[Payload, Payload]
+
+
+class Letter(NamedTuple):
+    """A message on its way to a worker; version 0: a Hello."""
+
+    s: int
+    w: int
+    k: int
+    v: int
+    p: int
+
+
+class Word(NamedTuple):
+    """A message on its way to a sender."""
+
+    s: int
+    w: int
+    k: int
+    inc: int
+    v: int
+    p: int
+    kind: str
+    fence: int
+
+
+RECORDS: tuple[type[Entry | Out | Sender | Receiver | Letter | Word], ...] = (
+    Entry,
+    Out,
+    Sender,
+    Receiver,
+    Letter,
+    Word,
+)
+
+
+class Node(NamedTuple):
+    """One state of the model; the fields are its variables, in their order."""
+
+    sstate: tuple[str, ...]
+    sdata: tuple[Sender, ...]
+    slife: tuple[str, ...]
+    blocked: tuple[bool, ...]
+    rstate: tuple[str, ...]
+    rdata: tuple[Receiver, ...]
+    letters: frozenset[Letter]
+    answers: frozenset[Word]
+    gone: tuple[tuple[bool, ...], ...]
+
+    def sender(self, s: int) -> Sender:
+        """What sender ``s`` remembers."""
+        return self.sdata[s - 1]
+
+    def receiver(self, w: int) -> Receiver:
+        """What receiver ``w`` remembers."""
+        return self.rdata[w - 1]
+
+    def entry(self, s: int, w: int) -> Entry:
+        """Worker ``w`` on the roll of sender ``s``."""
+        return self.sdata[s - 1].roll[w - 1]
+
+    def outcome(self, s: int, w: int) -> str:
+        """What became of ``w`` in the update outstanding or the last report of ``s``."""
+        return self.sdata[s - 1].out.outcomes[w - 1]
+
+    def owed(self, s: int, w: int) -> int:
+        """The link over which ``w`` owes sender ``s`` an answer; 0: it owes none."""
+        return self.sdata[s - 1].out.owed[w - 1]
+
+    def owing(self, s: int) -> int:
+        """How many owe sender ``s`` an answer."""
+        return sum(1 for link in self.sdata[s - 1].out.owed if link)
+
+    def is_gone(self, s: int, w: int) -> bool:
+        """Whether the worker's end of the sender's open link is closed."""
+        return self.gone[s - 1][w - 1]
+
+    def is_open(self, s: int, w: int, k: int) -> bool:
+        """Whether the sender's end of this link is open."""
+        entry = self.entry(s, w)
+        return (
+            entry.link == k
+            and entry.standing in ("EXPECTED", "UP")
+            and self.slife[s - 1] == "alive"
+            and self.sstate[s - 1] != "closed"
+            and self.sdata[s - 1].incarnation != 0
+        )
+
+
+def new_sender(workers: int) -> Sender:
+    """What a new, copied or unpickled sender remembers."""
+    nobody = Out(0, (0,) * workers, ("NONE",) * workers, frozenset())
+    return Sender(0, 0, 0, 0, (Entry(0, "NONE", 0, 0, 0, 0),) * workers, nobody)
+
+
+NEW_RECEIVER = Receiver(NO_LINK, 0, 0, NO_PAYLOAD, "NONE", NO_PAYLOAD, NO_PAYLOAD, (NO_PAYLOAD, NO_PAYLOAD))
