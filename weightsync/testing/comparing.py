@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 from weightsync._tables import State
-from weightsync.driving.traced import receiver_driver, sender_driver
+from weightsync.driving.receiver import ReceiverDriver
+from weightsync.driving.sender import SenderDriver
 from weightsync.testing.cable import Happening
 from weightsync.testing.ends import Ends
 from weightsync.testing.oracle import ReceiverOracle, SenderOracle
@@ -21,7 +22,7 @@ class Sender:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.driver = sender_driver("policy")
+        self.driver = SenderDriver("policy")
         self.oracle = SenderOracle()
         #: Its links by number, and the newest of each worker.
         self.links: dict[int, Tap] = {}
@@ -34,7 +35,7 @@ class Receiver:
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
-        self.driver = receiver_driver("policy")
+        self.driver = ReceiverDriver("policy")
         self.oracle = ReceiverOracle(lambda link, index: index in self.links[link].failures)
         self.links: dict[int, Tap] = {}
         #: What it serves, as it arrived, and must stay.

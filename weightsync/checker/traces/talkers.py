@@ -48,9 +48,11 @@ class SenderTalk(Talk):
             self._catch_up(event, data)
 
     def _lost(self, event: sending.LinkLost, data: sending.SenderData) -> None:
-        if event.link in self.open:
-            self.open[event.link].failing = False
-            self.open[event.link].heard = None
+        link = self.open.get(event.link)
+        if link is not None:
+            link.heard = None
+            # What it said last comes before the loss that its failure is.
+            link.failing = None if link.failing == event.reason else link.failing
         if event.reason.startswith(GOODBYE) and self._goodbyes.get(event.link) != data.incarnation:
             raise Unfit(f"no goodbye came over link {event.link}")
 
@@ -160,7 +162,7 @@ class ReceiverTalk(Talk):
         if isinstance(event, receiving.HelloArrived | receiving.UpdateArrived):
             self._taken(event)
         if isinstance(event, receiving.LinkDown) and event.link in self.open:
-            self.open[event.link].failing = False
+            self.open[event.link].failing = None
             self._may_close.add(event.link)
         if isinstance(event, receiving.Close | receiving.Broken) and step is not None:
             self._may_close |= set(self.open)

@@ -64,8 +64,8 @@ class OpenLink:
     waiting: int = 0
     #: What came and was not taken yet.
     heard: Message | None = None
-    #: Whether its end is under way: what is said over it then is nobody's effect.
-    failing: bool = False
+    #: Why its end is under way, if it is: steps come of it amid others then.
+    failing: str | None = None
 
     @property
     def free(self) -> bool:
@@ -115,7 +115,7 @@ class Talk:
                 self._heard(moment)
             case What.FAILED:
                 if moment.link in self.open:
-                    self.open[moment.link].failing = True
+                    self.open[moment.link].failing = str(moment.line.said.get("reason"))
                     self.open[moment.link].heard = None
                 self._failed(moment)
             case What.STEP | What.REFUSED:
@@ -154,7 +154,7 @@ class Talk:
         """Between steps all has left, unless a link fails in the middle of it."""
         self._skip()
         waiting = [*self.extra, *self.todo]
-        if waiting and not any(link.failing for link in self.open.values()) and not self._amid(moment):
+        if waiting and all(link.failing is None for link in self.open.values()) and not self._amid(moment):
             raise Unfit(f"a step asked for what did not happen: {waiting[0]}", f"first {waiting[0]}")
 
     def _heard(self, moment: Moment) -> None:
