@@ -6,21 +6,21 @@ import itertools
 import logging
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore, rpc
 
 from weightsync import DistributedWeightSyncScheme
-from weightsync.testing import Conformance, Ends, check_transport
+from weightsync.testing import Conformance, Ends, Nonconforming, check_transport
 from weightsync.transports.calls import CallLink
 from weightsync.transports.rpc import RpcCourier, door_of, worker_named
 
 _ranks = itertools.count(1)
 
 
-def store_factory(sync: bool) -> Callable[[str], Ends]:
+def store_factory(_folder: str, sync: bool = True) -> Callable[[str], Ends]:
     """Links over a store of this process and gloo pairs of its own."""
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     scheme = DistributedWeightSyncScheme(sync=sync)
@@ -33,17 +33,13 @@ def store_factory(sync: bool) -> Callable[[str], Ends]:
     return lay
 
 
-def distributed_conforms(_seat: Any, unreachable: Mapping[str, str], patience: float) -> Conformance:
-    """Check torch.distributed, in a process of its own."""
+def conforms(_seat: Any, factory_in: Callable[[str], Callable[[str], Ends]], folder: str, how: Any) -> Conformance:
+    """Check an adapter in a process of its own, whose threads end with it; what was found, whatever it is."""
     logging.getLogger("weightsync").setLevel("CRITICAL")
-    return check_transport(store_factory(sync=True), unreachable=unreachable, patience=patience)
-
-
-def rpc_conforms(_seat: Any, folder: str, unreachable: Mapping[str, str], patience: float) -> Conformance:
-    """Check RPC, in a process of its own: its threads end with it."""
-    logging.getLogger("weightsync").setLevel("CRITICAL")
-    enter_rpc(folder)
-    return check_transport(rpc_factory(), unreachable=unreachable, patience=patience)
+    try:
+        return check_transport(factory_in(folder), **how)
+    except Nonconforming as refused:
+        return refused.conformance
 
 
 def enter_rpc(folder: str, name: str = "kit", rank: int = 0, size: int = 1) -> None:
@@ -54,8 +50,9 @@ def enter_rpc(folder: str, name: str = "kit", rank: int = 0, size: int = 1) -> N
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
 
 
-def rpc_factory() -> Callable[[str], Ends]:
+def rpc_factory(folder: str) -> Callable[[str], Ends]:
     """Calls of this process to itself, through RPC's agent and its threads."""
+    enter_rpc(folder)
 
     def lay(model_id: str) -> Ends:
         # Each connection has a door of its own, as each worker has.

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from weightsync._tables import ReceiverInput, RefusalKind, State
+from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
+from weightsync.driving.adapters import AdapterFault, flush, read
 from weightsync.driving.base import Driver
 from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.layout import Layout
-from weightsync.machine import ReceiverMachine
+from weightsync.machine import ReceiverMachine, next_state
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
 from weightsync.report import SyncReport
@@ -72,8 +73,15 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self._end(pure.Close())
 
     def break_down(self) -> None:
-        """Close for good, since the model holds no whole version any more."""
-        self._end(pure.Broken())
+        """Close for good, since the model holds no whole version any more.
+
+        Without a goodbye, which would take this worker off the roll: it stays there, LOST, and is told of.
+        """
+        with self.lock:
+            next_state(RECEIVER_ROWS, self.machine.state, ReceiverInput.BROKEN)
+            while self._links:
+                self._links.popitem()[1].close()
+            self._end(pure.Broken())
 
     def _end(self, event: pure.Close | pure.Broken) -> None:
         with self.lock:
@@ -109,7 +117,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
             case pure.Greet(link):
-                self._write(link, self._hello())
+                self._write(link, self._hello(link))
             case pure.Reject(link, incarnation, kind, reason):
                 logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
                 self.ended = f"its handshake was refused: {reason}"
@@ -124,7 +132,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             case pure.CloseLink(link):
                 self._close_link(link)
 
-    def _hello(self) -> Hello:
+    def _hello(self, link: int) -> Hello:
         pid, started = own_identity()
         served = self.data.served
         return Hello(
@@ -136,6 +144,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             pid=pid,
             started=started,
             fence=self.data.fence,
+            link=link,
         )
 
     def _refusal(self, key: pure.Key, kind: RefusalKind, reason: str) -> Refusal:
@@ -153,8 +162,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             return
         try:
             self._links[link].send(message)
-        except TransportError as error:
-            self._down(link, str(error))
+        except Exception as error:  # noqa: BLE001 - however a link fails, the others go on
+            self._down(link, str(error) or repr(error))
 
     def _down(self, link: int, reason: str) -> None:
         """The link is gone: a loss of the one in force is the machine's, another is only closed."""
@@ -175,8 +184,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                     reason="the receiver closed this link",
                 )
             )
-        except TransportError:
-            pass  # it is being closed because it failed
+        except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
+            logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
             closing.close()
 
@@ -196,7 +205,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         """Write what waits to be written; an answer that has left is ANSWERED."""
         for number, link in list(self._links.items()):
             try:
-                gone = link.flush()
+                gone = flush(link)
             except TransportError as error:
                 self._down(number, str(error))
                 continue
@@ -222,19 +231,25 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _read(self, number: int, link: Link) -> None:
         try:
-            for received in link.receive():
+            for received in read(link):
                 if number in self._links:
                     self._heard(number, link, received)
                     self._finish()
+        except AdapterFault as error:
+            self._give_up(number, str(error))
         except TransportError as error:
             self._down(number, str(error))
         except (ProtocolError, StateError) as error:
-            self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, str(error)))
-            self._down(number, str(error))
+            self._give_up(number, str(error))
             unread = error.unread if isinstance(error, ProtocolError) else b""
             raise ProtocolError(str(error), unread) from error
         finally:
             self._finish()
+
+    def _give_up(self, number: int, reason: str) -> None:
+        """Take a link down that still works, and tell its sender why."""
+        self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, reason))
+        self._down(number, reason)
 
     def _forget(self) -> None:
         if self.data.pending is None:

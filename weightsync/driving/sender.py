@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from weightsync._tables import RefusalKind, SenderInput, State
+from weightsync.driving.adapters import flush, read
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.base import Driver
 from weightsync.driving.packing import Packed
@@ -83,7 +84,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
             case pure.Greet(worker, link, due):
-                self._write(worker, link, self._hello(due))
+                self._write(worker, link, self._hello(link, due))
                 if due:
                     self._update(worker, link, due)
             case pure.Dispatch(worker, link, version):
@@ -94,7 +95,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self.concluded[effect.outstanding.version] = effect
                 self.waker.fire()
 
-    def _hello(self, due: int) -> Hello:
+    def _hello(self, link: int, due: int) -> Hello:
         pid, started = own_identity()
         layout = self.layout
         return Hello(
@@ -106,6 +107,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             host=own_host(),
             pid=pid,
             started=started,
+            link=link,
         )
 
     def _update(self, worker: int, link: int, version: int) -> None:
@@ -187,7 +189,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _hear(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
         """The events that a link has for us now, its death last."""
         try:
-            link.flush()
+            flush(link)
         except TransportError as error:
             yield from self._last_words(worker, number, str(error))
             return
@@ -195,7 +197,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def _heard(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
         try:
-            for received in link.receive():
+            for received in read(link):
                 if number in self._links:
                     yield from self._events(worker, number, link, received.message)
         except (TransportError, ProtocolError) as error:
