@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
 from replaygen.cover import cover  # noqa: E402
-from replaygen.graph import NEEDS, Bounds, Label, Step, graph_of, machines  # noqa: E402
+from replaygen.graph import NEEDS, Label, Step, graph_of, machines  # noqa: E402
+
+from weightsync.checker.second import Bounds  # noqa: E402
 
 TARGET = ROOT / "weightsync" / "testing" / "replay.json"
 
@@ -98,7 +100,7 @@ def _configuration(name: str, bounds: Bounds, senders: Table, receivers: Table, 
         return tables[which].number(before), labels.number(_hashable(label)), tables[which].number(after)
 
     def row(step: Step) -> list[Any]:
-        own, others = machines(step.to.world, bounds)
+        own, others = machines(step.to.world)
         edge = [] if step.role is None else list(numbered(step.role))
         need = ["", *NEEDS].index(step.needs)
         return [

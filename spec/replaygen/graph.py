@@ -11,12 +11,15 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "graph"))
 
-from actions import projected, start, successors
-from network import Bounds, World, is_open, link_of
+from machines import forget
+from network import World, is_open, link_of, start
+from search import projected, successors
 
 from weightsync._tables import State
+from weightsync.checker.second import Bounds
+from weightsync.checker.second.words import Receiver, Sender
 
-__all__ = ["NEEDS", "Bounds", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
+__all__ = ["NEEDS", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
 
 #: Scenarios of the kit: what a step needs of an adapter beyond carrying messages is what that scenario needs.
 CUT: Final = "a cut with an update outstanding"
@@ -75,13 +78,14 @@ class Graph:
 
 def graph_of(bounds: Bounds) -> Graph:
     """Breadth-first search."""
+    forget()
     graph = Graph(Spot(start(bounds)))
     todo = deque([graph.first])
     graph.steps[graph.first] = []
     while todo:
         spot = todo.popleft()
-        for label, world in sorted(successors(spot.world, bounds), key=_by_label):
-            step = _step(spot, label, world, bounds)
+        for label, world in sorted(successors(spot.world), key=_by_label):
+            step = _step(spot, label, world)
             graph.steps[spot].append(step)
             if step.to not in graph.steps:
                 graph.steps[step.to] = []
@@ -93,7 +97,7 @@ def _by_label(edge: tuple[Label, World]) -> list[str]:
     return [repr(sorted(each) if isinstance(each, frozenset) else each) for each in edge[0]]
 
 
-def _step(spot: Spot, label: Label, after: World, bounds: Bounds) -> Step:
+def _step(spot: Spot, label: Label, after: World) -> Step:
     before = spot.world
     waiting = dict(spot.waiting)
     for m in after.letters - before.letters:
@@ -112,7 +116,7 @@ def _step(spot: Spot, label: Label, after: World, bounds: Bounds) -> Step:
         frozenset(gone.items()),
         frozenset((pair, count) for pair, count in waiting.items() if count and (pair in after.gone or not bye)),
     )
-    return Step(label, needs, to, _role(label, before, after, bounds))
+    return Step(label, needs, to, _role(label, before, after))
 
 
 def _closed(label: Label, spot: Spot, pair: Pair) -> str:
@@ -144,15 +148,15 @@ def _needs(label: Label, before: World, gone: dict[Pair, str]) -> str:
             return ""
 
 
-def _role(label: Label, before: World, after: World, bounds: Bounds) -> tuple[str, Any, Label, Any] | None:
+def _role(label: Label, before: World, after: World) -> tuple[str, Any, Label, Any] | None:
     name, *rest = label
     if name in SENDERS:
         s = rest[0]
         short = (name, *rest[1:])
-        return "sender", machines(before, bounds)[0][s - 1], short, machines(after, bounds)[0][s - 1]
+        return "sender", machines(before)[0][s - 1], short, machines(after)[0][s - 1]
     if name in RECEIVERS:
         w = rest[0]
-        return "receiver", machines(before, bounds)[1][w - 1], (name, *rest[1:]), machines(after, bounds)[1][w - 1]
+        return "receiver", machines(before)[1][w - 1], (name, *rest[1:]), machines(after)[1][w - 1]
     return None
 
 
@@ -160,32 +164,20 @@ def _role(label: Label, before: World, after: World, bounds: Bounds) -> tuple[st
 
 
 @cache
-def machines(world: World, bounds: Bounds) -> tuple[list[Any], list[Any]]:
-    """What counts of each sender (None: it is not alive) and of each receiver, as plain lists, without ghosts."""
-    node = projected(world, bounds)
-    states, datas, lives, _, rstates, rdatas = node[:6]
-    senders = [
-        _freeze(_sender(state, dict(data))) if life == "alive" else None
-        for state, data, life in zip(states, datas, lives, strict=True)
-    ]
-    return senders, [_freeze(_receiver(state, dict(data))) for state, data in zip(rstates, rdatas, strict=True)]
+def machines(world: World) -> tuple[list[Any], list[Any]]:
+    """What counts of each sender (None: it is not alive) and of each receiver, without ghosts."""
+    node = projected(world)
+    alive = zip(node.sstate, node.sdata, node.slife, strict=True)
+    senders = [_sender(state, data) if life == "alive" else None for state, data, life in alive]
+    return senders, [_receiver(state, data) for state, data in zip(node.rstate, node.rdata, strict=True)]
 
 
-def _sender(state: str, data: dict[str, Any]) -> list[Any]:
-    roll = []
-    for entry in map(dict, data["roll"]):
-        known = entry["standing"] != "NONE"
-        fields = ("link", "standing", "served", "due", "catching", "fence")
-        roll.append([entry[name] for name in fields] if known else None)
-    out = dict(data["out"])
-    last = [out["version"], out["owed"], out["outcomes"]]
-    return [state, data["incarnation"], data["version"], data["dueAll"], roll, last]
+def _sender(state: str, data: Sender) -> tuple[Any, ...]:
+    roll = tuple(None if entry.standing == "NONE" else tuple(entry) for entry in data.roll)
+    last = (data.out.version, data.out.owed, data.out.outcomes)
+    return (state, data.incarnation, data.version, data.dueAll, roll, last)
 
 
-def _receiver(state: str, data: dict[str, Any]) -> list[Any]:
-    keys = [data[name][:2] for name in ("decided", "pending", "served")]
-    return [state, data["link"], data["fence"], *keys, data["answer"]]
-
-
-def _freeze(value: Any) -> Any:
-    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
+def _receiver(state: str, data: Receiver) -> tuple[Any, ...]:
+    keys = (data.decided[:2], data.pending[:2], data.served[:2])
+    return (state, data.link, data.fence, *keys, data.answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from kind_worlds import (
     serves,
     standing,
 )
+from missing import not_tested, without_gpus
 from torch import Tensor, nn
 from torch.distributed import is_available, is_gloo_available, rpc
 from weight_kinds import BY_NAME, REFUSED, snapshot
@@ -72,8 +72,7 @@ def _enter(request: pytest.FixtureRequest, forkserver: Any, folder: str) -> Worl
             assert rpc.is_available(), "this torch was built without RPC, which these tests need"
             return OverRpc(forkserver, folder)
     if not is_available() or not is_gloo_available():
-        assert not os.environ.get("CI"), "CI needs a torch with gloo"
-        pytest.skip("NO GLOO: this torch was built without torch.distributed over gloo")
+        not_tested("WEIGHTS OF EVERY KIND OVER A STORE", "this torch was built without torch.distributed over gloo")
     return OverStore(forkserver)
 
 
@@ -120,8 +119,7 @@ def test_a_worker_whose_own_model_has_no_data_is_told_which_tensor(world: World,
 )
 def test_device_map_fn_gives_each_worker_first_weights_of_its_own_device(world: World, devices: list[str]) -> None:
     if "cuda:0" in devices and not torch.cuda.is_available():
-        assert not os.environ.get("WEIGHTSYNC_GPUS"), "this machine is to have a GPU"
-        pytest.skip("NO GPU: weights have gone to no device but the CPU")
+        without_gpus("A WORKER ON A DEVICE", "no GPU; the way of its weights was walked with the CPU as device")
     model_id = f"mapped to {devices}"
     for worker, device in zip(world.workers, devices, strict=True):
         worker.do(hold, model_id, partial(buffered_on, device))

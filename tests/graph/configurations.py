@@ -26,7 +26,7 @@ def _bounds(features: str, delivery: str = "", **counts: int) -> Bounds:
 
 #: Small enough for every run; together they have every feature of the model.
 SMALL = {
-    "two workers": _bounds("subset", workers=2),
+    "two workers": _bounds("async subset", workers=2),
     "two versions": _bounds("async deadline interrupt abandon refuse", max_version=2),
     "crashes": _bounds("crash async", max_version=2, max_link=2),
     "losses": _bounds("wrong break refuse", max_version=2, max_link=2),

@@ -156,8 +156,8 @@ def test_the_module_scheme_wants_one_actor(seats: list[Any]) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"params_map": {0: nested(1.5)}},
-        {"weights": nested(0.5), "device_map_fn": lambda worker, given: given + 1 + worker, "num_workers": 1},
+        {"params_map": {0: nested(2.0)}},
+        {"weights": nested(1.0), "device_map_fn": lambda worker, given: given + 1 + worker, "num_workers": 1},
     ],
     ids=["params_map", "device_map_fn"],
 )
@@ -166,8 +166,8 @@ def test_the_modules_first_weights_may_be_given_for_the_one_actor(module: Any, g
         scheme.init_on_sender("module", actor_refs=[module], **given)
         scheme.connect(timeout=PATIENCE)
 
-        assert (scheme.get_sender().version, _shown(module)) == (1, {1.5})
-        assert scheme.send(nested(2.5), timeout=PATIENCE).ok
+        assert (scheme.get_sender().version, _shown(module)) == (1, {2.0})
+        assert scheme.send(nested(3.0), timeout=PATIENCE).ok
         assert _shown(module) == {2.5}
 
 

@@ -1,0 +1,91 @@
+"""What the machines say when they refuse, to the letter, and what `transitions` is told of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightsync._tables import INITIAL, RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
+from weightsync.errors import StateError
+from weightsync.machine import LeanEvent, ReceiverMachine, SenderMachine, next_state
+
+
+def test_a_refusal_names_machine_state_input_and_what_is_allowed() -> None:
+    for refuse in (lambda: SenderMachine().fire(SenderInput.SEND), lambda: asked_of_the_table(SenderInput.SEND)):
+        with pytest.raises(StateError) as caught:
+            refuse()
+        allowed = [each.value for state, each in SENDER_ROWS if state is State.UNINITIALIZED]
+        assert str(caught.value) == (
+            f"sender is uninitialized: SEND is refused there, and nothing has changed (allowed: {', '.join(allowed)})."
+        )
+        assert (caught.value.machine, caught.value.state, caught.value.asked) == ("sender", "uninitialized", "SEND")
+        assert caught.value.allowed == tuple(allowed)
+
+
+def asked_of_the_table(asked: SenderInput) -> State:
+    return next_state(SENDER_ROWS, State.UNINITIALIZED, asked)
+
+
+def test_a_receiver_is_called_one() -> None:
+    with pytest.raises(StateError, match="receiver is uninitialized: APPLIED is refused there"):
+        ReceiverMachine().fire(ReceiverInput.APPLIED)
+
+
+@pytest.mark.parametrize(("machine", "rows"), [(SenderMachine, SENDER_ROWS), (ReceiverMachine, RECEIVER_ROWS)])
+def test_transitions_is_told_the_table_and_nothing_else(machine: type, rows: dict) -> None:
+    shared = machine.shared
+    found = {
+        (State[transition.source], name): State[transition.dest]
+        for name, event in shared.events.items()
+        for transitions in event.transitions.values()
+        for transition in transitions
+    }
+
+    assert found == {(state, each.value): to for (state, each), to in rows.items()}
+    assert [State[name] for name in shared.states] == list(State)
+    assert shared.initial == INITIAL.name
+    assert (shared.models, shared.auto_transitions, shared.ignore_invalid_triggers) == ([], False, False)
+    assert all(type(event) is LeanEvent for event in shared.events.values())
+
+
+@pytest.mark.parametrize("arguments", [((), {"x": 1}), ((1,), {})])
+def test_a_trigger_takes_no_arguments(arguments: tuple) -> None:
+    machine = SenderMachine()
+    event = machine.shared.events["CONNECT"]
+    with pytest.raises(TypeError) as caught:
+        event.trigger(machine, *arguments[0], **arguments[1])
+
+    assert str(caught.value) == "CONNECT takes a machine of its own role and no arguments"
+    assert machine.state is State.UNINITIALIZED
+
+
+def test_a_trigger_takes_a_machine_of_its_own_role_only() -> None:
+    event = SenderMachine.shared.events["CONNECT"]
+    for other in (ReceiverMachine(), object()):
+        with pytest.raises(TypeError, match="a machine of its own role"):
+            event.trigger(other)
+    machine = SenderMachine()
+
+    assert event.trigger(machine) is True
+    assert machine.state is State.READY
+
+
+def test_a_listener_that_fires_is_told_so_and_the_machine_goes_on() -> None:
+    machine, seen = SenderMachine(), []
+
+    def fires(*_: object) -> None:
+        seen.append(machine.state)
+        if len(seen) == 1:
+            machine.fire(SenderInput.CLOSE)
+
+    machine.observe(fires)
+    with pytest.raises(RuntimeError) as caught:
+        machine.fire(SenderInput.CONNECT)
+
+    assert str(caught.value) == "a listener fired CLOSE: listeners are told of steps, they take none"
+    assert machine.state is State.READY
+    assert machine.fire(SenderInput.CLOSE) is State.CLOSED
+    assert seen == [State.READY, State.CLOSED]
+
+
+def test_what_it_shows() -> None:
+    assert repr(SenderMachine()) == "<SenderMachine: uninitialized>"

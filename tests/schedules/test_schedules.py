@@ -1,0 +1,57 @@
+"""Whatever order the threads' accesses come in, public methods that are called at once end as they may.
+
+Bounds: two or three threads, one call each, one worker, two preemptions, waits that do not block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from missing import installed
+
+PROGRAM = Path(__file__).with_name("exploring.py")
+#: By name, so that nothing is imported here that frontrun has not patched.
+SCENARIOS = (
+    "two sends",
+    "a send and a close",
+    "two waits",
+    "a wait and a close",
+    "two abandon",
+    "an answer is polled and abandoned",
+    "an answer is waited for and abandoned",
+    "a send, a poll and a close",
+)
+#: What a lock that is missing shows in.
+TOLD_BY = ("two sends", "two abandon")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def verdict(*told: str) -> dict[str, Any]:
+    """What frontrun says of a scenario."""
+    installed("frontrun", what="EVERY SCHEDULE OF THE PUBLIC METHODS", extra="dev")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [str(Path(sys.executable).with_name("frontrun")), sys.executable, str(PROGRAM), *told]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_it_ends_as_it_may_under_every_schedule(name: str) -> None:
+    found = verdict(name)
+
+    assert found["holds"] is True, found["why"]
+    assert found["schedules"] > 5, "the code was not traced: one schedule proves nothing"
+
+
+@pytest.mark.parametrize("name", TOLD_BY)
+def test_the_canary_without_the_locks_a_schedule_is_found_that_does_not(name: str) -> None:
+    assert verdict(name, "without locks")["holds"] is False
