@@ -134,7 +134,7 @@ def main() -> int:
     """Hunt; 0: it is written what became of each."""
     hunt = Hunt(sys.argv[2:], Path(sys.argv[1]))
     chosen = [str(TESTS / "protocol"), str(TESTS / "machines"), f"--deselect={TESTS / 'machines/test_cost.py'}"]
-    code = pytest.main([*chosen, "-q", "--no-header", "-p", "no:cacheprovider"], plugins=[hunt])
+    code = pytest.main([*chosen, "-q", "--no-header", "-p", "no:cacheprovider", "--no-traces"], plugins=[hunt])
     if hunt.failure:
         print(hunt.failure, file=sys.stderr)
     return 1 if hunt.failure else int(code)

@@ -118,6 +118,14 @@ class TracedReceiverDriver(ReceiverDriver):
                 self._tell(What.LINK, link=self._last_link + 1, delivery=delivery, peer=link.peer)
             super().add_link(link)
 
+    def break_down(self) -> None:
+        """Close for good, since the model holds no whole version any more."""
+        with self.lock:
+            links = list(self._links)
+            super().break_down()
+            for link in links:
+                self._tell(What.CLOSED, link=link, incarnation=self.data.fence)
+
     def hold(self) -> None:
         """Hold back the answer to the version that is about to be APPLIED: it is handed on first."""
         self._tell(What.HELD)
