@@ -43,6 +43,7 @@ AllFeatures == {
   "crash",      \* a worker's process dies; one not yet started again is one that has not yet read anything
   "wrong",      \* a sender gives up a worker that is well
   "break",      \* a link breaks between two that are well
+  "cut",        \* what a worker had said, and was not read before its link was lost, never comes
   "copy",       \* copies and successors of senders
   "death",      \* a sender's process dies
   "stray"       \* an answer reaches another sender of the same worker
@@ -131,7 +132,7 @@ Open(s, w, k) ==
   /\ sdata[s].roll[w].link = k /\ sdata[s].roll[w].standing \in {"EXPECTED", "UP"}
 
 Current(s, w, k) == Open(s, w, k) \/ (~Rule("SameLink") /\ Open(s, w, sdata[s].roll[w].link))
-Owes(s, w) == {x \in Workers : sdata[s].out.owed[x] # 0} \cap {w} # {}
+Owes(s, w) == sdata[s].out.owed[w] # 0
 Owing(s) == {w \in Workers : sdata[s].out.owed[w] # 0}
 OwesOver(s, w, k) == Owes(s, w) /\ (sdata[s].out.owed[w] = k \/ ~Rule("SameLink"))
 
@@ -597,6 +598,15 @@ LoseAnswer(s, w, k, v, kind) ==
     /\ answers' = answers \ {m}
     /\ UNCHANGED <<sender, receiver, letters, gone>>
 
+\* "In order, once, or the link breaks": of one that broke, or that the sender is about to give up, any answers may be
+\* lost that it had not read.
+CutAnswers(s, w, k, ps) ==
+  LET on == {m \in answers : m.s = s /\ m.w = w /\ m.k = k} IN
+  /\ Open(s, w, k) /\ (gone[s][w] \/ May("wrong"))
+  /\ ps # {} /\ ps \subseteq {m.p : m \in on}
+  /\ answers' = answers \ {m \in on : m.p \in ps}
+  /\ UNCHANGED <<sender, receiver, letters, gone>>
+
 \* A store or connection that two senders use: an answer to s comes to t, over its link of the same number.
 Stray(s, t, w, k) ==
   \E m \in answers :
@@ -696,6 +706,8 @@ Next ==
   \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion : LoseLetter(s, w, k, v)
   \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion,
         kind \in {"HELLO", "ACK", "BYE"} \cup RefusalKinds : LoseAnswer(s, w, k, v, kind)
+  \/ \E s \in If("cut", Senders), w \in Workers, k \in Links,
+        ps \in SUBSET (0..(MaxVersion + 1)) : CutAnswers(s, w, k, ps)
   \/ \E s \in If("stray", Senders), t \in Senders, w \in Workers, k \in Links : Stray(s, t, w, k)
   \/ \E w \in IfNot("SwapIsOneStep", Workers) : SwapFirst(w)
   \/ \E w \in IfNot("WholeSwap", Workers) : SwapHalf(w)
@@ -773,10 +785,228 @@ OnlyRows ==
           rdata'[w] = NewReceiver \/ \E row \in ReceiverRows : row[1] = rstate[w] /\ row[3] = rstate'[w]]_vars
 
 -----------------------------------------------------------------------------
-(* The guarantees *)
+(* What the guarantees rest on: books that fit together, and messages that are neither lost nor invented *)
 
 Lower(a, b) == a[1] < b[1] \/ (a[1] = b[1] /\ a[2] < b[2])
 IsOutstanding(s) == sstate[s] \in {"pending_async", "awaiting_ack"}
+Keeps(s) == slife[s] = "alive" /\ slife'[s] = "alive" /\ sstate'[s] # Final
+Key(m) == <<m.inc, m.v, m.p>>
+OverLink(m) == <<m.s, m.w, m.k>>
+
+\* What a sender remembers fits together.
+SenderBooks ==
+  \A s \in Senders :
+    LET d == sdata[s] IN
+    /\ d.version = d.serial /\ (slife[s] # "dead" => d.out.version = d.version)
+    /\ sstate[s] \notin {"uninitialized", "closed"} => d.incarnation # 0
+    /\ d.out.did # {} => IsOutstanding(s)
+    /\ \A w \in Workers :
+         LET e == d.roll[w] IN
+         /\ e.standing = "NONE" => e.served = 0 /\ e.due = 0 /\ e.catching = 0 /\ e.fence = 0
+         /\ e.standing # "NONE" => e.link # 0 /\ d.dueAll <= e.due /\ e.due <= d.version
+         /\ e.standing # "LOST" => e.fence = 0
+         /\ e.standing = "EXPECTED" => e.served = 0
+         /\ e.standing = "LOST" => e.catching = 0
+         /\ e.fence # 0 => e.fence > d.incarnation
+         /\ e.served <= e.due /\ e.catching <= e.due /\ (e.catching # 0 => e.served < e.catching)
+         /\ d.out.owed[w] # 0 => d.out.owed[w] = e.link /\ e.due = d.version
+
+\* What a receiver remembers fits together.
+ReceiverBooks ==
+  \A w \in Workers :
+    LET d == rdata[w] IN
+    /\ d.fence = d.met /\ d.live = <<d.served, d.served>>
+    /\ d.answer = "NONE" <=> d.decided = NoPayload
+    /\ d.answer = "ACK" /\ rstate[w] # Final => d.served = d.decided
+    /\ d.served = d.decided \/ Lower(d.served, d.decided)
+    /\ d.decided[1] <= d.fence
+    /\ d.pending # NoPayload => d.pending[1] = d.fence /\ Lower(d.decided, d.pending)
+    /\ rstate[w] = "awaiting_ack" => d.decided[1] = d.fence
+
+\* An open link whose far end is not closed is its worker's, or its Hello is still on the way.
+OpenLinksLeadSomewhere ==
+  Loses \/ \A s \in Senders, w \in Workers :
+    LET k == sdata[s].roll[w].link IN
+    Open(s, w, k) /\ ~gone[s][w] =>
+      rdata[w].link = <<s, k>> \/ \E m \in letters : m.s = s /\ m.w = w /\ m.k = k /\ m.v = 0
+
+\* An answer says what happened at its worker in the step in which it left.
+AnswersSayWhatHappened ==
+  [][\A m \in {n \in answers' \ answers : n.inc = sdata[n.s].incarnation} :
+       LET old == rdata[m.w] new == rdata'[m.w]
+           decided == Key(m) = old.decided /\ new.decided = old.decided /\ m.kind = old.answer IN
+       /\ Open(m.s, m.w, m.k)
+       /\ m.kind \in {"HELLO", "ACK", "BYE"} => m.fence = 0
+       /\ m.kind \in RefusalKinds => m.fence = old.fence
+       /\ CASE m.kind = "HELLO" -> m.v = 0 /\ m.p = 0 /\ new.link = <<m.s, m.k>> /\ old.link # new.link
+            [] m.kind = "ACK" -> decided /\ old.link = <<m.s, m.k>>
+            [] m.kind = "BYE" -> m.v = 0 /\ rstate'[m.w] = Final /\ old.link = <<m.s, m.k>>
+            [] m.kind = "FENCED" -> m.v = 0 /\ m.p = 0 /\ m.inc < m.fence
+            [] m.kind = "SUPERSEDED" -> Key(m) = old.pending /\ Lower(old.pending, new.pending)
+            [] m.kind = "STALE" -> m.v # 0 /\ (Lower(Key(m), old.decided) \/ Lower(Key(m), old.pending))
+            [] m.kind = "REFUSED" ->
+                 IF m.v = 0 THEN m.p = 0 /\ m.inc >= m.fence ELSE decided /\ old.link = <<m.s, m.k>>]_vars
+
+Heard(s, w, k, kind) == \E m \in answers' : m.s = s /\ m.w = w /\ m.k = k /\ m.kind = kind
+
+\* What happens at a worker is said over the link that it concerns, while that is open; a link is closed at both ends.
+NothingIsLeftUnsaid ==
+  [][\A w \in Workers :
+       LET old == rdata[w] new == rdata'[w] s == old.link[1] t == new.link[1]
+           heard == old.link # NoLink /\ Open(s, w, old.link[2])
+           Said(kind, key) == heard => \E m \in answers' : OverLink(m) = <<s, w, old.link[2]>> /\ m.kind = kind
+                                                           /\ (key # NoPayload => Key(m) = key) IN
+       /\ rstate[w] = "awaiting_ack" /\ rstate'[w] = "ready" /\ new.link = old.link => Said(old.answer, old.decided)
+       /\ old.pending # NoPayload /\ new.pending # NoPayload /\ old.pending # new.pending =>
+            Said("SUPERSEDED", old.pending)
+       /\ rstate[w] \in {"ready", "awaiting_ack"} /\ rstate'[w] = Final => Said("BYE", NoPayload)
+       /\ new.link # old.link /\ new.link # NoLink =>
+            /\ new.fence = sdata[t].incarnation /\ new.fence >= old.fence /\ new.pending = NoPayload
+            /\ Open(t, w, new.link[2]) => Heard(t, w, new.link[2], "HELLO")
+       /\ new.link # old.link /\ heard => gone'[s][w]
+       /\ new.fence < old.fence => new = NewReceiver]_vars
+
+\* A message to a worker that vanishes from a link that stays was the only one read, and did what it should.
+LettersAreRead ==
+  [][Loses \/ \A m \in letters \ letters' :
+       LET old == rdata[m.w] new == rdata'[m.w]
+           key == <<sdata[m.s].incarnation, m.v, m.p>>
+           again == <<old.decided[1], old.decided[2]>> = <<key[1], key[2]>> IN
+       Open(m.s, m.w, m.k) /\ Open(m.s, m.w, m.k)' /\ ~gone[m.s][m.w] /\ ~gone'[m.s][m.w] =>
+         /\ \A n \in letters \ letters' : n = m \/ OverLink(n) # OverLink(m)
+         /\ Reorders \/ \A n \in letters : OverLink(n) = OverLink(m) => m.p <= n.p
+         /\ m.v = 0 => new.link = <<m.s, m.k>>
+         /\ m.v # 0 => old.link = <<m.s, m.k>> /\ new.link = <<m.s, m.k>>
+         /\ m.v # 0 /\ Lower(old.decided, key) /\ Lower(old.pending, key) => new.pending = key
+         /\ m.v # 0 /\ (Lower(key, old.decided) \/ Lower(key, old.pending)) /\ ~again =>
+              Heard(m.s, m.w, m.k, "STALE") /\ new = old
+         /\ m.v # 0 /\ again => Heard(m.s, m.w, m.k, old.answer) /\ new = old]_vars
+
+\* A message to a sender that vanishes from a link that stays was the only one read, and counts for what it says.
+AnswersAreRead ==
+  [][Loses \/ \A m \in answers \ answers' :
+       LET e == sdata[m.s].roll[m.w] f == sdata'[m.s].roll[m.w]
+           own == m.inc = sdata[m.s].incarnation
+           counts == sdata[m.s].out.owed[m.w] = m.k /\ m.v = sdata[m.s].version /\ own
+           strays == \E n \in answers' \ answers : n.inc = m.inc /\ n.s # m.s IN
+       Keeps(m.s) /\ ~strays =>
+         /\ m.k # e.link /\ answers' = answers \ {m} => sdata'[m.s] = sdata[m.s]
+         /\ m.k = e.link /\ Open(m.s, m.w, m.k)' =>
+              /\ answers' = answers \ {m}
+              /\ Reorders \/ \A n \in answers : OverLink(n) = OverLink(m) => m.p <= n.p
+              /\ m.kind = "HELLO" /\ own => f.standing = "UP"
+              /\ counts => f.standing = "UP"
+              /\ counts /\ m.kind = "ACK" => f.served = m.v /\ sdata'[m.s].out.outcomes[m.w] = "APPLIED"
+              /\ counts /\ m.kind \in RefusalKinds => sdata'[m.s].out.outcomes[m.w] = "REFUSED"
+              /\ own /\ m.v # 0 /\ m.v = e.catching => f.catching = 0 /\ f.standing = "UP"
+              /\ own /\ m.v # 0 /\ m.v = e.catching /\ m.kind = "ACK" => f.served = m.v
+              /\ ~own => sdata'[m.s] = sdata[m.s]
+         /\ own /\ m.k = e.link /\ answers' = answers \ {m} /\ m.kind \in RefusalKinds /\ m.v = 0 => f.standing # "UP"
+         ]_vars
+
+\* A dispatch is owed by each live target over its link, lost to the others, and on its way to whoever can be reached.
+DispatchesReachTheirTargets ==
+  [][\A s \in Senders : sdata'[s].serial # sdata[s].serial =>
+       LET d == sdata[s] e == sdata'[s] targets == {w \in Workers : e.out.outcomes[w] # "NONE"} IN
+       /\ e.serial = d.serial + 1 /\ e.out.version = e.version /\ e.incarnation = d.incarnation
+       /\ e.dueAll \in {d.dueAll, e.version} /\ (e.dueAll # d.dueAll => targets = OnRoll(s))
+       /\ blocked'[s] = (sstate'[s] = "awaiting_ack")
+       /\ \A w \in Workers :
+            LET old == d.roll[w] new == e.roll[w] IN
+            /\ new.link = old.link /\ new.standing = old.standing /\ new.served = old.served
+            /\ new.catching = old.catching /\ new.fence = old.fence
+            /\ new.due = IF w \in targets THEN e.version ELSE old.due
+            /\ e.out.owed[w] = IF e.out.outcomes[w] = "PENDING" THEN old.link ELSE 0
+            /\ e.out.outcomes[w] =
+                 CASE w \notin targets -> "NONE" [] old.standing = "LOST" -> "LOST" [] OTHER -> "PENDING"
+            /\ e.out.outcomes[w] = "PENDING" /\ ~gone[s][w] =>
+                 \E m \in letters' : OverLink(m) = <<s, w, old.link>> /\ m.v = e.version /\ m.p = e.serial]_vars
+
+\* A new link has a number of its own, and its Hello goes ahead of what its worker missed; or its far end is closed.
+LinksBeginWhole ==
+  [][\A s \in Senders, w \in Workers :
+       LET e == sdata[s].roll[w] f == sdata'[s].roll[w]
+           begins == f.link # e.link /\ Connected(s)
+           opens == sdata[s].incarnation = 0 /\ sdata'[s].incarnation # 0 /\ e.standing # "NONE"
+           Sent(v) == \E m \in letters' : OverLink(m) = <<s, w, f.link>> /\ m.v = v IN
+       slife'[s] = "alive" =>
+       /\ f.link # e.link =>
+            /\ f.link = e.link + 1 /\ f.standing = "EXPECTED" /\ e.standing \in {"NONE", "LOST"}
+            /\ f.due = Max(sdata[s].dueAll, e.due) /\ f.catching = f.due /\ f.served = 0 /\ f.fence = 0
+       /\ sdata'[s].incarnation # sdata[s].incarnation => OnRoll(s) # {}
+       /\ begins \/ opens => IF rstate[w] = Final THEN gone'[s][w] ELSE Sent(0) /\ ~gone'[s][w]
+       /\ begins /\ rstate[w] # Final /\ f.due # 0 => Sent(f.due)
+       /\ f.standing = "EXPECTED" /\ e.standing # "EXPECTED" => f.link # e.link
+       /\ f.standing = "UP" /\ e.standing # "UP" => e.standing = "EXPECTED" /\ f.link = e.link
+       /\ opens => \A t \in Senders : sstate[t] = Final =>
+            \A x \in Workers : sdata'[s].incarnation > sdata[t].roll[x].fence]_vars
+
+\* A link that ends owes nothing, keeps what its worker is due, and says the fence if that was why.
+LinksEndWhole ==
+  [][\A s \in Senders, w \in Workers :
+       LET e == sdata[s].roll[w] f == sdata'[s].roll[w] out == sdata'[s].out
+           ends == Open(s, w, e.link) /\ f.standing \in {"LOST", "NONE"} IN
+       Keeps(s) =>
+         /\ ends => out.owed[w] = 0 /\ ~gone'[s][w]
+         /\ ends /\ sdata[s].out.owed[w] # 0 => out.outcomes[w] = "LOST"
+         /\ ends /\ ~Lingers => ~\E m \in letters' \cup answers' : m.s = s /\ m.w = w
+         /\ ends /\ f.standing = "LOST" => f.link = e.link /\ f.due = e.due /\ f.served = e.served
+         /\ ends /\ f.standing = "NONE" => \E m \in answers : OverLink(m) = <<s, w, e.link>> /\ m.kind = "BYE"
+         /\ ends /\ ~gone[s][w] /\ ~May("wrong") =>
+              \E m \in answers \ answers' : OverLink(m) = <<s, w, e.link>> /\ m.v = 0
+                                             /\ m.kind \in {"BYE", "REFUSED", "FENCED"}
+         /\ f.fence # e.fence /\ f.fence # 0 => \E m \in answers : OverLink(m) = <<s, w, e.link>> /\ m.kind = "FENCED"
+                                                                   /\ m.fence = f.fence
+         /\ ~ends /\ f.link = e.link /\ f.standing = e.standing =>
+              f.fence = e.fence /\ (f.served # e.served => f.standing = "UP")
+         /\ e.standing = "LOST" => f.standing \in {"LOST", "EXPECTED", "NONE"}
+         /\ ends /\ gone[s][w] /\ ~Reorders =>
+              \A m \in answers : OverLink(m) = <<s, w, e.link>> => m.kind \in {"BYE", "REFUSED", "FENCED"} /\ m.v = 0
+         /\ gone[s][w] /\ ~gone'[s][w] => ends]_vars
+
+\* Who is not born or has died does nothing, and is heard of no more but by what it has sent.
+OnlyTheLivingAct ==
+  [][\A s \in Senders : slife[s] # "alive" =>
+       /\ slife'[s] # slife[s] => slife[s] = "unborn" /\ slife'[s] = "alive"
+       /\ slife'[s] = slife[s] =>
+            sstate'[s] = sstate[s] /\ sdata'[s] = sdata[s] /\ blocked'[s] = blocked[s] /\ gone'[s] = gone[s]
+       /\ \A m \in (letters' \ letters) \cup answers' : m.s # s]_vars
+
+\* What the caller and the driver may do in a state they can do.
+CallsArePossible ==
+  /\ \A s \in Senders : slife[s] = "alive" =>
+       /\ sstate[s] = "ready" /\ sdata[s].serial < MaxVersion
+          /\ (\E w \in Workers : sdata[s].roll[w].standing \in {"EXPECTED", "UP"}) =>
+            (ENABLED SendAll(s)) /\ (ENABLED SendAsyncAll(s))
+       /\ sstate[s] = "pending_async" => (ENABLED Wait(s)) /\ (ENABLED Abandon(s))
+       /\ sstate[s] = "awaiting_ack" => (ENABLED Deadline(s)) /\ (ENABLED Interrupted(s))
+       /\ sstate[s] # Final => ENABLED CloseSender(s)
+       /\ \A w \in Workers :
+            LET e == sdata[s].roll[w] IN
+            /\ sstate[s] # Final /\ e.standing \in {"NONE", "LOST"} /\ e.link < MaxLink => ENABLED Join(s, w)
+            /\ sstate[s] # Final /\ e.standing = "LOST" => ENABLED Remove(s, w)
+            /\ Open(s, w, e.link) /\ ~gone[s][w] => ENABLED GiveUp(s, w)
+            /\ gone[s][w] /\ ~(\E m \in answers : OverLink(m) = <<s, w, e.link>>) => ENABLED Notice(s, w)
+  /\ \A w \in Workers :
+       /\ rstate[w] = "pending_async" => (ENABLED Applied(w)) /\ (ENABLED Refused(w)) /\ (ENABLED Broken(w))
+       /\ rstate[w] = "awaiting_ack" => ENABLED Answered(w)
+       /\ rstate[w] # Final => ENABLED CloseReceiver(w)
+       /\ rstate[w] # Final /\ rdata[w].link # NoLink /\ ~Open(rdata[w].link[1], w, rdata[w].link[2]) =>
+            ENABLED LinkDown(w, rdata[w].link[1], rdata[w].link[2])
+  /\ \A m \in letters : (\A n \in letters : OverLink(n) = OverLink(m) => m.p <= n.p) =>
+       /\ m.v = 0 /\ rstate[m.w] \notin {Final, "awaiting_ack"} => ENABLED HelloArrived(m.w, m.s, m.k)
+       /\ m.v # 0 /\ rstate[m.w] \in {"ready", "pending_async"} /\ rdata[m.w].link = <<m.s, m.k>> =>
+            ENABLED UpdateArrived(m.w, m.s, m.k, m.v)
+  /\ \A m \in answers : (\A n \in answers : OverLink(n) = OverLink(m) => m.p <= n.p) =>
+       CASE m.kind = "HELLO" -> ENABLED AnswerHello(m.s, m.w, m.k)
+         [] m.kind = "ACK" -> ENABLED AnswerAck(m.s, m.w, m.k, m.v)
+         [] m.kind = "BYE" -> Open(m.s, m.w, m.k) => ENABLED AnswerBye(m.s, m.w, m.k)
+         [] m.v = 0 -> ENABLED AnswerRejected(m.s, m.w, m.k, m.kind)
+         [] OTHER -> ENABLED AnswerRefusal(m.s, m.w, m.k, m.v, m.kind)
+
+-----------------------------------------------------------------------------
+(* The guarantees *)
+
 Counted(s, w) == sdata[s].out.outcomes[w] = "PENDING" /\ sdata'[s].out.outcomes[w] \in {"APPLIED", "REFUSED"}
 Acked(s, w) == sdata'[s].roll[w].served # sdata[s].roll[w].served /\ sdata'[s].roll[w].served # 0
 

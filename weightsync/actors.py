@@ -15,6 +15,7 @@ from weightsync.errors import ConfigurationError, MissingExtraError
 from weightsync.layout import Layout
 from weightsync.messages import Update, WeightsForm
 from weightsync.options import option
+from weightsync.pickles import portable
 from weightsync.presenting import present_as
 from weightsync.transports.base import Link
 from weightsync.transports.calls import CallLink
@@ -139,4 +140,4 @@ class _Presenter:
     def _weights(self, update: Update, payload: memoryview, form: WeightsForm) -> Any:
         if update.layout:
             self._layouts[update.layout_digest] = Layout.decode(update.layout)
-        return present_as(form, self._layouts[update.layout_digest], payload, update.extras)
+        return portable(present_as(form, self._layouts[update.layout_digest], payload, update.extras))

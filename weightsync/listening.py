@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, State
 from weightsync.driving.receiver import ReceiverDriver
+from weightsync.driving.traced import receiver_driver
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.machine import next_state
 from weightsync.messages import Ack
@@ -49,7 +50,7 @@ class Listening(Side):
         self._model: Any = None
         self._endpoint: Any = None
         self._listening: list[Callable[[], None]] = []
-        self._driver = ReceiverDriver(self._model_id)
+        self._driver = receiver_driver(self._model_id)
         self._target: Target | None = None
         self._serving = ServingLock()
         self._attendant: Attendant | None = None

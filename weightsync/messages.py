@@ -33,6 +33,8 @@ class Hello:
     started: int = 0
     #: The highest incarnation the receiver has made a handshake with; 0 from a sender.
     fence: int = 0
+    #: The speaker's own number for this link, by which traces of both ends are joined; 0: not told.
+    link: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 from weightsync._tables import SENDER_ROWS, SenderInput
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.sender import SenderDriver
+from weightsync.driving.traced import sender_driver
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.layout import Layout
 from weightsync.machine import next_state
@@ -25,7 +26,7 @@ class Roster(Side):
 
     def _begin(self) -> None:
         self._endpoints: dict[int, Any] = {}
-        self._driver = SenderDriver(self._model_id)
+        self._driver = sender_driver(self._model_id)
         self._packer = self._scheme.packer
 
     def add_worker(self, worker_id: int, pipe_or_context: Any) -> None:

@@ -7,7 +7,9 @@ import enum
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
 
 from weightsync.errors import ConfigurationError
 
@@ -119,3 +121,13 @@ class Stopwatch:
 def new_incarnation(fence: int) -> int:
     """An incarnation above ``fence``: nanoseconds since the epoch, then 32 random bits against ties."""
     return (max(_clock.time_ns(), (fence >> 32) + 1) << 32) | secrets.randbits(32)
+
+
+#: Nanoseconds of this machine's monotonic clock, the same one in all its processes. Traces keep real time, whatever
+#: clock a test puts in here later.
+now_ns: Final[Callable[[], int]] = time.monotonic_ns
+
+
+def clock_id() -> str:
+    """Tells clocks of `now_ns` that may be compared from others: a machine's, since its start."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

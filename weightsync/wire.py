@@ -46,7 +46,7 @@ __all__ = [
     "peek",
 ]
 
-_HELLO: Final = struct.Struct("!HHIBQQ16s")
+_HELLO: Final = struct.Struct("!HHIBQQ16sQ")
 _UPDATE: Final = struct.Struct("!HHIIQBBQ")
 _ACK: Final = struct.Struct("!HIdB")
 _REFUSAL: Final = struct.Struct("!HBBII16s")
@@ -104,7 +104,7 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
             return 3, message.version, message.digest, b"".join((_ACK.pack(*numbers), name, nested))
         case Hello():
             told = name, message.layout_digest, message.layout, message.host
-            fixed = _HELLO.pack(*map(len, told), message.pid, message.started, _wide(message.fence))
+            fixed = _HELLO.pack(*map(len, told), message.pid, message.started, _wide(message.fence), message.link)
             return 1, message.version, b"", b"".join((fixed, *told))
         case Refusal():
             said = _prose(message.reason), _prose(message.remote_traceback)
@@ -168,7 +168,7 @@ def _int(field: bytes) -> int:
 
 
 def _read_hello(head: Head, body: bytes) -> Hello:
-    named, digested, laid_out, hosted, pid, started, fence = _HELLO.unpack_from(body)
+    named, digested, laid_out, hosted, pid, started, fence, link = _HELLO.unpack_from(body)
     name, layout_digest, layout, host = _cut(body, _HELLO.size, named, digested, laid_out, hosted)
     return Hello(
         model_id=name.decode(),
@@ -180,6 +180,7 @@ def _read_hello(head: Head, body: bytes) -> Hello:
         pid=pid,
         started=started,
         fence=_int(fence),
+        link=link,
     )
 
 

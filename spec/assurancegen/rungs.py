@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.checker.manifest import Manifest, Purpose
+from weightsync.checker.mutants import Fate, Ledger
 
 
 def table(root: Path, manifest: Manifest) -> Iterator[str]:
@@ -37,6 +38,7 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
         "a proof that is true for no reason, a checker that says yes to all",
         f"{kinds[Purpose.CANARY]} situations that must be reached, {kinds[Purpose.CHECKER]} runs that must fail",
     )
+    yield _mutants(manifest)
     yield _graphs(root)
 
 
@@ -50,6 +52,18 @@ def graphs(root: Path) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for name, each in _read_graphs(root).items():
         yield f"| {name} | {each['bounds']} | {each['nodes']:,} | {each['edges']:,} | {each['compared']} |"
+
+
+def _mutants(manifest: Manifest) -> tuple[str, str, str]:
+    ledger = Ledger.read(manifest.folder)
+    fates = Counter(entry.fate for entry in ledger.entries.values())
+    killed = sum(count for fate, count in fates.items() if fate.killed)
+    valid = sum(fates.values()) - fates[Fate.INVALID]
+    return (
+        "mutants of the model (`weightsync check --mutants`)",
+        "a property that is not there: a change of the model that nothing finds wrong",
+        f"{killed} of {valid} killed by a property or a canary, the others explained (`tla/mutants.toml`)",
+    )
 
 
 def _graphs(root: Path) -> tuple[str, str, str]:

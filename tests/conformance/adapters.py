@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import multiprocessing
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from in_process_courier import DirectCourier, ThreadedCourier
+from ray_relay import ray_factory
+from world_adapters import conforms, rpc_factory, store_factory
 
 from weightsync._tables import Delivery
-from weightsync.testing import Ends, Factory
+from weightsync.compat.user import user_link
+from weightsync.testing import (
+    SCENARIOS,
+    Conformance,
+    Ends,
+    Factory,
+    FaultyTransport,
+    Nonconforming,
+    check_transport,
+)
 from weightsync.transports.base import Link, Payloads
-from weightsync.transports.calls import CallLink
+from weightsync.transports.calls import BlockingLink, CallLink
 from weightsync.transports.doors import Door
 from weightsync.transports.local import local_pair
 from weightsync.transports.pipe import PipeLink
+from weightsync.transports.queues import QueueChannel, QueueLink
 
 ONE_MODEL = "each link here carries one model, and nothing of it is shared"
 ANSWERS_GO_HOME = (
@@ -26,12 +42,14 @@ ANSWERS_GO_HOME = (
     "next call"
 )
 WORDLESS = "a sender that says no goodbye is told by the end of its process alone, and here both ends are in one"
+#: As all tests of Ray: its processes take long to start, and it leaves what it does not close to the collector.
+RAY = (pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::ResourceWarning"))
 NO_CABLE = "nothing lies between the ends of a call that could break while both live"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An entry of the list."""
+    """An entry of the list: both ends in this process, and nothing else needed."""
 
     name: str
     factory: Factory
@@ -40,6 +58,35 @@ class Adapter:
 
     def param(self) -> Any:
         return pytest.param(self, id=self.name, marks=self.marks)
+
+    def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
+        """What the kit says of it; in whichever process its ends have to be."""
+        try:
+            return check_transport(self.factory, unreachable=self.unreachable, **how)
+        except Nonconforming as refused:
+            return refused.conformance
+
+
+@dataclass(frozen=True)
+class Apart(Adapter):
+    """One whose threads and settings are the process's: a process of its own, given a folder, makes the factory."""
+
+    def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
+        (worker,) = request.getfixturevalue("crew").start(None)
+        folder = str(request.getfixturevalue("tmp_path"))
+        found: Conformance = worker.do(conforms, self.factory, folder, {"unreachable": self.unreachable, **how})
+        worker.kill()
+        return found
+
+
+@dataclass(frozen=True)
+class OnRay(Adapter):
+    """One that needs a Ray cluster, whose factory lives in a context."""
+
+    def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
+        request.getfixturevalue("cluster")
+        with tempfile.TemporaryDirectory(prefix="ws") as folder, self.factory(folder) as lay:
+            return Adapter(self.name, lay, self.unreachable).check(request, **how)
 
 
 def local(delivery: Delivery, payloads: Payloads) -> Callable[[str], Ends]:
@@ -72,13 +119,79 @@ def pipe(payloads: Payloads) -> Callable[[str], Ends]:
     return lay
 
 
-def door(courier: Callable[[Door], Any]) -> Callable[[str], Ends]:
+def door(courier: Callable[[Door], Any], over: type[CallLink] = CallLink) -> Callable[[str], Ends]:
     def lay(model_id: str) -> Ends:
         opened = Door(model_id)
-        link: Link = CallLink(courier(opened), "the worker")
+        link: Link = over(courier(opened), "the worker")
         return Ends(link, opened.open)
 
     return lay
+
+
+def queues(model_id: str) -> Ends:
+    """Two queues, as a user of `MPTransport` gives them."""
+    there, back = multiprocessing.Queue(), multiprocessing.Queue()
+    ours, theirs = QueueChannel(there, back), QueueChannel(back, there)
+
+    def over(model: str) -> Ends:
+        return Ends(QueueLink(ours, model, "the worker"), QueueLink(theirs, model, "the sender"), another=over)
+
+    def dispose() -> None:
+        for each in (there, back):
+            each.close()
+            empty(each)
+
+    return replace(over(model_id), dispose=dispose)
+
+
+def empty(queue: Any) -> None:
+    """Read what nobody has read, so that the queue's own thread can end."""
+    with contextlib.suppress(OSError, EOFError, TypeError):  # closed by its own thread, just now
+        while queue._thread is not None and queue._thread.is_alive():
+            if queue._reader.poll(0.01):
+                queue._reader.recv_bytes()
+
+
+def example(model_id: str) -> Ends:
+    """The transport of docs/testing.md."""
+    path = Path(__file__).parents[2] / "docs" / "examples" / "queue_transport.py"
+    spec = importlib.util.spec_from_file_location("queue_transport", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ends: Ends = module.lay(model_id)
+    return ends
+
+
+class Deaf:
+    """A user's transport, as the reference's pages have it."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Take weights."""
+
+
+def users_own(model_id: str) -> Ends:
+    """What `WeightSender` lays over a user's own transport."""
+    return Ends(user_link(Deaf(), "the worker"), lambda accept: lambda: None)
+
+
+def wrapped(lay: Factory, delivery: Delivery, seed: int, **faults: float) -> Factory:
+    """The same, misbehaving as far as ``delivery`` allows."""
+
+    def over(model_id: str) -> Ends:
+        inner = lay(model_id)
+        near = FaultyTransport(inner.sender, delivery, seed=seed, **faults)
+
+        def far(link: Link) -> Link:
+            return FaultyTransport(link, delivery, seed=seed + 1, **faults)
+
+        receiver: Any = inner.receiver
+        if callable(receiver):
+            return replace(
+                inner, sender=near, receiver=lambda accept: receiver(lambda link: accept(far(link))), another=None
+            )
+        return replace(inner, sender=near, receiver=far(receiver), cut=near.cut, another=None)
+
+    return over
 
 
 CALLS = {
@@ -90,6 +203,44 @@ CALLS = {
     "a cut with an update outstanding": NO_CABLE,
     "several models": ONE_MODEL,
 }
+STORE = {"several models": ONE_MODEL, "a cut": NO_CABLE, "a cut with an update outstanding": NO_CABLE}
+ENDLESS = "a queue has no end: that its other side was given up is told by a goodbye, or by the end of a process"
+QUEUES = dict.fromkeys(
+    (
+        "the sender's last words",
+        "a receiver that is gone",
+        "a send to one that is gone",
+        "the sender is lost",
+        "a worker is lost",
+        "a cut",
+        "a cut with an update outstanding",
+    ),
+    ENDLESS,
+)
+HELD = "a goodbye that is held back goes with its link, and a queue has no end"
+WEIGHTS_ONLY = "a user's own transport takes weights, not messages: no link of ours is at its other end"
+
+#: What `FaultyTransport` does under each delivery.
+FAULTS = {
+    Delivery.ORDERED: {"delay": 0.3},
+    Delivery.REORDERED: {"delay": 0.4},
+    Delivery.AT_LEAST_ONCE: {"delay": 0.3, "duplicate": 0.3},
+    Delivery.BEST_EFFORT: {"delay": 0.2, "duplicate": 0.2, "drop": 0.2},
+}
+
+
+def faulty(name: str, lay: Factory, unreachable: Mapping[str, str], deliveries: Iterable[Delivery]) -> list[Adapter]:
+    """The same adapter, wrapped once a delivery."""
+    return [
+        Adapter(
+            f"{name}, faulty {delivery.name}",
+            wrapped(lay, delivery, 1, **FAULTS[delivery]),
+            {"several models": ONE_MODEL, **unreachable},
+            () if name == "pipe inline" else (pytest.mark.slow,),
+        )
+        for delivery in deliveries
+    ]
+
 
 ADAPTERS = [
     *(
@@ -98,6 +249,22 @@ ADAPTERS = [
         for payloads in Payloads
     ),
     *(Adapter(f"pipe {payloads.value}", pipe(payloads)) for payloads in Payloads),
+    Adapter("queue", queues, QUEUES),
     Adapter("calls in this process", door(DirectCourier), CALLS),
     Adapter("calls in threads", door(ThreadedCourier), CALLS),
+    Adapter("blocking calls", door(ThreadedCourier, BlockingLink), CALLS),
+    Adapter("a user's own transport", users_own, dict.fromkeys(SCENARIOS, WEIGHTS_ONLY)),
+    Adapter("the example of the docs", example, {"several models": ONE_MODEL}),
+    Apart("RPC", rpc_factory, CALLS, (pytest.mark.rpc,)),
+    Apart("distributed", store_factory, STORE, (pytest.mark.gloo,)),
+    Apart("distributed, not in step", partial(store_factory, sync=False), STORE, (pytest.mark.gloo,)),
+    OnRay("Ray", ray_factory, CALLS, RAY),
+    *faulty("pipe inline", pipe(Payloads.INLINE), {}, Delivery),
+    *faulty("pipe shared", pipe(Payloads.SHARED), {}, Delivery),
+    *faulty(
+        "queue", queues, {**QUEUES, **dict.fromkeys(("a worker says bye", "an idle worker says bye"), HELD)}, Delivery
+    ),
+    # A call brings home one answer: one more would go with a call that is not its own.
+    *faulty("calls in threads", door(ThreadedCourier), CALLS, (Delivery.ORDERED, Delivery.REORDERED)),
+    *faulty("the example of the docs", example, {}, Delivery),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
@@ -23,22 +24,22 @@ from weightsync.transports.pipe import PipeLink
 PATIENCE = 60.0
 
 
-class Carrier:
+class Carrier(abc.ABC):
     """One sender and one worker."""
 
     sender: WeightSender
 
+    @abc.abstractmethod
     def send(self, weights: Any) -> SyncReport:
         """One whole send."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def served(self) -> dict[str, Any]:
         """All that the worker serves, bit by bit."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def digest(self) -> bytes:
         """The digest of what the worker serves."""
-        raise NotImplementedError
 
 
 class Here(Carrier):

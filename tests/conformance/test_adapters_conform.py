@@ -7,16 +7,16 @@ import os
 import pytest
 from adapters import ADAPTERS, Adapter
 
-from weightsync.testing import SCENARIOS, check_transport
+from weightsync.testing import SCENARIOS
 
 #: Seconds; reached only by a failure.
 PATIENCE = float(os.environ.get("WEIGHTSYNC_KIT_PATIENCE", "20"))
 
 
 @pytest.mark.parametrize("adapter", [adapter.param() for adapter in ADAPTERS])
-def test_it_conforms(adapter: Adapter, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_conforms(adapter: Adapter, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "weightsync")
-    found = check_transport(adapter.factory, unreachable=adapter.unreachable, patience=PATIENCE)
+    found = adapter.check(request, patience=PATIENCE)
 
-    assert found.ok
+    assert found.ok, str(found)
     assert {*found.passed, *found.unreachable, *found.beside} == set(SCENARIOS)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from carriers import PARAMS, PATIENCE, over_pipes
+from carriers import PARAMS, PATIENCE
 from weight_kinds import KINDS, REFUSED, Kind, expected, linear, seeded, snapshot
 
-from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, SharedMemWeightSyncScheme
+from weightsync import LayoutError, OutcomeKind
 
 
 # torch warns of complex32 whenever it allocates some, as the table does.
@@ -55,13 +55,3 @@ def test_a_change_after_the_send_changes_nothing_that_was_sent(carry: Any) -> No
 
         assert carrier.sender.wait_async(timeout=PATIENCE).ok
         assert carrier.model["w"].unique().tolist() == [0.0]
-
-
-@pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme], ids=["pipe", "shared"])
-def test_one_gibibyte(scheme: Any) -> None:
-    source = {"w": torch.arange(2**28, dtype=torch.int32)}
-    with over_pipes(scheme, lambda: {"w": torch.zeros(2**28, dtype=torch.int32)}) as carrier:
-        report = carrier.send(source)
-
-        assert report.nbytes >= 2**30
-        assert torch.equal(carrier.model["w"], source["w"])

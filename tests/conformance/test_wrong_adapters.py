@@ -19,6 +19,9 @@ from weightsync.transports.base import Payloads, Received, Waker
 from weightsync.transports.local import LocalLink, local_pair
 from weightsync.transports.memory import Buffer
 
+#: Whatever is recorded here went over links that are wrong on purpose.
+pytestmark = pytest.mark.untraced("adapters that are wrong on purpose")
+
 #: Seconds after which the kit calls something never. Each wrong adapter that swallows something costs that much.
 PATIENCE = 1.5
 

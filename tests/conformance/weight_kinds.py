@@ -40,7 +40,7 @@ def snapshot(weights: Any, merged: bool = False) -> dict[str, Any]:
 
 def raw(tensor: Tensor) -> bytes:
     """A tensor's elements' bytes, in row-major order."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def nudge(weights: Any) -> Any:
@@ -275,6 +275,7 @@ KINDS = [
     of_dicts("special numbers", special_numbers),
     of_dicts("2,000 small tensors", many),
 ]
+BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 # ------------------------------------------------------------------------------------------------- refused

@@ -6,24 +6,21 @@ import itertools
 import logging
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
-from carriers import Here
 from torch.distributed import TCPStore, rpc
-from weight_kinds import KINDS, room_for_expanded, snapshot
 
-from weightsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
-from weightsync.testing import Conformance, Ends, check_transport
+from weightsync import DistributedWeightSyncScheme
+from weightsync.testing import Conformance, Ends, Nonconforming, check_transport
 from weightsync.transports.calls import CallLink
 from weightsync.transports.rpc import RpcCourier, door_of, worker_named
 
 _ranks = itertools.count(1)
 
 
-def store_factory(sync: bool) -> Callable[[str], Ends]:
+def store_factory(_folder: str, sync: bool = True) -> Callable[[str], Ends]:
     """Links over a store of this process and gloo pairs of its own."""
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     scheme = DistributedWeightSyncScheme(sync=sync)
@@ -36,28 +33,26 @@ def store_factory(sync: bool) -> Callable[[str], Ends]:
     return lay
 
 
-def distributed_conforms(_seat: Any, unreachable: Mapping[str, str], patience: float) -> Conformance:
-    """Check torch.distributed, in a process of its own."""
+def conforms(_seat: Any, factory_in: Callable[[str], Callable[[str], Ends]], folder: str, how: Any) -> Conformance:
+    """Check an adapter in a process of its own, whose threads end with it; what was found, whatever it is."""
     logging.getLogger("weightsync").setLevel("CRITICAL")
-    return check_transport(store_factory(sync=True), unreachable=unreachable, patience=patience)
+    try:
+        return check_transport(factory_in(folder), **how)
+    except Nonconforming as refused:
+        return refused.conformance
 
 
-def rpc_conforms(_seat: Any, folder: str, unreachable: Mapping[str, str], patience: float) -> Conformance:
-    """Check RPC, in a process of its own: its threads end with it."""
-    logging.getLogger("weightsync").setLevel("CRITICAL")
-    _enter_rpc(folder)
-    return check_transport(rpc_factory(), unreachable=unreachable, patience=patience)
-
-
-def _enter_rpc(folder: str) -> None:
+def enter_rpc(folder: str, name: str = "kit", rank: int = 0, size: int = 1) -> None:
+    """Join an RPC world, whose store is a file of that folder."""
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, init_method=f"file://{folder}/store")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # torch of its own deprecations
-        rpc.init_rpc("kit", rank=0, world_size=1, rpc_backend_options=options)
+        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
 
 
-def rpc_factory() -> Callable[[str], Ends]:
+def rpc_factory(folder: str) -> Callable[[str], Ends]:
     """Calls of this process to itself, through RPC's agent and its threads."""
+    enter_rpc(folder)
 
     def lay(model_id: str) -> Ends:
         # Each connection has a door of its own, as each worker has.
@@ -66,35 +61,3 @@ def rpc_factory() -> Callable[[str], Ends]:
         return Ends(CallLink(courier, "the worker"), door_of(door).open)
 
     return lay
-
-
-def everything(seed: int) -> dict[str, Any]:
-    """The weights of every kind that is a dict, in one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="ComplexHalf", category=UserWarning)
-        made = {kind.name: kind.source(seed) for kind in KINDS if isinstance(kind.source(seed), dict)}
-    made["expanded"] = room_for_expanded(seed)
-    return made
-
-
-def everything_arrives(_seat: Any, transport: str, folder: str) -> list[int]:
-    """Send it three times over that transport, both ends in this process; the versions that arrived bit by bit."""
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    if transport == "rpc":
-        _enter_rpc(folder)
-        make, ours, theirs = RPCWeightSyncScheme, {"collector_infos": ["kit"]}, {}
-    else:
-        make, ours, theirs = (
-            DistributedWeightSyncScheme,
-            {"store": store, "num_workers": 1},
-            {"store": store, "rank": 1},
-        )
-    arrived = []
-    with make() as sending, make() as receiving:
-        carrier = Here(sending, receiving, theirs, partial(everything, 9), **ours)
-        for seed in (1, 2, 3):
-            source = everything(seed)
-            report = carrier.send(source)
-            if report.ok and carrier.served() == snapshot(source):
-                arrived.append(report.version)
-    return arrived

@@ -26,12 +26,13 @@ def _bounds(features: str, delivery: str = "", **counts: int) -> Bounds:
 
 #: Small enough for every run; together they have every feature of the model.
 SMALL = {
-    "two workers": _bounds("subset", workers=2),
+    "two workers": _bounds("async subset", workers=2),
     "two versions": _bounds("async deadline interrupt abandon refuse", max_version=2),
     "crashes": _bounds("crash async", max_version=2, max_link=2),
     "losses": _bounds("wrong break refuse", max_version=2, max_link=2),
     "ends": _bounds("remove bye close abandon broken async", max_link=2),
     "lingering": _bounds("wrong async", "Lingers", max_version=2, max_link=2),
+    "cut off": _bounds("crash wrong cut bye refuse", "Lingers", max_link=2),
     "reordered": _bounds("refuse abandon async", "Reorders", max_version=2),
     "duplicated": _bounds("refuse deadline", "Reorders Duplicates", max_version=2),
     "lost": _bounds("deadline", "Reorders Duplicates Loses", max_version=2),

@@ -38,6 +38,8 @@ def attempts(world: World) -> Iterator[Attempt]:
         if "Loses" in bounds.links:
             lost = world._replace(answers=world.answers - {m})
             yield ("LoseAnswer", m.s, m.w, m.k, m.v, m.kind), lambda lost=lost: lost
+    if "cut" in bounds.features:
+        yield from _cuts(world, bounds)
 
 
 def _copy(world: World, s: int, t: int) -> World | None:
@@ -190,6 +192,15 @@ def _bye(world: World, m: Word) -> World:
     for event in sending.removal(trainer.state, trainer.data, m.w, ""):
         world = did(world, m.s, event)
     return world
+
+
+def _cuts(world: World, bounds: Bounds) -> Iterator[Attempt]:
+    for s, w, k in {(m.s, m.w, m.k) for m in world.answers}:
+        if is_open(world, s, w, k) and ((s, w) in world.gone or "wrong" in bounds.features):
+            on = frozenset(m for m in world.answers if (m.s, m.w, m.k) == (s, w, k))
+            for lost in chain.from_iterable(combinations(sorted(on), size) for size in range(1, len(on) + 1)):
+                after = world._replace(answers=world.answers - set(lost))
+                yield ("CutAnswers", s, w, k, frozenset(m.p for m in lost)), lambda after=after: after
 
 
 def _strays(world: World, bounds: Bounds, m: Word) -> Iterator[Attempt]:

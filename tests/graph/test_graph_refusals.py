@@ -18,7 +18,7 @@ from graph_support import explored
 from refusing import due_of_receiver, due_of_sender, receiver_events, sender_events
 
 from weightsync import MultiProcessWeightSyncScheme
-from weightsync._tables import ReceiverInput, SenderInput
+from weightsync._tables import ReceiverInput, SenderInput, State
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
 from weightsync.errors import ConfigurationError, ProtocolError, StateError, WorkerLostError
@@ -166,3 +166,25 @@ def test_a_public_call_that_is_refused_changes_nothing(name, call):
 
 
 _SENDS = (sending.Send, sending.SendAsync)
+
+
+_RECEIVER_CALLS = {
+    "receive": lambda receiver: receiver.receive(timeout=0),
+    "apply_weights": lambda receiver: receiver.apply_weights(torch.nn.Linear(1, 1).state_dict()),
+}
+
+
+@names
+@pytest.mark.parametrize("call", _RECEIVER_CALLS)
+def test_a_receivers_public_call_that_is_refused_changes_nothing(name, call):
+    with MultiProcessWeightSyncScheme() as scheme, scheme.create_receiver() as receiver:
+        receiver.register_model(torch.nn.Linear(1, 1))
+        first = receiver._driver.machine.state, receiver._driver.data
+        refusing = {State.CLOSED, *([State.UNINITIALIZED] if call == "receive" else [])}
+        for state, data in receiver_values(name):
+            if state in refusing:
+                _hold(receiver._driver, state, data)
+                with pytest.raises(StateError):
+                    _RECEIVER_CALLS[call](receiver)
+                assert (receiver.state, receiver._driver.data) == (state, data)
+        _hold(receiver._driver, *first)

@@ -24,6 +24,9 @@ from weightsync.sender import WeightSender
 from weightsync.target import _Undo
 from weightsync.transports.pins import Pins
 
+# Their machines are broken on purpose.
+pytestmark = pytest.mark.untraced("plants a fault in the machines, the drivers or the links")
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 

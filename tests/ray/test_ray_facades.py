@@ -31,6 +31,10 @@ def weights(fill: float) -> dict[str, Any]:
     return dict(small(fill).state_dict())
 
 
+def nested(fill: float) -> TensorDict:
+    return TensorDict.from_module(small(fill)).data
+
+
 def test_ray_transport_sends_to_a_plain_collector(plain: Any) -> None:
     with RayTransport(plain) as transport:
         assert transport.check_connection()
@@ -147,6 +151,24 @@ def test_the_module_scheme_wants_one_actor(seats: list[Any]) -> None:
         scheme.init_on_sender("module", model=small())
         with pytest.raises(ValueError, match="actor_refs"):
             scheme.get_sender().send()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"params_map": {0: nested(2.0)}},
+        {"weights": nested(1.0), "device_map_fn": lambda worker, given: given + 1 + worker, "num_workers": 1},
+    ],
+    ids=["params_map", "device_map_fn"],
+)
+def test_the_modules_first_weights_may_be_given_for_the_one_actor(module: Any, given: dict[str, Any]) -> None:
+    with RayModuleTransformScheme() as scheme:
+        scheme.init_on_sender("module", actor_refs=[module], **given)
+        scheme.connect(timeout=PATIENCE)
+
+        assert (scheme.get_sender().version, _shown(module)) == (1, {2.0})
+        assert scheme.send(nested(3.0), timeout=PATIENCE).ok
+        assert _shown(module) == {2.5}
 
 
 def _as_transform(actor: Any) -> str:

@@ -202,6 +202,16 @@ def test_a_model_may_come_into_being_after_the_handshake(seats: list[Any], train
     assert get(seats[0].do.remote(lambda actor: constants(actor.critic.state_dict()))) == {9.0}
 
 
+def test_a_model_may_be_initialised_after_the_handshake(seats: list[Any], trainer: Any) -> None:
+    get(seats[0].do.remote(lambda actor: actor.__dict__.update(critic=nn.LazyLinear(3))))
+    source = nn.Linear(4, 3)
+    sender = trainer(seats[:1], source, model_id="critic")
+    get(seats[0].do.remote(lambda actor: actor.critic(torch.zeros(1, 4))))
+
+    assert sender.send(timeout=PATIENCE).ok
+    assert torch.equal(get(seats[0].do.remote(lambda actor: actor.critic.weight.detach())), source.weight)
+
+
 def _without_model(actor: Any) -> None:
     actor.policy = None
     actor.__dict__.pop("critic", None)

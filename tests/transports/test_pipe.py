@@ -306,7 +306,7 @@ def test_another_protocol_version_is_a_protocol_error_that_names_both(laid):
     data[8:10] = struct.pack("!H", 7)
     os.write(first._channel.connection.fileno(), bytes(data))
 
-    with pytest.raises(ProtocolError, match=r"From the trainer: .* version 7, this process version 1"):
+    with pytest.raises(ProtocolError, match=r"From the trainer: .* version 7, this process version 2"):
         second.receive()
 
 

@@ -17,7 +17,9 @@ from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
 
 EXAMPLES = [
-    Hello(model_id="policy", incarnation=2**90, version=3, layout_digest=b"d" * 16, layout=b"{}", pid=7, started=9),
+    Hello(
+        model_id="policy", incarnation=2**90, version=3, layout_digest=b"d" * 16, layout=b"{}", pid=7, started=9, link=3
+    ),
     Update(model_id="policy", incarnation=2**90, version=4, layout_digest=b"d" * 16, digest=b"e" * 16, nbytes=12),
     Update(model_id="p", incarnation=1, version=4, layout_digest=b"", nbytes=12, extras=b"x", slot=SlotRef(segment=3)),
     Ack(model_id="policy", incarnation=2**90, version=4, digest=b"e" * 16, seconds=0.25),

@@ -6,7 +6,7 @@ from weightsync.checker.process import Coverage
 from weightsync.checker.record import record
 from weightsync.checker.suite import Observer, Suite
 from weightsync.checker.toolchain import Toolchain, ToolMissingError, find_toolchain
-from weightsync.checker.verdict import Verdict, due, explain, vacuity
+from weightsync.checker.verdict import Verdict, due, explain, idle, vacuity
 
 __all__ = [
     "Configuration",
@@ -26,6 +26,7 @@ __all__ = [
     "explain",
     "find_model",
     "find_toolchain",
+    "idle",
     "pin",
     "record",
     "vacuity",

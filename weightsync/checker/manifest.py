@@ -101,6 +101,21 @@ class Configuration:
 
 
 @dataclass(frozen=True, slots=True)
+class Idle:
+    """A part of the model that no proof evaluates, and should not.
+
+    Attributes:
+        definition: the definition that it is a part of.
+        text: what it says, in one line.
+        reason: why that is right.
+    """
+
+    definition: str
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """All configurations of a model.
 
@@ -109,12 +124,14 @@ class Manifest:
         configurations: in the order of the file.
         bounds: what the bounds leave out, as printed below the verdicts.
         planted: actions that only the reverts may take.
+        idle: parts that no proof may evaluate.
     """
 
     folder: Path
     configurations: tuple[Configuration, ...]
     bounds: str
     planted: tuple[str, ...]
+    idle: tuple[Idle, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -135,7 +152,8 @@ class Manifest:
             what = f"names {', '.join(sorted(twice))} twice" if twice else "has no [[configuration]]"
             raise ConfigurationError(f"The manifest {folder / MANIFEST} {what}.")
         bounds = str(document.get("bounds", {}).get("text", "")).strip()
-        return cls(folder, found, bounds, tuple(document.get("coverage", {}).get("planted", ())))
+        coverage = document.get("coverage", {})
+        return cls(folder, found, bounds, tuple(coverage.get("planted", ())), _idle(folder, coverage))
 
     def select(self, names: Iterable[str]) -> tuple[Configuration, ...]:
         """Return the configurations of these names, in the order of the file.
@@ -153,6 +171,13 @@ class Manifest:
     def tier(self, tier: Tier) -> tuple[Configuration, ...]:
         """Return the quick configurations, or all."""
         return tuple(found for found in self.configurations if tier is Tier.ALL or found.tier is Tier.QUICK)
+
+
+def _idle(folder: Path, coverage: Mapping[str, Any]) -> tuple[Idle, ...]:
+    try:
+        return tuple(Idle(**entry) for entry in coverage.get("idle", ()))
+    except TypeError as error:
+        raise ConfigurationError(f"The manifest {folder / MANIFEST} is wrong under coverage.idle: {error}.") from error
 
 
 def find_model(package: Path = _PACKAGE) -> Path:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from weightsync.checker.places import Action, Expression, read_action, read_expression
+
 _START = re.compile(r"^(.*?)@!@!@STARTMSG (\d+):(\d+) @!@!@$")
 _END = re.compile(r"^@!@!@ENDMSG (\d+) @!@!@$")
 _STATES = re.compile(r"([\d,]+) states generated.*?, ([\d,]+) distinct states found.*?, ([\d,]+) states left")
@@ -19,8 +21,8 @@ _DEPTH = re.compile(r"search is ([\d,]+)")
 _STEP = re.compile(r"^(\d+): (?:Back to state: )?(?:<(.*)>|(.*))$")
 _ACTION = re.compile(r"^(\w+) line \d+, col \d+ to line \d+, col \d+ of module (\w+)$")
 _VARIABLE = re.compile(r"^(?:/\\ )?(\w+) = (.*)$")
-_COVERED = re.compile(r"^<(\w+) line (\d+), col \d+ to line \d+, col \d+ of module (\w+)(?: \([^)]*\))?>: (\d+):(\d+)")
 _VIOLATED = re.compile(r"^(?:Invariant|Action property|Assumption|Property) (.*?) is (?:violated|false)")
+_MET = re.compile(r'^<<"MET", (.*)>>$')
 _ERROR = 1
 _WARNING = 3
 _KEPT_LINES = 40
@@ -127,27 +129,10 @@ class Step:
     values: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """How often an action was taken.
-
-    Attributes:
-        module: where it is defined.
-        name: its name.
-        line: its line.
-        distinct: steps that led to a state not seen before.
-        taken: all steps.
-    """
-
-    module: str
-    name: str
-    line: int
-    distinct: int
-    taken: int
-
-
 class MessageReader:
     """Cuts lines into messages. Lines that stand in none are kept apart, the last of them.
+
+    Situations that the model says it has met (`See` of MCHunt.tla) are kept all.
 
     Args:
         printed: is given what the model itself prints by PrintT, a string a line; that is not kept.
@@ -155,6 +140,7 @@ class MessageReader:
 
     def __init__(self, printed: Callable[[str], None] | None = None) -> None:
         self.loose: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.met: list[str] = []
         self._printed = printed
         self._open: list[tuple[int, int, list[str]]] = []
 
@@ -176,7 +162,10 @@ class MessageReader:
         return None
 
     def _text(self, text: str) -> None:
-        if self._open:
+        met = _MET.match(text)
+        if met:
+            self.met.append(met.group(1).replace('"', "").strip("<>"))
+        elif self._open:
             self._open[-1][2].append(text)
         elif text.strip() and not text.startswith(("Parsing file", "Semantic processing")):
             self.loose.append(text)
@@ -193,6 +182,7 @@ class Findings:
     violations: list[Violation] = field(default_factory=list)
     trace: list[Step] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
+    expressions: list[Expression] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -273,13 +263,19 @@ def _read_initial(findings: Findings, text: str) -> None:
 
 def _start_coverage(findings: Findings, _text: str) -> None:
     findings.actions.clear()
+    findings.expressions.clear()
 
 
 def _read_action(findings: Findings, text: str) -> None:
-    match = _COVERED.match(text)
-    if match:
-        name, line, module, distinct, taken = match.groups()
-        findings.actions.append(Action(module, name, int(line), int(distinct), int(taken)))
+    action = read_action(text)
+    if action is not None:
+        findings.actions.append(action)
+
+
+def _read_expression(findings: Findings, text: str) -> None:
+    expression = read_expression(text)
+    if expression is not None:
+        findings.expressions.append(expression)
 
 
 def _read_completed(findings: Findings, _text: str) -> None:
@@ -302,6 +298,7 @@ _READERS: dict[int, Callable[[Findings, str], None]] = {
     2212: _read_temporal,
     2217: _read_step,
     2218: _read_step,
+    2221: _read_expression,
     2772: _read_action,
     2773: _read_action,
 }

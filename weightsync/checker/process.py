@@ -77,6 +77,7 @@ class Outcome:
         findings: what its messages said.
         seconds: how long it took, the JVM's start included.
         loose: its last lines outside of any message; parse errors stand there.
+        met: the situations that the model said it had met.
     """
 
     ending: Ending
@@ -84,6 +85,7 @@ class Outcome:
     findings: Findings
     seconds: float
     loose: tuple[str, ...] = ()
+    met: tuple[str, ...] = ()
 
 
 def by_hand(job: Job) -> str:
@@ -119,12 +121,13 @@ class TlcRun:
             deadline = threading.Timer(self._job.timeout, self._end, [Ending.TIMED_OUT])
             deadline.start()
             try:
-                findings, loose = _follow(process, progressed, MessageReader(printed))
+                findings, reader = _follow(process, progressed, MessageReader(printed))
             finally:
                 deadline.cancel()
                 _kill(process)
             exit_code = process.returncode if self._ending is Ending.EXITED else None
-            return Outcome(self._ending, exit_code, findings, time.monotonic() - started, loose)
+            seconds = time.monotonic() - started
+            return Outcome(self._ending, exit_code, findings, seconds, tuple(reader.loose), tuple(reader.met))
 
     def stop(self) -> None:
         """End the run now: its JVM is killed, and `run` returns soon."""
@@ -168,7 +171,7 @@ def _command(toolchain: Toolchain, job: Job, folder: str) -> list[str]:
 
 def _follow(
     process: subprocess.Popen[str], progressed: Callable[[Findings], None], reader: MessageReader
-) -> tuple[Findings, tuple[str, ...]]:
+) -> tuple[Findings, MessageReader]:
     findings = Findings()
     assert process.stdout is not None
     with process.stdout:
@@ -178,7 +181,7 @@ def _follow(
                 findings.take(message)
                 progressed(findings)
     process.wait()
-    return findings, tuple(reader.loose)
+    return findings, reader
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

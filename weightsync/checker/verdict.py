@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from weightsync.checker.manifest import Configuration, Expected
+from weightsync.checker.manifest import Configuration, Expected, Manifest
 from weightsync.checker.output import Counts, Kind, Step, Violation
+from weightsync.checker.places import unreached
 from weightsync.checker.process import Ending, Job, Outcome, by_hand
 from weightsync.checker.text import Config, Library
 
@@ -71,18 +72,23 @@ def judge(configuration: Configuration, job: Job, outcome: Outcome, library: Lib
     return Verdict(configuration, job, outcome, found, (*complaints, *recount), repin)
 
 
-def _worded(violation: Violation, configuration: Configuration, config: Config, library: Library) -> str:
+def named(violation: Violation, root: str, config: Config, library: Library) -> str:
+    """Return what is violated by its name in the configuration; "A or B" where TLC does not say which."""
     if violation.kind in _NAMELESS:
         return _NAMELESS[violation.kind]
     if violation.subject.isidentifier():
-        return _violated([violation.subject])
-    root = configuration.module
+        return violation.subject
     if violation.kind is Kind.TEMPORAL:
-        # TLC does not say which.
-        temporal = [name for name in config.properties if library.is_temporal(root, name)]
-        return _violated(temporal or config.properties)
-    listed = (*config.invariants, *config.properties)
-    return _violated(library.owners(root, listed, violation.subject) or [violation.subject])
+        names = [name for name in config.properties if library.is_temporal(root, name)] or list(config.properties)
+    else:
+        listed = (*config.invariants, *config.properties)
+        names = list(library.owners(root, listed, violation.subject)) or [violation.subject]
+    return " or ".join(names)
+
+
+def _worded(violation: Violation, configuration: Configuration, config: Config, library: Library) -> str:
+    name = named(violation, configuration.module, config, library)
+    return name if violation.kind in _NAMELESS else _violated([name])
 
 
 def _complaints(configuration: Configuration, outcome: Outcome, found: Sequence[str]) -> Iterator[str]:
@@ -206,3 +212,26 @@ def vacuity(verdicts: Iterable[Verdict], planted: Sequence[str]) -> Iterator[str
             yield f"{module}.{name} (line {line}) is planted for reverts, and proofs take it"
         elif name not in planted and not count:
             yield f"{module}.{name} (line {line}) is never taken by any proof"
+
+
+def idle(verdicts: Iterable[Verdict], manifest: Manifest) -> Iterator[str]:
+    """Yield each part of the model that no proof evaluates and should, or that one evaluates and should not.
+
+    Args:
+        verdicts: of runs that counted their expressions.
+        manifest: says which parts no proof evaluates.
+    """
+    proofs = [each for each in verdicts if each.configuration.expected is Expected.PASS and each.outcome is not None]
+    findings = [each.outcome.findings for each in proofs if each.outcome is not None]
+    runs = [each.expressions for each in findings]
+    library = Library(manifest.folder)
+    modules = {action.module for each in findings for action in each.actions}
+    known = {(each.definition, each.text) for each in manifest.idle}
+    for part in unreached(runs, library, modules):
+        if part.definition in manifest.planted:
+            continue
+        if (part.definition, part.text) not in known:
+            yield f"{part.definition} (line {part.line}): no proof ever evaluates: {part.text}"
+        known.discard((part.definition, part.text))
+    for definition, text in sorted(known):
+        yield f"{definition}: some proof evaluates, or there is no more, what should be idle: {text}"

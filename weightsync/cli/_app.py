@@ -14,6 +14,7 @@ from weightsync import __version__
 COMMANDS = {
     "demo": "Train a policy on CartPole while worker processes act with the weights they were sent.",
     "check": "Check the protocol's model with TLC.",
+    "verify": "Say whether recorded runs conformed to the protocol.",
 }
 
 

@@ -23,17 +23,20 @@ from weightsync.checker import (
     Purpose,
     Suite,
     Tier,
+    Toolchain,
     ToolMissingError,
     Verdict,
     explain,
     find_model,
     find_toolchain,
+    idle,
     pin,
     record,
     vacuity,
 )
 from weightsync.checker.second import SecondSuite, SecondVerdict, story
 from weightsync.cli._check_display import display, listing, results, summary
+from weightsync.cli._check_mutants import hunt_mutants
 from weightsync.cli._second_display import second_line, second_summary
 
 _PLAIN_WIDTH = 120
@@ -53,6 +56,13 @@ def check(  # noqa: PLR0917
         bool,
         typer.Option("--coverage", help="Run the proofs alone, and fail if they never take some action."),
     ] = False,
+    mutants: Annotated[
+        bool,
+        typer.Option("--mutants", help="Change the model in small ways, and fail if a change is not found wrong."),
+    ] = False,
+    share: Annotated[
+        int, typer.Option("--share", metavar="N", min=1, help="With --mutants: run one mutant in N of them only.")
+    ] = 1,
     repin: Annotated[
         bool,
         typer.Option("--pin", help="Write the counts seen into the manifest, where all else is as expected."),
@@ -81,6 +91,9 @@ def check(  # noqa: PLR0917
     if show:
         console.print(listing(chosen))
         return
+    if mutants:
+        _hunt(manifest, console, share, repin)
+        return
     if coverage:
         chosen = tuple(found for found in chosen if found.purpose is Purpose.PROOF)
     started = time.monotonic()
@@ -90,7 +103,7 @@ def check(  # noqa: PLR0917
     if repin:
         verdicts = _pin(manifest, verdicts, console)
     _tell(manifest, verdicts, time.monotonic() - started, console)
-    vacuous = tuple(vacuity(verdicts, manifest.planted)) if coverage else ()
+    vacuous = (*vacuity(verdicts, manifest.planted), *idle(verdicts, manifest)) if coverage else ()
     for line in vacuous:
         console.print(line, markup=False)
     agreed = not twice or _examine_again(manifest, verdicts, console)
@@ -118,11 +131,22 @@ def _examine_again(manifest: Manifest, verdicts: Sequence[Verdict], console: Con
 
 
 def _run(manifest: Manifest, chosen: Sequence[Configuration], console: Console, coverage: Coverage) -> list[Verdict]:
+    with _tools() as toolchain, display(console, len(chosen)) as shown:
+        return Suite(toolchain, manifest, shown, coverage).run(chosen)
+
+
+def _hunt(manifest: Manifest, console: Console, share: int, repin: bool) -> None:
+    with _tools() as toolchain:
+        if not hunt_mutants(manifest, toolchain, console, share, repin):
+            raise typer.Exit(_DIFFERS)
+
+
+@contextlib.contextmanager
+def _tools() -> Iterator[Toolchain]:
+    """Find Java and TLC; what ends the command early ends it with the code that says so."""
     try:
         with _ended_by_signals():
-            toolchain = find_toolchain()
-            with display(console, len(chosen)) as shown:
-                return Suite(toolchain, manifest, shown, coverage).run(chosen)
+            yield find_toolchain()
     except ToolMissingError as error:
         typer.echo(f"weightsync: {error}", err=True)
         raise typer.Exit(_TOOL_MISSING) from error

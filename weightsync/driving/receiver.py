@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from weightsync._tables import ReceiverInput, RefusalKind, State
+from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
 from weightsync.driving.base import Driver
 from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.layout import Layout
-from weightsync.machine import ReceiverMachine
+from weightsync.machine import ReceiverMachine, next_state
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
 from weightsync.report import SyncReport
@@ -72,8 +72,15 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self._end(pure.Close())
 
     def break_down(self) -> None:
-        """Close for good, since the model holds no whole version any more."""
-        self._end(pure.Broken())
+        """Close for good, since the model holds no whole version any more.
+
+        Without a goodbye, which would take this worker off the roll: it stays there, LOST, and is told of.
+        """
+        with self.lock:
+            next_state(RECEIVER_ROWS, self.machine.state, ReceiverInput.BROKEN)
+            while self._links:
+                self._links.popitem()[1].close()
+            self._end(pure.Broken())
 
     def _end(self, event: pure.Close | pure.Broken) -> None:
         with self.lock:
@@ -109,7 +116,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
             case pure.Greet(link):
-                self._write(link, self._hello())
+                self._write(link, self._hello(link))
             case pure.Reject(link, incarnation, kind, reason):
                 logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
                 self.ended = f"its handshake was refused: {reason}"
@@ -124,7 +131,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             case pure.CloseLink(link):
                 self._close_link(link)
 
-    def _hello(self) -> Hello:
+    def _hello(self, link: int) -> Hello:
         pid, started = own_identity()
         served = self.data.served
         return Hello(
@@ -136,6 +143,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             pid=pid,
             started=started,
             fence=self.data.fence,
+            link=link,
         )
 
     def _refusal(self, key: pure.Key, kind: RefusalKind, reason: str) -> Refusal:

@@ -83,7 +83,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
             case pure.Greet(worker, link, due):
-                self._write(worker, link, self._hello(due))
+                self._write(worker, link, self._hello(link, due))
                 if due:
                     self._update(worker, link, due)
             case pure.Dispatch(worker, link, version):
@@ -94,7 +94,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self.concluded[effect.outstanding.version] = effect
                 self.waker.fire()
 
-    def _hello(self, due: int) -> Hello:
+    def _hello(self, link: int, due: int) -> Hello:
         pid, started = own_identity()
         layout = self.layout
         return Hello(
@@ -106,6 +106,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             host=own_host(),
             pid=pid,
             started=started,
+            link=link,
         )
 
     def _update(self, worker: int, link: int, version: int) -> None:

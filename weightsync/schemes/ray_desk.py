@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from weightsync._tables import State
-from weightsync.errors import ConfigurationError, ModelPathError, StateError, TransportError
+from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, StateError, TransportError
 from weightsync.messages import Hello
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
@@ -75,6 +75,7 @@ class Desk:
                 were begun before it have not come. Whatever is raised, the link is closed here.
             StateError: the receiver is closed.
             ConfigurationError, ModelPathError: there is no model yet, and weights have come for it.
+            LayoutError: the model has no data yet (meta, uninitialised), and weights have come for it.
         """
         try:
             return self._decided(parcel, lost)
@@ -89,8 +90,9 @@ class Desk:
         self._door.skip(parcel, lost)
         try:
             self._decide(parcel, answers[-1])
-        except (ConfigurationError, ModelPathError):
-            # A model may come into being after the trainer's handshake: that is answered with the first weights.
+        except (ConfigurationError, ModelPathError, LayoutError):
+            # A model, or its data, may come into being after the trainer's handshake: that is answered with the first
+            # weights.
             if not isinstance(decode(parcel.frame), Hello):
                 raise
             self._unanswered[parcel.link] = answers

@@ -54,7 +54,7 @@ class RayModuleTransformSender(ActorSender):
         Raises:
             ConfigurationError: (a ValueError) no actor is found, or another worker is named.
         """
-        self._meet()
+        self.meet()
         return super().send(weights, worker_ids, timeout=timeout, on_failure=on_failure, on_pending=on_pending)
 
     def send_async(
@@ -73,10 +73,15 @@ class RayModuleTransformSender(ActorSender):
         Raises:
             ConfigurationError: (a ValueError) no actor is found, or another worker is named.
         """
-        self._meet()
+        self.meet()
         return super().send_async(weights, worker_ids, on_pending=on_pending, timeout=timeout)
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Find the actor, unless that was done.
+
+        Raises:
+            ConfigurationError: (a ValueError) no actor is found.
+        """
         if ONLY not in self.worker_ids and not self._endpoints:
             self.add_worker(ONLY, self._scheme.actor(self._context()))
 
@@ -146,6 +151,13 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """None yet: the actor is found when it is first needed."""
         return {}
+
+    def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> list[tuple[Any, list[int] | None]]:
+        """As all schemes; whoever is given weights of its own must be on the roll by then."""
+        sender = self.get_sender()
+        if isinstance(sender, RayModuleTransformSender):
+            sender.meet()
+        return super()._groups(weights, worker_ids)
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The model given or found by ``get_model``, else the actor's ``_actor_module`` or ``module``, else a path."""

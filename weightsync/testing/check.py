@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping
 
-from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError
+from weightsync.testing.coverage import Coverage
 from weightsync.testing.ends import Ends, Factory
 from weightsync.testing.rules import Breach, Broken, Conformance, Nonconforming, Rule
 from weightsync.testing.scenarios import SCENARIOS
@@ -50,24 +50,18 @@ def check_transport(
     beside = {each.name: why for each in chosen if each.name not in declared and (why := each.beside(delivery))}
     passed: list[str] = []
     broken: list[Broken] = []
+    coverage = Coverage()
     for scenario in chosen:
         if scenario.name in declared or scenario.name in beside:
             continue
-        found = _undeclared(scenario, probe) or _played(scenario, factory, patience)
+        stage = Stage(factory, patience, unreachable=declared, coverage=coverage)
+        found = _undeclared(scenario, probe) or _played(scenario, stage)
         broken += [found] if found else []
         passed += [] if found else [scenario.name]
     _dispose(probe)
-    return _told(delivery, passed, broken, {name: declared[name] for name in declared}, beside)
-
-
-def _told(
-    delivery: Delivery,
-    passed: list[str],
-    broken: list[Broken],
-    unreachable: dict[str, str],
-    beside: dict[str, str],
-) -> Conformance:
-    conformance = Conformance(delivery, tuple(passed), tuple(broken), unreachable, beside)
+    conformance = Conformance(
+        delivery, tuple(passed), tuple(broken), declared, beside, coverage.by_role(), coverage.unreached()
+    )
     if broken:
         raise Nonconforming(conformance)
     return conformance
@@ -97,15 +91,14 @@ def _dispose(ends: Ends) -> None:
     ends.dispose()
 
 
-def _played(scenario: Scenario, factory: Factory, patience: float) -> Broken | None:
+def _played(scenario: Scenario, stage: Stage) -> Broken | None:
     """Play it in a thread; what it broke, or None."""
-    stage = Stage(factory, patience)
     raised: list[BaseException] = []
     thread = threading.Thread(target=_play, args=(scenario, stage, raised), name=f"kit: {scenario.name}", daemon=True)
     thread.start()
     blocked = _watched(thread, stage)
     stage.strike()
-    thread.join(patience)
+    thread.join(stage.patience)
     if blocked:
         return Broken(Rule.NEVER_BLOCKS, scenario.name, tuple(stage.watch.steps), blocked)
     if not raised:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from weightsync._tables import State
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
+from weightsync.testing.cable import Happening
 from weightsync.testing.ends import Ends
 from weightsync.testing.oracle import ReceiverOracle, SenderOracle
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.stage import Stage
-from weightsync.testing.tap import Happening, Tap
+from weightsync.testing.tap import Tap
 
 
 class Sender:
@@ -108,7 +109,7 @@ class Comparing:
         for sender in self.senders:
             sender.oracle.settle()
 
-    def _owner(self, tap: Tap) -> tuple[SenderOracle | ReceiverOracle, int]:
+    def _owner(self, tap: object) -> tuple[SenderOracle | ReceiverOracle, int]:
         owners: list[Sender | Receiver] = [*self.senders, *self._all_receivers]
         return next((o.oracle, number) for o in owners for number, each in o.links.items() if each is tap)
 

@@ -151,6 +151,11 @@ def the_sender_says_bye(stage: Stage) -> None:
     bench.send()
     bench.sync(0)
     bench.close_sender()
+    _another_sender_goes_on(bench)
+
+
+def _another_sender_goes_on(bench: Bench) -> None:
+    """Both workers notice that their sender is gone; a new one serves them."""
     for worker in (0, 1):
         bench.receiver_notices(worker)
     bench.new_sender()
@@ -230,16 +235,7 @@ def the_sender_is_lost(stage: Stage) -> None:
     bench.send()
     bench.sync(0)
     bench.lose_sender()
-    for worker in (0, 1):
-        bench.receiver_notices(worker)
-    bench.new_sender()
-    for worker in (0, 1):
-        bench.join(worker)
-    bench.connect()
-    bench.send()
-    bench.sync(0, 1)
-    bench.wait()
-    bench.finish()
+    _another_sender_goes_on(bench)
 
 
 def removal(stage: Stage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -73,6 +74,10 @@ class Conformance:
     unreachable: Mapping[str, str]
     #: The scenarios that do not apply to what the adapter declares, with the reason.
     beside: Mapping[str, str]
+    #: Of what a sender and a receiver go through in the model: by role, how many edges were replayed, of how many.
+    covered: Mapping[str, tuple[int, int]]
+    #: The edges that were not, in words, each with the reason.
+    unreached: Mapping[str, str]
 
     @property
     def ok(self) -> bool:
@@ -85,6 +90,10 @@ class Conformance:
         lines += [f"- {each}" for each in self.broken]
         lines += [f"- not reached: {scenario}, since {why}" for scenario, why in self.unreachable.items()]
         lines += [f"- does not apply: {scenario}, since {why}" for scenario, why in self.beside.items()]
+        for role, (taken, of) in self.covered.items():
+            lines += [f"- {taken} of {of} edges of the {role}'s graph were replayed"] if of else []
+        for why, count in Counter(self.unreached.values()).items():
+            lines += [f"- {count} edges were not reached, since {why}"]
         return "\n".join(lines)
 
 

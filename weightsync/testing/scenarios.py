@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weightsync.testing.graph_scenarios import GRAPH_SCENARIOS
 from weightsync.testing.link_scenarios import LINK_SCENARIOS
 from weightsync.testing.protocol_scenarios import PROTOCOL_SCENARIOS
 from weightsync.testing.script import Scenario
@@ -9,5 +10,5 @@ from weightsync.testing.walks import WALKS
 
 #: By name.
 SCENARIOS: dict[str, Scenario] = {
-    scenario.name: scenario for scenario in (*LINK_SCENARIOS, *PROTOCOL_SCENARIOS, *WALKS)
+    scenario.name: scenario for scenario in (*LINK_SCENARIOS, *PROTOCOL_SCENARIOS, *WALKS, *GRAPH_SCENARIOS)
 }

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from weightsync.errors import TransportError
 from weightsync.messages import Bye, Message
+from weightsync.testing.cable import Cable, End, Watch, words
+from weightsync.testing.coverage import Coverage
 from weightsync.testing.ends import Ends, Factory
 from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.tap import Cable, End, Tap, Watch, words
+from weightsync.testing.tap import Tap
 from weightsync.timing import Deadline
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.memory import Buffer, Storage
 
+#: What a scenario of links alone needs to know of what cannot be reached.
+_NOTHING: Mapping[str, str] = {}
 #: Seconds for which a link that may lose messages is given to deliver what it will deliver.
 _GRACE = 0.02
 #: Reads of nothing after which a waitable must have become quiet.
@@ -27,11 +30,23 @@ class Stage:
         factory: makes fresh connections.
         patience: seconds after which something counts as never.
         storage: where payloads lie.
+        unreachable: the scenarios that the adapter declares unreachable, with its reasons.
+        coverage: where it is noted what was replayed of the model's graph.
     """
 
-    def __init__(self, factory: Factory, patience: float, storage: Storage = Storage.SEGMENTS) -> None:
+    def __init__(
+        self,
+        factory: Factory,
+        patience: float,
+        storage: Storage = Storage.SEGMENTS,
+        unreachable: Mapping[str, str] = _NOTHING,
+        coverage: Coverage | None = None,
+    ) -> None:
         self._factory = factory
         self.patience = patience
+        self.grace = _GRACE
+        self.unreachable = unreachable
+        self.coverage = coverage or Coverage()
         self.storage = storage
         self.watch = Watch()
         self._ends: list[Ends] = []
@@ -61,15 +76,20 @@ class Stage:
         """What lies between the ends."""
         return Cable(self.watch, name, ends.sender.delivery)
 
-    def strike(self) -> None:
-        """Take the scenario down: close every link, dispose of every connection."""
+    def clear(self) -> None:
+        """Close every link, dispose of every connection."""
         while self._stops:
             self._stops.pop()()
         ends, self._ends = self._ends, []
-        for link in [*(each.sender for each in ends), *self._accepted]:
+        accepted, self._accepted = self._accepted, []
+        for link in [*(each.sender for each in ends), *accepted]:
             link.close()
         for each in reversed(ends):
             each.dispose()
+
+    def strike(self) -> None:
+        """Take the scenario down."""
+        self.clear()
         self._waker.close()
 
     # ------------------------------------------------------------------------------------------- waiting
@@ -121,7 +141,7 @@ class Stage:
             return []
         if cable.closed and not cable.met:
             return []
-        flying = [each.message for each in cable.flying[end]]
+        flying = [each.message for each in cable.flying[end] if not each.given_up]
         return [message for message in flying if not isinstance(message, Bye)] if cable.closed else flying
 
     def until_dead(self, tap: Tap, pump: Callable[[], None]) -> None:
@@ -144,10 +164,7 @@ class Stage:
 
     def flush(self, tap: Tap) -> None:
         """Have it write what it can; that it is dead is found when it is read."""
-        try:
-            tap.link.flush()
-        except TransportError:
-            return
+        tap.write()
 
     def quiet(self, tap: Tap) -> None:
         """Once there is nothing to receive, no waitable may stay readable."""

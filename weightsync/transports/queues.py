@@ -12,7 +12,7 @@ from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Message, Update
-from weightsync.transports.base import Received
+from weightsync.transports.base import Received, Waker
 from weightsync.transports.liveness import ProcessWatch
 from weightsync.transports.memory import Buffer
 
@@ -37,6 +37,8 @@ class QueueChannel:
         self._outbox, self.inbox = outbox, inbox
         self._lock = threading.Lock()
         self._boxes: dict[str, deque[Received]] = {}
+        #: Of links: one may take in what is another's.
+        self._wakers: dict[str, Waker] = {}
         #: What is not ours: kept, in order.
         self.foreign: deque[Any] = deque()
 
@@ -68,7 +70,22 @@ class QueueChannel:
         """
         self.read()
         with self._lock:
+            if model_id in self._wakers:
+                self._wakers[model_id].clear()
             return list(self._boxes.pop(model_id, ()))
+
+    def enroll(self, model_id: str, waker: Waker) -> None:
+        """Fire ``waker`` when something of that model is taken in."""
+        with self._lock:
+            self._wakers[model_id] = waker
+            if self._boxes.get(model_id):
+                waker.fire()
+
+    def leave(self, model_id: str, waker: Waker) -> None:
+        """Fire it no more."""
+        with self._lock:
+            if self._wakers.get(model_id) is waker:
+                del self._wakers[model_id]
 
     def read(self) -> None:
         """Take in what is in the queue."""
@@ -91,6 +108,8 @@ class QueueChannel:
         if (payload.nbytes if payload else 0) != head.payload_nbytes:
             raise ProtocolError(f"A frame came without its {head.payload_nbytes} bytes.", unread=item[:64])
         self._boxes.setdefault(message.model_id, deque()).append(Received(message, payload))
+        if message.model_id in self._wakers:
+            self._wakers[message.model_id].fire()
 
     def waitables(self) -> list[int]:
         """Readable when something is in the queue."""
@@ -111,6 +130,8 @@ class QueueLink:
         self._peer = peer
         self._watch: ProcessWatch | None = None
         self._closed = False
+        self._waker = Waker()
+        channel.enroll(model_id, self._waker)
 
     @property
     def peer(self) -> str:
@@ -147,7 +168,7 @@ class QueueLink:
         if self._closed:
             return []
         watched = [self._watch.fileno()] if self._watch is not None and self._watch.fileno() >= 0 else []
-        return [*self._channel.waitables(), *watched]
+        return [self._waker.fileno(), *self._channel.waitables(), *watched]
 
     def wants_write(self) -> None:
         """A queue's own thread writes."""
@@ -164,6 +185,8 @@ class QueueLink:
         """Give the link up: see `Link.close`. The queues are the user's."""
         if not self._closed:
             self._closed = True
+            self._channel.leave(self._model_id, self._waker)
+            self._waker.close()
             if self._watch is not None:
                 self._watch.close()
 

@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from weightsync.errors import TransportError
+from weightsync.pickles import portable
 from weightsync.report import OutcomeKind, SyncReport
 from weightsync.timing import Deadline
 from weightsync.transports.ray_session import VIGIL, Session, plain, put_away, require_ray, settle
@@ -75,7 +76,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         ray = self._session(worker_id, actor).require()
         if self._reference is None:
             given = isinstance(server_weights, ray.ObjectRef)
-            self._reference = server_weights if given else ray.put(_portable(server_weights))
+            self._reference = server_weights if given else ray.put(portable(_at_home(server_weights)))
         return _followed(actor.update_policy_weights_.remote(self._reference), f"worker {worker_id}")
 
     def _session(self, worker_id: int, actor: Any) -> Session:
@@ -89,15 +90,15 @@ class RayWeightUpdater(WeightUpdaterBase):
         return session
 
 
-def _portable(weights: Any) -> Any:
-    """Weights that any process can unpickle: detached, on the CPU."""
+def _at_home(weights: Any) -> Any:
+    """Weights without gradients and devices: detached, on the CPU."""
     match weights:
         case TensorDictBase():
             return weights.data.cpu()
         case Tensor():
             return weights.detach().cpu()
         case Mapping():
-            return {name: _portable(value) for name, value in weights.items()}
+            return {name: _at_home(value) for name, value in weights.items()}
         case _:
             return weights
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weightsync.checker.second.books import BOOK_STEPS, BOOKS
 from weightsync.checker.second.bounds import Bounds
 from weightsync.checker.second.canaries import STATE_CANARIES, STEP_CANARIES
+from weightsync.checker.second.deliveries import DELIVERIES
 from weightsync.checker.second.graph import Graph, Label
 from weightsync.checker.second.invariants import INVARIANTS
 from weightsync.checker.second.liveness import ENDINGS, SPECIFICATIONS, lasting
+from weightsync.checker.second.possible import calls_are_possible
 from weightsync.checker.second.promise import refines, starts
 from weightsync.checker.second.steps import STEPS, Step
 from weightsync.errors import ConfigurationError
 
 _REFINEMENT = "RefinesWeightSync"
-_OF_STATES = {**INVARIANTS, **STATE_CANARIES}
-_OF_STEPS = {**STEPS, **STEP_CANARIES, _REFINEMENT: refines}
+_POSSIBLE = "CallsArePossible"
+_OF_STATES = {**INVARIANTS, **BOOKS, **STATE_CANARIES}
+_OF_STEPS = {**STEPS, **BOOK_STEPS, **DELIVERIES, **STEP_CANARIES, _REFINEMENT: refines}
 #: All that is read a second time.
-KNOWN = frozenset({*_OF_STATES, *_OF_STEPS, *ENDINGS})
+KNOWN = frozenset({*_OF_STATES, *_OF_STEPS, *ENDINGS, _POSSIBLE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,13 @@ def _states(graph: Graph, question: Question) -> list[Broken]:
             bad = next((at for at, node in enumerate(graph.nodes) if not holds(question.bounds, node)), None)
             if bad is not None:
                 found.append(Broken(name, tuple(graph.path(bad))))
+    if _POSSIBLE in question.names:
+        leaving = enumerate(zip(graph.nodes, graph.leaving, strict=True))
+        bad = next(
+            (at for at, (node, labels) in leaving if not calls_are_possible(question.bounds, node, labels)), None
+        )
+        if bad is not None:
+            found.append(Broken(_POSSIBLE, tuple(graph.path(bad))))
     return found
 
 

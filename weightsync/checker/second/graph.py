@@ -46,9 +46,12 @@ class Graph:
         return found
 
     @cached_property
-    def labelled(self) -> frozenset[tuple[Node, Label, Node]]:
-        """The edges as values, to be compared with another graph's."""
-        return frozenset((self.nodes[a], self.labels[label], self.nodes[b]) for a, label, b in self.edges)
+    def leaving(self) -> list[frozenset[Label]]:
+        """The labels of the edges that leave each node."""
+        found: list[set[Label]] = [set() for _ in self.nodes]
+        for before, label, _ in self.edges:
+            found[before].add(self.labels[label])
+        return list(map(frozenset, found))
 
     @property
     def stuck(self) -> Iterator[int]:

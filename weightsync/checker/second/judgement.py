@@ -66,8 +66,9 @@ def question_of(config: Config) -> Question:
 
 def reason_to_leave_out(configuration: Configuration, library: Library) -> str:
     """Why a configuration is not examined a second time; empty: it is."""
-    following = library.resolve(configuration.module, "Next")
-    if following is None or following.module != PROTOCOL:
+    named = Config.read(library.folder / configuration.config).entries.get("SPECIFICATION", ("Next",))
+    homes = [library.resolve(configuration.module, name) for name in ("Next", *named)]
+    if any(home is None or home.module != PROTOCOL for home in homes):
         return f"its actions are not those of {PROTOCOL}.tla"
     if configuration.expected is Expected.ASSUMPTION:
         return "a false assumption has no graph"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from typing import Final
 
 from weightsync import wire
 from weightsync.errors import ProtocolError, TransportError
@@ -14,12 +13,10 @@ from weightsync.transports.base import Received, Waker
 from weightsync.transports.distributed import pulse
 from weightsync.transports.distributed.group import Group
 from weightsync.transports.distributed.landing import Landings
-from weightsync.transports.distributed.letters import Ended, Inbox, Letter, Outbox, Shut, Side, end
+from weightsync.transports.distributed.letters import INLINE_NBYTES, Ended, Inbox, Letter, Outbox, Shut, Side, end
+from weightsync.transports.distributed.outgoing import Outgoing
 from weightsync.transports.distributed.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.distributed.threads import start
-
-#: Payloads up to this size travel through the store, behind their message.
-INLINE_NBYTES: Final = 64 * 1024
 
 
 class Exchange:
@@ -41,7 +38,7 @@ class Exchange:
         self._key = f"weightsync/link/{name}"
         self._waker = waker
         self._condition = threading.Condition()
-        self._queue: deque[Letter] = deque()
+        self._outgoing = Outgoing()
         self._arrived: deque[Received] = deque()
         self._landings = Landings()
         self._met = threading.Event()
@@ -68,13 +65,25 @@ class Exchange:
         """Whether it is known that nothing more will be written to us."""
         return bool(self._ending)
 
+    def flushed(self) -> bool:
+        """Whether all letters are written; if not, the waker is fired once they are.
+
+        Raises:
+            TransportError: some never will be.
+        """
+        with self._condition:
+            if not self._outgoing.cut_short:
+                return self._outgoing.empty()
+            if self._failed is None:
+                return False  # what the peer has said before its end is heard first
+            raise TransportError(str(self._failed)) from self._failed
+
     def post(self, letter: Letter) -> None:
         """Have a letter written."""
         with self._condition:
+            self._outgoing.add(letter)
             if self._failed is not None:
-                letter.done()
-                return
-            self._queue.append(letter)
+                self._outgoing.drop()
             self._condition.notify_all()
 
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
@@ -88,16 +97,16 @@ class Exchange:
         """Nothing reaches the peer any more: deliver what it wrote before, then fail."""
         with self._condition:
             self._ending = self._ending or reason
-            self._drop_payloads()
+            self._outgoing.shorten()
             self._condition.notify_all()
         self._met.set()
         self._group.abort()
 
     def close(self) -> None:
-        """Let what is queued leave, but no payload, and end."""
+        """Let what is queued leave, up to the first payload that the peer must take from us, and end."""
         with self._condition:
             self._closed = True
-            self._drop_payloads()
+            self._outgoing.shorten()
             self._condition.notify_all()
         self._release()
 
@@ -121,6 +130,7 @@ class Exchange:
             outbox.put(pulse.process_name().encode())
             while (letter := self._next(client)) is not None:
                 self._post(letter, client, outbox)
+                self._written()
         except TransportError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
@@ -132,9 +142,9 @@ class Exchange:
         """What to write next; None: nothing more."""
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._queue or self._closed or self._failed or self._ending)
-                if self._queue and self._failed is None:
-                    return self._queue.popleft()
+                self._condition.wait_for(lambda: self._outgoing or self._closed or self._failed or self._ending)
+                if self._outgoing and self._failed is None:
+                    return self._outgoing.take()
                 if self._closed or self._failed is not None:
                     return None
             # The peer is dead: what it wrote before is read to its end.
@@ -146,20 +156,30 @@ class Exchange:
         try:
             if letter.hint is not None:
                 client.set(letter.hint[0], letter.hint[1].encode())
-            if letter.payload is None or len(letter.payload) <= INLINE_NBYTES:
+            if not letter.needs_the_peer:
                 outbox.put(letter.frame if letter.payload is None else letter.frame + letter.payload)
                 return
+            assert letter.payload is not None
             outbox.put(letter.frame)
             self._met.wait()
             self._transfer(letter.payload, client)
         finally:
             letter.done()
 
+    def _written(self) -> None:
+        with self._condition:
+            awaited = self._outgoing.written()
+        if awaited:
+            self._waker.fire()
+
     def _transfer(self, payload: memoryview, client: Client) -> None:
         try:
             self._group.send(client, payload, self._meeting.in_flight)
         except TransportError as error:
             self.end_reading(str(error))
+            with self._condition:
+                self._outgoing.drop()  # what comes behind would overtake it
+            self._group.tell(client)
 
     def _finish(self, client: Client, outbox: Outbox) -> None:
         """Say that nothing more comes, and have the reading thread end."""
@@ -260,17 +280,10 @@ class Exchange:
         with self._condition:
             if self._failed is None:
                 self._failed = error
-            self._drop_payloads()
-            self._queue.clear()
+            self._outgoing.drop()
             self._condition.notify_all()
         self._release()
         self._waker.fire()
-
-    def _drop_payloads(self) -> None:
-        """With the lock held: what is queued and has a payload will not leave."""
-        for letter in self._queue:
-            letter.done()
-        self._queue = deque(letter for letter in self._queue if letter.payload is None)
 
     def _release(self) -> None:
         self._heart.leave()

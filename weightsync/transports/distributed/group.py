@@ -25,6 +25,10 @@ _RENDEZVOUS: Final = timedelta(seconds=10)
 #: How often a rank looks whether the other has come. Once a link: both are on their way already.
 _LOOK: Final = 0.001
 _AT_ONCE: Final = timedelta(milliseconds=1)
+#: Of an operation that the other rank never answers: buckets are numbered from 0.
+_NOBODYS_TAG: Final = 2**30
+#: Says to the rank that still waits for the other that this will not come.
+_GIVEN_UP: Final = "given up"
 
 
 class Meeting(Store):
@@ -59,10 +63,14 @@ class Meeting(Store):
         return self._client.add(self._prefix + key, amount)
 
     def wait(self, keys: Sequence[str], timeout: timedelta = FOR_EVER) -> None:  # noqa: ARG002
-        """Return once all keys have values, or the meeting is given up."""
-        while not self.check(keys):
+        """Return once all keys have values, or the meeting is given up, here or there."""
+        # Looked at first: gloo takes long to find out that nobody is at an address it was given.
+        while not self.check([_GIVEN_UP]):
+            if self.check(keys):
+                return
             if self._over.wait(_LOOK):
-                raise TransportError("the process group was given up while it was being made")
+                break
+        raise TransportError("the process group was given up while it was being made")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of several keys."""
@@ -90,7 +98,7 @@ class Group:
         self._make, self._device = _backend(backend)
         self._backend = backend
         self._rank = rank
-        self._key = key
+        self._prefix = f"{key}/group/"
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._group: Any = None
@@ -123,13 +131,24 @@ class Group:
         """Make whatever is on its way fail, here and at the other end. The group is of no use any more."""
         self._over.set()
         with self._lock:
-            works, group = list(self._works), self._group
-        for work in works:
-            # An operation whose time is up takes its pair of ranks down with it, and so all other operations.
-            with contextlib.suppress(RuntimeError):
-                work.wait(_AT_ONCE)
-        if group is not None and self._backend != "gloo":
+            busy, group = bool(self._works), self._group
+        if group is None:
+            return
+        if self._backend != "gloo":
             group.abort()
+        elif busy:
+            # An operation whose time is up takes its pair of ranks down with it, and so all other operations. It is
+            # one of its own: a wait for one of theirs could take its completion away from who waits for that.
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1, dtype=torch.uint8)], 1 - self._rank, _NOBODYS_TAG).wait(_AT_ONCE)
+
+    def tell(self, client: Client) -> None:
+        """Tell the other rank, which may be waiting for us in vain, that the group was aborted.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        Meeting(client, self._prefix, self._over).set(_GIVEN_UP, b"")
 
     def close(self) -> None:
         """Let go of the group, once nobody is inside `send` or `receive`."""
@@ -140,7 +159,9 @@ class Group:
     def _meet(self, client: Client) -> None:
         if self._group is None:
             with _told("could not be made"):
-                group = self._make(Meeting(client, f"{self._key}/group/", self._over), self._rank)
+                if self._over.is_set():
+                    raise TransportError("the process group was aborted")
+                group = self._make(Meeting(client, self._prefix, self._over), self._rank)
             with self._lock:
                 self._group = group
 

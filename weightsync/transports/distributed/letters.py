@@ -9,6 +9,8 @@ from typing import Final
 from weightsync.errors import ProtocolError
 from weightsync.transports.distributed.store import Client
 
+#: Payloads up to this size travel through the store, behind their message.
+INLINE_NBYTES: Final = 64 * 1024
 #: A store refuses values of more than 8 MiB.
 PIECE_NBYTES: Final = 4 * 2**20
 
@@ -42,6 +44,20 @@ class Letter:
     hint: tuple[str, str] | None
     #: Called once nobody reads the payload any more.
     done: Callable[[], None]
+
+    @property
+    def needs_the_peer(self) -> bool:
+        """Whether its payload goes over the process group, where the peer has to take it."""
+        return self.payload is not None and len(self.payload) > INLINE_NBYTES
+
+    def alone(self) -> Letter:
+        """The same, with a copy of its payload that nobody has to be told of."""
+        payload = None if self.payload is None else memoryview(bytes(self.payload))
+        return Letter(self.frame, payload, self.hint, _nothing)
+
+
+def _nothing() -> None:
+    return None
 
 
 class Outbox:

@@ -62,6 +62,11 @@ class StoreLink(WokenLink):
             return f"NODE_{self._rank}_in", HINT
         return (f"NODE_{self._rank}_out", ACKED) if isinstance(message, Ack) else None
 
+    def flush(self) -> bool:
+        """Whether the writing thread has written all; if not, a waitable tells once it has: see `Link.flush`."""
+        self._require_open()
+        return self._exchange.flushed()
+
     def receive(self) -> list[Received]:
         """Everything that has arrived whole: see `Link.receive`."""
         self._require_open()
@@ -79,7 +84,10 @@ class StoreLink(WokenLink):
         return arrived
 
     def close(self) -> None:
-        """Give the link up: see `Link.close`. Control messages that are queued still leave; payloads do not."""
+        """Give the link up: see `Link.close`.
+
+        What is queued still leaves, up to the first payload that the peer would have to take from us.
+        """
         if self._closed:
             return
         self._closed = True

@@ -1,0 +1,187 @@
+"""A configuration's graph, with what each step asks of an adapter, and the projections of its roles."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "graph"))
+
+from network import World, is_open, link_of, start
+from search import projected, successors
+
+from weightsync._tables import State
+from weightsync.checker.second import Bounds
+from weightsync.checker.second.words import Receiver, Sender
+
+__all__ = ["NEEDS", "Bounds", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
+
+#: Scenarios of the kit: what a step needs of an adapter beyond carrying messages is what that scenario needs.
+CUT: Final = "a cut with an update outstanding"
+SENDER_LOST: Final = "the sender is lost"
+SENDER_BYE: Final = "the sender says bye"
+LAST_WORDS: Final = "the sender's last words"
+WORKER_LOST: Final = "a worker is lost"
+WORKER_GONE: Final = "a receiver that is gone"
+WORKER_BYE: Final = "a worker says bye"
+IDLE_BYE: Final = "an idle worker says bye"
+NEEDS: Final = (CUT, SENDER_LOST, SENDER_BYE, LAST_WORDS, WORKER_LOST, WORKER_GONE, WORKER_BYE, IDLE_BYE)
+
+Pair = tuple[int, int]
+Label = tuple[Any, ...]
+#: Who does what; the rest is the network's.
+SENDERS: Final = frozenset(
+    {"Die", "Connect", "Join", "Remove", "SendAll", "SendTo", "SendAsyncAll", "SendAsyncTo", "Wait", "Deadline"}
+    | {"Interrupted", "Abandon", "CloseSender", "Notice", "GiveUp"}
+    | {"AnswerHello", "AnswerAck", "AnswerRefusal", "AnswerRejected", "AnswerBye"}
+)
+RECEIVERS: Final = frozenset(
+    {"HelloArrived", "UpdateArrived", "LinkDown", "Applied", "Refused", "Broken", "Answered"}
+    | {"CloseReceiver", "CrashReceiver"}
+)
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A node of the graph, with what its past leaves open: how each worker's end closed, and how many calls wait."""
+
+    world: World
+    #: Of each link whose worker's end is closed: what it takes to notice that.
+    gone: frozenset[tuple[Pair, str]] = frozenset()
+    #: Of each link: how many messages to the worker have had no answer.
+    waiting: frozenset[tuple[Pair, int]] = frozenset()
+
+
+@dataclass(frozen=True)
+class Step:
+    """An edge."""
+
+    label: Label
+    needs: str
+    to: Spot
+    #: (role, projection before, label without the machine's own number, projection after); None: the network's own.
+    role: tuple[str, Any, Label, Any] | None
+
+
+@dataclass
+class Graph:
+    """All that can be reached from the start."""
+
+    first: Spot
+    steps: dict[Spot, list[Step]] = field(default_factory=dict)
+
+
+def graph_of(bounds: Bounds) -> Graph:
+    """Breadth-first search."""
+    graph = Graph(Spot(start(bounds)))
+    todo = deque([graph.first])
+    graph.steps[graph.first] = []
+    while todo:
+        spot = todo.popleft()
+        for label, world in sorted(successors(spot.world), key=_by_label):
+            step = _step(spot, label, world)
+            graph.steps[spot].append(step)
+            if step.to not in graph.steps:
+                graph.steps[step.to] = []
+                todo.append(step.to)
+    return graph
+
+
+def _by_label(edge: tuple[Label, World]) -> list[str]:
+    return [repr(sorted(each) if isinstance(each, frozenset) else each) for each in edge[0]]
+
+
+def _step(spot: Spot, label: Label, after: World) -> Step:
+    before = spot.world
+    waiting = dict(spot.waiting)
+    for m in after.letters - before.letters:
+        waiting[m.s, m.w] = waiting.get((m.s, m.w), 0) + 1
+    for m in after.answers - before.answers:
+        waiting[m.s, m.w] = max(waiting.get((m.s, m.w), 0) - 1, 0)
+    if label[0] == "Join":
+        waiting[label[1], label[2]] = sum(m.s == label[1] and m.w == label[2] for m in after.letters)
+    gone = {pair: why for pair, why in spot.gone if pair in after.gone}
+    for pair in after.gone - before.gone:
+        gone[pair] = _closed(label, spot, pair)
+    bye = any(m.kind == "BYE" for m in after.answers)
+    needs = _needs(label, before, dict(spot.gone))
+    to = Spot(
+        after,
+        frozenset(gone.items()),
+        frozenset((pair, count) for pair, count in waiting.items() if count and (pair in after.gone or not bye)),
+    )
+    return Step(label, needs, to, _role(label, before, after))
+
+
+def _closed(label: Label, spot: Spot, pair: Pair) -> str:
+    """What it takes to notice that the worker's end of a link has closed just now."""
+    if label[0] == "CrashReceiver":
+        return WORKER_LOST if dict(spot.waiting).get(pair) else WORKER_GONE
+    if label[0] == "LinkDown":
+        return CUT
+    if label[0] == "CloseReceiver" and dict(spot.waiting).get(pair):
+        return WORKER_BYE
+    return IDLE_BYE if label[0] == "CloseReceiver" else WORKER_GONE
+
+
+def _needs(label: Label, before: World, gone: dict[Pair, str]) -> str:
+    match label:
+        case ("LinkDown", w, s, k):
+            if is_open(before, s, w, k):
+                return CUT
+            if before.trainer(s).life == "dead":
+                return SENDER_LOST
+            owing = before.worker(w).state is State.AWAITING_ACK and link_of(before.worker(w)) == (s, k)
+            return LAST_WORDS if owing else SENDER_BYE  # who owes an answer reads no goodbye
+        case ("Notice", s, w):
+            why = gone[s, w]
+            return WORKER_GONE if why in (WORKER_BYE, IDLE_BYE) else why
+        case ("AnswerBye", s, w, _):
+            return gone[s, w]
+        case _:
+            return ""
+
+
+def _role(label: Label, before: World, after: World) -> tuple[str, Any, Label, Any] | None:
+    name, *rest = label
+    if name in SENDERS:
+        s = rest[0]
+        short = (name, *rest[1:])
+        return "sender", machines(before)[0][s - 1], short, machines(after)[0][s - 1]
+    if name in RECEIVERS:
+        w = rest[0]
+        return "receiver", machines(before)[1][w - 1], (name, *rest[1:]), machines(after)[1][w - 1]
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- projections
+
+
+@cache
+def machines(world: World) -> tuple[list[Any], list[Any]]:
+    """What counts of each sender (None: it is not alive) and of each receiver, as plain lists, without ghosts."""
+    node = projected(world)
+    senders = [
+        _freeze(_sender(state, data)) if life == "alive" else None
+        for state, data, life in zip(node.sstate, node.sdata, node.slife, strict=True)
+    ]
+    return senders, [_freeze(_receiver(state, data)) for state, data in zip(node.rstate, node.rdata, strict=True)]
+
+
+def _sender(state: str, data: Sender) -> list[Any]:
+    roll = [None if entry.standing == "NONE" else list(entry) for entry in data.roll]
+    last = [data.out.version, data.out.owed, data.out.outcomes]
+    return [state, data.incarnation, data.version, data.dueAll, roll, last]
+
+
+def _receiver(state: str, data: Receiver) -> list[Any]:
+    keys = [key[:2] for key in (data.decided, data.pending, data.served)]
+    return [state, data.link, data.fence, *keys, data.answer]
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value

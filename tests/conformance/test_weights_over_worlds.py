@@ -1,0 +1,174 @@
+"""Weights of every kind arrive bit by bit in other processes, by each transport's public scheme (issue 4, point 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fleet import Seat
+from kind_worlds import (
+    EVERYBODY,
+    OverPipes,
+    OverRay,
+    OverRpc,
+    OverStore,
+    World,
+    begin,
+    begin_kind,
+    begin_mapped,
+    drop_the_pose,
+    hold,
+    hold_kind,
+    marked,
+    pose,
+    push,
+    send_kind,
+    send_what,
+    serves,
+    standing,
+)
+from missing import not_tested, without_gpus
+from torch import Tensor, nn
+from torch.distributed import is_available, is_gloo_available, rpc
+from weight_kinds import BY_NAME, REFUSED, snapshot
+
+from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, SharedMemWeightSyncScheme
+
+WORLDS = [
+    "pipe",
+    "shared",
+    pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.timeout(300)]),
+    pytest.param("rpc", marks=pytest.mark.rpc),
+    pytest.param("distributed", marks=pytest.mark.gloo),
+]
+pytestmark = [
+    # Ray's C++ and its background threads leave what they do not close to the collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    # torch warns of complex32 whenever it allocates some, as the table of kinds does.
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request: pytest.FixtureRequest, forkserver: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = _enter(request, forkserver, str(tmp_path_factory.mktemp("world")))
+    yield made
+    made.end()
+
+
+def _enter(request: pytest.FixtureRequest, forkserver: Any, folder: str) -> World:
+    match request.param:
+        case "pipe":
+            return OverPipes(forkserver, MultiProcessWeightSyncScheme)
+        case "shared":
+            return OverPipes(forkserver, SharedMemWeightSyncScheme)
+        case "ray":
+            request.getfixturevalue("cluster")
+            return OverRay()
+        case "rpc":
+            assert rpc.is_available(), "this torch was built without RPC, which these tests need"
+            return OverRpc(forkserver, folder)
+    if not is_available() or not is_gloo_available():
+        not_tested("WEIGHTS OF EVERY KIND OVER A STORE", "this torch was built without torch.distributed over gloo")
+    return OverStore(forkserver)
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+def test_it_arrives_bit_by_bit(world: World, kind: str) -> None:
+    world.workers[0].do(hold_kind, kind, kind)
+    world.trainer.do(begin_kind, kind, kind)
+    for version in (1, 2, 3):
+        report, wanted, digest = world.send(kind, send_kind, kind)
+
+        assert (report.version, report[0].kind) == (version, OutcomeKind.APPLIED)
+        assert world.workers[0].do(serves, kind) == (wanted, digest)
+    world.forget(kind)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_travel_is_a_layout_error_before_anything_is_sent(world: World, kind: str) -> None:
+    (make, said), model_id = REFUSED[kind], "refuses " + kind
+    world.workers[0].do(hold_kind, model_id, "module")
+    world.trainer.do(begin_kind, model_id, "module")
+    served = world.send(model_id, send_kind, "module")[1:]
+    with pytest.raises(LayoutError, match=f"(?i){said}"):
+        world.trainer.do(send_what, model_id, make)
+
+    assert world.trainer.do(standing, model_id) == (1, "ready")
+    assert world.workers[0].do(serves, model_id) == served
+    assert world.send(model_id, send_kind, "module")[0].version == 2
+    world.forget(model_id)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("meta", "on the meta device"), ("uninitialised", "not initialised")])
+def test_a_worker_whose_own_model_has_no_data_is_told_which_tensor(world: World, kind: str, said: str) -> None:
+    make, _ = REFUSED[kind]
+
+    assert f"weight' is {said}" in world.refusal_of(kind, make)
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        pytest.param(["cpu", "cpu"], id="posed"),
+        pytest.param(["cpu", "cuda:0"], id="cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_device_map_fn_gives_each_worker_first_weights_of_its_own_device(world: World, devices: list[str]) -> None:
+    if "cuda:0" in devices and not torch.cuda.is_available():
+        without_gpus("A WORKER ON A DEVICE", "no GPU; the way of its weights was walked with the CPU as device")
+    model_id = f"mapped to {devices}"
+    for worker, device in zip(world.workers, devices, strict=True):
+        worker.do(hold, model_id, partial(buffered_on, device))
+    # Without a GPU the trainer's weights and the second worker's go the way of those on a device all the same.
+    for process in (world.trainer, world.workers[1]):
+        process.do(pose)
+
+    workers, types, strategy = world.trainer.do(begin_mapped, model_id, devices)
+    world.connect(model_id)
+    source = buffered_on(devices[0], seed=1).state_dict()
+    first = [snapshot({name: marked(tensor, worker) for name, tensor in source.items()}) for worker in EVERYBODY]
+    assert (workers, types) == ([0, 1], {{"state_dict": "dict", "tensordict": "TensorDict"}[strategy]})
+    assert [worker.do(serves, model_id)[0] for worker in world.workers] == first
+
+    report, wanted = world.trainer.do(push, model_id)
+    assert (report.version, report.ok, len(report.outcomes)) == (3, True, 2)
+    assert [worker.do(serves, model_id)[0] for worker in world.workers] == [wanted] * 2
+    for process in (world.trainer, world.workers[1]):
+        process.do(drop_the_pose)
+    world.forget(model_id, EVERYBODY)
+
+
+def buffered_on(device: str, seed: int = 2) -> nn.Module:
+    return BY_NAME["buffers"].source(seed).to(device)
+
+
+#: Elements of four bytes each: 1 GiB.
+COUNT = 2**28
+
+
+def counted() -> dict[str, Tensor]:
+    return {"w": torch.arange(COUNT, dtype=torch.int32)}
+
+
+def uncounted() -> dict[str, Tensor]:
+    return {"w": torch.zeros(COUNT, dtype=torch.int32)}
+
+
+def miscounts(seat: Seat, model_id: str) -> list[int]:
+    """Where pieces begin that are not what was sent."""
+    pieces = enumerate(seat.kept["model of " + model_id]["w"].split(2**22))
+    return [n for n, piece in pieces if not torch.equal(piece, torch.arange(n << 22, (n + 1) << 22, dtype=torch.int32))]
+
+
+def test_one_gibibyte(world: World) -> None:
+    world.workers[0].do(hold, "gibibyte", uncounted)
+    world.trainer.do(begin, "gibibyte")
+    report = world.send("gibibyte", send_what, counted)
+
+    assert (report.ok, report.nbytes) == (True, 2**30)
+    assert world.workers[0].do(miscounts, "gibibyte") == []
+    world.forget("gibibyte")

@@ -1,0 +1,107 @@
+"""What a `StoreLink` had queued when it was closed: it leaves in order, or is given up with all that is behind it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from weightsync import DistributedWeightSyncScheme, TransportError
+from weightsync.messages import Bye, Hello, Update
+from weightsync.timing import Deadline
+from weightsync.transports.base import Link, Waker, wait
+from weightsync.transports.memory import Buffer
+
+PATIENCE = 15.0
+INLINE, GROUPED = 1000, 200_000
+
+
+class Ends:
+    """Both ends of a link, the receiver's once it is there."""
+
+    def __init__(self, store: Any) -> None:
+        scheme = DistributedWeightSyncScheme()
+        self.sender: Link = scheme.lay_link((store, 1), "policy", "the worker")
+        self.accepted: list[Link] = []
+        self.stop = scheme.listen((store, 1), "policy", self.accepted.append)
+        self.buffers: list[Buffer] = []
+        self.sender.send(Hello(model_id="policy", incarnation=5))
+        waited = Deadline(PATIENCE)
+        while not self.accepted and not waited.passed:
+            wait(Waker(), [], 0.001)
+
+    def update(self, version: int, nbytes: int) -> None:
+        buffer = Buffer(nbytes)
+        self.buffers.append(buffer)
+        self.sender.send(
+            Update(model_id="policy", incarnation=5, version=version, layout_digest=b"l" * 16, nbytes=nbytes), buffer
+        )
+
+    def bye_and_close(self) -> None:
+        self.sender.send(Bye(model_id="policy", incarnation=5, reason="done"))
+        self.sender.close()
+
+    def heard(self) -> list[str | int]:
+        """All that comes out at the receiver's end until it is told the end."""
+        found: list[str | int] = []
+        waited = Deadline(PATIENCE)
+        while not waited.passed:
+            wait(Waker(), self.accepted, 0.5)
+            try:
+                arrived = [received.message for received in self.accepted[0].receive()]
+            except TransportError:
+                return found
+            found += [each.version if isinstance(each, Update) else type(each).__name__ for each in arrived]
+        return [*found, "and was never told the end"]
+
+
+@pytest.fixture
+def ends(store: Any) -> Iterator[Ends]:
+    made = Ends(store)
+    yield made
+    made.stop()
+    for link in (made.sender, *made.accepted):
+        link.close()
+
+
+def test_what_the_store_takes_leaves_with_its_goodbye(ends: Ends) -> None:
+    for version in range(1, 9):
+        ends.update(version, INLINE)
+    ends.bye_and_close()
+
+    assert not any(buffer.pinned for buffer in ends.buffers[1:])
+    assert ends.heard() == ["Hello", *range(1, 9), "Bye"]
+
+
+def test_nothing_overtakes_a_payload_that_was_given_up(ends: Ends) -> None:
+    for version in range(1, 5):
+        ends.update(version, GROUPED if version == 3 else INLINE)
+    ends.bye_and_close()
+    found = ends.heard()
+
+    assert found in (["Hello", 1, 2], ["Hello", *range(1, 5), "Bye"])
+
+
+def test_a_receiver_that_waits_for_a_payload_is_told_that_it_will_not_come(ends: Ends) -> None:
+    """The announcement of the payload was out: the receiver would wait in the process group for ever."""
+    ends.update(1, GROUPED)
+    ends.bye_and_close()
+
+    assert ends.heard() in (["Hello"], ["Hello", 1], ["Hello", 1, "Bye"])
+
+
+def test_flush_says_so_only_when_all_is_written_and_then_wakes(ends: Ends) -> None:
+    ends.update(1, 64 * 2**20)
+    assert not ends.sender.flush()
+    waited = Deadline(PATIENCE)
+    while not ends.sender.flush() and not waited.passed:
+        assert wait(Waker(), [ends.sender], PATIENCE) == [ends.sender]
+        with contextlib.suppress(TransportError):
+            ends.sender.receive()
+
+    assert not waited.passed
+    assert not ends.buffers[0].pinned
+    ends.bye_and_close()
+    assert ends.heard() == ["Hello", 1, "Bye"]

@@ -1,0 +1,418 @@
+"""Mutants of the model: what is read of its text, how it is changed, what a run makes of the changes. No TLC here."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from weightsync.checker import Configuration, Counts, Expected, Manifest, Purpose, Tier, find_model
+from weightsync.checker.mutants import (
+    Entry,
+    Fate,
+    Finding,
+    Ground,
+    Hunted,
+    Ledger,
+    Mutant,
+    Score,
+    Source,
+    changed_grounds,
+    complaints,
+    draw,
+    drawn,
+    mutants,
+    stale,
+)
+from weightsync.checker.mutants.hunt import judge
+from weightsync.checker.mutants.parser import parse
+from weightsync.checker.mutants.session import source_of
+from weightsync.checker.mutants.syntax import Kind
+from weightsync.checker.output import Findings, Violation
+from weightsync.checker.output import Kind as Violated
+from weightsync.checker.process import Ending, Outcome
+from weightsync.checker.text import Library, Module, without_comments
+from weightsync.errors import ConfigurationError
+
+LOWEST_SCORE = 85.0
+
+
+@pytest.fixture(scope="module")
+def model() -> Manifest:
+    return Manifest.read(find_model())
+
+
+@pytest.fixture(scope="module")
+def ledger(model: Manifest) -> Ledger:
+    return Ledger.read(model.folder)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Manifest, ledger: Ledger) -> tuple[Mutant, ...]:
+    return draw(model, ledger)
+
+
+def source(text: str, *roots: str, planted: Sequence[str] = ()) -> Source:
+    return Source(Module("M", without_comments(textwrap.dedent(text))), roots, planted)
+
+
+def edits(body: str, operator: str) -> list[tuple[str, str]]:
+    """What an operator makes of a definition: each part that it changes, and what stands there then."""
+    found = mutants(source(f"A ==\n{textwrap.indent(textwrap.dedent(body), '  ')}\n====\n", "A"), ())
+    return [(each.before, each.after) for each in found if each.operator == operator]
+
+
+# The reader.
+
+
+def test_bulleted_lists_are_read_by_their_columns() -> None:
+    node = parse(
+        """
+  /\\ a
+  /\\ \\/ b
+     \\/ c = d
+  /\\ e =>
+       f
+  """
+    )
+
+    assert node.kind is Kind.AND
+    assert [str(part) for part in node.parts] == ["a", "b \\/ (c = d)", "e => f"]
+
+
+def test_a_bullet_ends_what_stands_open_before_it() -> None:
+    node = parse("\n  /\\ IF a THEN b\n     ELSE c\n  /\\ \\E x \\in S : p\n  /\\ d")
+
+    assert [part.kind for part in node.parts] == [Kind.IF, Kind.QUANTIFIED, Kind.NAME]
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("a \\/ b /\\ c", "(a \\/ b) /\\ c"),
+        ("~a = b /\\ c", "(~(a = b)) /\\ c"),
+        ("[f EXCEPT ![s].g[w] = @ + 1, ![t] = 0]", "[f EXCEPT ![s].g[w] = (@ + 1), ![t] = 0]"),
+        ("{x \\in S : x # 0} \\cup {y : y \\in T}", "{x \\in S : x # 0} \\cup {y : y \\in T}"),
+        ("CASE a -> b [] OTHER -> c", "CASE a -> b [] OTHER -> c"),
+        ("LET x == 1 IN [w \\in W |-> f[w]']", "LET x == 1 IN [w \\in W |-> f[w]']"),
+        ("UNCHANGED <<a, b>>", "UNCHANGED <<a, b>>"),
+        ("[s : S, k : 1..n]", "[s : S, k : 1 .. n]"),
+    ],
+)
+def test_what_is_read_is_written_again_with_its_operands_in_brackets(text: str, written: str) -> None:
+    assert str(parse(text)) == written
+    assert parse(written) == parse(text)
+
+
+@pytest.mark.parametrize("text", ["a /\\", "[a EXCEPT ![s] = ", "IF a THEN b", "a )"])
+def test_what_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="The model's text cannot be read"):
+        parse(text)
+
+
+def test_our_model_is_read_whole_and_its_text_keeps_its_lines(model: Manifest, ledger: Ledger) -> None:
+    ours = source_of(model, ledger)
+
+    assert {"Next", "Dispatch", "UpdateArrived", "FairWorld"} <= set(ours.trees)
+    assert not set(model.planted) & set(ours.trees)
+    for name, tree in ours.trees.items():
+        assert parse(str(tree)) == tree, name
+        text = ours.text(name, tree)
+        assert text.count("\n") == ours.module.text.count("\n")
+        again = Module(ours.module.name, text).definitions
+        assert {each: again[each].first_line for each in again} == {
+            each: found.first_line for each, found in ours.module.definitions.items()
+        }
+
+
+# The operators.
+
+
+@pytest.mark.parametrize(
+    ("operator", "body", "expected"),
+    [
+        ("drop", "/\\ a > 1\n/\\ x' = 1", [("a > 1", "TRUE")]),
+        ("drop", "/\\ m.k = k\n/\\ x' = 1", []),
+        ("negate", "/\\ B(a)\n/\\ x' = 1", [("B(a)", "~B(a)")]),
+        ("keep", "/\\ a\n/\\ x' = 1\n/\\ UNCHANGED y", [("x' = 1", "UNCHANGED <<x>>")]),
+        (
+            "keep",
+            "/\\ a\n/\\ IF b THEN x' = 1 ELSE x' = 2",
+            [("x' = 1", "UNCHANGED <<x>>"), ("x' = 2", "UNCHANGED <<x>>")],
+        ),
+        ("stay", "x' = [x EXCEPT ![s] = 1, ![t] = 2]", [("1", "@"), ("2", "@")]),
+        ("stay", "x' = [x EXCEPT ![s] = 1]", []),
+        ("alternative", "IF a THEN b ELSE c", [("IF a THEN b ELSE c", "b"), ("IF a THEN b ELSE c", "c")]),
+        ("alternative", "CASE a -> 1 [] b -> 2 [] OTHER -> 3", [("a -> 1", "nothing"), ("b -> 2", "nothing")]),
+        ("either", "a \\/ b", [("a", "nothing"), ("b", "nothing")]),
+        ("side", "a \\cup b", [("a \\cup b", "a"), ("a \\cup b", "b")]),
+        ("side", "a \\ b", [("a \\ b", "a")]),
+        ("side", "a + 1", [("a + 1", "a")]),
+        ("sieve", "{m \\in box : m.w = w}", [("{m \\in box : (m.w = w)}", "box")]),
+        ("larger", "Max(a, b)", [("Max(a, b)", "a"), ("Max(a, b)", "b")]),
+        ("number", "f[1] + 0", [("0", "1")]),
+        ("word", 'Foo(w, "ACK")', [('"ACK"', '"BYE"')]),
+        ("word", 'SenderMay(x, "SEND")', []),
+        ("compare", "IF a < b THEN 1 ELSE 2", [("a < b", "a <= b")]),
+        ("compare", "/\\ a < b\n/\\ x' = 1", []),
+        ("unfair", "/\\ \\A s \\in S : WF_vars(B(s))\n/\\ c", [("WF_vars(B(s))", "TRUE")]),
+    ],
+)
+def test_an_operator_changes_what_it_says(operator: str, body: str, expected: list[tuple[str, str]]) -> None:
+    found = [(before.replace(": m.w = w", ": (m.w = w)"), after) for before, after in edits(body, operator)]
+
+    assert found == expected
+
+
+def test_what_is_there_for_the_reverts_alone_is_not_changed() -> None:
+    assert edits('IF Rule("R") THEN a ELSE b \\cup c', "side") == []
+    assert edits('IF ~Rule("R") THEN b \\cup c ELSE a', "side") == []
+    assert edits('Rule("R") \\/ a', "either") == []
+    assert edits('IF Rule("R") THEN a \\cup d ELSE b', "side") == [("a \\cup d", "a"), ("a \\cup d", "d")]
+
+
+def test_names_do_not_move_with_the_text() -> None:
+    body = "A ==\n  /\\ a > 1\n  /\\ a > 1\n  /\\ x' = 1\n"
+    before = mutants(source(f"{body}====\n", "A"), ())
+    after = mutants(source(f"\n\nB == y \\cup z\n\n{body}====\n", "A", "B"), ())
+
+    names = [each.name for each in before]
+    assert len(set(names)) == len(names)
+    assert any(name.endswith("#2") for name in names)
+    assert [each.name for each in after if each.definition == "A"] == names
+
+
+def test_what_is_drawn_of_some_does_not_depend_on_the_others(whole: Sequence[Mutant]) -> None:
+    some = whole[::3]
+
+    assert drawn(whole, 1, 1) == tuple(whole)
+    assert set(drawn(some, 2, 2)) == set(drawn(whole, 2, 2)) & set(some)
+    assert 0 < len(drawn(whole, 2, 2)) < len(whole)
+
+
+# One run of a mutant.
+
+HUNT = Configuration("H", "M", "H.cfg", Purpose.PROOF, Tier.ALL, Expected.PASS, None, "", (), 1, 1.0, None)
+GROUND = Ground(HUNT, Counts(10, 5, 3), frozenset({"this", "that"}))
+
+
+def outcome(counts: Counts = GROUND.counts, met: Sequence[str] = ("this", "that"), **more: object) -> Outcome:
+    findings = Findings(counts=counts, completed=True)
+    findings.violations += more.get("violations", [])  # type: ignore[arg-type]
+    findings.errors += more.get("errors", [])  # type: ignore[arg-type]
+    return Outcome(more.get("ending", Ending.EXITED), more.get("exit_code", 0), findings, 1.0, (), tuple(met))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (outcome(), Finding(Fate.EQUIVALENT, "", "H")),
+        (outcome(Counts(11, 5, 3)), Finding(Fate.SURVIVED, "", "H")),
+        (outcome(met=["this", "that", "more"]), Finding(Fate.SURVIVED, "", "H")),
+        (outcome(met=["that"]), Finding(Fate.CANARY, "this", "H")),
+        (outcome(violations=[Violation(Violated.INVARIANT, "P")], exit_code=12), Finding(Fate.PROPERTY, "P", "H")),
+        (
+            outcome(violations=[Violation(Violated.DEADLOCK, "")], exit_code=11),
+            Finding(Fate.PROPERTY, "a deadlock", "H"),
+        ),
+        (outcome(errors=["In evaluation ..."], exit_code=75), Finding(Fate.INVALID, "In evaluation ...", "H")),
+        (outcome(ending=Ending.TIMED_OUT, exit_code=None), Finding(Fate.UNDECIDED, "timed out", "H")),
+    ],
+)
+def test_a_run_is_judged_by_properties_and_situations_never_by_counts(
+    seen: Outcome, expected: Finding, tmp_path: Path
+) -> None:
+    (tmp_path / "H.cfg").write_text("INVARIANT P")
+
+    assert judge(GROUND, seen, Library(tmp_path), tmp_path) == expected
+
+
+# The ledger and the score.
+
+LEDGER = """\
+# head
+[model]
+module = "M"
+roots = ["A"]
+untouched = []
+large = 1
+small = 1
+
+# From here on `weightsync check --mutants --pin` writes, reasons excepted.
+[ratchet]
+score = 50.0
+
+[[hunt]]
+configuration = "H"
+met = ["this"]
+
+[[mutant]]
+name = "dies"
+fate = "property"
+by = "P"
+where = "H"
+
+[[mutant]]
+name = "lives"
+fate = "equivalent"
+reason = "nobody \\"cares\\""
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Ledger:
+    (tmp_path / "mutants.toml").write_text(LEDGER)
+    return Ledger.read(tmp_path)
+
+
+def mutant(name: str) -> Mutant:
+    return Mutant(name, "A", "drop", "a", "TRUE", parse("TRUE"))
+
+
+def seen(**fates: Fate) -> Score:
+    return Score([Hunted(mutant(name), Finding(fate, "Q", "H")) for name, fate in fates.items()])
+
+
+def said(ledger: Ledger, score: Score) -> list[str]:
+    return list(complaints(ledger, score, [each.mutant for each in score.hunted]))
+
+
+def test_all_as_known_is_no_complaint(small: Ledger) -> None:
+    assert said(small, seen(dies=Fate.CANARY, lives=Fate.EQUIVALENT)) == []
+
+
+@pytest.mark.parametrize(
+    ("fates", "expected"),
+    [
+        ({"dies": Fate.SURVIVED, "lives": Fate.EQUIVALENT}, "killed no more .*formerly by P in H: dies"),
+        ({"dies": Fate.INVALID, "lives": Fate.EQUIVALENT}, "can no longer evaluate it .*: dies"),
+        ({"dies": Fate.PROPERTY, "lives": Fate.PROPERTY}, "its reason to live is stale: lives"),
+        ({"dies": Fate.UNDECIDED, "lives": Fate.EQUIVALENT}, "killed no more"),
+    ],
+)
+def test_another_fate_than_the_known_one_is_a_complaint(small: Ledger, fates: dict[str, Fate], expected: str) -> None:
+    assert re.search(expected, "\n".join(said(small, seen(**fates))))
+
+
+def test_a_mutant_that_lives_needs_a_reason(small: Ledger, tmp_path: Path) -> None:
+    (tmp_path / "mutants.toml").write_text(LEDGER.rpartition("reason")[0])
+
+    [complaint] = said(Ledger.read(tmp_path), seen(dies=Fate.PROPERTY, lives=Fate.SURVIVED))
+    assert complaint == "lives (survived) without a reason in the ledger: lives"
+
+
+def test_the_score_may_not_fall_and_counts_what_lives_for_a_reason(small: Ledger) -> None:
+    score = seen(dies=Fate.PROPERTY, lives=Fate.EQUIVALENT, other=Fate.INVALID, more=Fate.SURVIVED)
+
+    assert (score.killed, score.valid, round(score.percent, 1)) == (1, 3, 33.3)
+    assert said(small, score) == ["the score is 33.3 %, and it was 50.0 %: it may not fall"]
+    part = list(complaints(small, score, [*(each.mutant for each in score.hunted), mutant("not run")]))
+    assert part == []
+
+
+def test_entries_without_mutant_and_mutants_without_entry_are_named(small: Ledger) -> None:
+    found = list(stale(small, [mutant("dies"), mutant("new")]))
+
+    assert found == [
+        "stale entry, there is no such mutant any more: lives",
+        "not in the ledger (weightsync check --mutants --pin): new",
+    ]
+
+
+def test_a_situation_that_the_model_meets_no_more_is_named(small: Ledger) -> None:
+    assert list(changed_grounds(small, [GROUND])) == [
+        "H: met, but not in the ledger: that (weightsync check --mutants --pin)"
+    ]
+    gone = Ground(HUNT, Counts(1, 1, 1), frozenset())
+    assert list(changed_grounds(small, [gone])) == ["H: the model itself never meets: this"]
+
+
+def test_pinning_keeps_reasons_and_the_ratchet_only_rises(small: Ledger, tmp_path: Path) -> None:
+    entries = [Entry("dies", Fate.CANARY, "Q", "H"), Entry("lives", Fate.SURVIVED)]
+
+    small.write({"H": frozenset({"that"})}, entries, 33.3)
+    lower = Ledger.read(tmp_path)
+    lower.write(lower.hunts, [entries[0], Entry("lives", Fate.PROPERTY, "P", "H")], 77.77)
+    higher = Ledger.read(tmp_path)
+
+    assert (lower.ratchet, higher.ratchet) == (50.0, 77.7)
+    assert lower.entries["lives"] == Entry("lives", Fate.SURVIVED, reason='nobody "cares"')
+    assert higher.entries["lives"].reason == ""
+    assert lower.hunts == {"H": frozenset({"that"})}
+    assert (tmp_path / "mutants.toml").read_text().startswith("# head\n[model]\n")
+
+
+@pytest.mark.parametrize(
+    "broken", ["", "[model", LEDGER.replace("equivalent", "fine"), LEDGER.replace("[ratchet]", "")]
+)
+def test_a_ledger_that_does_not_say_what_it_must_is_refused(tmp_path: Path, broken: str) -> None:
+    (tmp_path / "mutants.toml").write_text(broken)
+
+    with pytest.raises(ConfigurationError, match="The ledger"):
+        Ledger.read(tmp_path)
+
+
+# Our own.
+
+
+def test_our_ledger_is_about_the_mutants_that_there_are(ledger: Ledger, whole: Sequence[Mutant]) -> None:
+    assert 200 <= len(whole) <= 400
+    assert list(stale(ledger, whole)) == []
+
+
+def test_each_of_our_mutants_that_lives_has_a_reason_and_no_other(ledger: Ledger) -> None:
+    for entry in ledger.entries.values():
+        lives = not entry.fate.killed and entry.fate is not Fate.INVALID
+        assert bool(entry.reason) is lives, entry.name
+
+
+def test_our_score_is_what_the_ledger_says_and_high_enough(ledger: Ledger, whole: Sequence[Mutant]) -> None:
+    known = Score([Hunted(each, Finding(ledger.entries[each.name].fate)) for each in whole])
+
+    assert known.percent >= ledger.ratchet >= LOWEST_SCORE
+
+
+def test_our_hunting_configurations_are_proofs_of_every_property(model: Manifest, ledger: Ledger) -> None:
+    for found in model.select(ledger.hunts):
+        assert (found.purpose, found.module, found.pinned is None) == (Purpose.PROOF, "MCHunt", False)
+    assert set(ledger.hunts) == {found.name for found in model.configurations if found.module == "MCHunt"}
+
+
+def test_each_situation_is_met_by_some_hunting_configuration(model: Manifest, ledger: Ledger) -> None:
+    lookout = Library(model.folder).module("MCHunt")
+    assert lookout is not None
+    named = set(re.findall(r'See(?:In)?\(\d+, "([^"]+)"', lookout.text))
+    met = {
+        situation.partition(",")[0] if situation not in named else situation
+        for found in ledger.hunts.values()
+        for situation in found
+    }
+
+    assert {each.partition(",")[0] for each in named} - _NOT_HUNTED == met
+
+
+#: Met by canaries of their own only: their graphs are too large to hunt in.
+_NOT_HUNTED = {"WiderSend", "WonBack"}
+
+
+def test_each_of_our_fairness_conditions_is_dropped_alone(model: Manifest, whole: Sequence[Mutant]) -> None:
+    text = Library(model.folder).module("AckProtocol")
+    assert text is not None
+    bodies = text.definitions["FairClock"].body + text.definitions["FairWorld"].body
+    conditions = set(re.findall(r'Fair\("(\w+)"', bodies))
+    unfair = {found.name.removeprefix("MCUnfair") for found in model.configurations if found.purpose is Purpose.UNFAIR}
+
+    assert conditions == unfair
+    assert len(conditions) == bodies.count("WF_vars(") == sum(each.operator == "unfair" for each in whole)
+
+
+@pytest.mark.parametrize(
+    "situation", ["StaleAck", "AckAfterDeadline", "Fenced", "Recovery", "AfterRefusal", "Superseded", "CatchesUp"]
+)
+def test_a_situation_that_must_be_reachable_has_its_canary(model: Manifest, situation: str) -> None:
+    [found] = model.select([f"MCCanary{situation}"])
+
+    assert found.purpose is Purpose.CANARY

@@ -1,0 +1,112 @@
+"""Parts of a model that no run evaluates: read from TLC's coverage, named by definition and text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tlc_support import Recorder
+
+from weightsync.checker import Coverage, Manifest, Suite, Toolchain, idle
+from weightsync.checker.manifest import Idle
+from weightsync.checker.output import Findings, MessageReader
+from weightsync.checker.places import Expression, Place, Unreached, read_expression, unreached
+from weightsync.checker.text import Library
+from weightsync.errors import ConfigurationError
+
+TEXT = """\
+---- MODULE M ----
+A(x) == /\\ x > 0
+        /\\ IF x = 5 THEN B
+           ELSE C
+B == x + 1
+====
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Library:
+    (tmp_path / "M.tla").write_text(TEXT)
+    return Library(tmp_path)
+
+
+def seen(depth: int, line: int, first: int, last: int, count: int) -> Expression:
+    return Expression(depth, Place("M", line, first, line, last), count)
+
+
+def missed(library: Library, *runs: Sequence[Expression]) -> list[tuple[str, str]]:
+    return [(each.definition, each.text) for each in unreached(runs, library, {"M"})]
+
+
+def test_a_line_of_tlc_is_read() -> None:
+    assert read_expression("  ||line 3, col 14 to line 4, col 18 of module M: 7") == Expression(
+        2, Place("M", 3, 14, 4, 18), 7
+    )
+    assert read_expression("<A line 3, col 14 to line 4, col 18 of module M>: 1:2") is None
+
+
+def test_messages_of_coverage_are_kept_and_the_last_report_counts() -> None:
+    reader, findings = MessageReader(), Findings()
+    line = "  line 2, col 12 to line 2, col 16 of module M: 3"
+    for code, text in ((2201, "start"), (2221, line), (2201, "start again"), (2221, line)):
+        for each in (f"@!@!@STARTMSG {code}:0 @!@!@", text, f"@!@!@ENDMSG {code} @!@!@"):
+            message = reader.feed(each)
+            if message is not None:
+                findings.take(message)
+
+    assert findings.expressions == [seen(0, 2, 12, 16, 3)]
+
+
+def test_a_part_never_evaluated_is_named_whole_and_once(library: Library) -> None:
+    branch = seen(0, 4, 17, 17, 0)
+    run = [seen(0, 2, 12, 16, 3), seen(0, 3, 15, 19, 3), Expression(0, Place("M", 3, 26, 4, 17), 0), branch]
+
+    assert missed(library, run) == [("A", "B ELSE C")]
+
+
+def test_what_one_run_evaluates_is_reached(library: Library) -> None:
+    idle_run = [seen(0, 3, 15, 19, 3), seen(0, 4, 17, 17, 0)]
+    busy_run = [seen(0, 3, 15, 19, 3), seen(0, 4, 17, 17, 1)]
+
+    assert missed(library, idle_run) == [("A", "C")]
+    assert missed(library, idle_run, busy_run) == []
+
+
+def test_what_is_evaluated_with_all_its_parts_is_not_listed_by_tlc_and_is_reached(library: Library) -> None:
+    elsewhere = [seen(0, 5, 6, 10, 0)]
+    whole = [seen(0, 3, 26, 26, 4)]
+
+    assert missed(library, elsewhere) == [("B", "x + 1")]
+    assert missed(library, elsewhere, whole) == []
+
+
+def test_other_modules_are_not_looked_at(library: Library) -> None:
+    assert list(unreached([[seen(0, 4, 17, 17, 0)]], library, {"N"})) == []
+    assert list(unreached([[seen(0, 4, 17, 17, 0)]], library, {"M"})) == [Unreached("A", "C", 4)]
+
+
+@pytest.mark.tlc
+@pytest.mark.timeout(180)
+def test_a_part_that_should_be_evaluated_is_a_complaint_and_one_known_to_be_idle_is_not(
+    toolchain: Toolchain, manifest: Manifest, recorder: Recorder
+) -> None:
+    verdicts = Suite(toolchain, manifest, recorder, Coverage.COUNTED).run(manifest.select(["Holds"]))
+    complaints = list(idle(verdicts, manifest))
+    known = (Idle("Reset", "x > 5", "never so high"), Idle("Reset", "no such text", "gone"))
+
+    assert [each for each in complaints if each.startswith("Reset")] == complaints
+    assert complaints
+    text = complaints[0].partition("evaluates: ")[2]
+    after = list(idle(verdicts, replace(manifest, idle=(*known, Idle("Reset", text, "why")))))
+    assert "Reset: some proof evaluates, or there is no more, what should be idle: no such text" in after
+    assert complaints[0] not in after
+
+
+def test_an_idle_part_needs_its_reason(specs: Path) -> None:
+    path = specs / "manifest.toml"
+    path.write_text(path.read_text() + '\n[coverage]\nidle = [{ definition = "A", text = "b" }]\n')
+
+    with pytest.raises(ConfigurationError, match=r"coverage\.idle"):
+        Manifest.read(specs)

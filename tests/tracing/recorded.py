@@ -1,0 +1,121 @@
+"""A run that does a bit of everything, recorded; and trace files as lists of lines that can be changed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weightsync
+from weightsync import tracing
+from weightsync.checker.traces import Verdict, verify
+
+Lines = list[dict[str, Any]]
+
+
+def model(value: float = 0.0) -> torch.nn.Module:
+    net = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(net.weight, value)
+    return net
+
+
+class Cast:
+    """A trainer and two workers in one process, over pipes."""
+
+    def __init__(self, scheme: Any = None) -> None:
+        self.scheme = scheme or weightsync.MultiProcessWeightSyncScheme()
+        self.sender = weightsync.WeightSender(self.scheme)
+        self.workers = {0: self.worker(), 1: self.worker()}
+        for worker in self.workers:
+            self.lay(self.sender, worker)
+
+    def worker(self) -> weightsync.WeightReceiver:
+        receiver = weightsync.WeightReceiver(self.scheme)
+        receiver.register_model(model())
+        return receiver
+
+    def lay(self, sender: weightsync.WeightSender, worker: int) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        self.workers[worker].register_worker_transport(theirs)
+        sender.add_worker(worker, ours)
+
+    def receive(self, *workers: int) -> None:
+        for worker in workers or self.workers:
+            self.workers[worker].receive(1.0)
+
+    def close(self) -> None:
+        self.sender.close()
+        for receiver in self.workers.values():
+            receiver.close()
+
+
+def play(scheme: Any = None) -> None:
+    """Sends to all and to some, a refusal, a version overtaken, a rejoin, a takeover, closes; waits refused."""
+    cast = Cast(scheme)
+    sender, workers = cast.sender, cast.workers
+    sender.send_async(model(1.0))
+    cast.receive()
+    sender.wait_async()
+    workers[1].register_model(torch.nn.Linear(3, 3))
+    sender.send_async(model(2.0), worker_ids=[1, 0])
+    cast.receive()
+    sender.wait_async(on_failure="report")
+    sender.send_async(model(3.0), worker_ids=[0])
+    sender.abandon()
+    sender.send_async(model(4.0), worker_ids=[0])
+    cast.receive(0)
+    sender.wait_async()
+    with contextlib.suppress(weightsync.StateError):
+        sender.wait_async()
+    workers[1].register_model(model())
+    cast.lay(sender, 1)
+    workers[1].receive(0.0)
+    cast.receive(1)
+    sender.poll()
+    sender.send(model(5.0), timeout=0.0, on_failure="report")
+    cast.receive()
+    sender.wait_async()
+    successor = weightsync.WeightSender(cast.scheme)
+    cast.lay(successor, 0)
+    successor.send_async(model(6.0))
+    cast.receive(0)
+    successor.wait_async()
+    workers[1].close()
+    sender.poll()
+    successor.close()
+    cast.close()
+
+
+def recorded(folder: Path, scenario: Callable[[], None] = play) -> Path:
+    """The one file that a scenario leaves."""
+    with tracing.record(folder):
+        scenario()
+    [file] = folder.glob(tracing.PATTERN)
+    return file
+
+
+def lines_of(file: Path) -> Lines:
+    return [json.loads(raw) for raw in file.read_text(encoding="utf-8").splitlines()]
+
+
+def write(file: Path, lines: Lines) -> Path:
+    """Write lines as a forger would who knows the format: numbered anew, sealed anew."""
+    checksum, counts, whole = 0, dict[str, int](), []
+    for number, line in enumerate(lines):
+        told = {name: value for name, value in line.items() if name != "c"}
+        told["i"] = number
+        if "m" in told:
+            told["n"] = counts[told["m"]] = counts.get(told["m"], -1) + 1
+        sealed, checksum = tracing.seal(told, checksum)
+        whole.append(sealed)
+    file.write_text("".join(whole), encoding="utf-8")
+    return file
+
+
+def judged(file: Path) -> Verdict:
+    return verify([file])

@@ -1,0 +1,252 @@
+"""Corrupted traces are refused, and the line that is wrong is named: by its seal, and where that is forged, by what it
+tells."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import Lines, judged, lines_of, recorded, write
+
+from weightsync import tracing
+from weightsync.checker.traces import UnreadableTraceError, Verdict
+from weightsync.checker.traces.lines import read_file
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def file(good: Path, tmp_path: Path) -> Path:
+    copied = tmp_path / good.name
+    copied.write_bytes(good.read_bytes())
+    return copied
+
+
+def first(verdict: Verdict) -> int:
+    """The number of the first line that is refused; 0: none is."""
+    return min((found.line.number for found in verdict.findings), default=0)
+
+
+def damaged(file: Path) -> int:
+    """The number of the first line that is not as it was written; 0: all are."""
+    damage = read_file(file).damage
+    return 0 if damage is None else damage.line.number
+
+
+def test_the_run_conforms_and_a_forger_who_changes_nothing_is_not_refused(file: Path) -> None:
+    assert judged(file).findings == ()
+    write(file, lines_of(file))
+    assert judged(file).findings == ()
+
+
+# ------------------------------------------------------------------------------------ by hand, with an editor
+
+
+def edited(file: Path, number: int, old: str, new: str) -> None:
+    raw = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    assert old in raw[number - 1]
+    raw[number - 1] = raw[number - 1].replace(old, new, 1)
+    file.write_text("".join(raw), encoding="utf-8")
+
+
+def find(lines: Lines, **wanted: Any) -> int:
+    """The number of the first line that tells this."""
+    return next(i for i, line in enumerate(lines, 1) if all(line.get(name) == each for name, each in wanted.items()))
+
+
+def test_every_line_that_is_edited_is_named(file: Path) -> None:
+    raw = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number in range(2, len(raw) + 1):
+        changed = list(raw)
+        changed[number - 1] = changed[number - 1].replace('"t":', '"t": ', 1)
+        file.write_text("".join(changed), encoding="utf-8")
+        assert damaged(file) == number
+
+
+def test_every_line_that_is_dropped_is_missed_at_the_next(file: Path) -> None:
+    raw = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number in range(2, len(raw)):
+        file.write_text("".join(raw[: number - 1] + raw[number:]), encoding="utf-8")
+        assert damaged(file) == number
+
+
+def test_every_line_that_is_written_twice_is_named(file: Path) -> None:
+    raw = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number in range(2, len(raw) + 1):
+        file.write_text("".join(raw[:number] + raw[number - 1 :]), encoding="utf-8")
+        assert damaged(file) == number + 1
+
+
+def test_every_two_lines_that_are_swapped_are_named(file: Path) -> None:
+    raw = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number in range(2, len(raw)):
+        swapped = [*raw[: number - 1], raw[number], raw[number - 1], *raw[number + 1 :]]
+        file.write_text("".join(swapped), encoding="utf-8")
+        assert damaged(file) == number
+
+
+@pytest.mark.parametrize("cut", [1, 2, 40])
+def test_a_line_that_is_cut_off_is_named(file: Path, cut: int) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:-cut])
+
+    verdict = judged(file)
+
+    assert [found.line.number for found in verdict.damages] == [data.count(b"\n")]
+
+
+def test_an_edited_state_is_refused_beside_what_the_model_allows(file: Path) -> None:
+    lines = lines_of(file)
+    number = find(lines, what="step", input="WAIT_SETTLED")
+    edited(file, number, '"after":"READY"', '"after":"CLOSED"')
+
+    [finding] = [found for found in judged(file).findings if found.line.number == number]
+
+    assert "not as it was written" in finding.what
+    assert "after is 'CLOSED', and must be 'READY'" in finding.what
+    assert any("leads to READY" in allowed for allowed in finding.allowed)
+    assert any(allowed.startswith("rows of a sender in pending_async: ") for allowed in finding.allowed)
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "not a trace\n", '{"what":"header","format":99,"protocol":2}\n'])
+def test_what_is_no_trace_of_ours_is_not_judged(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "trace-1-a.jsonl"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UnreadableTraceError, match=r"trace-1-a\.jsonl"):
+        judged(file)
+
+
+# ------------------------------------------------------------------------- by a forger who knows the seals
+
+#: What the trace does not need: dropped, nothing else tells that it was there.
+SILENT = {
+    "refused",  # a refusal changes nothing
+    "note",
+    "end",
+    "failed",  # the loss that follows is an event of its own
+}
+
+
+def test_every_dropped_line_is_missed_though_all_is_sealed_anew(file: Path) -> None:
+    lines = lines_of(file)
+    missed = [number for number in range(1, len(lines)) if not _dropped(file, lines, number)]
+
+    assert [lines[number]["what"] for number in missed if not _may_be_missed(lines, number)] == []
+
+
+def _dropped(file: Path, lines: Lines, number: int) -> int:
+    return first(judged(write(file, lines[:number] + lines[number + 1 :])))
+
+
+def _may_be_missed(lines: Lines, number: int) -> bool:
+    """A machine that ends early may have been killed; a goodbye need not arrive."""
+    line = lines[number]
+    after = [each for each in lines[number + 1 :] if each.get("m") == line.get("m")]
+    return line["what"] in SILENT or not after or all(each["what"] == "closed" for each in after)
+
+
+def test_every_dropped_machine_step_is_refused_at_a_later_line_of_the_run(file: Path) -> None:
+    lines = lines_of(file)
+    for number, line in enumerate(lines):
+        if line["what"] == "step" and not _may_be_missed(lines, number):
+            assert _dropped(file, lines, number) > number
+
+
+def test_two_lines_of_a_machine_swapped_are_refused_though_all_is_sealed_anew(file: Path) -> None:
+    lines = lines_of(file)
+    passed = []
+    for number in range(1, len(lines) - 1):
+        after = next((i for i in range(number + 1, len(lines)) if lines[i].get("m") == lines[number].get("m")), 0)
+        if after:
+            swapped = list(lines)
+            one, other = lines[number], lines[after]
+            swapped[number], swapped[after] = {**other, "t": one["t"]}, {**one, "t": other["t"]}
+            if not first(judged(write(file, swapped))):
+                passed.append((lines[number]["what"], lines[after]["what"], lines[after].get("input")))
+    assert set(passed) <= HARMLESS
+
+
+#: What commutes: a link that is laid and a step over another; a step that says nothing and what comes next; a link's
+#: failure and the loss that follows.
+HARMLESS = {
+    ("step", "link", None),
+    ("link", "received", None),
+    ("step", "received", None),
+    ("received", "link", None),
+    ("failed", "step", "LINK_DOWN"),
+}
+
+#: Leaves that say nothing of the protocol.
+WORDS = {"t", "peer", "reason", "text", "m", "i", "n", "c", "role", "model", "what"}
+
+
+def leaves(told: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(told, dict):
+        for name, each in told.items():
+            yield from leaves(each, (*path, name))
+    elif isinstance(told, list):
+        for index, each in enumerate(told):
+            yield from leaves(each, (*path, index))
+    else:
+        yield path, told
+
+
+def kind_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    """Lines of one kind have the same values to be forged: one of each will do."""
+    message = line.get("message", line.get("event", {}))
+    return line["what"], line.get("role"), line.get("input"), message.get("is")
+
+
+def forged(value: Any) -> Any:
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 1
+        case float():
+            return value + 1.0
+        case None:
+            return "CLOSE"
+        case "CLOSED":
+            return "READY"
+        case "APPLIED":
+            return "REFUSED"
+        case str() if len(value) == 32:
+            return ("0" if value[0] != "0" else "1") + value[1:]
+        case _:
+            return "CLOSED"
+
+
+def test_every_forged_value_is_refused_though_all_is_sealed_anew(file: Path) -> None:
+    lines = lines_of(file)
+    passed, seen = [], set()
+    for number, line in enumerate(lines):
+        for path, value in leaves(line):
+            kind = (*kind_of(line), *(name for name in path if not str(name).isdigit()), value is None)
+            if number and kind not in seen and not WORDS & {str(name) for name in path}:
+                seen.add(kind)
+                changed = copy.copy(lines)
+                changed[number] = _with(line, path, forged(value))
+                if not first(judged(write(file, changed))):
+                    passed.append((number, line["what"], path, value))
+    assert passed == []
+
+
+def _with(line: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    changed = json.loads(json.dumps(line))
+    place = changed
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    return changed
+
+
+def test_traces_are_named_as_the_search_for_them_expects(good: Path) -> None:
+    assert list(good.parent.glob(tracing.PATTERN)) == [good]

@@ -1,0 +1,67 @@
+"""The pytest plugin records every test, names the one whose trace does not conform, and lets those be that say why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = """
+import pytest
+from recorded import play
+from weightsync import tracing
+
+
+def test_that_conforms():
+    play()
+
+
+
+shipped = tracing.Life.tell
+
+
+def faulty(self, what, model_id, **said):
+    if what is tracing.What.STEP:
+        said["after"] = said["before"]
+    shipped(self, what, model_id, **said)
+
+
+{marker}
+def test_that_plants_a_fault(monkeypatch):
+    monkeypatch.setattr(tracing.Life, "tell", faulty)
+    play()
+"""
+
+
+def session(folder: Path, marker: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_played.py").write_text(TESTS.format(marker=marker), encoding="utf-8")
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)])}
+    environment.pop("WEIGHTSYNC_TRACE", None)
+    command = [sys.executable, "-m", "pytest", "-p", "weightsync.testing.pytest_plugin", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [*command, "--rootdir", str(folder), *options, str(folder)],
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+
+
+def test_a_trace_that_does_not_conform_fails_the_session_and_its_test_is_named(tmp_path: Path) -> None:
+    done = session(tmp_path, "", "--traces", str(tmp_path / "kept"))
+
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "2 passed" in done.stdout
+    assert "in test_played.py::test_that_plants_a_fault:" in done.stdout
+    assert "in test_played.py::test_that_conforms:" not in done.stdout
+    assert "must be 'READY'" in done.stdout
+    assert list((tmp_path / "kept").glob("trace-*.jsonl"))
+
+
+def test_a_test_that_says_why_is_left_out_and_the_others_are_counted(tmp_path: Path) -> None:
+    done = session(tmp_path, '@pytest.mark.untraced("its recorder is broken")')
+
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    assert "1 traces of 155 events conform" in done.stdout
+    assert "of untraced tests were left out" in done.stdout

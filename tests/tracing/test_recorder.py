@@ -1,0 +1,338 @@
+"""The recorder: what it writes, when it writes nothing, who is born; and that faults in it are found."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from recorded import Cast, judged, lines_of, model, play, recorded
+
+import weightsync
+from weightsync import tracing
+from weightsync.checker.traces import verify
+from weightsync.driving.receiver import ReceiverDriver
+from weightsync.driving.sender import SenderDriver
+from weightsync.driving.traced import TracedReceiverDriver, TracedSenderDriver
+
+SCHEMES = [weightsync.MultiProcessWeightSyncScheme, weightsync.SharedMemWeightSyncScheme]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_run_over_each_cheap_transport_conforms(tmp_path: Path, scheme: Callable[[], Any]) -> None:
+    verdict = judged(recorded(tmp_path, lambda: play(scheme())))
+
+    assert verdict.findings == ()
+    assert len(verdict.runs) == 1
+    assert verdict.events > 100
+
+
+def test_machines_that_never_talked_are_runs_of_their_own(tmp_path: Path) -> None:
+    verdict = judged(recorded(tmp_path, lambda: [_conversation(), _conversation()]))
+
+    assert [len(run.machines) for run in verdict.runs if len(run.machines) > 1] == [3, 3]
+
+
+def _conversation() -> None:
+    cast = Cast()
+    cast.sender.send_async(model(1.0))
+    cast.receive()
+    cast.sender.wait_async()
+    cast.close()
+
+
+# --------------------------------------------------------------------------------------------------- births
+
+
+def test_new_copied_and_unpickled_machines_are_born_and_start_empty(tmp_path: Path) -> None:
+    def scenario() -> None:
+        cast = Cast()
+        cast.sender.connect()
+        for copied in (copy.copy(cast.sender), copy.deepcopy(cast.sender), pickle.loads(pickle.dumps(cast.sender))):
+            copied.close()
+        cast.close()
+
+    file = recorded(tmp_path, scenario)
+
+    assert sum(line["what"] == "born" and line["role"] == "sender" for line in lines_of(file)) == 4
+    assert judged(file).conforms
+
+
+def test_a_forked_child_has_a_file_of_its_own_in_which_its_copies_are_born(tmp_path: Path) -> None:
+    with tracing.record(tmp_path):
+        cast = Cast()
+        cast.sender.connect()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if cast.sender.state is weightsync.State.UNINITIALIZED else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        cast.close()
+
+    files = {lines_of(file)[0]["pid"]: lines_of(file) for file in tmp_path.glob(tracing.PATTERN)}
+
+    assert set(files) == {os.getpid(), pid}
+    assert files[pid][0]["parent"] == os.getpid()
+    assert {line["what"] for line in files[pid][1:]} == {"born"}
+    assert not {line["m"] for line in files[pid][1:]} & {line.get("m") for line in files[os.getpid()]}
+    assert verify([tmp_path]).conforms
+
+
+def _receive_and_be_killed(end: Any) -> None:
+    receiver = weightsync.WeightReceiver(weightsync.MultiProcessWeightSyncScheme())
+    receiver.register_model(model())
+    receiver.register_worker_transport(end)
+    receiver.receive(30.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_leaves_a_trace_that_conforms_as_far_as_it_goes(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    with tracing.record(tmp_path):
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_receive_and_be_killed, args=(theirs,))
+        child.start()
+        theirs.close()
+        sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
+        sender.add_worker(0, ours)
+        report = sender.send(model(1.0), on_failure="report")
+        child.join(30)
+        sender.close()
+
+    verdict = verify([tmp_path])
+
+    assert report[0].kind.name in ("APPLIED", "LOST")
+    assert len(verdict.files) == 2
+    assert verdict.findings == ()
+    # The others are copies, in the child, of what this process held.
+    assert [len(run.machines) for run in verdict.runs if len(run.machines) > 1] == [2]
+
+
+def test_the_environment_switches_it_on_in_another_process(tmp_path: Path) -> None:
+    program = "import weightsync; weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme()).close()"
+    environment = {**os.environ, tracing.ENVIRONMENT: str(tmp_path / "traces")}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=100)
+
+    verdict = verify([tmp_path / "traces"])
+
+    assert verdict.conforms
+    assert verdict.events == 2
+
+
+def test_recording_ends_with_its_block_and_the_machines_go_on(tmp_path: Path) -> None:
+    with tracing.record(tmp_path):
+        cast = Cast()
+        cast.sender.send_async(model(1.0))
+        assert os.environ[tracing.ENVIRONMENT] == str(tmp_path)
+    cast.receive()
+    assert cast.sender.wait_async().ok
+    cast.close()
+
+    assert tracing.ENVIRONMENT not in os.environ or os.environ[tracing.ENVIRONMENT] != str(tmp_path)
+    [file] = tmp_path.glob(tracing.PATTERN)
+    assert lines_of(file)[-1]["what"] == "end"
+    assert verify([tmp_path]).conforms
+
+
+def test_messages_of_machines_in_no_file_are_counted_and_not_refused(tmp_path: Path) -> None:
+    cast = Cast()
+    with tracing.record(tmp_path):
+        seen = cast.worker()
+        ours, theirs = multiprocessing.Pipe()
+        seen.register_worker_transport(theirs)
+        cast.sender.add_worker(2, ours)
+        cast.sender.send_async(model(1.0))
+        seen.receive(1.0)
+        seen.close()
+    cast.close()
+
+    verdict = verify([tmp_path])
+
+    assert verdict.conforms
+    assert [len(run.unseen) for run in verdict.runs] == [2]
+
+
+# ----------------------------------------------------------------------------------------------------- off
+
+
+def _executed(call: Callable[[], None]) -> tuple[int, set[str]]:
+    """How many instructions a call takes, and the modules whose code it runs."""
+    count, files = itertools.count(), set[str]()
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        files.add(frame.f_code.co_filename)
+        if event == "opcode":
+            next(count)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return next(count), files
+
+
+def _instructions() -> tuple[int, set[str]]:
+    cast = Cast()
+    cast.sender.connect()
+    cast.receive(0)
+    cast.sender.poll()
+
+    def steps() -> None:
+        cast.sender.send_async(model(1.0), worker_ids=[0])
+        cast.workers[0].receive(0.0)
+        cast.sender.poll()
+        cast.sender.wait_async()
+
+    try:
+        steps()
+        return _executed(steps)
+    finally:
+        cast.close()
+
+
+def test_a_step_runs_no_instruction_of_the_recorder_while_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(tracing.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(tracing, "_recorders", [])
+
+    cast = Cast()
+    drivers = {type(cast.sender._driver), type(cast.workers[0]._driver)}
+    cast.close()
+    count, files = _instructions()
+
+    assert drivers == {SenderDriver, ReceiverDriver}
+    assert count > 1000
+    assert {Path(file).name for file in files} & {"sender.py", "receiver.py"}
+    assert not {file for file in files if Path(file).stem in ("tracing", "traced")}
+
+
+def test_the_drivers_name_no_recorder_so_that_off_is_the_code_without_the_hook() -> None:
+    for driver in (SenderDriver, ReceiverDriver):
+        names = {name for each in vars(driver).values() for name in _names(each)}
+        assert not {name for name in names if "trac" in name or "record" in name or "life" in name}, driver
+
+
+def _names(function: Any) -> set[str]:
+    code = getattr(function, "__code__", None)
+    return set() if code is None else {*code.co_names, *code.co_freevars}
+
+
+def test_the_probe_sees_a_recorder_that_is_on(tmp_path: Path) -> None:
+    with tracing.record(tmp_path):
+        on, files = _instructions()
+
+    assert {file for file in files if Path(file).stem in ("tracing", "traced")}
+    assert on > 0
+
+
+# ------------------------------------------------------------------------------ faults planted in the recorder
+
+
+def _no_late_steps(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if what is not tracing.What.STEP or said["input"].name != "STALE":
+        _tell(self, what, model_id, **said)
+
+
+def _no_messages_taken(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if what is not tracing.What.RECEIVED:
+        _tell(self, what, model_id, **said)
+
+
+def _no_messages_given(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if what is not tracing.What.SENT:
+        _tell(self, what, model_id, **said)
+
+
+def _no_closes(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if what is not tracing.What.CLOSED:
+        _tell(self, what, model_id, **said)
+
+
+def _no_spoiling(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if what is not tracing.What.SPOILED:
+        _tell(self, what, model_id, **said)
+
+
+def _no_births(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if what is not tracing.What.BORN:
+        _tell(self, what, model_id, **said)
+
+
+def _before_for_after(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if what is tracing.What.STEP:
+        said["after"] = said["before"]
+    _tell(self, what, model_id, **said)
+
+
+def _no_effects(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if what is tracing.What.STEP:
+        said["effects"] = ()
+    _tell(self, what, model_id, **said)
+
+
+def _the_first_data_for_ever(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if "data" in said:
+        said["data"] = type(said["data"])()
+    _tell(self, what, model_id, **said)
+
+
+def _one_link_for_all(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if "link" in said and what is not tracing.What.LINK:
+        said["link"] = 1
+    _tell(self, what, model_id, **said)
+
+
+def _every_tenth_is_lost(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if next(_lost) % 10:
+        _tell(self, what, model_id, **said)
+    else:
+        next(self._numbers)
+
+
+_tell = tracing.Life.tell
+_lost = itertools.count(1)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _no_late_steps,
+        _no_messages_taken,
+        _no_messages_given,
+        _no_closes,
+        _no_spoiling,
+        _no_births,
+        _before_for_after,
+        _no_effects,
+        _the_first_data_for_ever,
+        _one_link_for_all,
+        _every_tenth_is_lost,
+    ],
+    ids=lambda fault: fault.__name__.strip("_"),
+)
+def test_a_fault_in_the_recorder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    monkeypatch.setattr(tracing.Life, "tell", fault)
+
+    assert not judged(recorded(tmp_path)).conforms
+
+
+@pytest.mark.parametrize("driver", [TracedSenderDriver, TracedReceiverDriver])
+@pytest.mark.parametrize("name", ["_step", "_write", "_close_link"])
+def test_a_hook_that_is_left_out_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: type, name: str
+) -> None:
+    monkeypatch.delattr(driver, name)
+
+    assert not judged(recorded(tmp_path)).conforms

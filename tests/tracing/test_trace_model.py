@@ -1,0 +1,147 @@
+"""TLC follows recorded runs through AckProtocol.tla, and follows none that was forged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from missing import java_and_tlc
+from recorded import judged, recorded
+
+from weightsync.checker.toolchain import Toolchain
+from weightsync.checker.traces import follow
+from weightsync.checker.traces.modelling import Modelled, modelled
+from weightsync.checker.traces.naming import Acted, Bounds
+from weightsync.checker.traces.tlc import accepted_of
+from weightsync.messages import Ack
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+from weightsync.report import Outcome, OutcomeKind
+
+pytestmark = pytest.mark.tlc
+
+
+@pytest.fixture(scope="module")
+def tools() -> Toolchain:
+    return java_and_tlc("Whether TLC follows recorded runs")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Modelled:
+    [run] = judged(recorded(tmp_path_factory.mktemp("good"))).runs
+    return modelled(run, Bounds())
+
+
+def test_forged_runs_are_not_followed_and_the_true_one_is(tools: Toolchain, good: Modelled) -> None:
+    # One in four: TLC takes a minute for all.
+    forgeries = [*_dropped(good), *_swapped(good), *_forged(good)][::4]
+    accepted = accepted_of(tools, [good, *(trace for _, trace in forgeries)])
+
+    assert 1 in accepted
+    assert len(forgeries) > 100
+    followed = [forgeries[number - 2][0] for number in sorted(accepted - {1})]
+    assert [how for how in followed if how.partition("'a': '")[2].partition("'")[0] not in LEGAL] == []
+
+
+def _dropped(good: Modelled) -> Iterator[tuple[str, Modelled]]:
+    """An event is left out, unless nothing comes of it."""
+    for number, act in enumerate(good.acts):
+        later = any(_who(each) == _who(act) for each in good.acts[number + 1 :])
+        if act.action["a"] != "Copy" and later:
+            yield f"without {act.action}", replace(good, acts=[*good.acts[:number], *good.acts[number + 1 :]])
+
+
+#: What may as well not have happened, or later: messages that are late (an ack that comes before the answer to the
+#: handshake completes it; an answer that nobody is owed), a loss that a takeover comes before, what is last or twice.
+LEGAL = {"AnswerHello", "AnswerRefusal", "LinkDown", "Wait", "CloseReceiver"}
+
+
+def _who(act: Acted) -> tuple[Any, ...]:
+    return act.action.get("who"), act.action.get("s" if act.action.get("who") == "s" else "w")
+
+
+def _swapped(good: Modelled) -> Iterator[tuple[str, Modelled]]:
+    """Two events of one machine change places."""
+    for number, act in enumerate(good.acts):
+        after = next((i for i in range(number + 1, len(good.acts)) if _who(good.acts[i]) == _who(act)), None)
+        if after is not None:
+            acts = list(good.acts)
+            acts[number], acts[after] = acts[after], acts[number]
+            yield f"{act.action} after {good.acts[after].action}", replace(good, acts=acts)
+
+
+SHOWN = {"st", "inc", "v", "all", "roll", "out", "link", "fence", "decided", "pending", "served", "answer"}
+
+
+def _forged(good: Modelled) -> Iterator[tuple[str, Modelled]]:
+    """Each thing that an event shows is another."""
+    for number, act in enumerate(good.acts):
+        for name, value in act.action.items():
+            free = (name == "out" and not act.action["told"]) or (name == "served" and act.action["spoiled"])
+            if name in SHOWN and not free:
+                forged = Acted(act.line, {**act.action, name: _other(value)})
+                yield f"{name} of {act.action}", replace(good, acts=[*good.acts[:number], forged])
+
+
+def _other(value: Any) -> Any:
+    match value:
+        case str():
+            return "closed" if value != "closed" else "ready"
+        case tuple():
+            return (_other(value[0]), *value[1:])
+        case _:
+            return value + 1
+
+
+# ------------------------------------------------------------------- a fault in a pure half, which Python shares
+
+
+def _refusals_count_as_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sending._outcome
+    applied = Outcome(kind=OutcomeKind.APPLIED)
+    monkeypatch.setattr(sending, "_outcome", lambda message: before(message) if isinstance(message, Ack) else applied)
+
+
+def _nothing_is_superseded(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = receiving._take
+    monkeypatch.setattr(
+        receiving,
+        "_take",
+        lambda named, data, event: (data, ()) if named is receiving.ReceiverInput.NEWER else before(named, data, event),
+    )
+
+
+def _joiners_are_due_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sending._join
+
+    def lazy(data: Any, worker: int, link: int) -> Any:
+        after, effects = before(data, worker, link)
+        return replace(after, roll={**after.roll, worker: replace(after.roll[worker], catching=0)}), effects
+
+    monkeypatch.setattr(sending, "_join", lazy)
+
+
+@pytest.mark.parametrize("fault", [_refusals_count_as_applied, _joiners_are_due_nothing])
+def test_a_fault_in_a_pure_half_is_refused_by_the_model_and_its_line_named(
+    tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    fault(monkeypatch)
+    verdict = judged(recorded(tmp_path))
+    assert verdict.findings == (), "Python steps the same pure half"
+
+    followed = follow(tools, verdict.runs)
+
+    assert followed.accepted == 0
+    [finding] = followed.findings
+    event = finding.line.said["event"]["is"]
+    assert event == {"_refusals_count_as_applied": "Answer", "_joiners_are_due_nothing": "Join"}[fault.__name__]
+
+
+def test_runs_beyond_the_bounds_are_counted(tools: Toolchain, tmp_path: Path) -> None:
+    verdict = judged(recorded(tmp_path))
+
+    assert follow(tools, verdict.runs, Bounds(versions=2)).left_out == {"more than 2 versions": 1}
+    assert follow(tools, verdict.runs, most_events=10).left_out == {"more events than the batch holds": 1}

@@ -1,0 +1,85 @@
+"""`weightsync verify`: its exit codes, its words, its JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from recorded import lines_of, recorded, write
+from typer.testing import CliRunner, Result
+
+from weightsync.cli._app import build
+
+CONFORMS, DOES_NOT, CANNOT_SAY = 0, 1, 2
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def forged(good: Path, tmp_path: Path) -> tuple[Path, int]:
+    """A trace in which an ack names another version, and that line's number."""
+    lines = lines_of(good)
+    number = next(i for i, line in enumerate(lines) if line.get("message", {}).get("is") == "Ack")
+    lines[number]["message"]["version"] = 7
+    return write(tmp_path / good.name, lines), number + 1
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner(env={"TERM": "dumb", "COLUMNS": "200"}).invoke(build(), ["verify", *map(str, arguments)])
+
+
+def test_a_run_that_conformed_gives_0_and_counts(good: Path) -> None:
+    result = run(good)
+
+    assert result.exit_code == CONFORMS
+    assert "1 files: all conform." in result.output
+
+
+def test_a_folder_stands_for_its_traces(good: Path) -> None:
+    assert run(good.parent).output.replace(str(good.parent), "") == run(good).output.replace(str(good), "")
+
+
+def test_the_first_line_that_is_wrong_is_shown_in_words_beside_what_the_model_allows(forged: tuple[Path, int]) -> None:
+    file, number = forged
+    result = run(file)
+
+    assert result.exit_code == DOES_NOT
+    assert f"does not conform: {file.name}:{number}" in result.output
+    shown = result.output[result.output.index(f"{file}:{number}: ") :]
+    assert "no effect of a step asks for this" in shown
+    assert "the trace:  receiver of model 'policy' sends Ack(incarnation=.." in shown
+    assert "the model:  now Ack of version 1 leaves over link 1" in shown
+
+
+def test_the_json_says_the_same(forged: tuple[Path, int], tmp_path: Path) -> None:
+    file, number = forged
+    result = run(file, "--json", tmp_path / "verdict.json")
+    told = json.loads((tmp_path / "verdict.json").read_text(encoding="utf-8"))
+
+    assert result.exit_code == DOES_NOT
+    assert told["conforms"] is False
+    [found] = {(each["file"], each["line"]) for each in told["runs"][0]["findings"][:1]}
+    assert found == (str(file), number)
+
+
+def test_the_json_can_be_printed_alone(good: Path) -> None:
+    result = run(good, "--json", "-")
+
+    assert json.loads(result.stdout)["conforms"] is True
+
+
+@pytest.mark.parametrize("what", ["nothing", "an empty folder", "no trace"])
+def test_where_nothing_can_be_said_it_gives_2_and_says_why(tmp_path: Path, what: str) -> None:
+    place = tmp_path / what
+    if what == "an empty folder":
+        place.mkdir()
+    if what == "no trace":
+        place.write_text("hello\n", encoding="utf-8")
+    result = run(place)
+
+    assert result.exit_code == CANNOT_SAY
+    assert what in result.stderr

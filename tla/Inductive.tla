@@ -1,0 +1,205 @@
+------------------------------ MODULE Inductive ------------------------------
+(***************************************************************************)
+(* Why the protocol is safe, in one invariant that each step keeps.        *)
+(*                                                                         *)
+(* TLC starts from *every* state that satisfies IndInv, reachable or not,  *)
+(* and takes every step.  So what is proved needs no run from Init, and no *)
+(* depth: within the constants, whatever the state is in which IndInv      *)
+(* holds, the next one satisfies it too, and every action property holds   *)
+(* of the step between them.                                               *)
+(*                                                                         *)
+(* IndInv speaks of the machines, and of each message by itself.  With     *)
+(* links that reorder, duplicate and lose, no step asks for the absence of *)
+(* a message, and each reads at most one; so two messages in flight, the   *)
+(* one that is read and another that must stay right, stand for any        *)
+(* number.  The other deliveries' steps are among these, but for messages  *)
+(* that vanish as they are read, of which IndInv asks nothing.             *)
+(* What is on a link when the sender closes its end is gone (~Lingers).    *)
+(***************************************************************************)
+EXTENDS AckProtocol
+
+ASSUME Reorders /\ Duplicates /\ Loses /\ ~Lingers
+
+-----------------------------------------------------------------------------
+(* One sender, by itself *)
+
+IsOpenEntry(e) == e.standing \in {"EXPECTED", "UP"}
+
+EntryOK(e) ==
+  /\ e.standing = "NONE" => e = Entry(e.link, "NONE", 0, 0, 0, 0)
+  /\ e.standing # "NONE" => e.link # 0
+  /\ e.standing = "EXPECTED" => e.served = 0
+  /\ e.fence # 0 => e.standing = "LOST" /\ May("copy")
+  /\ e.standing = "LOST" => e.catching = 0
+  /\ e.served <= e.due /\ e.catching <= e.due
+
+Entries == {e \in [link : 0..MaxLink, standing : Standings, served : 0..MaxVersion, due : 0..MaxVersion,
+                   catching : 0..MaxVersion, fence : Incarnations] : EntryOK(e)}
+
+\* What a sender's data is made of, once each field that follows from others is left out.
+\* Nobody tells a lone sender of a fence.
+Given == IF Cardinality(Senders) = 1 THEN 0..MaxClock ELSE Incarnations
+
+Kernels == [inc : Given, version : 0..MaxVersion, dueAll : 0..MaxVersion, roll : [Workers -> Entries],
+            outcomes : [Workers -> Outcomes], did : SUBSET Workers]
+
+Data(c) == [
+  incarnation |-> c.inc, version |-> c.version, serial |-> c.version, dueAll |-> c.dueAll, roll |-> c.roll,
+  out |-> [version |-> c.version, did |-> c.did, outcomes |-> c.outcomes,
+           owed |-> [w \in Workers |-> IF c.outcomes[w] = "PENDING" THEN c.roll[w].link ELSE 0]]
+]
+
+AliveOK(state, d) ==
+  LET owing == {w \in Workers : d.out.outcomes[w] = "PENDING"}
+      outstanding == state \in {"pending_async", "awaiting_ack"} IN
+  /\ d.serial = d.version /\ d.out.version = d.version /\ d.dueAll <= d.version
+  /\ state = "uninitialized" => d.incarnation = 0
+  /\ d.incarnation = 0 =>
+       /\ state \in {"uninitialized", "closed"} /\ d.version = 0
+       /\ \A w \in Workers : d.roll[w].standing \in {"NONE", "EXPECTED"} /\ d.roll[w].due = 0
+  /\ d.version = 0 => d.out = NewSender.out /\ ~outstanding
+  /\ state = "awaiting_ack" => owing # {}
+  /\ state = "pending_async" => \E f \in {"async", "deadline", "interrupt"} : May(f)
+  /\ state = "closed" => May("close")
+  /\ ~outstanding => owing = {} /\ d.out.did = {}
+  /\ \A w \in Workers :
+       LET e == d.roll[w] outcome == d.out.outcomes[w] IN
+       /\ EntryOK(e)
+       /\ e.due <= d.version /\ (e.standing # "NONE" => d.dueAll <= e.due)
+       /\ d.out.owed[w] = IF outcome = "PENDING" THEN e.link ELSE 0
+       /\ outcome = "PENDING" => IsOpenEntry(e) /\ e.due = d.version
+       /\ outcome = "ABANDONED" => ~outstanding /\ (May("abandon") \/ May("close"))
+       /\ outcome = "APPLIED" /\ outstanding => w \in d.out.did
+
+SenderOK(life, state, d) == d.incarnation \in Given /\
+  CASE life = "unborn" -> state = Initial /\ d = NewSender
+    [] life = "dead" ->
+         /\ state = Initial /\ d.roll = NewSender.roll /\ d.out = NewSender.out /\ d.dueAll = 0
+         /\ d.serial = d.version /\ (d.incarnation = 0 => d.version = 0)
+    [] OTHER -> AliveOK(state, d)
+
+Alive == {<<"alive", state, d>> : state \in States, d \in {Data(c) : c \in Kernels}}
+Dead == {<<"dead", Initial, [NewSender EXCEPT !.incarnation = i, !.version = v, !.serial = v]>> :
+           i \in Given, v \in 0..MaxVersion}
+LivesOfSenders == {t \in Alive \cup (IF May("death") THEN Dead ELSE {}) \cup {<<"unborn", Initial, NewSender>>} :
+                     SenderOK(t[1], t[2], t[3])}
+
+-----------------------------------------------------------------------------
+(* One receiver, by itself *)
+
+Keys == {<<i, v, v>> : i \in Incarnations \ {0}, v \in 1..MaxVersion} \cup {NoPayload}
+Lowest(a, b) == a = b \/ Lower(a, b)
+
+ReceiverOK(state, d) ==
+  /\ d.link = NoLink <=> state \in {"uninitialized", "closed"}
+  /\ d.pending # NoPayload <=> state = "pending_async"
+  /\ d.met = d.fence /\ d.live = <<d.served, d.served>>
+  /\ d.link # NoLink => d.fence # 0
+  /\ d.decided[1] <= d.fence
+  /\ d.pending # NoPayload => d.pending[1] = d.fence /\ Lower(d.decided, d.pending)
+  /\ d.decided = NoPayload <=> d.answer = "NONE"
+  /\ Lowest(d.served, d.decided)
+  /\ d.answer = "ACK" => d.served = d.decided \/ (state = "closed" /\ d.served = NoPayload)
+  /\ d.answer = "REFUSED" => d.served # d.decided
+  /\ state = "awaiting_ack" => d.answer # "NONE" /\ d.decided[1] = d.fence
+
+LivesOfReceivers == {t \in States \X
+  {[link |-> l, fence |-> f, met |-> f, decided |-> c, answer |-> a, pending |-> p, served |-> v, live |-> <<v, v>>] :
+     l \in {NoLink} \cup (Senders \X (1..MaxLink)), f \in Incarnations, c \in Keys, a \in {"NONE", "ACK", "REFUSED"},
+     p \in Keys, v \in Keys} : ReceiverOK(t[1], t[2])}
+
+-----------------------------------------------------------------------------
+(* Between them *)
+
+\* Its sender has dispatched that.
+Dispatched(key) == key = NoPayload \/
+  (key[2] = key[3] /\ key[2] # 0 /\ \E s \in Senders : sdata[s].incarnation = key[1] /\ key[2] <= sdata[s].version)
+Met == {0} \cup {sdata[s].incarnation : s \in Senders}
+
+\* Whoever has applied what is outstanding is noted.
+Noted(w, key) == \A s \in Senders :
+  IsOutstanding(s) /\ key[1] = sdata[s].incarnation /\ key[2] = sdata[s].version => w \in sdata[s].out.did
+
+PairsOK ==
+  /\ \A s, t \in Senders : s # t /\ sdata[s].incarnation # 0 => sdata[s].incarnation # sdata[t].incarnation
+  /\ \A w \in Workers :
+       LET d == rdata[w] IN
+       /\ d.fence \in Met /\ Dispatched(d.decided) /\ Dispatched(d.pending) /\ Dispatched(d.served)
+       /\ d.answer = "ACK" => Noted(w, d.decided)
+       /\ d.link # NoLink =>
+            LET s == d.link[1] IN
+            /\ slife[s] # "unborn" /\ d.fence = sdata[s].incarnation
+            /\ slife[s] = "alive" => d.link[2] <= sdata[s].roll[w].link
+  /\ \A s \in Senders : blocked[s] <=> sstate[s] = "awaiting_ack"
+  /\ \A s \in Senders, w \in Workers :
+       LET k == sdata[s].roll[w].link IN
+       /\ sdata[s].roll[w].fence # 0 => sdata[s].roll[w].fence \in Met /\ sdata[s].roll[w].fence > sdata[s].incarnation
+       /\ gone[s][w] => Open(s, w, k) /\ Link(w) # <<s, k>>
+       /\ Open(s, w, k) /\ rstate[w] = "closed" => gone[s][w]
+
+LetterOK(m) ==
+  /\ Open(m.s, m.w, m.k) /\ ~gone[m.s][m.w]
+  /\ m.p = m.v /\ m.v <= sdata[m.s].version
+
+AnswerOK(m) ==
+  LET key == <<m.inc, m.v, m.p>>
+      d == rdata[m.w]
+      here == Link(m.w) = <<m.s, m.k>> IN
+  /\ Open(m.s, m.w, m.k) /\ (here \/ gone[m.s][m.w])
+  /\ m.inc = sdata[m.s].incarnation /\ m.fence \in Met
+  /\ CASE m.kind = "HELLO" -> m.v = 0 /\ m.p = 0 /\ m.fence = 0
+       [] m.kind = "BYE" -> m.v = 0 /\ m.p = MaxVersion + 1 /\ m.fence = 0 /\ ~here
+       [] m.kind = "FENCED" -> m.v = 0 /\ m.p = 0 /\ m.fence > m.inc /\ ~here
+       [] m.kind = "REFUSED" /\ m.v = 0 -> m.p = 0 /\ ~here
+       [] m.kind = "ACK" -> m.v # 0 /\ Dispatched(key) /\ m.fence = 0 /\ Noted(m.w, key)
+       [] m.kind = "REFUSED" ->
+            /\ Dispatched(key)
+            /\ here => d.served # key /\ Lowest(key, d.decided) /\ (key = d.decided => d.answer = "REFUSED")
+       [] m.kind = "SUPERSEDED" -> m.v # 0 /\ Dispatched(key) /\ (here => d.served # key /\ Lower(key, Newest(m.w)))
+       [] OTHER -> m.v # 0 /\ Dispatched(key)
+
+MachinesOK ==
+  /\ \A s \in Senders : SenderOK(slife[s], sstate[s], sdata[s])
+  /\ \A w \in Workers : ReceiverOK(rstate[w], rdata[w])
+
+IndInv ==
+  /\ TypeOK /\ MachinesOK /\ PairsOK
+  /\ \A m \in letters : LetterOK(m)
+  /\ \A m \in answers : AnswerOK(m)
+
+-----------------------------------------------------------------------------
+(* Every state of it, with at most two messages *)
+
+Few(set) == {{a, b} : a \in set, b \in set} \cup {{}}
+InFlight == 2
+
+PossibleLetters == {m \in {Letter(s, w, k, v, v) : s \in Senders, w \in Workers, k \in 1..MaxLink, v \in 0..MaxVersion} :
+                      LetterOK(m)}
+PossibleAnswers ==
+  {m \in UNION {{Word(s, w, sdata[s].roll[w].link, <<sdata[s].incarnation, v, p>>, kind, f) :
+                   v \in 0..MaxVersion, p \in 0..(MaxVersion + 1), kind \in {"HELLO", "ACK", "BYE"} \cup RefusalKinds,
+                   f \in Met} : s \in {t \in Senders : Connected(t)}, w \in Workers} : m.k # 0 /\ AnswerOK(m)}
+
+IndInit ==
+  /\ \E lives \in [Senders -> LivesOfSenders] :
+       /\ slife = [s \in Senders |-> lives[s][1]]
+       /\ sstate = [s \in Senders |-> lives[s][2]]
+       /\ sdata = [s \in Senders |-> lives[s][3]]
+       /\ blocked = [s \in Senders |-> lives[s][2] = "awaiting_ack"]
+  /\ \E lives \in [Workers -> LivesOfReceivers] :
+       /\ rstate = [w \in Workers |-> lives[w][1]]
+       /\ rdata = [w \in Workers |-> lives[w][2]]
+  /\ gone \in [Senders -> [Workers -> BOOLEAN]]
+  /\ PairsOK
+  /\ letters \in Few(PossibleLetters)
+  /\ answers \in Few(PossibleAnswers)
+  /\ Cardinality(letters) + Cardinality(answers) <= InFlight
+
+\* One step from each: what has more messages than that, or is met again, is checked and not left.
+FewInFlight == Cardinality(letters) + Cardinality(answers) <= InFlight
+
+\* Init is one of them.
+ASSUME \A s \in Senders : <<IF s = 1 THEN "alive" ELSE "unborn", Initial, NewSender>> \in LivesOfSenders
+
+IndSpec == IndInit /\ [][Next]_vars
+=============================================================================

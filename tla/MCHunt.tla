@@ -1,0 +1,140 @@
+-------------------------------- MODULE MCHunt --------------------------------
+(***************************************************************************)
+(* What mutants are hunted with: MC, and a look-out.  The hunting          *)
+(* configurations check every property at once, and say which situations   *)
+(* they have met, each once.  A mutant is killed if it breaks a property,  *)
+(* or if a situation is never met that the model meets.                    *)
+(***************************************************************************)
+EXTENDS MC, TLC
+
+Sights == 1..200
+ASSUME \A i \in Sights : TLCSet(i, FALSE)
+
+\* Say once that a situation was met. TLC reads the line: see weightsync/checker/output.py.
+See(i, name, met) == TLCGet(i) \/ (met => TLCSet(i, TRUE) /\ PrintT(<<"MET", name>>))
+
+\* The same of a situation that may be met in each of some states: i + 1 is the register of the first.
+States5 == <<"ready", "pending_async", "awaiting_ack", "uninitialized", "closed">>
+SeeIn(i, name, state, met) == \A n \in 1..5 : state = States5[n] => See(i + n, <<name, state>>, met)
+
+SituationsSeen ==
+  /\ See(1, "Fenced", Fenced)
+  /\ See(2, "CrashThenRecovery", CrashThenRecovery)
+  /\ See(3, "Superseded", Superseded)
+  /\ See(4, "ReturnAfterWrongLoss", ReturnAfterWrongLoss)
+  /\ See(5, "AllLost", AllLost)
+  /\ See(6, "PartialDispatch", PartialDispatch)
+  /\ See(7, "MisfitSaid", MisfitSaid)
+  /\ See(8, "AbandonedApplied", AbandonedApplied)
+  /\ See(9, "LostApplied", LostApplied)
+  /\ See(10, "WonBack", WonBack)
+  /\ See(11, "StrayAnswer", StrayAnswer)
+  /\ See(12, "Overtaken", Overtaken)
+  /\ See(13, "Successor", Successor)
+  /\ See(14, "Loss", Loss)
+  /\ See(15, "StaleAck", StaleAck)
+  /\ See(16, "AckAfterDeadline", AckAfterDeadline)
+  /\ See(17, "Takeover", Takeover)
+  /\ See(18, "SuccessAfterRefusal", SuccessAfterRefusal)
+  /\ See(19, "CatchesUp", CatchesUp)
+  /\ See(20, "PendingDropped", PendingDropped)
+  /\ See(21, "ClosedUpon", ClosedUpon)
+  /\ See(22, "SecondAnswer", SecondAnswer)
+  /\ See(23, "SuccessAfterInterrupt", SuccessAfterInterrupt)
+  /\ See(24, "Breaks", Breaks)
+  /\ See(25, "UnsentAnswer", UnsentAnswer)
+  /\ See(26, "WiderSend", WiderSend)
+  /\ See(27, "ByeWhileOwing", ByeWhileOwing)
+
+\* The rows of a sender's table, by what they do to its data.
+SenderRowsSeen == \A s \in Senders :
+  LET d == sdata[s] e == sdata'[s] from == sstate[s] stays == sstate'[s] = sstate[s] IN
+  /\ slife'[s] = "alive" =>
+       /\ See(30, "CONNECT", d.incarnation = 0 /\ e.incarnation # 0)
+       /\ See(31, "SEND", e.serial # d.serial /\ sstate'[s] = "awaiting_ack")
+       /\ See(32, "SEND_ASYNC", e.serial # d.serial /\ sstate'[s] = "pending_async")
+       /\ See(33, "WAIT", from = "pending_async" /\ sstate'[s] = "awaiting_ack")
+       /\ See(34, "WAIT_SETTLED", from = "pending_async" /\ sstate'[s] = "ready" /\ e.out.outcomes = d.out.outcomes)
+       /\ See(35, "SETTLED", from = "awaiting_ack" /\ sstate'[s] = "ready")
+       /\ See(36, "DEADLINE or INTERRUPTED", from = "awaiting_ack" /\ sstate'[s] = "pending_async")
+       /\ See(37, "ABANDON", from = "pending_async" /\ sstate'[s] = "ready" /\ e.out.outcomes # d.out.outcomes)
+       /\ SeeIn(40, "CLOSE of a sender", from, sstate'[s] = Final /\ ~stays)
+       /\ SeeIn(45, "STALE", from, stays /\ ~Loses /\ e = d /\ \E m \in answers \ answers' : m.s = s)
+       /\ \A w \in Workers :
+            LET old == d.roll[w] new == e.roll[w] IN
+            /\ SeeIn(50, "ARRIVED", from, old.standing = "EXPECTED" /\ new.standing = "UP" /\ e.out = d.out
+                                          /\ new.served = 0)
+            /\ SeeIn(55, "REPLY", from, d.out.owed[w] # 0 /\ e.out.owed[w] = 0 /\ new.standing = "UP" /\ stays)
+            /\ SeeIn(60, "LOST", from, old.standing \in {"EXPECTED", "UP"} /\ new.standing = "LOST" /\ stays)
+            /\ SeeIn(65, "JOIN", from, new.link # old.link /\ stays)
+            /\ SeeIn(70, "CAUGHT_UP", from, old.catching # 0 /\ new.catching = 0 /\ new.standing = "UP" /\ stays
+                                            /\ e.out = d.out)
+            /\ SeeIn(75, "REMOVE", from, old.standing \in {"LOST", "EXPECTED"} /\ new.standing = "NONE" /\ stays)
+            /\ SeeIn(80, "Bye", from, old.standing = "UP" /\ new.standing = "NONE")
+            /\ See(86, "a newcomer is due", old.link = 0 /\ new.due # 0)
+            /\ See(87, "a worker comes again", old.standing = "NONE" /\ new.link = 2)
+            /\ See(88, "a missed update is due", old.standing = "LOST" /\ new.due > d.dueAll)
+            /\ See(89, "some are sent to, not all", e.serial # d.serial /\ old.standing = "UP"
+                                                     /\ e.out.outcomes[w] = "NONE")
+            /\ See(90, "a refusal ends a wait", from = "awaiting_ack" /\ sstate'[s] = "ready"
+                                                 /\ e.out.outcomes[w] = "REFUSED" /\ d.out.owed[w] # 0)
+            /\ See(91, "a loss ends a wait", from = "awaiting_ack" /\ sstate'[s] = "ready"
+                                              /\ e.out.outcomes[w] = "LOST" /\ d.out.owed[w] # 0)
+            /\ See(92, "an ack comes before its Hello", old.standing = "EXPECTED" /\ new.served # 0)
+            /\ See(93, "an open link is closed at its far end", ~gone[s][w] /\ gone'[s][w])
+  /\ See(95, "a copy is made", slife[s] = "unborn" /\ slife'[s] # "unborn")
+  /\ See(98, "the lowest clock is taken", e.incarnation = 1)
+  /\ See(96, "a trainer dies in a send", slife'[s] = "dead" /\ blocked[s])
+
+\* The rows of a receiver's table, by what they do to its data.
+ReceiverRowsSeen == \A w \in Workers :
+  LET d == rdata[w] e == rdata'[w] from == rstate[w] stays == rstate'[w] = rstate[w]
+      New(kind) == {m \in answers' \ answers : m.w = w /\ m.kind = kind}
+      Read(v) == {m \in letters \ letters' : m.w = w /\ ((m.v = 0) <=> (v = 0))} IN
+  /\ See(100, "CONNECT of a receiver", from = "uninitialized" /\ rstate'[w] = "ready")
+  /\ See(101, "UPDATE", from = "ready" /\ rstate'[w] = "pending_async")
+  /\ See(102, "NEWER", d.pending # NoPayload /\ e.pending # NoPayload /\ e.pending # d.pending)
+  /\ See(103, "APPLIED", rstate'[w] = "awaiting_ack" /\ e.decided # d.decided /\ e.answer = "ACK")
+  /\ See(104, "REFUSED", rstate'[w] = "awaiting_ack" /\ e.decided # d.decided /\ e.answer = "REFUSED")
+  /\ See(105, "ANSWERED", from = "awaiting_ack" /\ rstate'[w] = "ready" /\ e.link = d.link)
+  /\ See(106, "an answer to nobody", from = "awaiting_ack" /\ rstate'[w] = "ready" /\ answers' = answers)
+  /\ See(107, "a new life", d # NewReceiver /\ e = NewReceiver)
+  /\ See(108, "a new life is greeted", e.link # NoLink /\ e.link[2] = 2 /\ d = NewReceiver)
+  /\ See(109, "a refusal is answered again", stays /\ New("REFUSED") # {} /\ e = d /\ Read(1) # {})
+  /\ SeeIn(110, "REJECTED, fenced", from, stays /\ New("FENCED") # {})
+  /\ SeeIn(115, "REJECTED, misfit", from, stays /\ \E m \in New("REFUSED") : m.v = 0)
+  /\ SeeIn(120, "TAKEOVER", from, d.link # NoLink /\ e.link # NoLink /\ e.link # d.link)
+  /\ SeeIn(125, "DUPLICATE", from, stays /\ ~Loses /\ e = d /\ Read(1) # {} /\ New("STALE") = {} /\ d.link # NoLink)
+  /\ SeeIn(130, "STALE for a receiver", from, New("STALE") # {})
+  /\ SeeIn(135, "LINK_DOWN", from, d.link # NoLink /\ e.link = NoLink /\ e # NewReceiver /\ rstate'[w] # Final)
+  /\ SeeIn(140, "CLOSE of a receiver", from, ~stays /\ rstate'[w] = Final)
+  /\ See(146, "LINK_DOWN before any Hello", from = "uninitialized" /\ stays /\ ~Loses /\ Read(0) # {})
+  /\ See(147, "LINK_DOWN of a link that is late", d.link # NoLink /\ stays /\ ~Loses /\ e = d /\ Read(0) # {}
+                                                   /\ answers' = answers)
+  /\ See(148, "BROKEN", from = "pending_async" /\ rstate'[w] = Final /\ New("BYE") = {}
+                         /\ Open(d.link[1], w, d.link[2]))
+  /\ See(149, "what was pending is dropped with its link", d.pending # NoPayload /\ e.pending = NoPayload
+                                                            /\ e.link = NoLink)
+  /\ See(150, "serves on after its link", d.link = NoLink /\ d.served # NoPayload /\ e.link # NoLink)
+  /\ See(151, "a version comes twice", stays /\ e = d /\ Read(1) # {} /\ New("ACK") # {} /\ d.link[2] = 2)
+
+\* What lingers on links that ended, and what the network does.
+NetworkSeen ==
+  /\ See(160, "a letter of an ended link is read", \E w \in Workers :
+       rstate[w] = "ready" /\ rstate'[w] = "pending_async" /\ ~Open(rdata[w].link[1], w, rdata[w].link[2]))
+  /\ See(161, "an answer over an ended link is read", \E m \in answers \ answers' :
+       ~Loses /\ m.k # sdata[m.s].roll[m.w].link /\ sdata' = sdata)
+  /\ See(162, "a letter is lost", letters' # letters /\ UNCHANGED <<sdata, rdata, answers, gone>>)
+  /\ See(163, "an answer is lost", answers' # answers /\ UNCHANGED <<sdata, rdata, letters, gone>>)
+  /\ See(166, "an ack is lost", (\E m \in answers \ answers' : m.kind = "ACK") /\ sdata' = sdata /\ Loses)
+  /\ See(167, "a refusal is lost", (\E m \in answers \ answers' : m.kind = "REFUSED") /\ sdata' = sdata /\ Loses)
+  /\ See(168, "a loss overtakes an answer", \E m \in answers : gone[m.s][m.w] /\ m.kind \in {"HELLO", "ACK"}
+       /\ sdata[m.s].roll[m.w].link = m.k /\ sdata'[m.s].roll[m.w].standing = "LOST")
+  /\ See(164, "a letter overtakes another", \E w \in Workers : rdata'[w].pending # rdata[w].pending
+       /\ \E m \in letters : m.w = w /\ m.v # 0 /\ m.p < rdata'[w].pending[3] /\ <<m.s, m.k>> = rdata[w].link)
+  /\ See(165, "an answer overtakes another", \E s \in Senders, w \in Workers :
+       /\ sdata[s].out.owed[w] # 0 /\ sdata'[s].out.outcomes[w] = "APPLIED"
+       /\ \E m \in answers' : m.s = s /\ m.w = w /\ m.p < sdata[s].serial /\ m.k = sdata[s].roll[w].link)
+
+LookOut == SituationsSeen /\ SenderRowsSeen /\ ReceiverRowsSeen /\ NetworkSeen
+=============================================================================

@@ -1,0 +1,7 @@
+---------------------------- MODULE MCInductive -----------------------------
+\* What TLC is given of Inductive.
+EXTENDS Inductive, TLC
+
+\* IndInit leaves nothing of IndInv out: what a step comes to, with as few messages, was there from the start.
+NothingWasLeftOut == FewInFlight => TLCGet("level") <= 1
+=============================================================================

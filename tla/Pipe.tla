@@ -1,0 +1,199 @@
+------------------------------- MODULE Pipe --------------------------------
+(***************************************************************************)
+(* Links over sockets: pipe.py, channel.py, outflow.py, inflow.py.         *)
+(*                                                                         *)
+(* A frame leaves in pieces, as there is room; here in two: its head,      *)
+(* which says what it is, and its body, which says which weights.  The     *)
+(* kernel keeps pieces in order, and keeps those of an end that closed     *)
+(* until they are read.  Then the reader finds the end of the stream,      *)
+(* perhaps in the middle of a frame.                                       *)
+(*                                                                         *)
+(* Abstracted: a frame has two pieces, a socket room for Room of them;     *)
+(* one model a connection, no messages of the user's own; descriptors and  *)
+(* slots are those of Slots.tla.  Whether a piece left before its worker's *)
+(* end closed is found out when the sender looks.                          *)
+(***************************************************************************)
+EXTENDS Ends
+
+CONSTANT Room   \* pieces in a socket's buffer, in each direction
+
+VARIABLES
+  down, up,          \* [Ends -> pieces in the kernel's buffer], oldest first
+  begun,             \* messages whose head has left, and whose body has not
+  downHeld, upHeld   \* [Ends -> the pieces that its reader has of a frame that is not whole yet]
+
+wires == <<down, up, begun, downHeld, upHeld>>
+vars == <<machines, wires>>
+
+AllRules == {
+  "UnfinishedFirst",   \* an unfinished frame goes on ahead of newer ones
+  "WholeFrames",       \* what is left of a frame when its stream ends is thrown away
+  "DrainedFirst"       \* a loss is told after what came before it
+}
+ASSUME Careless \subseteq AllRules
+
+Piece(m, part) == [m |-> m, part |-> part]
+Empty == [l \in Ends |-> <<>>]
+Cleared(row, ends) == [l \in Ends |-> IF l \in ends THEN <<>> ELSE row[l]]
+
+\* A frame as its reader puts it together: what it is from its head, which weights from its body.
+LetterOf(l, head, body) == Letter(l, head.v, body.p)
+AnswerOf(l, head, body) ==
+  [s |-> l[1], w |-> l[2], k |-> l[3], inc |-> head.inc, kind |-> head.kind, fence |-> head.fence,
+   v |-> body.v, p |-> body.p]
+
+-----------------------------------------------------------------------------
+(* Writing and reading *)
+
+\* What an outflow writes next: the frame it has begun, or else the first that waits.
+Next1(box) ==
+  LET unfinished == box \cap begun IN
+  IF unfinished # {} /\ Follows("UnfinishedFirst") THEN unfinished
+  ELSE unfinished \cup (IF box \ begun = {} THEN {} ELSE {First(box \ begun)})
+
+WriteDown(s, w, k) ==
+  LET l == <<s, w, k>> IN
+  \E m \in Next1(On(outbox, l)) :
+    /\ Open(l) /\ Len(down[l]) < Room
+    /\ down' = [down EXCEPT ![l] = Append(@, Piece(m, IF m \in begun THEN 2 ELSE 1))]
+    /\ begun' = IF m \in begun THEN begun \ {m} ELSE begun \cup {m}
+    /\ outbox' = IF m \in begun THEN outbox \ {m} ELSE outbox
+    /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, inbox, said, heard, up, downHeld, upHeld>>
+
+WriteUp(s, w, k) ==
+  LET l == <<s, w, k>> IN
+  \E m \in Next1(On(said, l)) :
+    /\ Open(l) /\ Len(up[l]) < Room
+    /\ up' = [up EXCEPT ![l] = Append(@, Piece(m, IF m \in begun THEN 2 ELSE 1))]
+    /\ begun' = IF m \in begun THEN begun \ {m} ELSE begun \cup {m}
+    /\ said' = IF m \in begun THEN said \ {m} ELSE said
+    /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, downHeld, upHeld>>
+
+ReadDown(s, w, k) ==
+  LET l == <<s, w, k>> IN
+  /\ down[l] # <<>>
+  /\ down' = [down EXCEPT ![l] = Tail(@)]
+  /\ IF downHeld[l] = <<>>
+     THEN /\ downHeld' = [downHeld EXCEPT ![l] = <<Head(down[l])>>]
+          /\ UNCHANGED inbox
+     ELSE /\ downHeld' = [downHeld EXCEPT ![l] = <<>>]
+          /\ inbox' = inbox \cup {LetterOf(l, downHeld[l][1].m, Head(down[l]).m)}
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, up, begun, upHeld>>
+
+ReadUp(s, w, k) ==
+  LET l == <<s, w, k>> IN
+  /\ Open(l) /\ up[l] # <<>>
+  /\ up' = [up EXCEPT ![l] = Tail(@)]
+  /\ IF upHeld[l] = <<>>
+     THEN /\ upHeld' = [upHeld EXCEPT ![l] = <<Head(up[l])>>]
+          /\ UNCHANGED heard
+     ELSE /\ upHeld' = [upHeld EXCEPT ![l] = <<>>]
+          /\ heard' = heard \cup {AnswerOf(l, upHeld[l][1].m, Head(up[l]).m)}
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, said, down, begun, downHeld>>
+
+\* All has been read that had left: the sender finds the end of the stream, and what had not left never will.
+EndOfStream(s, w) ==
+  LET l == Current(s, w) IN
+  /\ Open(l) /\ gone[s][w] /\ up[l] = <<>>
+  /\ On(said, l) # {} \/ upHeld[l] # <<>>
+  /\ said' = Off(said, {l})
+  /\ begun' = begun \ On(said, l)
+  /\ upHeld' = [upHeld EXCEPT ![l] = <<>>]
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, up, downHeld>>
+
+\* A rule taken out: at the end of the stream, the head of a frame whose body never came counts as whole, with
+\* whatever its memory held.
+DeliverTorn(s, w, k) ==
+  LET l == <<s, w, k>> IN
+  /\ ~Follows("WholeFrames")
+  /\ ~Open(l) /\ down[l] = <<>> /\ downHeld[l] # <<>>
+  /\ inbox' = inbox \cup {Letter(l, downHeld[l][1].m.v, 0)}
+  /\ downHeld' = [downHeld EXCEPT ![l] = <<>>]
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, down, up, begun, upHeld>>
+
+-----------------------------------------------------------------------------
+(* The machines' steps over it *)
+
+\* The worker's ends of these links close: what is on its way to them goes nowhere.
+Shut(ends) ==
+  /\ outbox' = Off(outbox, ends)
+  /\ begun' = begun \ (outbox \ Off(outbox, ends))
+  /\ down' = Cleared(down, ends)
+  /\ downHeld' = Cleared(downHeld, ends)
+  /\ UNCHANGED <<up, upHeld>>
+
+Call(s) == Calling(s) /\ UNCHANGED wires
+Hear(s, w) == Hearing(s, w) /\ UNCHANGED wires
+GiveUp(s, w) == GivingUp(s, w) /\ UNCHANGED wires
+
+Notice(s, w) ==
+  LET l == Current(s, w) IN
+  /\ Noticing(s, w)
+  /\ (up[l] = <<>> /\ upHeld[l] = <<>> /\ On(said, l) = {}) \/ ~Follows("DrainedFirst")
+  /\ UNCHANGED wires
+
+EndSender(s) ==
+  /\ Ending(s)
+  /\ up' = Cleared(up, Of(s)) /\ upHeld' = Cleared(upHeld, Of(s))
+  /\ begun' = begun \ (said \ Off(said, Of(s)))
+  /\ UNCHANGED <<down, downHeld>>
+
+Read(w, s, k) == Reading(w, s, k) /\ UNCHANGED wires
+Decide(w) == Deciding(w) /\ UNCHANGED wires
+Greet(w, s, k) == Greeting(w, s, k) /\ Shut(GreetingCloses(w, s, k))
+Misfit(w, s, k) == Misfitting(w, s, k) /\ Shut({<<s, w, k>>})
+Drop(w, s, k) == Dropping(w, s, k) /\ Shut({<<s, w, k>>})
+Fall(w) == Falling(w) /\ Shut(To(w))
+
+Next ==
+  \/ \E s \in Senders : Call(s)
+  \/ \E s \in Senders, w \in Workers : Hear(s, w)
+  \/ \E s \in S!If("wrong", Senders), w \in Workers : GiveUp(s, w)
+  \/ \E s \in Senders, w \in Workers : Notice(s, w)
+  \/ \E s \in Senders : EndSender(s)
+  \/ \E w \in Workers, s \in Senders, k \in Links : Read(w, s, k)
+  \/ \E w \in Workers : Decide(w)
+  \/ \E w \in Workers, s \in Senders, k \in Links : Greet(w, s, k)
+  \/ \E w \in S!If("misfit", Workers), s \in Senders, k \in Links : Misfit(w, s, k)
+  \/ \E w \in Workers, s \in Senders, k \in Links : Drop(w, s, k)
+  \/ \E w \in Workers : Fall(w)
+  \/ \E s \in Senders, w \in Workers, k \in Links : WriteDown(s, w, k)
+  \/ \E s \in Senders, w \in Workers, k \in Links : WriteUp(s, w, k)
+  \/ \E s \in Senders, w \in Workers, k \in Links : ReadDown(s, w, k)
+  \/ \E s \in Senders, w \in Workers, k \in Links : ReadUp(s, w, k)
+  \/ \E s \in Senders, w \in Workers : EndOfStream(s, w)
+  \/ \E s \in Senders, w \in Workers, k \in Links : DeliverTorn(s, w, k)
+
+Start ==
+  /\ Init
+  /\ down = Empty /\ up = Empty /\ begun = {} /\ downHeld = Empty /\ upHeld = Empty
+
+Spec == Start /\ [][Next]_vars
+
+-----------------------------------------------------------------------------
+(* The protocol *)
+
+\* A message is under way from when it was given to its link until it is read: a frame is where its body is.
+Left(row, l) == {row[l][i].m : i \in {j \in 1..Len(row[l]) : row[l][j].part = 2}}
+LettersUnderWay == outbox \cup inbox \cup UNION {Left(down, l) : l \in Ends}
+AnswersUnderWay == said \cup heard \cup UNION {Left(up, l) : l \in Ends}
+
+Ack == INSTANCE AckProtocol WITH
+  letters <- LettersUnderWay, answers <- AnswersUnderWay, Features <- Features \cup {"cut"},
+  Reorders <- Declared.reorders, Duplicates <- Declared.duplicates, Loses <- Declared.loses, Lingers <- TRUE,
+  Without <- {}, Unfair <- {}
+
+RefinesAckProtocol == Ack!Safe
+
+-----------------------------------------------------------------------------
+(* Canaries: situations that must be found, or the proof would be true for no reason *)
+
+\* A stream ends in the middle of an answer.
+EveryAnswerEnds == [][\A s \in Senders, w \in Workers : EndOfStream(s, w) => upHeld[Current(s, w)] = <<>>]_vars
+
+\* A letter waits because there is no room.
+AlwaysRoom == \A l \in Ends : Open(l) /\ Len(down[l]) = Room => On(outbox, l) = {}
+
+\* What had left before its sender closed the link is read, applied, and LOST to it.
+NothingLeftBehind == [][\A w \in Workers : rdata'[w].served # rdata[w].served => Open(<<R!Link(w)[1], w, R!Link(w)[2]>>)]_vars
+=============================================================================

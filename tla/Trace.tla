@@ -1,0 +1,90 @@
+------------------------------- MODULE Trace -------------------------------
+(***************************************************************************)
+(* Recorded runs, followed action by action.  TraceData.tla is written by  *)
+(* weightsync verify: for each run the actions that it took, and what the  *)
+(* machine that took each was afterwards.  A run that TLC follows to its   *)
+(* end is printed as ACCEPT; there is one behaviour for each that conforms.*)
+(***************************************************************************)
+EXTENDS AckProtocol, Sequences, TLC, TraceData
+
+VARIABLES run, at   \* which run, and its next event
+
+traced == <<sstate, sdata, slife, blocked, rstate, rdata, letters, answers, gone, run, at>>
+
+\* The action that an event names. A link that a sender gives up was closed at the other end, or not.
+Acts(e) ==
+  CASE e.a = "Copy"           -> Copy(e.s, e.t)
+    [] e.a = "Connect"        -> Connect(e.s, e.c)
+    [] e.a = "SendAll"        -> SendAll(e.s)
+    [] e.a = "SendTo"         -> SendTo(e.s, e.ws)
+    [] e.a = "SendAsyncAll"   -> SendAsyncAll(e.s)
+    [] e.a = "SendAsyncTo"    -> SendAsyncTo(e.s, e.ws)
+    [] e.a = "Wait"           -> Wait(e.s)
+    [] e.a = "Deadline"       -> Deadline(e.s)
+    [] e.a = "Interrupted"    -> Interrupted(e.s)
+    [] e.a = "Abandon"        -> Abandon(e.s)
+    [] e.a = "CloseSender"    -> CloseSender(e.s)
+    [] e.a = "Join"           -> Join(e.s, e.w)
+    [] e.a = "Remove"         -> Remove(e.s, e.w)
+    [] e.a = "Lost"           -> Notice(e.s, e.w) \/ GiveUp(e.s, e.w)
+    [] e.a = "AnswerHello"    -> AnswerHello(e.s, e.w, e.k)
+    [] e.a = "AnswerAck"      -> AnswerAck(e.s, e.w, e.k, e.n)
+    [] e.a = "AnswerRefusal"  -> AnswerRefusal(e.s, e.w, e.k, e.n, e.kind)
+    [] e.a = "AnswerRejected" -> AnswerRejected(e.s, e.w, e.k, e.kind)
+    [] e.a = "HelloArrived"   -> HelloArrived(e.w, e.s, e.k)
+    [] e.a = "Misfit"         -> Misfit(e.w, e.s, e.k)
+    [] e.a = "UpdateArrived"  -> UpdateArrived(e.w, e.s, e.k, e.n)
+    [] e.a = "Applied"        -> Applied(e.w)
+    [] e.a = "Refused"        -> Refused(e.w)
+    [] e.a = "Broken"         -> Broken(e.w)
+    [] e.a = "Answered"       -> Answered(e.w)
+    [] e.a = "LinkDown"       -> LinkDown(e.w, e.s, e.k)
+    [] e.a = "CloseReceiver"  -> CloseReceiver(e.w)
+    [] e.a = "CrashReceiver"  -> CrashReceiver(e.w)
+
+\* What a worker's entry on the roll must be: standing, link, served, due, catching, fence.
+EntryIs(entry, told) ==
+  /\ entry.standing = told[1]
+  /\ told[1] # "NONE" =>
+       <<entry.link, entry.served, entry.due, entry.catching, entry.fence>>
+         = <<told[2], told[3], told[4], told[5], told[6]>>
+
+SenderIs(s, e) ==
+  LET data == sdata'[s] IN
+  /\ sstate'[s] = e.st
+  /\ data.incarnation = e.inc /\ data.version = e.v /\ data.dueAll = e.all
+  /\ \A w \in 1..Len(e.roll) : EntryIs(data.roll[w], e.roll[w])
+  /\ e.told => \A w \in 1..Len(e.out) :
+       /\ data.out.outcomes[w] = e.out[w]
+       /\ (data.out.owed[w] # 0) = (e.out[w] = "PENDING")
+
+KeyIs(payload, told) == payload[1] = told[1] /\ payload[2] = told[2]
+
+ReceiverIs(w, e) ==
+  LET data == rdata'[w] IN
+  /\ rstate'[w] = e.st
+  /\ data.link = e.link /\ data.fence = e.fence /\ data.answer = e.answer
+  /\ KeyIs(data.decided, e.decided) /\ KeyIs(data.pending, e.pending)
+  /\ e.spoiled \/ KeyIs(data.served, e.served)
+
+Shows(e) ==
+  CASE e.a \in {"Copy", "CrashReceiver"} -> TRUE
+    [] e.who = "s" -> SenderIs(e.s, e)
+    [] OTHER       -> ReceiverIs(e.w, e)
+
+Follow ==
+  /\ at <= Len(Traces[run])
+  /\ Acts(Traces[run][at])
+  /\ Shows(Traces[run][at])
+  /\ at' = at + 1 /\ run' = run
+  /\ at' > Len(Traces[run]) => PrintT(<<"ACCEPT", run>>)
+
+FollowInit == Init /\ run \in 1..Len(Traces) /\ at = 1
+FollowSpec == FollowInit /\ [][Follow]_traced
+
+\* Prints how far each run was followed; only where one was not followed to its end.
+Reached == PrintT(<<"REACHED", run, at - 1>>)
+
+\* The wrapper adds nothing: each of its steps is one of the protocol's.
+OnlyTheModels == [][Next]_vars
+=============================================================================

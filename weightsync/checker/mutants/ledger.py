@@ -1,0 +1,134 @@
+"""`mutants.toml`: what is known of every mutant, the reasons for those that live, and the score that may not fall."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weightsync.checker.mutants.hunt import Fate
+from weightsync.errors import ConfigurationError
+
+LEDGER = "mutants.toml"
+_MARK = "# From here on `weightsync check --mutants --pin` writes, reasons excepted.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of one mutant.
+
+    Attributes:
+        name: which.
+        fate: what became of it.
+        by: the property or situation that decided.
+        where: the configuration that decided: it is tried first.
+        reason: why it may live; only of those that do.
+    """
+
+    name: str
+    fate: Fate
+    by: str = ""
+    where: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The whole file.
+
+    Attributes:
+        folder: the model's.
+        module: the module that is changed.
+        roots: the definitions that say what may happen.
+        untouched: definitions that are not changed.
+        large: one in so many is drawn of the mutants that change a whole part.
+        small: one in so many is drawn of those that change a word, a number or one comparison.
+        ratchet: the score that may not fall, in percent.
+        hunts: the hunting configurations in the order they are tried; the situations that the model meets in each.
+        entries: a mutant's name to what is known of it.
+    """
+
+    folder: Path
+    module: str
+    roots: tuple[str, ...]
+    untouched: tuple[str, ...]
+    large: int
+    small: int
+    ratchet: float
+    hunts: Mapping[str, frozenset[str]]
+    entries: Mapping[str, Entry]
+
+    @classmethod
+    def read(cls, folder: Path) -> Ledger:
+        """Read a model's ledger.
+
+        Raises:
+            ConfigurationError: if it is not there, or does not say what it must.
+        """
+        try:
+            document = tomllib.loads((folder / LEDGER).read_text(encoding="utf-8"))
+            return _ledger(folder, document)
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigurationError(f"The ledger {folder / LEDGER} cannot be read: {error}.") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"The ledger {folder / LEDGER} is wrong: {error!r}.") from error
+
+    def known(self, name: str) -> Entry | None:
+        """Return what is known of a mutant."""
+        return self.entries.get(name)
+
+    def write(self, hunts: Mapping[str, frozenset[str]], entries: Iterable[Entry], score: float) -> None:
+        """Write what was seen. Reasons stay with their mutants, if these live on; the ratchet only rises."""
+        path = self.folder / LEDGER
+        head, mark, _ = path.read_text(encoding="utf-8").partition(_MARK)
+        kept = [self._explained(entry) for entry in entries]
+        ratchet = max(self.ratchet, _floor(score))
+        lines = [head, mark, f"[ratchet]\nscore = {ratchet}\n"]
+        lines += [_hunt(name, met) for name, met in hunts.items()]
+        lines += [_mutant(entry) for entry in kept]
+        path.write_text("".join(lines), encoding="utf-8")
+
+    def _explained(self, entry: Entry) -> Entry:
+        before = self.known(entry.name)
+        lives = not entry.fate.killed and entry.fate is not Fate.INVALID
+        return replace(entry, reason=before.reason) if before and lives else entry
+
+
+def _ledger(folder: Path, document: Mapping[str, Any]) -> Ledger:
+    model = document["model"]
+    entries = [Entry(**{**found, "fate": Fate(found["fate"])}) for found in document.get("mutant", ())]
+    return Ledger(
+        folder,
+        model["module"],
+        tuple(model["roots"]),
+        tuple(model["untouched"]),
+        int(model["large"]),
+        int(model["small"]),
+        float(document["ratchet"]["score"]),
+        {found["configuration"]: frozenset(found["met"]) for found in document["hunt"]},
+        {entry.name: entry for entry in entries},
+    )
+
+
+def _floor(score: float) -> float:
+    return int(score * 10) / 10
+
+
+def _hunt(name: str, met: frozenset[str]) -> str:
+    situations = "".join(f"  {_quoted(each)},\n" for each in sorted(met))
+    return f'\n[[hunt]]\nconfiguration = "{name}"\nmet = [\n{situations}]\n'
+
+
+def _mutant(entry: Entry) -> str:
+    lines = [f"name = {_quoted(entry.name)}", f'fate = "{entry.fate.value}"']
+    for key, value in (("by", entry.by), ("where", entry.where), ("reason", entry.reason)):
+        if value:
+            lines.append(f"{key} = {_quoted(value)}")
+    return "\n[[mutant]]\n" + "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)

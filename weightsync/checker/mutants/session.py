@@ -1,0 +1,131 @@
+"""A mutation run: the model itself first, then its mutants, as many side by side as there are cores for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from weightsync.checker.manifest import Configuration, Manifest
+from weightsync.checker.mutants.generate import Mutant, drawn, mutants
+from weightsync.checker.mutants.hunt import Finding, Ground, Hunter
+from weightsync.checker.mutants.ledger import Ledger
+from weightsync.checker.mutants.source import Source
+from weightsync.checker.process import Ending
+from weightsync.checker.suite import cores
+from weightsync.checker.text import Library
+from weightsync.checker.toolchain import Toolchain
+from weightsync.errors import ConfigurationError
+
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
+_MOST_AT_ONCE = 2
+_WAKE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Hunted:
+    """A mutant and what became of it."""
+
+    mutant: Mutant
+    finding: Finding
+
+
+def source_of(manifest: Manifest, ledger: Ledger) -> Source:
+    """Return the definitions that the ledger has changed.
+
+    Raises:
+        ConfigurationError: if the module is not there.
+    """
+    module = Library(manifest.folder).module(ledger.module)
+    if module is None:
+        raise ConfigurationError(f"The ledger names the module {ledger.module}, which {manifest.folder} lacks.")
+    return Source(module, ledger.roots, manifest.planted)
+
+
+def draw(manifest: Manifest, ledger: Ledger) -> tuple[Mutant, ...]:
+    """Return the mutants that the ledger is about.
+
+    Raises:
+        ConfigurationError: if the module cannot be read.
+    """
+    return drawn(mutants(source_of(manifest, ledger), ledger.untouched), ledger.large, ledger.small)
+
+
+class Session:
+    """Runs mutants.
+
+    Args:
+        toolchain: Java and TLC.
+        manifest: the model's configurations; the hunting ones are pinned there.
+        ledger: which configurations hunt, and what decided last time.
+    """
+
+    def __init__(self, toolchain: Toolchain, manifest: Manifest, ledger: Ledger) -> None:
+        self._toolchain = toolchain
+        self._manifest = manifest
+        self._ledger = ledger
+
+    def measure(self) -> tuple[Ground, ...]:
+        """Run the model itself in each hunting configuration.
+
+        Raises:
+            ConfigurationError: if something does not hold there, or its pinned counts are others.
+        """
+        configurations = {found.name: found for found in self._manifest.select(self._ledger.hunts)}
+        ordered = [configurations[name] for name in self._ledger.hunts]
+        hunter = self._hunter(())
+        return _side_by_side(hunter, partial(self._measured, hunter), ordered, lambda _: None)
+
+    def _measured(self, hunter: Hunter, configuration: Configuration) -> Ground:
+        outcome = hunter.run(self._manifest.folder, configuration)
+        findings = outcome.findings
+        held = outcome.ending is Ending.EXITED and outcome.exit_code == 0 and findings.completed
+        if not held or findings.counts is None or findings.counts != configuration.pinned:
+            raise ConfigurationError(
+                f"{configuration.name} does not give for the model itself what the manifest says: "
+                f"see weightsync check {configuration.name}, then try again."
+            )
+        return Ground(configuration, findings.counts, frozenset(outcome.met))
+
+    def hunt(
+        self, grounds: Sequence[Ground], wanted: Iterable[Mutant], told: Callable[[Hunted], None]
+    ) -> tuple[Hunted, ...]:
+        """Run mutants and return what became of each, in their order.
+
+        Args:
+            grounds: what the model itself gives.
+            wanted: the mutants.
+            told: is told of each as it is decided, in the caller's thread.
+        """
+        hunter = self._hunter(grounds)
+        return _side_by_side(hunter, partial(self._hunted, hunter), wanted, told)
+
+    def _hunted(self, hunter: Hunter, mutant: Mutant) -> Hunted:
+        entry = self._ledger.known(mutant.name)
+        return Hunted(mutant, hunter.hunt(mutant, entry.where if entry else ""))
+
+    def _hunter(self, grounds: Sequence[Ground]) -> Hunter:
+        source = source_of(self._manifest, self._ledger)
+        return Hunter(self._toolchain, source, self._manifest.folder, grounds)
+
+
+def _side_by_side(
+    hunter: Hunter, task: Callable[[_Given], _Made], given: Iterable[_Given], told: Callable[[_Made], None]
+) -> tuple[_Made, ...]:
+    """Do a task for each that is given; whatever ends this early ends the hunter's JVMs first."""
+    pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, cores()), thread_name_prefix="mutants")
+    futures = [pool.submit(task, each) for each in given]
+    try:
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, timeout=_WAKE_SECONDS, return_when=FIRST_COMPLETED)
+            for future in done:
+                told(future.result())
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        hunter.stop()
+        pool.shutdown()
+    return tuple(future.result() for future in futures)

@@ -1,0 +1,97 @@
+"""``weightsync check --mutants``: the model is changed in small ways, and each change must be found wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weightsync.checker import Manifest, Toolchain
+from weightsync.checker.mutants import (
+    Hunted,
+    Ledger,
+    Score,
+    Session,
+    changed_grounds,
+    complaints,
+    draw,
+    stale,
+)
+
+_EVERY = 25
+
+
+def hunt_mutants(manifest: Manifest, toolchain: Toolchain, console: Console, share: int, repin: bool) -> bool:
+    """Run the mutants, or one in so many of them; print the score, and say whether all is as the ledger says.
+
+    Args:
+        manifest: the model.
+        toolchain: Java and TLC.
+        console: where to print.
+        share: one in so many is run; the whole ledger is judged only if it is 1.
+        repin: whether to write what was seen into the ledger.
+
+    Raises:
+        ConfigurationError: if the ledger or the model cannot be read, or the model itself is not as pinned.
+    """
+    started = time.monotonic()
+    ledger = Ledger.read(manifest.folder)
+    whole = draw(manifest, ledger)
+    wanted = whole[::share]
+    console.print(f"{len(wanted)} of {len(whole)} mutants, after the model itself", markup=False)
+    session = Session(toolchain, manifest, ledger)
+    grounds = session.measure()
+    score = Score(session.hunt(grounds, wanted, _Progress(console, len(wanted)).told))
+    if repin and share == 1:
+        met = {ground.configuration.name: ground.met for ground in grounds}
+        ledger.write(met, score.entries, score.percent)
+        ledger = Ledger.read(manifest.folder)
+    found = [*changed_grounds(ledger, grounds), *stale(ledger, whole), *complaints(ledger, score, whole)]
+    console.print(_killers(score))
+    for line in _summary(ledger, score, time.monotonic() - started):
+        console.print(line, soft_wrap=True)
+    for complaint in found:
+        console.print(Text(complaint, style="red"), soft_wrap=True)
+    return not found
+
+
+class _Progress:
+    """Says now and then how far the run is, and names each mutant that lives."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._total = total
+        self._done = 0
+
+    def told(self, hunted: Hunted) -> None:
+        """Take one in."""
+        self._done += 1
+        if not hunted.finding.fate.killed:
+            line = f"[{self._done}/{self._total}] {hunted.finding.fate.value}: {hunted.mutant.name}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif self._done % _EVERY == 0:
+            self._console.print(f"[{self._done}/{self._total}]", markup=False, highlight=False)
+
+
+def _killers(score: Score) -> Table:
+    table = Table(title="Who kills the mutants", title_justify="left", header_style="bold")
+    for heading in ("killer", "what it is"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("killed first", justify="right")
+    for by, fate, count in score.killers:
+        table.add_row(Text(by), fate.value, str(count))
+    return table
+
+
+def _summary(ledger: Ledger, score: Score, seconds: float) -> Iterator[Text]:
+    kinds = ", ".join(f"{count} {fate.value}" for fate, count in sorted(score.fates.items(), key=lambda each: -each[1]))
+    yield Text(f"{len(score.hunted)} mutants: {kinds}")
+    style = "bold green" if score.percent >= ledger.ratchet else "bold red"
+    yield Text(
+        f"{score.killed} of {score.valid} that TLC can evaluate are killed: {score.percent:.1f} % "
+        f"(it may not fall below {ledger.ratchet} %), in {seconds:.0f} s",
+        style=style,
+    )

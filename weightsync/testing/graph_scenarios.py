@@ -1,0 +1,66 @@
+"""Paths of the model's graph as scenarios: one a configuration of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from weightsync._tables import Delivery
+from weightsync.testing.replay_data import Configuration, Step, graphs
+from weightsync.testing.replaying import Replay
+from weightsync.testing.script import Scenario
+from weightsync.testing.stage import Stage
+from weightsync.testing.troupe import Strayed
+
+STRAYED = "the adapter lost a message on the way there, as it may"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphScenario(Scenario):
+    """Every edge of both roles' projections of one configuration's graph."""
+
+    configuration: str = ""
+
+    def beside(self, delivery: Delivery) -> str:
+        """Its network may misbehave only as the links may."""
+        links = graphs().configurations[self.configuration].links
+        may = {"Reorders": delivery.reorders, "Duplicates": delivery.duplicates, "Loses": delivery.loses}
+        beyond = sorted(fault.lower() for fault in links if not may[fault])
+        if beyond:
+            return f"in its model the network {' and '.join(beyond)}, and links of delivery {delivery.name} do not"
+        if delivery.loses and "Loses" not in links:
+            return f"links of delivery {delivery.name} may lose messages, and need not tell of deaths"
+        return ""
+
+
+def replayed(stage: Stage, name: str) -> None:
+    """Walk all paths of a configuration."""
+    configuration = graphs().configurations[name]
+    stage.coverage.edges |= configuration.edges
+    tried: set[str] = set()
+    for number, path in enumerate(configuration.paths, 1):
+        stage.watch.steps[:] = [f"path {number} of {len(configuration.paths)} in the model's graph {name!r}"]
+        _walk(stage, configuration, path, tried)
+        stage.clear()
+
+
+def _walk(stage: Stage, configuration: Configuration, path: Sequence[Step], tried: set[str]) -> None:
+    replay = Replay(stage, configuration, tried)
+    for place, step in enumerate(path):
+        if step.needs in stage.unreachable:
+            stage.coverage.stop(path[place:], stage.unreachable[step.needs])
+            break
+        try:
+            replay.take(step)
+        except Strayed:
+            stage.coverage.stop(path[place:], STRAYED)
+            break
+        stage.coverage.take(step)
+    replay.finish()
+
+
+GRAPH_SCENARIOS = tuple(
+    GraphScenario(f"the graph of {name}", partial(replayed, name=name), over_losses=True, configuration=name)
+    for name in graphs().configurations
+)

@@ -1,0 +1,117 @@
+"""Where a driver stands, as the model counts: what `replay.json` has for each node of its role's projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weightsync._tables import State
+from weightsync.driving.receiver import ReceiverDriver
+from weightsync.driving.sender import SenderDriver
+from weightsync.messages import Ack
+from weightsync.protocol.receiver import Key
+from weightsync.protocol.sender import Outstanding
+from weightsync.report import OutcomeKind
+from weightsync.testing.gate import Gate
+
+SENDER_FIELDS = ("state", "incarnation", "version", "due to all", "roll", "outstanding or last report")
+RECEIVER_FIELDS = ("state", "link", "fence", "decided", "pending", "served", "answer")
+
+
+class SenderPlayer:
+    """A sender that a path drives."""
+
+    def __init__(self) -> None:
+        self.driver = SenderDriver("policy")
+        #: By the driver's numbers; the newest of each worker.
+        self.gates: dict[int, Gate] = {}
+        self.of: dict[int, Gate] = {}
+        self._last: Outstanding | None = None
+
+    def projected(self, workers: int, base: int) -> list[Any]:
+        """Where it stands; incarnations count from ``base``."""
+        data = self.driver.data
+        concluded = self.driver.concluded.get(data.version)
+        self._last = data.outstanding or (concluded.outstanding if concluded else self._last)
+        roll: list[Any] = []
+        for worker in range(1, workers + 1):
+            entry = data.roll.get(worker)
+            roll.append(
+                entry
+                and [
+                    self.gates[entry.link].place[2],
+                    entry.standing.name,
+                    entry.served,
+                    entry.due,
+                    entry.catching,
+                    _number(entry.fence, base),
+                ]
+            )
+        last = self._report(workers)
+        return [
+            self.driver.machine.state.value,
+            _number(data.incarnation, base),
+            data.version,
+            data.due_all,
+            roll,
+            last,
+        ]
+
+    def _report(self, workers: int) -> list[Any]:
+        last = self._last or Outstanding(0, {}, {})
+        outcomes = {worker: outcome.kind.name for worker, outcome in last.outcomes.items()}
+        outcomes |= dict.fromkeys(last.owed, OutcomeKind.PENDING.name)
+        owed = {worker: self.gates[link].place[2] for worker, link in last.owed.items()}
+        every = range(1, workers + 1)
+        return [last.version, [owed.get(w, 0) for w in every], [outcomes.get(w, "NONE") for w in every]]
+
+
+class ReceiverPlayer:
+    """A receiver that a path drives."""
+
+    def __init__(self) -> None:
+        self.driver = ReceiverDriver("policy")
+        self.gates: dict[int, Gate] = {}
+        #: What it serves, as it arrived, and must stay.
+        self.served: tuple[memoryview, bytes] | None = None
+        #: Whether its process is gone.
+        self.gone = False
+
+    def add(self, gate: Gate) -> None:
+        """Listen on one more link."""
+        if self.gone or self.driver.machine.state is State.CLOSED:
+            gate.close()
+            return
+        self.gates[self.driver._last_link + 1] = gate
+        self.driver.add_link(gate)
+
+    def at(self, place: tuple[int, int, int]) -> Gate | None:
+        """Its end of that link, once it is there."""
+        return next((gate for gate in tuple(self.gates.values()) if gate.place == place), None)
+
+    def in_force(self) -> Gate | None:
+        """Its end of the link in force."""
+        link = self.driver.data.link
+        return None if link is None else self.gates[link]
+
+    def projected(self, base: int) -> list[Any]:
+        """Where it stands; incarnations count from ``base``."""
+        data, gate = self.driver.data, self.in_force()
+        keys = [_key(key, base) for key in (data.decided, data.pending, data.served)]
+        answer = "NONE" if data.answer is None else "ACK" if isinstance(data.answer, Ack) else data.answer.kind.name
+        link = [0, 0] if gate is None else [gate.place[0], gate.place[2]]
+        return [self.driver.machine.state.value, link, _number(data.fence, base), *keys, answer]
+
+
+def _number(incarnation: int, base: int) -> int:
+    return incarnation - base if incarnation else 0
+
+
+def _key(key: Key | None, base: int) -> list[int]:
+    return [0, 0] if key is None else [_number(key[0], base), key[1]]
+
+
+def difference(fields: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> str:
+    """How a machine is not where the model is; empty: it is."""
+    named = zip(fields, wanted, found, strict=True)
+    return "; ".join(f"{name} is {is_}, and in the model {must}" for name, must, is_ in named if is_ != must)

@@ -1,0 +1,112 @@
+"""What a machine must refuse where it stands: the call raises, nothing has changed, and nobody was told anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
+from weightsync.driving.sender import SenderDriver
+from weightsync.errors import ConfigurationError, StateError, WeightSyncError, WorkerLostError
+from weightsync.messages import Ack
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+from weightsync.testing.gate import Gate
+from weightsync.testing.payloads import Payloads
+from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
+from weightsync.testing.rules import Breach, Rule
+
+#: A worker that is on nobody's roll.
+_NOBODY = 99
+_ACK = Ack(model_id="policy", incarnation=1, version=1)
+#: What is tried, its words, and what it must raise.
+_Attempt = tuple[str, Callable[[], object], type[WeightSyncError]]
+
+
+def refusals_of_sender(player: SenderPlayer, payloads: Payloads, base: int) -> int:
+    """Try what this sender must refuse now; how much that was.
+
+    Raises:
+        Breach: it did not refuse something, or not without changing anything.
+    """
+    driver = player.driver
+    return _refused(
+        "the sender", _sender_attempts(driver, payloads), lambda: player.projected(_NOBODY, base), player.gates.values()
+    )
+
+
+def refusals_of_receiver(player: ReceiverPlayer, base: int) -> int:
+    """Try what this receiver must refuse now; how much that was.
+
+    Raises:
+        Breach: as `refusals_of_sender`.
+    """
+    driver = player.driver
+    events: dict[ReceiverInput, receiving.Event] = {
+        ReceiverInput.APPLIED: receiving.Applied(_ACK),
+        ReceiverInput.REFUSED: receiving.Refused(_ACK),  # type: ignore[arg-type] # refused before it is looked at
+        ReceiverInput.BROKEN: receiving.Broken(),
+        ReceiverInput.ANSWERED: receiving.Answered(),
+    }
+    state = driver.machine.state
+    attempts: list[_Attempt] = [
+        (input.value, lambda event=event: driver.take(event), StateError)  # type: ignore[misc]
+        for input, event in events.items()
+        if (state, input) not in RECEIVER_ROWS
+    ]
+    return _refused("the receiver", attempts, lambda: player.projected(base), player.gates.values())
+
+
+def _sender_attempts(driver: SenderDriver, payloads: Payloads) -> Iterator[_Attempt]:
+    state, roll = driver.machine.state, driver.data.roll
+    calls: dict[SenderInput, Callable[[], object]] = {
+        SenderInput.SEND: lambda: _dispatch(driver, payloads, sending.Send(None)),
+        SenderInput.SEND_ASYNC: lambda: _dispatch(driver, payloads, sending.SendAsync(None)),
+        SenderInput.WAIT: lambda: driver.take(sending.Wait()),
+        SenderInput.ABANDON: lambda: driver.take(sending.Abandon()),
+        SenderInput.CONNECT: lambda: driver.take(sending.Connect(1)),
+        SenderInput.JOIN: lambda: driver.take(sending.Join(_NOBODY, _NOBODY)),
+    }
+    if driver.data.outstanding is not None and not driver.data.outstanding.owed:
+        del calls[SenderInput.WAIT]  # another input then: WAIT_SETTLED
+    for input, call in calls.items():
+        if (state, input) not in SENDER_ROWS:
+            yield input.value, call, StateError
+    if state is State.CLOSED:
+        return
+    yield "remove an unknown worker", lambda: driver.remove(_NOBODY, ""), ConfigurationError
+    if state is State.READY:
+        yield "send to nobody", lambda: _dispatch(driver, payloads, sending.Send(())), ConfigurationError
+        yield "send to one unknown", lambda: _dispatch(driver, payloads, sending.Send((_NOBODY,))), ConfigurationError
+        if roll and all(entry.standing is sending.Standing.LOST for entry in roll.values()):
+            yield "send to the lost", lambda: _dispatch(driver, payloads, sending.Send(None)), WorkerLostError
+
+
+def _dispatch(driver: SenderDriver, payloads: Payloads, event: sending.Send | sending.SendAsync) -> None:
+    packed = payloads.packed()
+    try:
+        driver.dispatch(event, packed)
+    finally:
+        payloads.handed_over(packed)
+
+
+def _refused(who: str, attempts: Any, look: Callable[[], Sequence[Any]], gates: Any) -> int:
+    count = 0
+    before, said = look(), [len(gate.attempts) for gate in _all(gates)]
+    for what, attempt, wanted in attempts:
+        count += 1
+        try:
+            attempt()
+        except wanted:
+            pass
+        else:
+            raise Breach(Rule.STATE, f"{who} must refuse in this state, and took: {what}")
+        if look() != before:
+            raise Breach(Rule.STATE, f"{who} refused {what!r}, and is not where it was: {before} -> {look()}")
+        if [len(gate.attempts) for gate in _all(gates)] != said:
+            raise Breach(Rule.STATE, f"{who} refused {what!r}, and said something all the same")
+    return count
+
+
+def _all(gates: Any) -> list[Gate]:
+    return list(gates)

@@ -1,0 +1,116 @@
+"""Role projections of the model's graph, and paths that cover them: `replay.json`, rendered by ``spec/replay.py``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+#: A node of a role's projection: state first. See `weightsync.testing.projecting`.
+Node = Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What one machine goes through."""
+
+    role: str
+    before: int
+    label: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One action of the model, and where everybody is after it."""
+
+    #: The action, and its arguments.
+    label: Sequence[Any]
+    #: The scenario that asks of an adapter what this step asks; empty: it only carries a message, or nothing.
+    needs: str
+    #: By machine; None: it is not alive.
+    senders: Sequence[Node | None]
+    receivers: Sequence[Node]
+    #: Of the machine that acts; None: the network does.
+    edge: Edge | None
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A small graph of the model."""
+
+    name: str
+    senders: int
+    workers: int
+    #: How its network misbehaves: "Reorders", "Duplicates", "Loses".
+    links: frozenset[str]
+    #: All that its machines go through.
+    edges: frozenset[Edge]
+    paths: Sequence[Sequence[Step]]
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """All of them."""
+
+    configurations: Mapping[str, Configuration]
+    tables: Mapping[str, Any]
+
+    def words(self, edge: Edge) -> str:
+        """An edge, for people."""
+        nodes = self.tables[f"{edge.role}s"]
+        name, *arguments = self.tables["labels"][edge.label]
+        before, after = (nodes[at][0] if nodes[at] else "not alive" for at in (edge.before, edge.after))
+        return f"{edge.role}, {before}: {name}({', '.join(map(str, arguments))}) -> {after}"
+
+
+@cache
+def graphs() -> Graphs:
+    """What the file says."""
+    read = json.loads(files("weightsync.testing").joinpath("replay.json").read_text(encoding="utf-8"))
+    return Graphs({name: _configuration(name, found, read) for name, found in read["configurations"].items()}, read)
+
+
+def _configuration(name: str, found: Mapping[str, Any], tables: Mapping[str, Any]) -> Configuration:
+    return Configuration(
+        name,
+        found["senders"],
+        found["workers"],
+        frozenset(found["links"]),
+        frozenset(Edge(role, *edge) for role in ("sender", "receiver") for edge in found[f"{role} edges"]),
+        [[_step(row, tables) for row in path] for path in found["paths"]],
+    )
+
+
+def _step(row: Sequence[Any], tables: Mapping[str, Any]) -> Step:
+    label, needs, senders, receivers, edge = row
+    return Step(
+        tables["labels"][label],
+        tables["needs"][needs],
+        [tables["senders"][number] for number in senders],
+        [tables["receivers"][number] for number in receivers],
+        Edge(_role(tables["labels"][label]), *edge) if edge else None,
+    )
+
+
+#: What a receiver does; all else that a machine does, a sender does.
+RECEIVERS_ACTIONS = frozenset(
+    {
+        "HelloArrived",
+        "UpdateArrived",
+        "LinkDown",
+        "Applied",
+        "Refused",
+        "Broken",
+        "Answered",
+        "CloseReceiver",
+        "CrashReceiver",
+    }
+)
+
+
+def _role(label: Sequence[Any]) -> str:
+    return "receiver" if label[0] in RECEIVERS_ACTIONS else "sender"

@@ -1,0 +1,91 @@
+"""Replays paths of the model's graph over an adapter: real drivers, one action at a time, compared after each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightsync._tables import State
+from weightsync.errors import ProtocolError
+from weightsync.protocol import sender as sending
+from weightsync.testing.acting import Acting
+from weightsync.testing.projecting import RECEIVER_FIELDS, SENDER_FIELDS, difference
+from weightsync.testing.refusing import refusals_of_receiver, refusals_of_sender
+from weightsync.testing.replay_data import Configuration, Step
+from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.stage import Stage
+
+
+class Replay(Acting):
+    """One path, step by step.
+
+    Args:
+        stage: makes the links.
+        configuration: whose path it is.
+        tried: nodes at which what must be refused was tried before.
+    """
+
+    def __init__(self, stage: Stage, configuration: Configuration, tried: set[str]) -> None:
+        super().__init__(stage, configuration)
+        self._tried = tried
+
+    def take(self, step: Step) -> None:
+        """Do what the step says, and compare everybody with the model.
+
+        Raises:
+            Breach: somebody is not where the model is, or the adapter broke a rule on the way.
+            Strayed: the adapter lost a message, as it may.
+        """
+        name, *arguments = step.label
+        self.stage.watch.steps.append(f"{name}({', '.join(map(str, arguments))})")
+        self._step = step
+        try:
+            self.acts()[name](*arguments)
+        except ProtocolError as error:
+            raise Breach(Rule.STATE, f"a link was taken down: {error}") from error
+        self.stage.watch.check()
+        self._compare(step)
+        self._refuse(step)
+        self.payloads.scribble()
+
+    # ----------------------------------------------------------------------------------------- comparing
+
+    def _compare(self, step: Step) -> None:
+        for s, wanted in enumerate(step.senders, 1):
+            if wanted is not None:
+                found = self._senders[s].projected(self._workers, self._base)
+                self._agree(f"sender {s}", difference(SENDER_FIELDS, wanted, found))
+        for w, wanted in enumerate(step.receivers, 1):
+            receiver = self._receivers[w]
+            self._agree(f"worker {w}", difference(RECEIVER_FIELDS, wanted, receiver.projected(self._base)))
+            if receiver.served is not None and not self.payloads.intact(*receiver.served):
+                raise Breach(Rule.PINNED, f"what worker {w} serves was overwritten before it acked anything newer")
+
+    def _agree(self, who: str, different: str) -> None:
+        if different:
+            raise Breach(Rule.STATE, f"of {who}, {different}")
+
+    def _refuse(self, step: Step) -> None:
+        """Try what must be refused, at each node that was not visited before."""
+        for s, wanted in enumerate(step.senders, 1):
+            if wanted is not None and self._new(wanted):
+                refusals_of_sender(self._senders[s], self.payloads, self._base)
+        for w, node in enumerate(step.receivers, 1):
+            if self._new(node):
+                refusals_of_receiver(self._receivers[w], self._base)
+
+    def _new(self, node: Any) -> bool:
+        before = len(self._tried)
+        self._tried.add(repr(node))
+        return len(self._tried) > before
+
+    def finish(self) -> None:
+        """Close all that is left: every buffer must be free then."""
+        for receiver in self._receivers.values():
+            receiver.served = None
+            if receiver.driver.machine.state is not State.CLOSED:
+                receiver.driver.close()
+        for s, player in self._senders.items():
+            if s not in self._dead:
+                player.driver.take(sending.Close())
+        self.stage.watch.check()
+        self.payloads.all_free(self.stage)

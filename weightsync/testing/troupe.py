@@ -1,0 +1,104 @@
+"""The players of one path, their links, and how the replay waits for what the model has on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weightsync.messages import Bye, Hello, Message, Refusal, Update
+from weightsync.testing.gate import Gate
+from weightsync.testing.payloads import Payloads
+from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
+from weightsync.testing.replay_data import Configuration, Step
+from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.stage import Stage
+from weightsync.timing import Deadline, new_incarnation
+from weightsync.transports.base import Received
+
+#: Size of each version's weights.
+_NBYTES = 1000
+
+
+class Strayed(Exception):
+    """The adapter lost what the path goes on with, as its delivery allows it to."""
+
+
+class Troupe:
+    """One path's senders, receivers and links.
+
+    Args:
+        stage: makes the links.
+        configuration: whose path it is.
+    """
+
+    def __init__(self, stage: Stage, configuration: Configuration) -> None:
+        self.stage = stage
+        self.payloads = Payloads(_NBYTES, stage.storage)
+        self._base = new_incarnation(0)
+        self._workers = configuration.workers
+        self._senders: dict[int, SenderPlayer] = {1: SenderPlayer()}
+        self._dead: set[int] = set()
+        self._receivers = {worker: ReceiverPlayer() for worker in range(1, configuration.workers + 1)}
+        self._laid: dict[tuple[int, int], int] = {}
+        #: Whose each link is at its far end.
+        self._owners: dict[tuple[int, int, int], ReceiverPlayer] = {}
+        self._cuts: dict[tuple[int, int, int], Callable[[], None]] = {}
+        self._step: Step | None = None
+
+    def _far_end(self, place: tuple[int, int, int]) -> tuple[ReceiverPlayer, Gate, Gate]:
+        """The receiver of a link, its end, which may have to be waited for, and the sender's."""
+        s, w, _ = place
+        other = next(gate for gate in self._senders[s].gates.values() if gate.place == place)
+        receiver = self._receivers[w]
+        self.stage.until(
+            lambda: receiver.at(place) is not None,
+            other.write if not other.dead else lambda: None,
+            Rule.ARRIVES,
+            "a message was sent, and the receiver's end never came to be",
+        )
+        gate = receiver.at(place)
+        assert gate is not None
+        return receiver, gate, other
+
+    def _await(self, gate: Gate, other: Gate | None, wanted: Callable[[Message], bool]) -> Received:
+        """What is wanted, once it has come out at this end."""
+        deadline = Deadline(self.stage.grace if gate.delivery.loses else self.stage.patience)
+        while (found := gate.find(wanted)) is None:
+            self._wait(gate, other)
+            if deadline.passed and gate.find(wanted) is None:
+                if gate.delivery.loses:
+                    raise Strayed
+                came = [type(each.message).__name__ for each in gate.waiting]
+                raise Breach(
+                    Rule.ARRIVES, f"what the model has on its way never came out at {gate.cable.name}; there are {came}"
+                )
+        return found
+
+    def _await_end(self, gate: Gate, other: Gate | None, or_goodbye: bool = False) -> Received | None:
+        """Wait until this end has told that the link is dead; the goodbye instead, where that will do."""
+        deadline = Deadline(self.stage.patience)
+        while gate.ended is None:
+            if or_goodbye and (bye := gate.find(lambda message: isinstance(message, Bye))) is not None:
+                return bye
+            if deadline.passed:
+                raise Breach(Rule.DEATH_TOLD, f"{gate.cable.name}, {gate.end.value}: it was not told of the link's end")
+            self._wait(gate, other)
+        return gate.find(lambda message: isinstance(message, Bye)) if or_goodbye else None
+
+    def _wait(self, gate: Gate, other: Gate | None) -> None:
+        gate.fetch()
+        self.stage.watch.check()
+        if other is not None and not other.dead:
+            other.write()
+        self.stage.readable(gate, 0.005)
+
+
+def letter(version: int) -> Callable[[Message], bool]:
+    """Which message that is on its way to a worker; version 0: the handshake."""
+    if version:
+        return lambda message: isinstance(message, Update) and message.version == version
+    return lambda message: isinstance(message, Hello)
+
+
+def refusal(version: int, kind: str) -> Callable[[Message], bool]:
+    """Which refusal that is."""
+    return lambda m: isinstance(m, Refusal) and m.version == version and m.kind.name == kind
