@@ -44,6 +44,7 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
             "weightsync.schemes.shared",
             "weightsync.schemes.none",
             "weightsync.schemes.rpc",
+            "weightsync.schemes.distributed",
             "fleet",
         ]
     )

@@ -49,10 +49,11 @@ class ByHand(Swapping):
             damaged on the way is refused, and the sender told.
 
         Raises:
-            StateError: the receiver is closed, or has no link.
+            StateError: the receiver is closed, or has no link; or a thread receives in the background.
             TransportError: the sender is gone.
             ProtocolError: the peer broke the protocol; its link is down.
         """
+        self._require_unattended("hand_out")
         deadline = Deadline(timeout)
         with Shield(self._driver.waker.fire) as shield:
             while True:
@@ -67,11 +68,22 @@ class ByHand(Swapping):
         """Whether an update has arrived that was not handed out yet. Never waits.
 
         Raises:
+            StateError: a thread receives in the background.
             ProtocolError: the peer broke the protocol; its link is down.
         """
+        self._require_unattended("has_update")
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             return self._driver.pending is not None and self._out is None
+
+    def _require_unattended(self, asked: str) -> None:
+        """Refuse what would take updates away from the thread that receives in the background."""
+        if self._attendant is not None:
+            hint = (
+                "connect() has started a thread that receives in the background and applies what comes: "
+                "use receive(), or do not connect() and apply by hand."
+            )
+            raise StateError("receiver", f"{self.state.value}, attended", asked, ["receive", "apply_weights"], hint)
 
     def links(self) -> list[Link]:
         """The links that are open, to be waited for."""

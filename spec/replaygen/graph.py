@@ -11,6 +11,7 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "graph"))
 
+from machines import forget
 from network import World, is_open, link_of, start
 from search import projected, successors
 
@@ -18,7 +19,7 @@ from weightsync._tables import State
 from weightsync.checker.second import Bounds
 from weightsync.checker.second.words import Receiver, Sender
 
-__all__ = ["NEEDS", "Bounds", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
+__all__ = ["NEEDS", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
 
 #: Scenarios of the kit: what a step needs of an adapter beyond carrying messages is what that scenario needs.
 CUT: Final = "a cut with an update outstanding"
@@ -77,6 +78,7 @@ class Graph:
 
 def graph_of(bounds: Bounds) -> Graph:
     """Breadth-first search."""
+    forget()
     graph = Graph(Spot(start(bounds)))
     todo = deque([graph.first])
     graph.steps[graph.first] = []
@@ -163,25 +165,19 @@ def _role(label: Label, before: World, after: World) -> tuple[str, Any, Label, A
 
 @cache
 def machines(world: World) -> tuple[list[Any], list[Any]]:
-    """What counts of each sender (None: it is not alive) and of each receiver, as plain lists, without ghosts."""
+    """What counts of each sender (None: it is not alive) and of each receiver, without ghosts."""
     node = projected(world)
-    senders = [
-        _freeze(_sender(state, data)) if life == "alive" else None
-        for state, data, life in zip(node.sstate, node.sdata, node.slife, strict=True)
-    ]
-    return senders, [_freeze(_receiver(state, data)) for state, data in zip(node.rstate, node.rdata, strict=True)]
+    alive = zip(node.sstate, node.sdata, node.slife, strict=True)
+    senders = [_sender(state, data) if life == "alive" else None for state, data, life in alive]
+    return senders, [_receiver(state, data) for state, data in zip(node.rstate, node.rdata, strict=True)]
 
 
-def _sender(state: str, data: Sender) -> list[Any]:
-    roll = [None if entry.standing == "NONE" else list(entry) for entry in data.roll]
-    last = [data.out.version, data.out.owed, data.out.outcomes]
-    return [state, data.incarnation, data.version, data.dueAll, roll, last]
+def _sender(state: str, data: Sender) -> tuple[Any, ...]:
+    roll = tuple(None if entry.standing == "NONE" else tuple(entry) for entry in data.roll)
+    last = (data.out.version, data.out.owed, data.out.outcomes)
+    return (state, data.incarnation, data.version, data.dueAll, roll, last)
 
 
-def _receiver(state: str, data: Receiver) -> list[Any]:
-    keys = [key[:2] for key in (data.decided, data.pending, data.served)]
-    return [state, data.link, data.fence, *keys, data.answer]
-
-
-def _freeze(value: Any) -> Any:
-    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
+def _receiver(state: str, data: Receiver) -> tuple[Any, ...]:
+    keys = (data.decided[:2], data.pending[:2], data.served[:2])
+    return (state, data.link, data.fence, *keys, data.answer)

@@ -7,6 +7,7 @@ import importlib.util
 import multiprocessing
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +30,7 @@ from weightsync.testing import (
     Nonconforming,
     check_transport,
 )
+from weightsync.timing import Deadline
 from weightsync.transports.base import Link, Payloads
 from weightsync.transports.calls import BlockingLink, CallLink
 from weightsync.transports.doors import Door
@@ -42,6 +44,8 @@ ANSWERS_GO_HOME = (
     "next call"
 )
 WORDLESS = "a sender that says no goodbye is told by the end of its process alone, and here both ends are in one"
+#: Seconds; reached only by a failure.
+LONG = 900.0
 #: As all tests of Ray: its processes take long to start, and it leaves what it does not close to the collector.
 RAY = (pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::ResourceWarning"))
 NO_CABLE = "nothing lies between the ends of a call that could break while both live"
@@ -74,7 +78,11 @@ class Apart(Adapter):
     def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
         (worker,) = request.getfixturevalue("crew").start(None)
         folder = str(request.getfixturevalue("tmp_path"))
-        found: Conformance = worker.do(conforms, self.factory, folder, {"unreachable": self.unreachable, **how})
+        worker.tell(conforms, self.factory, folder, {"unreachable": self.unreachable, **how})
+        waited = Deadline(LONG)
+        while not worker.answered() and not waited.passed:
+            time.sleep(0.05)
+        found: Conformance = worker.answer()
         worker.kill()
         return found
 

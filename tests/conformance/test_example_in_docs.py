@@ -26,7 +26,9 @@ def test_the_example_conforms(caplog: Any) -> None:
     caplog.set_level("CRITICAL", "weightsync")
     found = check_transport(load().lay, unreachable={"several models": "each connection carries one model"})
 
-    assert {*found.passed, "several models"} == set(SCENARIOS)
+    assert {*found.passed, *found.beside, "several models"} == set(SCENARIOS)
+    assert set(found.beside) == {"the graph of reordered", "the graph of duplicated", "the graph of lost"}
+    assert found.unreached == {}
 
 
 def test_the_page_names_each_ability_and_each_method_of_a_link() -> None:

@@ -40,24 +40,35 @@ class Wrong:
 
 
 class Drops(Wrong):
+    number = 7
+
     def send(self, message: Any, payload: Any = None) -> None:
         self.count += 1
-        if self.count != 7:
+        if self.count != self.number:
             self.link.send(message, payload)
 
 
+class DropsTheSecond(Drops):
+    number = 2
+
+
 class Reorders(Wrong):
+    number = 5
     kept: Any = None
 
     def send(self, message: Any, payload: Any = None) -> None:
         self.count += 1
-        if self.count == 5:
+        if self.count == self.number:
             self.kept = message, payload
             return
         self.link.send(message, payload)
         if self.kept is not None:
             kept, self.kept = self.kept, None
             self.link.send(*kept)
+
+
+class ReordersTheSecond(Reorders):
+    number = 2
 
 
 class GreetsLate(Reorders):
@@ -97,11 +108,17 @@ class SwallowsDeath(Wrong):
 
 
 class DiesOfItself(Wrong):
+    enough = 2
+
     def receive(self) -> list[Received]:
         self.count += 1
-        if self.count > 2:
+        if self.count > self.enough:
             raise TransportError("The link has had enough.")
         return self.link.receive()
+
+
+class DiesSoon(DiesOfItself):
+    enough = 1
 
 
 class ForgetsLastWords(Wrong):
@@ -125,6 +142,60 @@ class Shortens(Wrong):
     def receive(self) -> list[Received]:
         received = self.link.receive()
         return [Received(one.message, one.payload and one.payload[:65_536]) for one in received]
+
+
+class TearsLittle(Wrong):
+    """Of each payload the second half is of another time."""
+
+    def receive(self) -> list[Received]:
+        received = self.link.receive()
+        for one in received:
+            if one.payload is not None:
+                one.payload[len(one.payload) // 2 :] = bytes(len(one.payload) - len(one.payload) // 2)
+        return received
+
+
+class Delays(Wrong):
+    """Each message leaves with the next one, and the last never does."""
+
+    kept: Any = None
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        if self.kept is not None:
+            self.link.send(*self.kept)
+        self.kept = message, payload
+
+
+class Crosses(Wrong):
+    """Acks leave over whichever link was laid last."""
+
+    newest: Any = None
+
+    def __init__(self, link: LocalLink) -> None:
+        super().__init__(link)
+        type(self).newest = link  # the receiver's end is laid second
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        link = type(self).newest if isinstance(message, Ack) else self.link
+        link.send(message, payload)
+
+
+class AcksItself(Wrong):
+    """Says that a version was applied as soon as it has arrived."""
+
+    def receive(self) -> list[Received]:
+        received = self.link.receive()
+        for message in [one.message for one in received]:
+            if isinstance(message, Update):
+                self.link.send(
+                    Ack(
+                        model_id=message.model_id,
+                        incarnation=message.incarnation,
+                        version=message.version,
+                        digest=message.digest,
+                    )
+                )
+        return received
 
 
 class Blocks(Wrong):
@@ -250,6 +321,35 @@ def test_a_wrong_adapter_is_refused_by_its_rule(wrong: Any, rule: Rule, scenario
     (broken,) = refused.value.conformance.broken
     assert (broken.scenario, bool(broken.steps), bool(broken.what)) == (scenario, True, True)
     assert f"{rule.name}: {rule.value}" in str(refused.value)
+
+
+#: One for each class of faults, found by the replay of the model's paths alone.
+BY_REPLAY = [
+    (DropsTheSecond, "one version", {Rule.ARRIVES}),
+    (ReordersTheSecond, "two versions", {Rule.ORDER}),
+    (Duplicates, "one version", {Rule.ONCE}),
+    (Delays, "one version", {Rule.ARRIVES}),
+    (Crosses, "two workers", {Rule.GENUINE}),
+    (AcksItself, "one version", {Rule.GENUINE, Rule.ONCE}),
+    (Forges, "one version", {Rule.GENUINE}),
+    (SwallowsDeath, "losses", {Rule.DEATH_TOLD}),
+    (SwallowsDeath, "crashes", {Rule.DEATH_TOLD}),
+    (SwallowsDeath, "successors", {Rule.DEATH_TOLD}),
+    (DiesSoon, "one version", {Rule.LIVES}),
+    (TearsLittle, "one version", {Rule.PAYLOAD}),
+    (KeepsPinned, "one version", {Rule.UNPINNED}),
+]
+
+
+@pytest.mark.parametrize(("wrong", "graph", "rules"), BY_REPLAY, ids=lambda each: getattr(each, "__name__", str(each)))
+def test_replay_alone_refuses_each_class_of_faults(wrong: Any, graph: str, rules: set[Rule]) -> None:
+    with pytest.raises(Nonconforming) as refused:
+        check_transport(factory(wrong), only=[f"the graph of {graph}"], patience=PATIENCE)
+
+    (broken,) = refused.value.conformance.broken
+    assert broken.rule in rules, str(broken)
+    assert broken.steps[0].startswith("path ")
+    assert "a rule was broken before" in set(refused.value.conformance.unreached.values())
 
 
 @pytest.mark.parametrize("scenario", ["payloads of every size (heap)", "updates"])

@@ -6,6 +6,7 @@ The others are served, and nothing is left behind (tests/conftest.py looks).
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from typing import Any
 
@@ -16,7 +17,7 @@ from strikes import PIPES, SIGNALS, STRIKES, join_armed, megabytes, until_stoppe
 from weightsync import AckTimeoutError, OutcomeKind, State, WorkerLostError
 
 #: Seconds that a send waits for a worker that is stopped.
-DEADLINE = 1.0
+DEADLINE = 0.4
 
 
 @pytest.mark.parametrize(("transport", "point"), STRIKES)
@@ -116,4 +117,5 @@ def test_g10_a_trainer_closes_while_a_worker_is_stopped_in_the_middle(crew: Crew
         victim.answer()
     assert victim.do(shows)[1:3] in [(1, {3.0}), (None, {0.0})]
     victim.end()
+    gc.collect()  # errors that tests before this one have caught hold frames, and those hold buffers
     assert segments() == 0

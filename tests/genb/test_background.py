@@ -405,3 +405,13 @@ def test_a_copy_of_a_guarded_model_is_not_guarded() -> None:
     assert filled(made.source, 2.0) is made.source
     assert made.sending.send().ok
     made.end()
+
+
+def test_nobody_hands_updates_out_beside_the_thread_that_applies_them(duo: Duo) -> None:
+    receiver = duo.receiving.get_receiver()
+    for asked in (lambda: receiver.hand_out(0.0), receiver.has_update):
+        with pytest.raises(StateError, match="in the background and applies what comes"):
+            asked()
+
+    assert duo.send(2.0).ok
+    assert receiver.version == 2

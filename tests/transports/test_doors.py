@@ -8,12 +8,14 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
-from weightsync import ConfigurationError, ProtocolError, TransportError, wire
-from weightsync.messages import Ack, Bye, Update
+from weightsync import ConfigurationError, ProtocolError, RPCWeightSyncScheme, TransportError, wire
+from weightsync.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Waker, wait
 from weightsync.transports.doors import Door, Parcel, decoded
 from weightsync.transports.liveness import own_identity
+from weightsync.transports.rpc import door_of
 
 
 def ack(version: int) -> Ack:
@@ -243,3 +245,34 @@ def test_what_a_forked_child_inherits_is_closed_and_answers_nobody(opened: Any) 
 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert versions(links[0]) == [0]
+
+
+def test_a_malformed_call_that_waits_is_told_to_its_caller_and_no_receiver_meets_its_link() -> None:
+    door, links = Door("m"), []
+    early = door.knock(parcel(0)), door.knock(parcel(0, link="b"))
+    for bad in (Parcel("a", 1, b"nonsense" * 20), Parcel("c", 0, wire.encode(ack(1)))):
+        with pytest.raises(ProtocolError):
+            door.knock(bad)
+    stop = door.open(links.append)
+
+    assert [versions(link) for link in links] == [[0]]
+    assert not early[1].done()
+    with pytest.raises(TransportError, match="broke the protocol"):
+        early[0].result(timeout=5)
+    with pytest.raises(TransportError, match="closed"):
+        door.knock(parcel(2))
+    stop()
+    links[0].close()
+
+
+def test_a_receiver_connects_past_a_malformed_call_that_has_waited_for_it() -> None:
+    door, scheme = door_of("past a malformed call"), RPCWeightSyncScheme()
+    with pytest.raises(ProtocolError):
+        door.knock(Parcel("bad", 0, b"nonsense" * 20))
+    answer = door.knock(Parcel("good", 0, wire.encode(Hello(model_id=door.model_id, incarnation=7))))
+    with scheme:
+        scheme.init_on_receiver(model_id=door.model_id, model=torch.nn.Linear(1, 1))
+        scheme.connect(worker_idx=0, timeout=5)
+
+        assert [type(message) for message in answers(answer)] == [Hello]
+        assert scheme.get_receiver().driver.data.fence == 7

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
+from weightsync.driving.adapters import AdapterFault, flush, read
 from weightsync.driving.base import Driver
 from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.layout import Layout
@@ -161,8 +162,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             return
         try:
             self._links[link].send(message)
-        except TransportError as error:
-            self._down(link, str(error))
+        except Exception as error:  # noqa: BLE001 - however a link fails, the others go on
+            self._down(link, str(error) or repr(error))
 
     def _down(self, link: int, reason: str) -> None:
         """The link is gone: a loss of the one in force is the machine's, another is only closed."""
@@ -183,8 +184,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                     reason="the receiver closed this link",
                 )
             )
-        except TransportError:
-            pass  # it is being closed because it failed
+        except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
+            logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
             closing.close()
 
@@ -204,7 +205,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         """Write what waits to be written; an answer that has left is ANSWERED."""
         for number, link in list(self._links.items()):
             try:
-                gone = link.flush()
+                gone = flush(link)
             except TransportError as error:
                 self._down(number, str(error))
                 continue
@@ -230,19 +231,25 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _read(self, number: int, link: Link) -> None:
         try:
-            for received in link.receive():
+            for received in read(link):
                 if number in self._links:
                     self._heard(number, link, received)
                     self._finish()
+        except AdapterFault as error:
+            self._give_up(number, str(error))
         except TransportError as error:
             self._down(number, str(error))
         except (ProtocolError, StateError) as error:
-            self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, str(error)))
-            self._down(number, str(error))
+            self._give_up(number, str(error))
             unread = error.unread if isinstance(error, ProtocolError) else b""
             raise ProtocolError(str(error), unread) from error
         finally:
             self._finish()
+
+    def _give_up(self, number: int, reason: str) -> None:
+        """Take a link down that still works, and tell its sender why."""
+        self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, reason))
+        self._down(number, reason)
 
     def _forget(self) -> None:
         if self.data.pending is None:

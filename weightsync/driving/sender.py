@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from weightsync._tables import RefusalKind, SenderInput, State
+from weightsync.driving.adapters import flush, read
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.base import Driver
 from weightsync.driving.packing import Packed
@@ -188,7 +189,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _hear(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
         """The events that a link has for us now, its death last."""
         try:
-            link.flush()
+            flush(link)
         except TransportError as error:
             yield from self._last_words(worker, number, str(error))
             return
@@ -196,7 +197,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def _heard(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
         try:
-            for received in link.receive():
+            for received in read(link):
                 if number in self._links:
                     yield from self._events(worker, number, link, received.message)
         except (TransportError, ProtocolError) as error:

@@ -67,11 +67,18 @@ class Troupe:
             if deadline.passed and gate.find(wanted) is None:
                 if gate.delivery.loses:
                     raise Strayed
+                self._look_elsewhere()
                 came = [type(each.message).__name__ for each in gate.waiting]
                 raise Breach(
                     Rule.ARRIVES, f"what the model has on its way never came out at {gate.cable.name}; there are {came}"
                 )
         return found
+
+    def _look_elsewhere(self) -> None:
+        """What came out at another end than it was sent to is told as that."""
+        players: list[SenderPlayer | ReceiverPlayer] = [*self._senders.values(), *self._receivers.values()]
+        for gate in [gate for player in players for gate in tuple(player.gates.values())]:
+            gate.fetch()
 
     def _await_end(self, gate: Gate, other: Gate | None, or_goodbye: bool = False) -> Received | None:
         """Wait until this end has told that the link is dead; the goodbye instead, where that will do."""

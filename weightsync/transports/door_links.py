@@ -11,7 +11,7 @@ from typing import Final
 from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.messages import Bye, Message, Update
+from weightsync.messages import Ack, Bye, Message, Refusal, Update
 from weightsync.transports.base import Received
 from weightsync.transports.memory import Buffer
 from weightsync.transports.woken import WokenLink
@@ -58,26 +58,29 @@ class DoorLink(WokenLink):
         self._unsaid: Frames = []
         self._hung_up = False
 
-    def bring(self, parcel: Parcel) -> Future[Frames]:
+    def bring(self, number: int, received: Received | ProtocolError) -> Future[Frames]:
         """Take a call in; the future is done once there is an answer for it, or the link is closed.
 
         The first call after the link was closed is answered with what was said last, if nobody has heard that.
+
+        Args:
+            number: of the call on this link.
+            received: what it brings: see `opened`.
 
         Raises:
             ProtocolError: the frame is malformed.
             TransportError: the link was closed here.
         """
-        received = _received(parcel)
         with self._lock:
             if self._closed and self._unsaid:
                 last, self._unsaid = self._unsaid, []
                 return _done(last)
             self._require_open()
-            again = self._open.get(parcel.number) or self._answered.get(parcel.number)
-            if again is not None or parcel.number < self._next:
+            again = self._open.get(number) or self._answered.get(number)
+            if again is not None or number < self._next:
                 return again or _done([])
-            answer = self._open[parcel.number] = Future()
-            self._early[parcel.number] = received
+            answer = self._open[number] = Future()
+            self._early[number] = received
             self._deliver()
             ready = self._ready() if self._unsaid or self._hung_up else None
         _answer(ready)
@@ -170,11 +173,14 @@ class DoorLink(WokenLink):
             self._arrived.popleft()
         return readable
 
-    def close(self) -> None:
+    def close(self, reason: str = "the receiver gave this link up before it answered.") -> None:
         """Give the link up: see `Link.close`.
 
         Calls that wait for an answer go home if a goodbye did, and fail if none did: a call that merely returned
         would leave its sender waiting for an answer that never comes.
+
+        Args:
+            reason: what calls that fail are told.
         """
         with self._lock:
             if self._closed:
@@ -187,7 +193,7 @@ class DoorLink(WokenLink):
             if self._said_bye:
                 call.set_result([])
             else:
-                call.set_exception(TransportError("the receiver gave this link up before it answered."))
+                call.set_exception(TransportError(reason))
         self._let_go()
 
     def forget(self) -> None:
@@ -197,10 +203,12 @@ class DoorLink(WokenLink):
         self._open = {}
 
 
-def _received(parcel: Parcel) -> Received | ProtocolError:
+def opened(parcel: Parcel) -> Received | ProtocolError:
     """What a parcel brings. What is wrong with it is told in its turn, since what came before is in order."""
     try:
         message = wire.decode(parcel.frame)
+        if isinstance(message, Ack | Refusal):
+            raise wire.malformed(f"A call brought a {type(message).__name__}, which no sender says", parcel.frame)
         if not isinstance(message, Update) or not message.nbytes:
             return Received(message)
         if parcel.payload is None or parcel.payload.nbytes < message.nbytes:

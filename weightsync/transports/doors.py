@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from weightsync import wire
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.messages import Message
 from weightsync.transports.base import Link
-from weightsync.transports.door_links import DoorLink, Frames, Parcel
+from weightsync.transports.door_links import DoorLink, Frames, Parcel, opened
 
 __all__ = ["Door", "DoorLink", "Frames", "Parcel", "decoded"]
 
@@ -26,7 +26,11 @@ class Door:
         self._accept: Callable[[Link], None] | None = None
 
     def knock(self, parcel: Parcel) -> Future[Frames]:
-        """Take a call in, from whichever thread: see `DoorLink.bring`."""
+        """Take a call in, from whichever thread: see `DoorLink.bring`.
+
+        A link that breaks the protocol while nobody listens is closed: its sender is told, and no receiver meets it.
+        """
+        brought = opened(parcel)
         with self._lock:
             link = self._links.get(parcel.link)
             accept = None
@@ -35,8 +39,14 @@ class Door:
                 accept = self._accept
                 if accept is None:
                     self._unmet.append(link)
+            unfit = isinstance(brought, ProtocolError) and link in self._unmet
+            if unfit:
+                self._unmet.remove(link)
+        if isinstance(brought, ProtocolError) and unfit:
+            link.close(f"this link broke the protocol: {brought}")
+            raise brought
         try:
-            return link.bring(parcel)
+            return link.bring(parcel.number, brought)
         finally:
             if accept is not None:
                 accept(link)

@@ -50,7 +50,7 @@ class Exchange:
         self._writer: Client | None = None
         self._reader: Client | None = None
         self._inbox: Inbox | None = None
-        self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose_store))
+        self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose_store, self._look))
         start(self, self._write, self._read)
 
     # ----------------------------------------------------------------------------- called by other threads
@@ -271,6 +271,11 @@ class Exchange:
     def _lose(self, reason: str) -> None:
         """Called by the pulse: the peer, or the store, is silent."""
         self._fail(TransportError(f"{self._side.peer} is lost: {reason}."))
+
+    def _look(self) -> None:
+        """Called by the pulse, with each beat."""
+        if self._group.stuck():
+            self._lose("the connection of the process group has ended in the middle of a payload")
 
     def _lose_store(self, reason: str) -> None:
         self._fail(TransportError(f"{self._side.peer} is lost with the store: {reason}."))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.transports.distributed.c10d import ProcessGroupGloo, Store
+from weightsync.transports.distributed.sockets import Watched, watching
 from weightsync.transports.distributed.store import FOR_EVER, Client
 
 #: A payload travels in pieces of this size.
@@ -24,6 +25,8 @@ BUCKET_NBYTES: Final = 64 * 2**20
 _RENDEZVOUS: Final = timedelta(seconds=10)
 #: How often a rank looks whether the other has come. Once a link: both are on their way already.
 _LOOK: Final = 0.001
+#: For one bucket. Nobody waits for that: it ends a thread whose link is long lost.
+_LONGEST: Final = timedelta(minutes=10)
 _AT_ONCE: Final = timedelta(milliseconds=1)
 #: Of an operation that the other rank never answers: buckets are numbered from 0.
 _NOBODYS_TAG: Final = 2**30
@@ -102,7 +105,9 @@ class Group:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._group: Any = None
+        self._connection: Watched | None = None
         self._works: deque[Any] = deque()
+        self._stuck: tuple[Any, ...] = ()
 
     def send(self, client: Client, payload: memoryview, in_flight: int) -> None:
         """Send a payload; returns, or raises, when the group no longer reads it.
@@ -150,20 +155,35 @@ class Group:
         """
         Meeting(client, self._prefix, self._over).set(_GIVEN_UP, b"")
 
+    def stuck(self) -> bool:
+        """Whether what is on its way will never end, as it was when last asked.
+
+        gloo tells nobody who is in the middle of a message that its connection has ended, and nothing but the
+        operation's own time ends it then.
+        """
+        with self._lock:
+            works = tuple(self._works)
+            ended = bool(works) and self._connection is not None and self._connection.ended
+            before, self._stuck = self._stuck, works if ended else ()
+        return ended and before == works
+
     def close(self) -> None:
         """Let go of the group, once nobody is inside `send` or `receive`."""
         self.abort()
         with self._lock:
-            self._group = None
+            connection, self._connection, self._group = self._connection, None, None
+        if connection is not None:
+            connection.close()
 
     def _meet(self, client: Client) -> None:
         if self._group is None:
+            meeting = Meeting(client, self._prefix, self._over)
             with _told("could not be made"):
                 if self._over.is_set():
                     raise TransportError("the process group was aborted")
-                group = self._make(Meeting(client, self._prefix, self._over), self._rank)
+                group, connection = watching(lambda: self._make(meeting, self._rank), client.port)
             with self._lock:
-                self._group = group
+                self._group, self._connection = group, connection
 
     def _move(
         self, payload: memoryview, in_flight: int, start: Callable[[torch.Tensor, int], Callable[[], None]]
@@ -210,7 +230,7 @@ class Group:
 
         def finish() -> None:
             try:
-                work.wait(FOR_EVER)
+                work.wait(_LONGEST)
                 if self._device is not None:
                     torch.cuda.current_stream(self._device).synchronize()
             finally:

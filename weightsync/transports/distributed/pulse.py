@@ -31,6 +31,8 @@ class Told:
     silence: Callable[[str], None]
     #: The store is gone, or silent: what is asked of it may never be answered.
     store_lost: Callable[[str], None]
+    #: Called with each beat: to look after what tells nobody by itself.
+    beat: Callable[[], None] = lambda: None
 
 
 @dataclass
@@ -113,8 +115,10 @@ class Pulse:
 
     def _listen(self, client: Client) -> None:
         with self._lock:
-            followed = [member for member in self._members.values() if member.process]
-        for member in followed:
+            members = list(self._members.values())
+        for member in members:
+            member.told.beat()
+        for member in [member for member in members if member.process]:
             beat = client.add(f"weightsync/pulse/{member.process}", 0)
             member.missed = 0 if beat != member.beat else member.missed + 1
             member.beat = beat

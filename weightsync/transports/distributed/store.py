@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.transports.distributed.c10d import PrefixStore, Store, TCPStore
+from weightsync.transports.distributed.sockets import connected
 from weightsync.transports.fork import forget_after_fork
 
 #: After that a store that cannot be reached is given up. torch asks the DNS for a name of each address it connects to,
@@ -109,12 +110,14 @@ class Client:
 
     def __init__(self, store: Store) -> None:
         base = base_of(store)
+        self.port: int = base.port
         self._where = f"the store at {base.host}:{base.port}"
         with _dialling.lock, self._guarded():
-            before = _sockets(base.port)
+            before = connected()
             self._store = _connected(store, base)
             self._store.set_timeout(FOR_EVER)
-            fresh = [fd for identity, fd in _sockets(base.port).items() if identity not in before]
+            now = connected().items()
+            fresh = [each.fd for identity, each in now if identity not in before and each.peer == base.port]
         self._plug = socket.socket(fileno=os.dup(fresh[0])) if len(fresh) == 1 else None
 
     @contextlib.contextmanager
@@ -174,16 +177,3 @@ def _connected(store: Store, base: TCPStore) -> Store:
     if store is base:
         return TCPStore(base.host, base.port, None, False, DIAL, wait_for_workers=False)
     return store.clone()
-
-
-def _sockets(port: int) -> dict[str, int]:
-    """This process's sockets that are connected to a port, by their identity."""
-    found = {}
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            identity = os.readlink(f"/proc/self/fd/{entry}")
-            if identity.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(entry))) as sock:
-                    if sock.getpeername()[1:2] == (port,):
-                        found[identity] = int(entry)
-    return found

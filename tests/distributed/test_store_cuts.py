@@ -1,0 +1,188 @@
+"""A network that fails between one worker and the rest, idle and mid-payload, over torch.distributed (G10).
+
+The worker's connections to the store, its gloo pair, or both are cut, reset, or fall silent. gloo takes no proxy; it
+tells its peers where it listens through the store, and that is rewritten on its way (tests/network.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fleet import Crew
+from judging import all_sent, goes_on
+from network import Failure, Network, Wire
+from store_field import StoreField, endpoint
+from striking import (
+    SHORT,
+    SOON,
+    abandon,
+    add_worker,
+    follow_through,
+    follow_until_gone,
+    holds,
+    look,
+    send,
+    within,
+)
+
+from weightsync import OutcomeKind
+
+APPLIED, LOST, TIMED_OUT = OutcomeKind.APPLIED, OutcomeKind.LOST, OutcomeKind.TIMED_OUT
+MIDDLE_NBYTES = 2 * 2**20
+
+
+class Part(enum.StrEnum):
+    """What of the network fails."""
+
+    STORE = "store"
+    PAIR = "pair"
+    ALL = "all"
+
+    def of(self, network: Network) -> list[Wire]:
+        """The wires that are meant."""
+        pairs = list(network.peers.values())
+        return {Part.STORE: [network.store], Part.PAIR: pairs, Part.ALL: [network.store, *pairs]}[self]
+
+
+@pytest.fixture
+def network(store: Any) -> Iterator[Network]:
+    made = Network(store.port)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def field(crew: Crew, store: Any, network: Network) -> Iterator[StoreField]:
+    """Both workers serve version 1; worker 0 by way of the network."""
+    made = StoreField(crew, store.port, network.port)
+    for worker in (made.victim, made.other):
+        made.enlist(worker)
+    made.command(made.trainer)
+    all_sent(made, 1)
+    yield made
+    crew.end()
+
+
+def failing(network: Network, part: Part, failure: Failure) -> Callable[[], None]:
+    def act() -> None:
+        for wire in part.of(network):
+            wire.fail(failure)
+
+    return act
+
+
+def in_the_middle(network: Network, act: Callable[[], None]) -> None:
+    """Have it done once half of the next payload has come to the pair's wire."""
+    assert network.peers, "gloo has not gone by way of the network"
+    for wire in network.peers.values():
+        wire.when_carried(MIDDLE_NBYTES, act)
+
+
+TOLD = [(part, failure) for part in Part for failure in Failure if (part, failure) != (Part.PAIR, Failure.SILENCE)]
+IDLE = [(part, failure) for part in (Part.STORE, Part.ALL) for failure in Failure]
+
+
+def few(pairs: list[Any], *chosen: Any) -> list[Any]:
+    """All of them as parameters; those that were not chosen run in `make verify` only."""
+    return [pytest.param(*each, marks=() if each in chosen else pytest.mark.slow) for each in pairs]
+
+
+@pytest.mark.parametrize(("part", "failure"), few(TOLD, (Part.PAIR, Failure.CUT), (Part.ALL, Failure.RESET)))
+def test_g10_a_network_that_fails_mid_payload_loses_its_worker_only(
+    field: StoreField, network: Network, part: Part, failure: Failure
+) -> None:
+    in_the_middle(network, failing(network, part, failure))
+    field.follow(field.other, 2)
+    field.victim.tell(follow_until_gone)
+    with within(SOON):
+        report = field.trainer.do(send, 2.0)
+        field.followed(field.other)
+        reason = field.victim.answer()
+
+    assert (LOST, APPLIED) == (report[0].kind, report[1].kind)
+    assert report[0].reason
+    assert "no sender any more" in reason
+    assert field.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
+    if part is Part.PAIR:
+        _comes_back(field)
+    else:
+        field.victim.end()  # it has no store any more
+        goes_on(field, 3)
+
+
+def _comes_back(field: StoreField) -> None:
+    field.victim.tell(follow_through, 3)
+    field.follow(field.other, 3)
+    field.trainer.do(add_worker, 0, endpoint)
+    assert field.trainer.do(send, 3.0).ok
+    field.followed(field.other)
+    assert 3 == field.victim.answer()
+    assert (3, {3.0}) == field.victim.do(holds)
+
+
+def test_g10_a_pair_that_falls_silent_costs_the_deadline_and_a_new_link_brings_its_worker_back(
+    field: StoreField, network: Network
+) -> None:
+    """Nothing is wrong with the worker, as far as the store tells: it is nobody's to say but the deadline's."""
+    in_the_middle(network, failing(network, Part.PAIR, Failure.SILENCE))
+    field.follow(field.other, 2)
+    field.victim.tell(look)
+    with within(SHORT + 5):
+        report = field.trainer.do(send, 2.0, SHORT)
+        field.followed(field.other)
+        assert not field.victim.answer()
+
+    assert (TIMED_OUT, APPLIED) == (report[0].kind, report[1].kind)
+    assert (1, {1.0}) == field.victim.do(holds)
+    field.trainer.do(abandon)
+    _comes_back(field)
+
+
+@pytest.mark.parametrize(("part", "failure"), few(IDLE, (Part.STORE, Failure.CUT)))
+def test_g10_a_network_that_fails_idle_is_told_by_the_next_send(
+    field: StoreField, network: Network, part: Part, failure: Failure
+) -> None:
+    failing(network, part, failure)()
+    field.follow(field.other, 2)
+    field.victim.tell(follow_until_gone)
+    with within(SOON):
+        report = field.trainer.do(send, 2.0)
+        field.followed(field.other)
+        assert "no sender any more" in field.victim.answer()
+
+    assert (LOST, APPLIED) == (report[0].kind, report[1].kind)
+    assert field.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
+    field.victim.end()
+    goes_on(field, 3)
+
+
+def test_g10_a_trainer_killed_in_the_middle_of_a_bucket_is_told(field: StoreField, network: Network) -> None:
+    """gloo tells nobody whose message has begun that its connection has ended."""
+    in_the_middle(network, lambda: os.kill(field.trainer.pid, signal.SIGKILL))
+    for worker in (field.victim, field.other):
+        worker.tell(follow_until_gone)
+    field.trainer.tell(send, 2.0)
+    with within(SOON):
+        assert "no sender any more" in field.victim.answer()
+        assert "no sender any more" in field.other.answer()
+    assert (1, {1.0}) == field.victim.do(holds)
+
+
+def test_g10_a_handshake_over_a_network_that_swallows_it_times_out(crew: Crew, store: Any, network: Network) -> None:
+    field = StoreField(crew, store.port, network.port)
+    for worker in (field.victim, field.other):
+        field.enlist(worker)
+    network.store.fail(Failure.SILENCE)
+    field.command(field.trainer)
+    field.follow(field.other, 1)
+    report = field.trainer.do(send, 1.0, SHORT)
+
+    field.followed(field.other)
+    assert (TIMED_OUT, APPLIED) == (report[0].kind, report[1].kind)
+    assert "never connected" in report[0].reason
+    crew.end()
