@@ -884,7 +884,7 @@ LettersAreRead ==
 
 \* A message to a sender that vanishes from a link that stays was the only one read, and counts for what it says.
 AnswersAreRead ==
-  [][Loses \/ \A m \in answers \ answers' :
+  [][Loses \/ May("cut") \/ \A m \in answers \ answers' :
        LET e == sdata[m.s].roll[m.w] f == sdata'[m.s].roll[m.w]
            own == m.inc = sdata[m.s].incarnation
            counts == sdata[m.s].out.owed[m.w] = m.k /\ m.v = sdata[m.s].version /\ own

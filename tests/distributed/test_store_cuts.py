@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fleet import Crew
 from judging import all_sent, goes_on
-from network import Failure, Network, Wire
+from severed import Failure, Network, Wire
 from store_field import StoreField, endpoint
 from striking import (
     SHORT,

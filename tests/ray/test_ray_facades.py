@@ -168,7 +168,7 @@ def test_the_modules_first_weights_may_be_given_for_the_one_actor(module: Any, g
 
         assert (scheme.get_sender().version, _shown(module)) == (1, {2.0})
         assert scheme.send(nested(3.0), timeout=PATIENCE).ok
-        assert _shown(module) == {2.5}
+        assert _shown(module) == {3.0}
 
 
 def _as_transform(actor: Any) -> str:

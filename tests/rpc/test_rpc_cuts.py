@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from fleet import PATIENCE
 from judging import LOST, TIMED_OUT, all_sent, goes_on, kinds, some
-from network import HERE, Failure, Network
 from rpc_fleet import World, enter
+from severed import HERE, Failure, Network
 from striking import SHORT, SOON, abandon, holds, look, remove_worker, send, within
 from test_rpc_strikes import RpcField
 

@@ -189,8 +189,8 @@ def test_what_is_drawn_of_some_does_not_depend_on_the_others(whole: Sequence[Mut
     some = whole[::3]
 
     assert drawn(whole, 1, 1) == tuple(whole)
-    assert set(drawn(some, 2, 2)) == set(drawn(whole, 2, 2)) & set(some)
-    assert 0 < len(drawn(whole, 2, 2)) < len(whole)
+    assert set(drawn(some, 5, 5)) == set(drawn(whole, 5, 5)) & set(some)
+    assert 0 < len(drawn(whole, 5, 5)) < len(whole)
 
 
 # One run of a mutant.
@@ -359,7 +359,7 @@ def test_a_ledger_that_does_not_say_what_it_must_is_refused(tmp_path: Path, brok
 
 
 def test_our_ledger_is_about_the_mutants_that_there_are(ledger: Ledger, whole: Sequence[Mutant]) -> None:
-    assert 200 <= len(whole) <= 400
+    assert len(whole) >= 60
     assert list(stale(ledger, whole)) == []
 
 
@@ -385,11 +385,7 @@ def test_each_situation_is_met_by_some_hunting_configuration(model: Manifest, le
     lookout = Library(model.folder).module("MCHunt")
     assert lookout is not None
     named = set(re.findall(r'See(?:In)?\(\d+, "([^"]+)"', lookout.text))
-    met = {
-        situation.partition(",")[0] if situation not in named else situation
-        for found in ledger.hunts.values()
-        for situation in found
-    }
+    met = {situation.partition(",")[0] for found in ledger.hunts.values() for situation in found}
 
     assert {each.partition(",")[0] for each in named} - _NOT_HUNTED == met
 

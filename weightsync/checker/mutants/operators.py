@@ -30,6 +30,8 @@ _SWAPPED = {"=": "#", "#": "=", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "\\i
 _ASKED = ("SenderMay", "ReceiverMay")
 #: What is mentioned only where a rule is taken out.
 _FOR_REVERTS = {"IfNot", "Rule"}
+#: What an Entry or a Word is handed that has no nothing: who it is about, and words.
+_NOT_NOTHING = ("s", "w", "k", "kind", "answer")
 _NUMBERS = {"0": "1", "1": "0"}
 #: Sets that an operator makes smaller or larger: the operator alone, or its operands.
 _SIDES = {"\\cup": (0, 1), "\\": (0,), "\\cap": (0, 1), "+": (0,), "-": (0,)}
@@ -201,7 +203,7 @@ def forget(site: Site) -> Iterator[Node]:
     """A field is handed on as nothing."""
     parent = site.parent
     handed = parent is not None and parent.kind is Kind.CALL and parent.text in ("Entry", "Word")
-    if handed and site.node.kind in (Kind.FIELD, Kind.NAME) and site.node.text not in ("s", "w", "k", "kind"):
+    if handed and site.node.kind in (Kind.FIELD, Kind.NAME) and site.node.text not in _NOT_NOTHING:
         yield Node(Kind.NUMBER, "0") if site.node.text != "key" else name("NoPayload")
 
 
