@@ -97,8 +97,18 @@ def mutants(module: str, wanted: Callable[[str], bool] = bool) -> Iterator[Mutan
         after = tree.code_for_node(changed)
         same = names[within], *_difference(before, after)
         told = isinstance(mutation.original_node, cst.SimpleString) and " " in mutation.original_node.value
-        yield Mutant(module, *same, told, twins[same], tree.code.replace(before, after, 1))
+        # A method's code by itself lacks its indentation; a function's saves a walk through the whole module.
+        whole = (
+            _code(tree.deep_replace(within, changed)) if "." in names[within] else tree.code.replace(before, after, 1)
+        )
+        assert whole != tree.code, f"{same} is no mutant"
+        yield Mutant(module, *same, told, twins[same], whole)
         twins[same] += 1
+
+
+def _code(tree: Any) -> str:
+    assert isinstance(tree, cst.Module)
+    return tree.code
 
 
 def _functions(tree: cst.Module) -> dict[Any, str]:

@@ -42,18 +42,20 @@ class Reviewed:
         mutants: how many there are.
         killed: how many of them are killed.
         reasons: why each that lives may.
+        unhunted: functions whose mutants the score does not count yet; a run of all leaves none.
     """
 
     mutants: int
     killed: int
     reasons: dict[Key, str]
+    unhunted: tuple[str, ...] = ()
 
     @classmethod
     def read(cls) -> Reviewed:
         """As the file says."""
         told = tomllib.loads(FILE.read_text(encoding="utf-8"))
         reasons = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in told.get("survivor", [])}
-        return cls(told["mutants"], told["killed"], reasons)
+        return cls(told["mutants"], told["killed"], reasons, tuple(told.get("unhunted", ())))
 
     def after(self, result: list[list[str]]) -> Reviewed:
         """With a result of all mutants taken in."""
@@ -64,7 +66,7 @@ class Reviewed:
     def write(self) -> None:
         """Into the file."""
         lines = ["# Rendered in docs/code-mutants.md, and kept by reviewed.py.", f"mutants = {self.mutants}"]
-        lines += [f"killed = {self.killed}"]
+        lines += [f"killed = {self.killed}", f"unhunted = {json.dumps(self.unhunted)}"]
         for (function, was, now, twin), reason in self.reasons.items():
             lines += ["", "[[survivor]]", f"function = {json.dumps(function)}", f"was = {json.dumps(was)}"]
             lines += [f"now = {json.dumps(now)}", f"twin = {twin}", f"reason = {json.dumps(reason)}"]
@@ -75,6 +77,8 @@ class Reviewed:
         """The page of the docs."""
         share = 100 * self.killed / self.mutants if self.mutants else 0
         lines = [HEAD, f"**{self.killed} of {self.mutants} are killed ({share:.1f} %).** Those that live:"]
+        if self.unhunted:
+            lines.insert(1, f"**Not hunted yet, and not counted:** {', '.join(self.unhunted)}.\n")
         by_function = Counter(function for function, *_ in self.reasons)
         for function in by_function:
             lines += ["", f"## `{function.removeprefix('weightsync.')}`", ""]

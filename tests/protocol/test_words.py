@@ -295,6 +295,14 @@ def test_a_handshake_that_is_rejected(incarnation: int, misfit: str, kind: Refus
     assert (step.input, step.to, step.data) == (ReceiverInput.REJECTED, State.READY, SERVING)
 
 
+@pytest.mark.parametrize(("link", "old"), [(1, ()), (5, (receiver.CloseLink(1),))])
+def test_a_newer_sender_may_speak_over_the_link_of_the_one_before(link: int, old: tuple[receiver.Effect, ...]) -> None:
+    step = receiver.step(State.READY, replace(SERVING, pending=(7, 3)), receiver.HelloArrived(link, 8))
+
+    assert (step.input, step.effects) == (ReceiverInput.TAKEOVER, (*old, receiver.Greet(link)))
+    assert step.data == replace(SERVING, link=link, fence=8)
+
+
 def test_the_decided_version_once_more_gets_its_very_answer() -> None:
     step = receiver.step(State.READY, SERVING, receiver.UpdateArrived(1, 7, 2))
 
