@@ -165,11 +165,7 @@ class Background:
 
     def _attend(self) -> None:
         receiver = self._receiver
-        model = receiver.model
-        target = receiver.target()
-        if receiver.model is not model:
-            self.model_set(receiver.model)  # it was a path until now
-        receiver.take_in(target)
+        receiver.take_in(receiver.target())
         if receiver.driver.holding:
             self._hand_over()
         self._news_of()

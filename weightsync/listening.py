@@ -48,6 +48,8 @@ class Listening(Side):
 
     def _begin(self) -> None:
         self._model: Any = None
+        #: Where the model is found on the context, if it is; looked up whenever it is needed.
+        self._path: str | None = None
         self._endpoint: Any = None
         self._listening: list[Callable[[], None]] = []
         self._driver = receiver_driver(self._model_id)
@@ -64,14 +66,18 @@ class Listening(Side):
         `version` is None until the next one.
 
         Args:
-            model: an `nn.Module`, a TensorDict, a dict of tensors, or a path that is resolved on the context when
-                it is needed, such as ``"env.transform[0]"``.
+            model: an `nn.Module`, a TensorDict, a dict of tensors, or a path such as ``"env.transform[0]"``. A path
+                is resolved on the context whenever the model is needed: what stands there now is a model set anew.
         """
+        self._path = model if isinstance(model, str) else None
+        self._set_model(model)
+
+    def _set_model(self, model: Any) -> None:
         with self._serving.alone(), self._driver.lock:
             self._model = model
             self._drop_target()
             if not isinstance(model, str):
-                self._destination()
+                self._make_target()
             if self.version is not None and (self._target is None or self._target.digest() != self._served_digest()):
                 self._driver.spoil()
         if self._attendant is not None:
@@ -130,16 +136,30 @@ class Listening(Side):
             self._listening.pop()()
 
     def _destination(self) -> Target:
-        if self._target is None:
-            if self._model is None:
-                raise ConfigurationError(
-                    f"no model is registered for {self._model_id!r}: call register_model() with a module, a "
-                    "TensorDict, a dict or a path on the context."
-                )
+        self._look_again()
+        return self._target if self._target is not None else self._make_target()
+
+    def _look_again(self) -> None:
+        """Follow the path to the model, where it was given by one: another may stand there by now."""
+        if self._path is None:
+            return
+        try:
+            found = _resolve_model(self._context(), self._path)
+        except ConfigurationError:
             if isinstance(self._model, str):
-                self._model = _resolve_model(self._context(), self._model)
-            self._target = Target(self._model, self._scheme.apply_mode)
-            self._driver.layout = self._target.layout
+                raise
+            return  # the context was collected, and the model found there before lives on
+        if found is not self._model:
+            self._set_model(found)
+
+    def _make_target(self) -> Target:
+        if self._model is None:
+            raise ConfigurationError(
+                f"no model is registered for {self._model_id!r}: call register_model() with a module, a "
+                "TensorDict, a dict or a path on the context."
+            )
+        self._target = Target(self._model, self._scheme.apply_mode)
+        self._driver.layout = self._target.layout
         return self._target
 
     def _drop_target(self) -> None:
@@ -207,9 +227,10 @@ class Listening(Side):
     # -------------------------------------------------------------------------------------------- copies
 
     def _travelling(self) -> tuple[str | None, Any]:
-        return (self._model if isinstance(self._model, str) else None), (self._endpoint if pipes_travel() else None)
+        return self._path, (self._endpoint if pipes_travel() else None)
 
     def _arrived(self, own: tuple[str | None, Any]) -> None:
-        self._model, endpoint = own
+        self._path, endpoint = own
+        self._model = self._path
         if endpoint is not None:
             self.register_worker_transport(endpoint)

@@ -50,11 +50,11 @@ class WeightReceiver(ByHand):
         """
         if self._attendant is not None:
             return self._attendant.receive(timeout)
-        target, deadline = self._destination(), Deadline(timeout)
+        deadline = Deadline(timeout)
         with Shield(self._driver.waker.fire) as shield:
             while True:
                 seen = self._driver.waker.fired
-                applied = self.take_in(target)
+                applied = self.take_in(self._destination())
                 if applied is not None:
                     return applied
                 if deadline.passed:

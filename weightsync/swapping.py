@@ -70,6 +70,7 @@ class Swapping(Listening):
 
     def _swap_staged(self, timeout: float) -> bool | None:
         """Make live what is staged, once nobody serves; None: somebody does, or there is nothing."""
+        self._look_again()
         with self._serving.swapping(timeout) as free, self._driver.lock:
             if not free or not self._appliable() or self._target is None:
                 return None

@@ -1,0 +1,111 @@
+"""G2 for a model that is found by its path: what is served is what stands there when a version becomes live."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fleet import PATIENCE
+from torch import nn
+
+from weightsync import MultiProcessWeightSyncScheme, WeightReceiver
+
+
+class Actor:
+    """A context that can be referenced weakly."""
+
+    def __init__(self) -> None:
+        self.policy = nn.Linear(2, 2)
+
+
+def filled(number: float) -> nn.Linear:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, number)
+    return model
+
+
+@pytest.fixture
+def pair() -> Any:
+    ours, theirs = multiprocessing.Pipe()
+    sending, receiving = MultiProcessWeightSyncScheme(), MultiProcessWeightSyncScheme()
+    source, actor = filled(1.0), Actor()
+    sending.init_on_sender("policy", pipes=[ours], model=source)
+    receiving.init_on_worker("policy", context=actor, pipe=theirs)
+    with sending, receiving:
+        yield SimpleNamespace(
+            source=source, actor=actor, sender=sending.get_sender(), receiver=receiving.get_receiver()
+        )
+
+
+def send(pair: Any, number: float) -> None:
+    for parameter in pair.source.parameters():
+        nn.init.constant_(parameter, number)
+    pair.sender.send_async()
+    assert pair.receiver.receive(timeout=PATIENCE)
+    assert pair.sender.wait_async(timeout=PATIENCE).ok
+
+
+def held(model: nn.Module) -> set[float]:
+    return {value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()}
+
+
+def test_g2_a_module_that_was_replaced_gets_the_next_version(pair: Any) -> None:
+    send(pair, 1.0)
+    first, pair.actor.policy = pair.actor.policy, filled(0.0)
+
+    send(pair, 2.0)
+
+    assert held(pair.actor.policy) == {2.0}
+    assert held(first) == {1.0}
+    assert pair.receiver.model is pair.actor.policy
+    assert pair.receiver.version == 2
+
+
+def test_g2_a_module_with_other_weights_serves_no_version_until_the_next(pair: Any) -> None:
+    send(pair, 1.0)
+    pair.actor.policy = filled(0.0)
+
+    assert not pair.receiver.receive(timeout=0)
+
+    assert pair.receiver.version is None
+
+
+def test_a_module_with_the_very_same_weights_serves_the_same_version(pair: Any) -> None:
+    send(pair, 1.0)
+    pair.actor.policy = filled(1.0)
+
+    assert not pair.receiver.receive(timeout=0)
+
+    assert pair.receiver.version == 1
+
+
+def test_a_module_that_does_not_fit_refuses(pair: Any) -> None:
+    send(pair, 1.0)
+    pair.actor.policy = nn.Linear(3, 2)
+    pair.sender.send_async()
+
+    assert not pair.receiver.receive(timeout=PATIENCE)
+
+    assert pair.sender.wait_async(timeout=PATIENCE, on_failure="report").failed == (0,)
+
+
+def test_a_context_that_was_collected_leaves_the_model_found_before(pair: Any) -> None:
+    send(pair, 1.0)
+    model = pair.actor.policy
+    pair.actor = None
+
+    send(pair, 2.0)
+
+    assert held(model) == {2.0}
+
+
+def test_g8_a_copy_carries_the_path_after_the_first_version_too(pair: Any) -> None:
+    send(pair, 1.0)
+
+    copied: WeightReceiver = pickle.loads(pickle.dumps(pair.receiver))
+
+    assert copied.model == "policy"
