@@ -10,7 +10,7 @@ import pytest
 from weightsync import ConfigurationError, TransportError
 from weightsync._tables import Delivery
 from weightsync.messages import Ack, Hello
-from weightsync.testing import Ends, FaultyTransport, Nonconforming, Rule, check_transport
+from weightsync.testing import SCENARIOS, Ends, FaultyTransport, Nonconforming, Rule, check_transport
 from weightsync.transports.base import Waker, wait
 from weightsync.transports.local import local_pair
 from weightsync.transports.pipe import PipeLink
@@ -41,7 +41,9 @@ def faulty(delivery: Delivery, seed: int, **faults: float) -> Callable[[str], En
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_protocol_holds_over_it(delivery: Delivery, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "weightsync")
-    found = check_transport(faulty(delivery, seed, **FAULTS[delivery]), unreachable=HELD, patience=20.0)
+    # No graphs: they end a machine while the wrapper still holds what it said.
+    names = [name for name in SCENARIOS if not name.startswith("the graph of ") and name not in HELD]
+    found = check_transport(faulty(delivery, seed, **FAULTS[delivery]), unreachable=HELD, only=names, patience=20.0)
 
     assert found.delivery is delivery
     assert {f"walk {number}" for number in range(12)} <= set(found.passed)

@@ -164,6 +164,7 @@ def miscounts(seat: Seat, model_id: str) -> list[int]:
     return [n for n, piece in pieces if not torch.equal(piece, torch.arange(n << 22, (n + 1) << 22, dtype=torch.int32))]
 
 
+@pytest.mark.slow
 def test_one_gibibyte(world: World) -> None:
     world.workers[0].do(hold, "gibibyte", uncounted)
     world.trainer.do(begin, "gibibyte")

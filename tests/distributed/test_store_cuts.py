@@ -32,6 +32,8 @@ from striking import (
 
 from weightsync import OutcomeKind
 
+pytestmark = pytest.mark.slow
+
 APPLIED, LOST, TIMED_OUT = OutcomeKind.APPLIED, OutcomeKind.LOST, OutcomeKind.TIMED_OUT
 MIDDLE_NBYTES = 2 * 2**20
 

@@ -11,6 +11,8 @@ from judging import some
 from store_field import StoreField
 from striking import At, TrainerAt
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def field(crew: Crew, store: Any) -> StoreField:

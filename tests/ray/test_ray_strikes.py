@@ -24,6 +24,8 @@ from weightsync import RayWeightSyncScheme, WeightSyncActor
 from weightsync.schemes import ray_desk
 from weightsync.transports import ray as couriers
 
+pytestmark = pytest.mark.slow
+
 #: Of an actor that Ray does not restart, below.
 RESTARTED = [at for at in At if at is not At.AHEAD]
 

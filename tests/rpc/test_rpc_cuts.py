@@ -25,6 +25,8 @@ from test_rpc_strikes import RpcField
 from weightsync import OutcomeKind
 from weightsync.timing import Deadline
 
+pytestmark = pytest.mark.slow
+
 #: Over TCP alone: on one machine TensorPipe would take shared memory, which no network carries.
 OVER_TCP = {"_transports": ["uv"], "_channels": ["basic"], "rpc_timeout": PATIENCE}
 

@@ -17,6 +17,8 @@ from striking import At, Field, Place, TrainerAt, add_worker, megabytes
 
 from weightsync.transports import rpc
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., World]
 
 
