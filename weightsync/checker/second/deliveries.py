@@ -65,7 +65,7 @@ def _did(step: Step, m: Letter) -> bool:
 
 def answers_are_read(bounds: Bounds, step: Step) -> bool:
     """A message to a sender that vanishes from a link that stays was the only one read, and counts for what it says."""
-    if "Loses" in bounds.links:
+    if "Loses" in bounds.links or "cut" in bounds.features:
         return True
     gone, come = step.old.answers - step.new.answers, step.new.answers - step.old.answers
     for m in gone:
