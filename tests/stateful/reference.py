@@ -134,11 +134,11 @@ class Wire:
             self._require(end)
         return found
 
-    def close(self, end: str, bye: Message) -> None:
-        """Say goodbye at that end and be gone."""
+    def close(self, end: str, bye: Message | None) -> None:
+        """Say goodbye at that end, if there is one, and be gone."""
         if end in self.closed:
             return
-        if end not in self.told and end not in self.dead:
+        if bye is not None and end not in self.told and end not in self.dead:
             self.post(end, bye)
         self.closed.add(end)
         if end not in self.dead:
@@ -588,6 +588,9 @@ class Receiver:
             return False
         if self.mood == "breaks":
             self.code, self.served, self.broken = None, None, True
+            for wire in list(self.open):
+                self.open.remove(wire)
+                wire.close(WORKER, None)
             self.close()
             raise Raised("WeightSyncError")
         assert self.pending is not None
