@@ -49,7 +49,6 @@ LONG = 900.0
 #: As all tests of Ray: its processes take long to start, and it leaves what it does not close to the collector.
 RAY = (
     pytest.mark.ray,
-    pytest.mark.usefixtures("cluster"),
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 )
