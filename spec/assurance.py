@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from assurancegen import rungs, sources
+from assurancegen.pages import keep
 from assurancegen.sources import Guarantee
 
 from weightsync.checker.manifest import Configuration, Manifest, Purpose
@@ -102,13 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     except (sources.SourceError, tomllib.TOMLDecodeError) as error:
         print(f"spec/assurance.toml is refused, nothing was written:\n{error}", file=sys.stderr)
         return 2
-    if "--check" not in arguments:
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page:
-        return 0
-    print("docs/assurance.md is not what its sources say: run `python spec/assurance.py`.")
-    return 1
+    return keep(PAGE, page, arguments, "docs/assurance.md is not what its sources say: run `python spec/assurance.py`.")
 
 
 if __name__ == "__main__":

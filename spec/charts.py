@@ -16,6 +16,7 @@ from pathlib import Path
 
 from assurancegen import sources
 from assurancegen.charts import chart
+from assurancegen.pages import keep
 
 from weightsync.checker.traces import verify
 from weightsync.tracing import record
@@ -60,13 +61,7 @@ def _drawn(run: object) -> Iterator[str]:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
     page = render()
-    if "--check" not in arguments:
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page:
-        return 0
-    print("docs/scenarios.md is not what the scenarios give: run `python spec/charts.py`.")
-    return 1
+    return keep(PAGE, page, arguments, "docs/scenarios.md is not what the scenarios give: run `python spec/charts.py`.")
 
 
 if __name__ == "__main__":
