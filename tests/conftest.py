@@ -52,11 +52,14 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
 
 
 @pytest.fixture(autouse=True)
-def nothing_outlives_a_test() -> Iterator[None]:
+def nothing_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """No process, no thread of ours and no name in shared memory stays behind.
 
-    What was there before is a fixture's of a longer life, and that fixture's to end.
+    What was there before is a fixture's of a longer life, and that fixture's to end; so is the session's Ray cluster,
+    which is therefore there before the first test that is marked for it.
     """
+    if request.node.get_closest_marker("ray") is not None:
+        request.getfixturevalue("cluster")
     names, threads, children = _shared_names(), set(threading.enumerate()), set(multiprocessing.active_children())
     yield
     for child in set(multiprocessing.active_children()) - children:
@@ -64,8 +67,6 @@ def nothing_outlives_a_test() -> Iterator[None]:
         assert not child.is_alive(), f"{child} outlived the test"
     assert _shared_names() <= names
     for thread in set(threading.enumerate()) - threads:
-        if thread.name.startswith("ray_"):
-            continue  # of the session's own cluster, which began with whichever test asked first
         thread.join(30)  # a store's connection ends with what its store still has to look up
         assert not thread.is_alive(), f"{thread} outlived the test"
 

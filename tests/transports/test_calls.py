@@ -12,7 +12,7 @@ from weightsync import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Ack, Bye, Hello, Update
 from weightsync.transports import liveness
 from weightsync.transports.base import Waker, wait
-from weightsync.transports.calls import CallLink
+from weightsync.transports.calls import CallLink, GivenUp
 from weightsync.transports.liveness import own_identity
 from weightsync.transports.memory import Buffer
 
@@ -85,6 +85,33 @@ def test_a_call_that_fails_is_told_at_once_after_what_was_said_before(laid: Any,
         with pytest.raises(expected) as raised:
             link.receive()
     assert raised.value is error or raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_that_the_other_end_gave_the_link_up_is_told_after_all_that_it_said(laid: Any, last: int) -> None:
+    link, courier = laid
+    for version in (1, 2, 3):
+        link.send(update(version))
+    courier.calls[1].set_exception(GivenUp("given up"))
+    courier.calls[2 - last].set_result([ack(3 - last)])
+    early = versions(link)
+    courier.calls[last].set_result([ack(last + 1)])
+    assert wait(Waker(), [link], 5.0) == [link]
+
+    assert [*early, *versions(link)] == [1, 3]
+    with pytest.raises(TransportError, match="given up"):
+        link.receive()
+
+
+def test_a_failure_of_the_way_does_not_wait_although_the_other_end_gave_the_link_up(laid: Any) -> None:
+    link, courier = laid
+    for version in (1, 2, 3):
+        link.send(update(version))
+    courier.calls[1].set_exception(GivenUp("given up"))
+    courier.calls[2].set_exception(OSError("no route"))
+
+    with pytest.raises(TransportError):
+        link.receive()
 
 
 def test_a_call_that_was_cancelled_is_a_dead_link(laid: Any) -> None:

@@ -19,6 +19,10 @@ from weightsync.transports.woken import WokenLink
 Answers = Future[Sequence[Message]]
 
 
+class GivenUp(TransportError):
+    """The other end's own word that it has given the link up: with it, every call of that link comes home."""
+
+
 class Courier(Protocol):
     """Carries messages to one worker: the part of a transport that `CallLink` does not know."""
 
@@ -78,7 +82,8 @@ class CallLink(WokenLink):
     def receive(self) -> list[Received]:
         """The answers of the calls that are over, in the order in which the calls were begun: see `Link.receive`.
 
-        A call that failed is told at once, even if an older one is still on its way.
+        A call that failed is told at once, even if others are still on their way: they may never end. That the other
+        end has given the link up is told once all have ended, since what it said before may come home later.
         """
         self._require_open()
         self._waker.clear()
@@ -95,11 +100,11 @@ class CallLink(WokenLink):
         return received
 
     def _over_now(self) -> list[Answers]:
-        """The calls that are over up to the first that is not; all that are over, if one of them failed."""
-        over = list(itertools.takewhile(Future.done, self._calls))
-        failed = [call for call in self._calls if call.done() and _error_of(call) is not None]
-        if failed:
-            over = [call for call in self._calls if call.done()]
+        """The calls that are over up to the first that is not or that failed; all that are over, if the link failed."""
+        over = [call for call in self._calls if call.done()]
+        errors = [error for call in over if (error := _error_of(call)) is not None]
+        if len(over) < len(self._calls) and all(isinstance(error, GivenUp) for error in errors):
+            over = list(itertools.takewhile(_answered, self._calls))
         self._calls = [call for call in self._calls if call not in over]
         return over
 
@@ -131,6 +136,10 @@ class CallLink(WokenLink):
 
 def _error_of(call: Answers) -> BaseException | None:
     return CancelledError("it was cancelled") if call.cancelled() else call.exception()
+
+
+def _answered(call: Answers) -> bool:
+    return call.done() and _error_of(call) is None
 
 
 class BlockingLink(CallLink):

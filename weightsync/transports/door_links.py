@@ -13,6 +13,7 @@ from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Ack, Bye, Message, Refusal, Update
 from weightsync.transports.base import Received
+from weightsync.transports.calls import GivenUp
 from weightsync.transports.memory import Buffer
 from weightsync.transports.woken import WokenLink
 
@@ -69,13 +70,14 @@ class DoorLink(WokenLink):
 
         Raises:
             ProtocolError: the frame is malformed.
-            TransportError: the link was closed here.
+            GivenUp: the link was closed here.
         """
         with self._lock:
             if self._closed and self._unsaid:
                 last, self._unsaid = self._unsaid, []
                 return _done(last)
-            self._require_open()
+            if self._closed:
+                raise GivenUp(f"The link to {self._peer} is closed.")
             again = self._open.get(number) or self._answered.get(number)
             if again is not None or number < self._next:
                 return again or _done([])
@@ -193,7 +195,7 @@ class DoorLink(WokenLink):
             if self._said_bye:
                 call.set_result([])
             else:
-                call.set_exception(TransportError(reason))
+                call.set_exception(GivenUp(reason))
         self._let_go()
 
     def forget(self) -> None:

@@ -13,7 +13,7 @@ from weightsync._tables import RefusalKind
 from weightsync.errors import TransportError
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.report import Evidence
-from weightsync.transports.calls import Answers
+from weightsync.transports.calls import Answers, GivenUp
 from weightsync.transports.doors import decoded
 from weightsync.transports.memory import Buffer
 from weightsync.transports.ray_session import VIGIL, Session, plain, put_away, require_ray, settle
@@ -62,10 +62,10 @@ class _Courier:
 
     def _gone(self, error: BaseException) -> TransportError:
         if isinstance(error, _exceptions().RayTaskError):
-            reason = f"{self._peer} ended its link: {error.cause}"
+            kind = GivenUp if isinstance(error.cause, GivenUp) else TransportError
+            lost = kind(f"{self._peer} ended its link: {error.cause}")
         else:
-            reason = f"The call to {self._peer} did not come back: {plain(str(error)) or repr(error)}"
-        lost = TransportError(reason)
+            lost = TransportError(f"The call to {self._peer} did not come back: {plain(str(error)) or repr(error)}")
         lost.__cause__ = error
         return lost
 

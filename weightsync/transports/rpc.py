@@ -17,7 +17,7 @@ from torch.distributed.rpc.functions import async_execution
 from weightsync import wire
 from weightsync.errors import ConfigurationError, TransportError, WeightSyncError
 from weightsync.messages import Bye, Message, Update
-from weightsync.transports.calls import Answers
+from weightsync.transports.calls import Answers, GivenUp
 from weightsync.transports.doors import Door, Frames, Parcel, decoded
 from weightsync.transports.memory import Buffer
 
@@ -262,7 +262,7 @@ class RpcCourier:
         except Exception as error:
             raise lost(self._peer, error) from error
         if delivered.failure:
-            raise TransportError(f"{self._peer} took no call: {delivered.failure}")
+            raise GivenUp(f"{self._peer} took no call: {delivered.failure}")
         return decoded(delivered.frames)
 
     def close(self) -> None:
