@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from rpc_over import TCP
 from torch.distributed import TCPStore, rpc
 
 from weightsync import DistributedWeightSyncScheme
@@ -44,7 +45,7 @@ def conforms(_seat: Any, factory_in: Callable[[str], Callable[[str], Ends]], fol
 
 def enter_rpc(folder: str, name: str = "kit", rank: int = 0, size: int = 1) -> None:
     """Join an RPC world, whose store is a file of that folder."""
-    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, init_method=f"file://{folder}/store")
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, init_method=f"file://{folder}/store", **TCP)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # torch of its own deprecations
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)

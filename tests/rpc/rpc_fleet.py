@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from fleet import PATIENCE, Seat, Worker, constants, filled, small
+from rpc_over import TCP
 from torch import nn
 from torch.distributed import rpc
 
@@ -22,12 +23,19 @@ _numbers = itertools.count()
 
 
 class World:
-    """One RPC world: ``trainer``, and ``w0``, ``w1`` ... Nothing of RPC runs in the test's own process."""
+    """One RPC world: ``trainer``, and ``w0``, ``w1`` ... Nothing of RPC runs in the test's own process.
 
-    def __init__(self, context: Any, folder: Path, workers: int, rpc_timeout: float = 60.0) -> None:
+    Args:
+        context: starts its processes.
+        folder: where its store lies.
+        workers: how many.
+        over: what RPC runs over, and its timeout in seconds.
+    """
+
+    def __init__(self, context: Any, folder: Path, workers: int, **over: Any) -> None:
         self.context = context
         self.folder = folder
-        self.rpc_timeout = rpc_timeout
+        self.over = {"rpc_timeout": 60.0, **TCP, **over}
         self.strangers: list[Worker] = []
         self.trainer = Worker(context, None)
         self.workers = [Worker(context, None) for _ in range(workers)]
@@ -36,7 +44,7 @@ class World:
 
     def begin(self) -> None:
         """Let all of them join, with a store that nobody has used."""
-        self.options = {"init_method": f"file://{self.folder}/store{next(_numbers)}", "rpc_timeout": self.rpc_timeout}
+        self.options = {"init_method": f"file://{self.folder}/store{next(_numbers)}", **self.over}
         everybody = [self.trainer, *self.workers]
         for rank, (name, process) in enumerate(zip(["trainer", *self.names], everybody, strict=True)):
             process.tell(enter, name, rank, len(everybody), self.options)

@@ -18,6 +18,7 @@ import pytest
 from fleet import PATIENCE
 from judging import LOST, TIMED_OUT, all_sent, goes_on, kinds, some
 from rpc_fleet import World, enter
+from rpc_over import TCP
 from severed import HERE, Failure, Network
 from striking import SHORT, SOON, abandon, holds, look, remove_worker, send, within
 from test_rpc_strikes import RpcField
@@ -27,8 +28,8 @@ from weightsync.timing import Deadline
 
 pytestmark = pytest.mark.slow
 
-#: Over TCP alone: on one machine TensorPipe would take shared memory, which no network carries.
-OVER_TCP = {"_transports": ["uv"], "_channels": ["basic"], "rpc_timeout": PATIENCE}
+#: On one machine TensorPipe would take shared memory, which no network carries.
+OVER_TCP = {**TCP, "rpc_timeout": PATIENCE}
 
 
 class WiredWorld(World):

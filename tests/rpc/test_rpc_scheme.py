@@ -28,6 +28,7 @@ from rpc_fleet import (
     take_until_gone,
     wait_async,
 )
+from rpc_over import ANYTHING
 from torch.distributed import rpc
 
 from weightsync import (
@@ -55,6 +56,16 @@ def test_a_version_is_applied_and_answered_for(world: World, make: Any) -> None:
         assert report.ok
         assert {outcome.evidence for outcome in report.outcomes.values()} == {Evidence.ANSWER}
         assert [worker.do(shows) for worker in world.workers] == [(1, {4.0})] * 3
+
+
+def test_over_shared_memory_as_is_torchs_default(short_lived: Any) -> None:
+    world = short_lived(1, **ANYTHING)
+    with world.syncing([0], large) as trainer:
+        trainer.tell(send, 4.0)
+        assert world.workers[0].do(take)
+
+        assert trainer.answer().ok
+        assert world.workers[0].do(shows) == (1, {4.0})
 
 
 def test_weights_of_every_dtype_and_shape(world: World) -> None:

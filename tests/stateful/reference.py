@@ -235,9 +235,9 @@ class Sender:
             self._greet(worker, wire, due)
 
     def remove(self, worker: int) -> None:
+        self._allow("uninitialized", "ready", "pending_async", "awaiting_ack")
         if worker not in self.seats:
             raise Raised("ConfigurationError")
-        self._allow("uninitialized", "ready", "pending_async", "awaiting_ack")
         self._give_up(worker)
         del self.seats[worker]
 
