@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from weightsync.checker.manifest import Manifest, Purpose
 from weightsync.checker.mutants import Fate, Ledger
+
+_FAMILIES = ("Pipe", "Slots", "Store", "Calls")
 
 
 def table(root: Path, manifest: Manifest) -> Iterator[str]:
@@ -38,8 +41,58 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
         "a proof that is true for no reason, a checker that says yes to all",
         f"{kinds[Purpose.CANARY]} situations that must be reached, {kinds[Purpose.CHECKER]} runs that must fail",
     )
+    yield _families(manifest)
+    yield _inductive(manifest)
     yield _mutants(manifest)
     yield _graphs(root)
+    yield _replayed(root)
+    yield _code_mutants(root)
+
+
+def _families(manifest: Manifest) -> tuple[str, str, str]:
+    of = [each for each in manifest.configurations if each.module in _FAMILIES]
+    kinds = Counter(each.purpose for each in of)
+    states = sum(each.pinned.distinct for each in of if each.pinned)
+    return (
+        "families of transports (`tla/Pipe.tla`, `Slots.tla`, `Store.tla`, `Calls.tla`), part of the three rows above",
+        "a way of carrying messages that is less than the protocol takes it for",
+        f"{kinds[Purpose.PROOF]} proofs that each refines AckProtocol, {states:,} distinct states; "
+        f"{kinds[Purpose.CANARY]} canaries, {kinds[Purpose.REVERT]} rules taken out",
+    )
+
+
+def _inductive(manifest: Manifest) -> tuple[str, str, str]:
+    of = [each for each in manifest.configurations if each.module == "MCInductive"]
+    states = sum(each.pinned.distinct for each in of if each.pinned)
+    reverts = sum(each.purpose is Purpose.REVERT for each in of)
+    return (
+        "an inductive invariant (`tla/Inductive.tla`), part of them too",
+        "a state that no run of the bounded length shows",
+        f"{states:,} states, every one of the right type that satisfies it; {reverts} rules taken out",
+    )
+
+
+def _replayed(root: Path) -> tuple[str, str, str]:
+    data = json.loads((root / "weightsync" / "testing" / "replay.json").read_text(encoding="utf-8"))
+    of = data["configurations"].values()
+    paths = sum(len(each["paths"]) for each in of)
+    return (
+        "replay (`weightsync.testing.check_transport`)",
+        "an adapter over which the machines do not go where the model goes, a driver that is not its machine",
+        f"{len(of)} configurations, {paths} paths that take every edge of both roles, over each adapter",
+    )
+
+
+def _code_mutants(root: Path) -> tuple[str, str, str]:
+    kept = tomllib.loads((root / "tests" / "mutation" / "survivors.toml").read_text(encoding="utf-8"))
+    unhunted = kept["unhunted"]
+    rest = f"; not hunted yet: {len(unhunted)} functions" if unhunted else ""
+    page = "[code-mutants.md](code-mutants.md)"
+    return (
+        "mutants of the code (`tests/mutation`)",
+        "a test or a graph that does not look at what the machines do",
+        f"{kept['killed']} of {kept['mutants']} killed, the others explained ({page}){rest}",
+    )
 
 
 def _read_graphs(root: Path) -> dict[str, Any]:

@@ -22,24 +22,31 @@ from weightsync.transports.distributed.store import FOR_EVER, Client
 
 #: A payload travels in pieces of this size.
 BUCKET_NBYTES: Final = 64 * 2**20
-_RENDEZVOUS: Final = timedelta(seconds=10)
+#: Of the group as it is made. gloo waits five times as long for the other rank to connect, and nothing ends that wait.
+_RENDEZVOUS: Final = timedelta(seconds=2)
 #: How often a rank looks whether the other has come. Once a link: both are on their way already.
 _LOOK: Final = 0.001
 #: For one bucket. Nobody waits for that: it ends a thread whose link is long lost.
-_LONGEST: Final = timedelta(minutes=10)
+_LONGEST: Final = timedelta(minutes=1)
 _AT_ONCE: Final = timedelta(milliseconds=1)
 #: Of an operation that the other rank never answers: buckets are numbered from 0.
 _NOBODYS_TAG: Final = 2**30
-#: Says to the rank that still waits for the other that this will not come.
+#: Where two ranks agree whether they connect. The first to write decides.
+_AGREED: Final = "agreed"
+_CONNECT: Final = "connect"
 _GIVEN_UP: Final = "given up"
 
 
 class Meeting(Store):
     """The store by which two ranks find each other; unlike a plain one it can be given up.
 
+    A rank that has found the other connects, and waits for it in gloo, where nobody can reach it. So they agree before:
+    either both connect or neither does.
+
     Args:
         client: used by one thread at a time.
         prefix: of all keys.
+        over: set once this end wants no group any more.
     """
 
     def __init__(self, client: Client, prefix: str, over: threading.Event) -> None:
@@ -47,9 +54,11 @@ class Meeting(Store):
         self._client = client
         self._prefix = prefix
         self._over = over
+        self._own: set[str] = set()
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch passes bytes
         """Write a value."""
+        self._own.add(key)
         self._client.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
@@ -66,14 +75,29 @@ class Meeting(Store):
         return self._client.add(self._prefix + key, amount)
 
     def wait(self, keys: Sequence[str], timeout: timedelta = FOR_EVER) -> None:  # noqa: ARG002
-        """Return once all keys have values, or the meeting is given up, here or there."""
-        # Looked at first: gloo takes long to find out that nobody is at an address it was given.
-        while not self.check([_GIVEN_UP]):
-            if self.check(keys):
-                return
+        """Return once all keys have values and the other rank is known to connect, too.
+
+        Raises:
+            TransportError: the meeting was given up, here or there.
+        """
+        if self._own.issuperset(keys):
+            return  # gloo asks for its own as well, which says nothing of the other
+        while not self.check(keys):
             if self._over.wait(_LOOK):
+                self._agree(_GIVEN_UP)
+            if self._client.value(self._prefix + _AGREED) == _GIVEN_UP.encode():
                 break
+        else:
+            if self._agree(_CONNECT) == _CONNECT:
+                return
         raise TransportError("the process group was given up while it was being made")
+
+    def _agree(self, wish: str) -> str:
+        return self._client.claim(self._prefix + _AGREED, wish)
+
+    def give_up(self) -> None:
+        """Have whoever still waits here for the other wait no longer."""
+        self._client.set(self._prefix + _AGREED, _GIVEN_UP.encode())
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of several keys."""
@@ -153,7 +177,7 @@ class Group:
         Raises:
             TransportError: the store is gone.
         """
-        Meeting(client, self._prefix, self._over).set(_GIVEN_UP, b"")
+        Meeting(client, self._prefix, self._over).give_up()
 
     def stuck(self) -> bool:
         """Whether what is on its way will never end, as it was when last asked.
@@ -180,6 +204,7 @@ class Group:
             meeting = Meeting(client, self._prefix, self._over)
             with _told("could not be made"):
                 if self._over.is_set():
+                    meeting.give_up()
                     raise TransportError("the process group was aborted")
                 group, connection = watching(lambda: self._make(meeting, self._rank), client.port)
             with self._lock:

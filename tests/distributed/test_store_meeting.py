@@ -1,0 +1,110 @@
+"""Two ranks of a private group either both connect or neither does: gloo's own wait for the other cannot be ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from weightsync import TransportError
+from weightsync.transports.distributed.group import Meeting
+from weightsync.transports.distributed.store import Client
+
+#: Seconds; reached only by a failure.
+PATIENCE = 30.0
+
+
+class Rank:
+    """One end of a meeting, with a thread of its own."""
+
+    def __init__(self, store: TCPStore, name: str) -> None:
+        self.client = Client(store)
+        self.over = threading.Event()
+        self.meeting = Meeting(self.client, "a link/", self.over)
+        self.name = name
+
+    def comes(self) -> None:
+        self.meeting.set(self.name, b"an address")
+
+    def waits_for(self, other: str) -> Future[None]:
+        ended: Future[None] = Future()
+
+        def wait() -> None:
+            try:
+                ended.set_result(self.meeting.wait([other]))
+            except TransportError as error:
+                ended.set_exception(error)
+
+        threading.Thread(target=wait, daemon=True).start()
+        return ended
+
+
+@pytest.fixture
+def ranks() -> Any:
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    both = Rank(store, "sender"), Rank(store, "receiver")
+    yield both
+    for rank in both:
+        rank.client.close()
+
+
+def gives_up(ended: Future[None]) -> None:
+    with pytest.raises(TransportError, match="given up"):
+        ended.result(PATIENCE)
+
+
+def test_both_connect_once_both_have_come(ranks: Any) -> None:
+    sender, receiver = ranks
+    sender.comes()
+    waiting = sender.waits_for("receiver")
+    receiver.comes()
+
+    assert waiting.result(PATIENCE) is None
+    assert receiver.waits_for("sender").result(PATIENCE) is None
+
+
+@pytest.mark.parametrize("end", [lambda rank: rank.over.set(), lambda rank: rank.meeting.give_up()])
+def test_who_waits_for_one_that_gave_up_before_it_came_waits_no_longer(ranks: Any, end: Callable[[Rank], None]) -> None:
+    sender, receiver = ranks
+    sender.comes()
+    waiting = sender.waits_for("receiver")
+    end(receiver)
+
+    if receiver.over.is_set():
+        gives_up(receiver.waits_for("somebody who never comes"))
+    gives_up(waiting)
+
+
+def test_neither_connects_if_one_gave_up_before_the_other_had_seen_it(ranks: Any) -> None:
+    sender, receiver = ranks
+    receiver.comes()
+    receiver.over.set()
+    gives_up(receiver.waits_for("sender"))
+    sender.comes()
+
+    gives_up(sender.waits_for("receiver"))
+
+
+def test_who_gives_up_after_the_other_has_begun_to_connect_connects_too(ranks: Any) -> None:
+    sender, receiver = ranks
+    sender.comes()
+    receiver.comes()
+    sender.waits_for("receiver").result(PATIENCE)
+    receiver.over.set()
+
+    assert receiver.waits_for("sender").result(PATIENCE) is None
+
+
+def test_a_ranks_own_address_says_nothing_of_the_other(ranks: Any) -> None:
+    sender, _ = ranks
+    sender.comes()
+    sender.meeting.wait(["sender"])
+    waiting = sender.waits_for("receiver")
+    sender.over.set()
+
+    gives_up(waiting)
