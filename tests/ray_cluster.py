@@ -34,10 +34,10 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patched:
         for name, value in ENVIRONMENT.items():
             patched.setenv(name, value)
-        yield from _running()
+        yield from running()
 
 
-def _running() -> Iterator[Any]:
+def running() -> Iterator[Any]:
     ray, utilities = importlib.import_module("ray"), importlib.import_module("ray.cluster_utils")
     # Short: Ray's sockets lie below it, and their names may have 107 characters.
     folder = tempfile.mkdtemp(prefix="ws", dir="/tmp")

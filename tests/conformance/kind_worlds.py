@@ -25,6 +25,7 @@ from weightsync import (
     SyncReport,
     WeightSyncActor,
     WeightSyncError,
+    WorkerLostError,
     packing,
 )
 
@@ -312,11 +313,15 @@ class OverRay(World):
         self.trainer.do(meet, model_id)
 
     def refusal_of(self, model_id: str, make: Callable[[], Any]) -> str:
-        """It is said when weights come."""
+        """It is said when the handshake comes, or weights: before the send, or by its report."""
         super().refusal_of(model_id, make)
         self.trainer.do(begin, model_id)
-        outcome = self.trainer.do(send_what, model_id, lambda: BY_NAME["module"].source(1))[0]
-        self.trainer.do(finish, model_id)
+        try:
+            outcome = self.trainer.do(send_what, model_id, lambda: BY_NAME["module"].source(1))[0]
+        except WorkerLostError as lost:
+            return str(lost)
+        finally:
+            self.trainer.do(finish, model_id)
         return f"{outcome.kind.name}: {outcome.reason}"
 
     def end(self) -> None:

@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from ray_cluster import ENVIRONMENT, OBJECT_STORE_NBYTES
+from ray_alone import alone
+from ray_cluster import ENVIRONMENT
 from ray_fleet import PATIENCE, Loop, Seat, Threads, ray, small
 
 from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WorkerLostError
@@ -160,26 +161,8 @@ def test_a_full_object_store_is_a_refusal(seats: list[Any], trainer: Any, monkey
     assert sender.send(timeout=PATIENCE).ok
 
 
-def test_a_node_killed_mid_send_loses_its_workers_only(cluster: Any, seats: list[Any], trainer: Any) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in ENVIRONMENT.items():
-            patched.setenv(name, value)
-        node = cluster.add_node(num_cpus=1, resources={"far": 1}, object_store_memory=OBJECT_STORE_NBYTES)
-    far = ray.remote(num_cpus=0, resources={"far": 1})(Seat).remote()
-    sender = trainer([seats[0], far], small(1.0))
-    sender.send(timeout=PATIENCE)
-    far.sleep.remote(600.0)
-    sender.send_async(small(2.0))
-
-    started = time.monotonic()
-    cluster.remove_node(node, allow_graceful=False)
-    report = sender.wait_async(timeout=PATIENCE, on_failure="report")
-
-    assert time.monotonic() - started < SOON
-    assert report[1].kind is OutcomeKind.LOST
-    assert report[0].kind is OutcomeKind.APPLIED
-    sender.remove_worker(1)
-    assert sender.send(small(3.0), timeout=PATIENCE).ok
+def test_a_node_killed_mid_send_loses_its_workers_only() -> None:
+    alone("ray_nodes", "node_killed_mid_send")
 
 
 def test_a_threaded_actor_waits_until_nobody_serves(fresh: Any, trainer: Any) -> None:

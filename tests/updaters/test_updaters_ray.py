@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from ray_alone import alone
 from ray_collectors import RemoteCollector
 from torch import nn
 from updaters_support import Collector, constant, weights
@@ -257,32 +257,8 @@ def test_an_actor_killed_in_the_middle_of_a_push_is_lost_until_another_takes_its
     assert seen(pool) == [17.0, 17.0]
 
 
-def await_death(node: Any) -> None:
-    """Wait until Ray knows: before, it would start the actors of other tests there."""
-    import ray  # noqa: PLC0415
-
-    deadline = time.monotonic() + PATIENCE
-    while any(known["NodeID"] == node.node_id and known["Alive"] for known in ray.nodes()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def test_a_node_killed_in_the_middle_of_a_push_is_a_lost_worker(pool: list[Any], cluster: Any) -> None:
-    node = cluster.add_node(num_cpus=1, resources={"away": 1.0})
-    victim = start(resources={"away": 1.0})
-    behave(victim, "hang")
-    updater = RayWeightUpdater(weights(18.0), [victim, *pool])
-    timer = threading.Timer(0.3, cluster.remove_node, (node,), {"allow_graceful": False})
-    timer.start()
-
-    with pytest.raises(WorkerLostError) as failure:
-        updater.push_weights(timeout=PATIENCE)
-    timer.join()
-    await_death(node)
-
-    assert failure.value.lost.keys() == {0}
-    assert kinds(failure.value.report) == [LOST, APPLIED, APPLIED]
-    assert seen(pool) == [18.0, 18.0]
+def test_a_node_killed_in_the_middle_of_a_push_is_a_lost_worker() -> None:
+    alone("ray_pushes", "node_killed_mid_push")
 
 
 def test_collectors_and_hooks_are_the_bases(pool: list[Any]) -> None:

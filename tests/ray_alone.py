@@ -1,0 +1,47 @@
+"""Ray clusters whose nodes come and go: each in a process of its own.
+
+Adding a node forks the process that is connected to Ray. After that, new connections of its gRPC may fail or never come
+to be, and with them whatever the tests that follow would ask for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import Any
+
+from missing import not_tested
+from ray_cluster import ENVIRONMENT, INSTALLED, OBJECT_STORE_NBYTES, running
+
+#: Seconds; reached only by a failure.
+PATIENCE = 240.0
+
+
+def alone(module: str, function: str) -> None:
+    """Call a function with a cluster, which nobody else uses, in a process of its own; fail as it fails."""
+    if not INSTALLED:
+        not_tested("THE DEATH OF A RAY NODE", "Ray is not installed (pip install 'weightsync[ray]')")
+    command = [sys.executable, "-c", f"import ray_alone; ray_alone.call({module!r}, {function!r})"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
+def call(module: str, function: str) -> None:
+    """What the process does."""
+    with contextmanager(running)() as cluster:
+        getattr(importlib.import_module(module), function)(cluster)
+
+
+def add_node(cluster: Any, resource: str) -> Any:
+    """One more node, which alone has that resource."""
+    return cluster.add_node(num_cpus=1, resources={resource: 1}, object_store_memory=OBJECT_STORE_NBYTES)
