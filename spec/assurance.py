@@ -15,6 +15,7 @@ from pathlib import Path
 from assurancegen import rungs, sources
 from assurancegen.pages import keep
 from assurancegen.sources import Guarantee
+from assurancegen.traces import Recorded
 
 from weightsync.checker.manifest import Configuration, Manifest, Purpose
 
@@ -29,10 +30,10 @@ def render(root: Path = ROOT) -> str:
         sources.SourceError: a guarantee, a property or a test is named that does not exist, or one is missing.
     """
     manifest = Manifest.read(root / "tla")
-    guarantees = sources.read(root)
+    guarantees, recorded = sources.read(root), Recorded(root)
     lines = [*_HEAD.splitlines(), "", *rungs.table(root, manifest), ""]
     for guarantee in guarantees:
-        lines += _section(guarantee, manifest)
+        lines += _section(guarantee, manifest, recorded)
     lines += ["## Bounds", "", *manifest.bounds.splitlines(), "", "## The proofs", "", *_counts(manifest), ""]
     lines += ["## The graphs", "", *_GRAPHS.splitlines(), "", *rungs.graphs(root), ""]
     return "\n".join(lines)
@@ -55,7 +56,7 @@ The shipped machines, wired by a model network, reach exactly these nodes by exa
 the model in TLC. Each small one is also examined by the second checker: safety, action properties, liveness."""
 
 
-def _section(guarantee: Guarantee, manifest: Manifest) -> Iterator[str]:
+def _section(guarantee: Guarantee, manifest: Manifest, recorded: Recorded) -> Iterator[str]:
     of = [each for each in manifest.configurations if guarantee.id in each.guarantees]
     proofs = [each for each in of if each.purpose is Purpose.PROOF]
     taken_out = [each for each in of if each.purpose in (Purpose.REVERT, Purpose.UNFAIR)]
@@ -70,6 +71,7 @@ def _section(guarantee: Guarantee, manifest: Manifest) -> Iterator[str]:
     yield f"| taken out, TLC objects | {_reverts(taken_out)} |"
     yield f"| planted in the code | `{guarantee.plant}`: {guarantee.planted}; its check turns red |"
     yield f"| tests | {'<br>'.join(f'`{test}`' for test in guarantee.tests)} |"
+    yield f"| traces of these, which conform | {recorded.of(guarantee.tests)} |"
     yield f"| rests on | {guarantee.assumed or 'nothing beyond the bounds below'} |"
     yield f"| **not proved** | {guarantee.unproved} |"
     yield ""

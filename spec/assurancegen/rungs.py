@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from assurancegen.traces import Recorded
+
 from weightsync.checker.manifest import Manifest, Purpose
 from weightsync.checker.mutants import Fate, Ledger
 
@@ -46,6 +48,11 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     yield _mutants(manifest)
     yield _graphs(root)
     yield _replayed(root)
+    yield (
+        "traces (`pytest`, `weightsync verify`)",
+        "a driver, a recorder or an order of events that the pure halves, or the model in TLC, would not have",
+        f"{Recorded(root).all()}, as last counted; every run of the tests holds its own",
+    )
     yield _code_mutants(root)
 
 

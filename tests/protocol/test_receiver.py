@@ -70,7 +70,8 @@ def test_the_version_decided_last_gets_the_very_same_answer(receiver: Receiver) 
 
 def test_g6_a_duplicate_of_a_refused_version_is_not_applied(receiver: Receiver) -> None:
     receiver.take(pure.UpdateArrived(1, 5, 1))
-    receiver.take(pure.Refused(refusal(5, 1)))
+    refused = receiver.take(pure.Refused(refusal(5, 1)))
+    assert refused.effects == (pure.Reply(1, refusal(5, 1)),)
     receiver.take(pure.Answered())
 
     step = receiver.take(pure.UpdateArrived(1, 5, 1))

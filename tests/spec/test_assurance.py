@@ -13,7 +13,7 @@ from assurancegen import sources
 @pytest.fixture
 def copy(root: Path, tmp_path: Path) -> Path:
     """What the page is rendered from, to be spoilt."""
-    for folder in ("spec", "tla", "tests"):
+    for folder in ("spec", "tla", "tests", "weightsync/testing"):
         shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
     return tmp_path
 

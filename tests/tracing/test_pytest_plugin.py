@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -60,8 +61,10 @@ def test_a_trace_that_does_not_conform_fails_the_session_and_its_test_is_named(t
 
 
 def test_a_test_that_says_why_is_left_out_and_the_others_are_counted(tmp_path: Path) -> None:
-    done = session(tmp_path, '@pytest.mark.untraced("its recorder is broken")')
+    counts = tmp_path / "counts.json"
+    done = session(tmp_path, '@pytest.mark.untraced("its recorder is broken")', "--trace-counts", str(counts))
 
     assert done.returncode == pytest.ExitCode.OK, done.stdout
     assert "1 traces of 155 events conform" in done.stdout
     assert "of untraced tests were left out" in done.stdout
+    assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, 155]}

@@ -9,6 +9,7 @@ recorded too. A test that plants a fault on purpose says so: ``@pytest.mark.untr
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -48,10 +49,12 @@ class Traces:
     Args:
         folder: where the traces go.
         keeps: whether they stay.
+        counts: where to write how much was recorded of each test; None: nowhere.
     """
 
     folder: Path
     keeps: bool
+    counts: Path | None = None
     played: list[_Played] = field(default_factory=list)
     verdict: Verdict | None = None
     judged: tuple[Run, ...] = ()
@@ -82,6 +85,8 @@ class Traces:
         self._stack.close()
         begun = now_ns()
         self._judge()
+        if self.counts is not None:
+            self.counts.write_text(json.dumps(self._counted(), indent=1) + "\n", encoding="utf-8")
         self.seconds = (now_ns() - begun) / 1e9
         missing = self.tool_missing and os.environ.get("CI")
         if (self.findings or missing) and session.exitstatus in _FINE:
@@ -99,6 +104,11 @@ class Traces:
             self.followed = follow(find_toolchain(), self.judged, most_events=_MOST_EVENTS)
         except ToolMissingError as error:
             self.tool_missing = str(error)
+
+    def _counted(self) -> dict[str, list[int]]:
+        """Of each test that was recorded and judged: runs, and their events."""
+        of = {each.name: [run for run in self.judged if _meets(run, each)] for each in self.played}
+        return {name: [len(runs), sum(run.events for run in runs)] for name, runs in sorted(of.items()) if runs}
 
     @property
     def findings(self) -> list[Finding]:
@@ -145,6 +155,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add our options."""
     group = parser.getgroup("weightsync")
     group.addoption("--traces", metavar="FOLDER", default=None, help="Keep the recorded traces in a folder.")
+    group.addoption("--trace-counts", metavar="FILE", default=None, help="Write how much was recorded of each test.")
     group.addoption("--no-traces", action="store_true", help="Record no traces.")
 
 
@@ -155,4 +166,6 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     kept = config.getoption("traces")
     folder = Path(kept).absolute() if kept else Path(tempfile.mkdtemp(prefix="weightsync-traces-"))
-    config.pluginmanager.register(Traces(folder, bool(kept)), "weightsync-traces")
+    counts = config.getoption("trace_counts")
+    traces = Traces(folder, bool(kept), Path(counts).absolute() if counts else None)
+    config.pluginmanager.register(traces, "weightsync-traces")

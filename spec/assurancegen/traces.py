@@ -1,0 +1,31 @@
+"""How much of the test suite was recorded and held against the protocol, as the pytest plugin last counted it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+#: Written by ``pytest --trace-counts tests/tracing/recorded.json``: runs and events of each test.
+RECORDED = Path("tests/tracing/recorded.json")
+
+
+class Recorded:
+    """What was recorded, and conforms: the plugin fails a session of which a line does not."""
+
+    def __init__(self, root: Path) -> None:
+        self._counts: dict[str, tuple[int, int]] = json.loads((root / RECORDED).read_text(encoding="utf-8"))
+
+    def of(self, tests: Iterable[str]) -> str:
+        """What was recorded of tests, with all their parameters, in words."""
+        wanted = set(tests)
+        return self._words([count for name, count in self._counts.items() if name.partition("[")[0] in wanted])
+
+    def all(self) -> str:
+        """What was recorded of all tests, in words."""
+        return f"{self._words(list(self._counts.values()))} of {len(self._counts):,} tests"
+
+    @staticmethod
+    def _words(counts: list[tuple[int, int]]) -> str:
+        runs, events = (sum(count[place] for count in counts) for place in (0, 1))
+        return f"{runs:,} runs, {events:,} events" if runs else "-"
