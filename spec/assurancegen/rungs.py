@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from assurancegen.traces import Recorded
-
 from weightsync.checker.manifest import Manifest, Purpose
 from weightsync.checker.mutants import Fate, Ledger
 
