@@ -54,6 +54,7 @@ class UserCourier:
         self._layouts: dict[bytes, Layout] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._last: Answers = Future()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call; a handshake is answered here, since no user's transport knows any."""
@@ -61,6 +62,7 @@ class UserCourier:
         match message:
             case Update():
                 layout = self._layout_of(message)
+                self._last = answers
                 view = payload.view[: message.nbytes] if payload is not None else memoryview(b"")
                 self._begin(lambda: self._deliver(message, layout, view, answers))
             case Hello():
@@ -70,10 +72,16 @@ class UserCourier:
         return answers
 
     def close(self) -> None:
-        """Let the thread end after the call that it is in."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread = None
+        """Let the thread end after the call that it is in, and wait for it if it is in none.
+
+        A daemon that still lets go of tensors while the interpreter ends would take the process down with it.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._jobs.put(None)
+        if self._last.done() and thread is not threading.current_thread():
+            thread.join()
 
     def _layout_of(self, update: Update) -> Layout:
         if update.layout:
