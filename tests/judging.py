@@ -205,7 +205,7 @@ def _trainer_struck(field: Field, at: TrainerAt, blow: Blow) -> None:
         field.trainer.kill()
 
 
-def a_stopped_trainer_holds_nobody_up_andgoes_on(field: Field, at: TrainerAt) -> None:
+def a_stopped_trainer_holds_nobody_up_and_goes_on(field: Field, at: TrainerAt) -> None:
     """Stopped at that point, while its workers look; resumed, its send reaches them."""
     workers = field.victim, field.other
     for worker in workers:
