@@ -20,7 +20,7 @@ from fleet import PATIENCE, filled, stat_of
 from torch import nn
 
 from weightsync import OutcomeKind, SyncReport
-from weightsync._tables import ReceiverInput, SenderInput
+from weightsync._tables import ReceiverInput, SenderInput, State
 from weightsync.timing import Deadline
 
 #: Seconds that a send waits for somebody who is stopped; and within which a death is noticed on a busy machine.
@@ -176,9 +176,11 @@ def arm_sender(seat: Any, strike: Strike) -> None:
 
 
 def follow(seat: Any, version: int) -> int | None:
-    """Receive until that version is served."""
+    """Receive until that version is served, and its answer has left."""
     while (seat.receiver.version or 0) < version:
         assert seat.receiver.receive(timeout=PATIENCE)
+    while seat.receiver.state is State.AWAITING_ACK:
+        seat.receiver.receive(timeout=0.01)
     served: int | None = seat.receiver.version
     return served
 
