@@ -71,7 +71,7 @@ def _section(guarantee: Guarantee, manifest: Manifest, recorded: Recorded) -> It
     yield f"| taken out, TLC objects | {_reverts(taken_out)} |"
     yield f"| planted in the code | `{guarantee.plant}`: {guarantee.planted}; its check turns red |"
     yield f"| tests | {'<br>'.join(f'`{test}`' for test in guarantee.tests)} |"
-    yield f"| traces of these, which conform | {recorded.of(guarantee.tests)} |"
+    yield f"| traces of these that conform (by the Python checker) | {recorded.of(guarantee.tests)} |"
     yield f"| rests on | {guarantee.assumed or 'nothing beyond the bounds below'} |"
     yield f"| **not proved** | {guarantee.unproved} |"
     yield ""

@@ -50,7 +50,7 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     yield (
         "traces (`pytest`, `weightsync verify`)",
         "a driver, a recorder or an order of events that the pure halves, or the model in TLC, would not have",
-        f"{Recorded(root).all()}, as last counted; every run of the tests holds its own",
+        f"{Recorded(root).all()}, held to the pure halves when last counted (not in every run yet)",
     )
     yield _code_mutants(root)
 

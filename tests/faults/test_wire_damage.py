@@ -26,6 +26,7 @@ from weightsync.layout import Layout
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 
 FOREIGN = [{"step": 3}, b"", b"W", b"WSY", "text", None, [1, 2], b"x" * 100_000, ("update_weights", {"a": 1})]
+BY_HAND = pytest.mark.untraced("puts on the wire what no machine has said")
 
 
 @pytest.fixture(params=[small, large], ids=["inline", "segment"])
@@ -189,6 +190,7 @@ def test_a_frame_cut_by_the_death_of_its_writer(scheme_class: Any, side: str) ->
                 scheme.get_sender().send(timeout=PATIENCE)
 
 
+@BY_HAND
 def test_frames_in_single_bytes_are_frames(pair: Pair) -> None:
     ours, _ = pair.pipes[0]
     pair.sync()
@@ -207,6 +209,7 @@ def never_serve(receiver: Any) -> None:
         assert receiver.receive(timeout=0) is False
 
 
+@BY_HAND
 def test_random_damage_of_a_handshake_or_an_update_is_never_applied(scheme_class: Any) -> None:
     draw = random.Random(7)
     fresh = Layout([("weight", "float32", (2, 2)), ("bias", "float32", (2,))])
@@ -244,6 +247,7 @@ def answer(pair: Pair, message: Message) -> None:
     write(pair.pipes[0][1], framed(wire.encode(message)))
 
 
+@BY_HAND
 def test_an_ack_of_another_digest_loses_the_link(pair: Pair) -> None:
     pair.sync()
     pair.sender.send_async()
@@ -252,6 +256,7 @@ def test_an_ack_of_another_digest_loses_the_link(pair: Pair) -> None:
         pair.sender.wait_async(timeout=PATIENCE)
 
 
+@BY_HAND
 @pytest.mark.parametrize("change", [{"version": 1}, {"version": 3}, {"incarnation": 1}])
 def test_an_ack_of_anything_else_is_stale(pair: Pair, change: dict[str, int]) -> None:
     pair.sync()
@@ -265,6 +270,7 @@ def test_an_ack_of_anything_else_is_stale(pair: Pair, change: dict[str, int]) ->
     assert pair.sender.wait_async().ok
 
 
+@BY_HAND
 def test_an_update_from_a_worker_loses_the_link(pair: Pair) -> None:
     pair.sync()
     answer(pair, Update(model_id="policy", incarnation=pair.sender.incarnation, version=9, layout_digest=b"0" * 16))
@@ -272,6 +278,7 @@ def test_an_update_from_a_worker_loses_the_link(pair: Pair) -> None:
         pair.sender.send(timeout=PATIENCE)
 
 
+@BY_HAND
 @pytest.mark.parametrize("kind", [Ack, Refusal])
 def test_an_answer_from_a_sender_takes_the_link_down(pair: Pair, kind: type) -> None:
     pair.sync()
@@ -283,6 +290,7 @@ def test_an_answer_from_a_sender_takes_the_link_down(pair: Pair, kind: type) -> 
     assert pair.receiver.version == 1
 
 
+@BY_HAND
 def test_an_update_before_any_handshake_takes_the_link_down(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     with scheme_class() as scheme:
@@ -298,6 +306,7 @@ def test_an_update_before_any_handshake_takes_the_link_down(scheme_class: Any) -
     ours.close()
 
 
+@BY_HAND
 @pytest.mark.parametrize(
     ("change", "payload"),
     [
@@ -320,6 +329,7 @@ def test_an_update_that_contradicts_itself_changes_nothing(pair: Pair, change: d
     assert (pair.receiver.version, constants(pair.model)) == (1, {1.0})
 
 
+@BY_HAND
 def test_an_update_whose_tensors_were_damaged_is_refused_by_its_digest(pair: Pair) -> None:
     pair.sync()
     layout = pair.sender._driver.layout
@@ -339,6 +349,7 @@ def test_an_update_whose_tensors_were_damaged_is_refused_by_its_digest(pair: Pai
     assert constants(pair.model) == {1.0}
 
 
+@BY_HAND
 def test_an_update_of_another_layout_is_refused_with_the_differences(pair: Pair) -> None:
     pair.sync()
     layout = Layout([("other", "float32", ())])

@@ -106,9 +106,16 @@ class Traces:
             self.tool_missing = str(error)
 
     def _counted(self) -> dict[str, list[int]]:
-        """Of each test that was recorded and judged: runs, and their events."""
-        of = {each.name: [run for run in self.judged if _meets(run, each)] for each in self.played}
-        return {name: [len(runs), sum(run.events for run in runs)] for name, runs in sorted(of.items()) if runs}
+        """Of each test that was recorded, with all its parameters: the runs that conform, and their events."""
+        conforming = [run for run in self.judged if not run.findings]
+        counted: dict[str, list[int]] = {}
+        for played in self.played:
+            for run in conforming:
+                if _meets(run, played):
+                    count = counted.setdefault(played.name.partition("[")[0], [0, 0])
+                    count[0] += 1
+                    count[1] += run.events
+        return dict(sorted(counted.items()))
 
     @property
     def findings(self) -> list[Finding]:
