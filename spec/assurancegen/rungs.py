@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ def table(root: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
-    kinds = Counter(each.purpose for each in manifest.configurations)
-    states = sum(each.pinned.distinct for each in manifest.configurations if each.pinned)
+    kinds, states = _tally(manifest, {each.module for each in manifest.configurations})
     yield (
         "TLC's proofs (`weightsync check --all`)",
         "a protocol that breaks a guarantee",
@@ -55,10 +54,14 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     yield _code_mutants(root)
 
 
+def _tally(manifest: Manifest, modules: Container[str]) -> tuple[Counter[Purpose], int]:
+    """Of the configurations of those modules: how many are there for what, and the distinct states that are pinned."""
+    of = [each for each in manifest.configurations if each.module in modules]
+    return Counter(each.purpose for each in of), sum(each.pinned.distinct for each in of if each.pinned)
+
+
 def _families(manifest: Manifest) -> tuple[str, str, str]:
-    of = [each for each in manifest.configurations if each.module in _FAMILIES]
-    kinds = Counter(each.purpose for each in of)
-    states = sum(each.pinned.distinct for each in of if each.pinned)
+    kinds, states = _tally(manifest, _FAMILIES)
     return (
         "families of transports (`tla/Pipe.tla`, `Slots.tla`, `Store.tla`, `Calls.tla`), part of the three rows above",
         "a way of carrying messages that is less than the protocol takes it for",
@@ -68,13 +71,11 @@ def _families(manifest: Manifest) -> tuple[str, str, str]:
 
 
 def _inductive(manifest: Manifest) -> tuple[str, str, str]:
-    of = [each for each in manifest.configurations if each.module == "MCInductive"]
-    states = sum(each.pinned.distinct for each in of if each.pinned)
-    reverts = sum(each.purpose is Purpose.REVERT for each in of)
+    kinds, states = _tally(manifest, ("MCInductive",))
     return (
         "an inductive invariant (`tla/Inductive.tla`), part of them too",
         "a state that no run of the bounded length shows",
-        f"{states:,} states, every one of the right type that satisfies it; {reverts} rules taken out",
+        f"{states:,} states, every one of the right type that satisfies it; {kinds[Purpose.REVERT]} rules taken out",
     )
 
 
