@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 DEMO ?= --scheme shared --workers 2
+# How many processes share the tests. Each starts processes of its own, a Ray cluster among them: more is not faster on two cores.
+WORKERS ?= 2
 # The same examples in every run; `dev` and `nightly` look elsewhere each time.
 export HYPOTHESIS_PROFILE ?= ci
 # torch asks the name server about every connection to a store, also to this machine: one that is slow is not waited for.
@@ -41,7 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # Without Java or Maven `weightsync check` exits with 2. Outside CI that is said, loudly, and the rest counts.
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
 	@$(BIN)/weightsync check; code=$$?; \
 	if [ $$code -eq 2 ] && [ -z "$$CI" ]; then echo '*** The model was NOT CHECKED: see the line above. ***'; else exit $$code; fi
 

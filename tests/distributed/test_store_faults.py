@@ -183,6 +183,7 @@ def test_a_trainer_killed_in_the_middle_of_a_send_leaves_the_old_version_whole(c
     worker.do(meet, store.port, 1, big)
     leader.do(start_sending)
     worker.do(serve, 1)
+    leader.do(_settle)
     worker.stop()
     leader.do(_send_again, 2.0)
     leader.kill()
@@ -192,8 +193,11 @@ def test_a_trainer_killed_in_the_middle_of_a_send_leaves_the_old_version_whole(c
     assert {1.0} == worker.do(holds)[2]
 
 
+def _settle(seat: Any) -> None:
+    assert seat.kept["sender"].wait_async(timeout=PATIENCE).ok
+
+
 def _send_again(seat: Any, fill: float) -> None:
-    seat.kept["sender"].wait_async(timeout=PATIENCE)
     with torch.no_grad():
         seat.model.weight.fill_(fill)
     seat.kept["sender"].send_async()

@@ -66,5 +66,17 @@ def test_a_test_that_says_why_is_left_out_and_the_others_are_counted(tmp_path: P
 
     assert done.returncode == pytest.ExitCode.OK, done.stdout
     assert "1 traces of 155 events conform" in done.stdout
-    assert "of untraced tests were left out" in done.stdout
+    assert "1 untraced tests were not recorded" in done.stdout
+    assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, 155]}
+
+
+def test_each_worker_of_xdist_judges_what_it_has_recorded_and_the_session_tells_of_all(tmp_path: Path) -> None:
+    counts = tmp_path / "counts.json"
+    done = session(tmp_path, "", "--traces", str(tmp_path / "kept"), "--trace-counts", str(counts), "-n", "2")
+
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "2 passed" in done.stdout
+    assert "in test_played.py::test_that_plants_a_fault:" in done.stdout
+    assert "1 traces of 155 events conform" in done.stdout
+    assert all(list((tmp_path / "kept" / worker).glob("trace-*.jsonl")) for worker in ("gw0", "gw1"))
     assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, 155]}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +12,10 @@ from typing import Any
 
 import pytest
 from missing import java_and_tlc
-from recorded import judged, recorded
+from recorded import judged, model, recorded
 
+import weightsync
+from weightsync import tracing
 from weightsync.checker.toolchain import Toolchain
 from weightsync.checker.traces import follow
 from weightsync.checker.traces.modelling import Modelled, modelled
@@ -145,3 +150,47 @@ def test_runs_beyond_the_bounds_are_counted(tools: Toolchain, tmp_path: Path) ->
 
     assert follow(tools, verdict.runs, Bounds(versions=2)).left_out == {"more than 2 versions": 1}
     assert follow(tools, verdict.runs, most_events=10).left_out == {"more events than the batch holds": 1}
+
+
+# -------------------------------------------------------------- workers that are killed before they write what they did
+
+
+def _until(event: type | tuple[()], end: Any) -> None:
+    """A worker that receives once; killed as it is about to write that it has taken an event, if one is named."""
+    shipped = tracing.Life.tell
+
+    def tell(self: tracing.Life, what: tracing.What, model_id: str, **said: Any) -> None:
+        if isinstance(said.get("event"), event):
+            os.kill(os.getpid(), signal.SIGKILL)
+        shipped(self, what, model_id, **said)
+
+    tracing.Life.tell = tell  # type: ignore[method-assign]
+    receiver = weightsync.WeightReceiver(weightsync.MultiProcessWeightSyncScheme())
+    receiver.register_model(model())
+    receiver.register_worker_transport(end)
+    receiver.receive(30.0)
+
+
+@pytest.mark.parametrize("event", [receiving.HelloArrived, receiving.Answered], ids=lambda each: each.__name__)
+def test_a_worker_that_was_killed_before_it_wrote_what_it_did_is_followed_and_so_is_its_next_life(
+    tools: Toolchain, tmp_path: Path, event: type
+) -> None:
+    context = multiprocessing.get_context("fork")
+    with tracing.record(tmp_path):
+        sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
+        for until in (event, ()):
+            ours, theirs = context.Pipe()
+            child = context.Process(target=_until, args=(until, theirs))
+            child.start()
+            theirs.close()
+            sender.add_worker(0, ours)
+            sender.send(model(1.0), on_failure="report")
+            child.join(30)
+        sender.close()
+    runs = [run for run in judged(tmp_path).runs if len(run.machines) > 1]
+
+    followed = follow(tools, runs)
+
+    assert [(finding.line.place, finding.what) for finding in followed.findings] == []
+    assert (followed.accepted, followed.left_out) == (1, {})
+    assert [machine.role for run in runs for machine in run.machines].count("receiver") == 2

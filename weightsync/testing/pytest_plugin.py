@@ -3,7 +3,8 @@
     pytest -p weightsync.testing.pytest_plugin
 
 The session fails if a trace does not conform, and names the test, the file and the line. Processes that tests start are
-recorded too. A test that plants a fault on purpose says so: ``@pytest.mark.untraced("why")``.
+recorded too. A test whose traces need not conform says why, and is not recorded: ``@pytest.mark.untraced("why")``.
+Each worker of pytest-xdist judges what it has recorded.
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weightsync import tracing
 from weightsync.checker import ToolMissingError, find_toolchain
-from weightsync.checker.traces import Finding, Followed, Run, Verdict, follow, shown, verify
+from weightsync.checker.traces import Finding, Run, follow, shown, verify
 from weightsync.timing import now_ns
 
-_MARKER = "untraced(reason): plants a fault on purpose, so that its traces need not conform to the protocol"
+_MARKER = "untraced(reason): plants a fault on purpose, or its machines are held to the protocol in another way"
 #: How many findings are shown; the rest is counted.
 _SHOWN = 10
 #: How many events TLC follows at most, the shortest runs first: about half a minute.
 _MOST_EVENTS = 4000
 _FINE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+#: Under which name a worker of pytest-xdist sends what it tells.
+_SENT_AS = "weightsync_traces"
 
 
 @dataclass(slots=True)
@@ -39,123 +43,189 @@ class _Played:
     name: str
     begun: int
     ended: int
-    untraced: str = ""
 
 
 @dataclass
-class Traces:
-    """Records a session's tests, and judges their traces.
+class Told:
+    """What is told of the traces of one process that ran tests."""
+
+    folder: str
+    runs: int = 0
+    events: int = 0
+    #: How many tests said why they are not recorded.
+    untraced: int = 0
+    #: Seconds that judging took.
+    seconds: float = 0.0
+    #: What TLC made of them; empty: it was not asked.
+    followed: str = ""
+    tool_missing: str = ""
+    #: How many lines are wrong, and the first of them in words.
+    wrong: int = 0
+    shown: list[str] = field(default_factory=list)
+    #: Of each test that was recorded, with all its parameters: the runs that conform, and their events.
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def fails(self) -> bool:
+        """Whether the session fails for it."""
+        return bool(self.wrong or (self.tool_missing and os.environ.get("CI")))
+
+
+@dataclass
+class Recording:
+    """Records the tests that a process runs, and judges their traces.
 
     Args:
         folder: where the traces go.
-        keeps: whether they stay.
-        counts: where to write how much was recorded of each test; None: nowhere.
     """
 
     folder: Path
-    keeps: bool
-    counts: Path | None = None
     played: list[_Played] = field(default_factory=list)
-    verdict: Verdict | None = None
-    judged: tuple[Run, ...] = ()
-    left_out: int = 0
-    followed: Followed | None = None
-    tool_missing: str = ""
-    seconds: float = 0.0
+    untraced: int = 0
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def pytest_sessionstart(self) -> None:
-        """Begin to record."""
+    def begin(self) -> None:
+        """Record from now on."""
         self._stack.enter_context(tracing.record(self.folder))
+
+    def pause(self) -> None:
+        """Record no more."""
+        self._stack.close()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Remember when each test ran."""
-        marker = item.get_closest_marker("untraced")
-        reason = "" if marker is None else str(marker.args[0])
+        """Remember when each test ran; leave those out that say why."""
+        untraced = item.get_closest_marker("untraced") is not None
+        if untraced:
+            self.pause()
         begun = now_ns()
         try:
             return (yield)
         finally:
-            self.played.append(_Played(item.nodeid, begun, now_ns(), reason))
+            if untraced:
+                self.untraced += 1
+                self.begin()
+            else:
+                self.played.append(_Played(item.nodeid, begun, now_ns()))
+
+    def judge(self) -> Told:
+        """Judge all traces."""
+        told, begun = Told(str(self.folder), untraced=self.untraced), now_ns()
+        if not any(file.stat().st_size for file in self.folder.glob(tracing.PATTERN)):
+            return told
+        verdict = verify([self.folder])
+        findings = list(verdict.findings)
+        try:
+            followed = follow(find_toolchain(), verdict.runs, most_events=_MOST_EVENTS)
+        except ToolMissingError as error:
+            told.tool_missing = str(error)
+        else:
+            told.followed = followed.summary()
+            findings += followed.findings
+        told.runs, told.events, told.wrong = len(verdict.runs), verdict.events, len(findings)
+        told.shown = [line for found in findings[:_SHOWN] for line in self._words(found)]
+        told.counts = self._counts(verdict.runs)
+        told.seconds = (now_ns() - begun) / 1e9
+        return told
+
+    def _words(self, found: Finding) -> list[str]:
+        at = found.line.time
+        test = next((each.name for each in self.played if each.begun <= at <= each.ended), "no test")
+        return [f"in {test}:", *(f"  {line}" for line in shown(found))]
+
+    def _counts(self, runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
+        conforming = [run for run in runs if not run.findings]
+        counts: dict[str, tuple[int, int]] = {}
+        for played in self.played:
+            met = [run.events for run in conforming if run.begun <= played.ended and run.ended >= played.begun]
+            name = played.name.partition("[")[0]
+            count, events = counts.get(name, (0, 0))
+            counts[name] = (count + len(met), events + sum(met))
+        return {name: count for name, count in counts.items() if count[0]}
+
+
+@dataclass
+class Telling:
+    """Tells what became of the traces of all processes that ran tests, and fails the session for what is wrong.
+
+    Args:
+        recording: this process's, if it runs tests itself.
+        keeps: whether the traces stay.
+        counts: where to write how much was recorded of each test; None: nowhere.
+    """
+
+    recording: Recording | None
+    keeps: bool
+    counts: Path | None
+    told: list[Told] = field(default_factory=list)
+
+    def pytest_sessionstart(self) -> None:
+        """Begin to record."""
+        if self.recording is not None:
+            self.recording.begin()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """A worker of pytest-xdist has ended. One that broke down has judged nothing, and its test has failed."""
+        if error is None:
+            self.told.append(Told(**node.workeroutput[_SENT_AS]))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, object, object]:
         """Judge all traces; the session fails if one does not conform."""
-        self._stack.close()
-        begun = now_ns()
-        self._judge()
+        if self.recording is not None:
+            self.recording.pause()
+            self.told.append(self.recording.judge())
+        if any(told.fails for told in self.told) and session.exitstatus in _FINE:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.counts is not None:
             self.counts.write_text(json.dumps(self._counted(), indent=1) + "\n", encoding="utf-8")
-        self.seconds = (now_ns() - begun) / 1e9
-        missing = self.tool_missing and os.environ.get("CI")
-        if (self.findings or missing) and session.exitstatus in _FINE:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return (yield)
 
-    def _judge(self) -> None:
-        if not any(file.stat().st_size for file in self.folder.glob(tracing.PATTERN)):
-            return
-        self.verdict = verify([self.folder])
-        untraced = [played for played in self.played if played.untraced]
-        self.judged = tuple(run for run in self.verdict.runs if not any(_meets(run, each) for each in untraced))
-        self.left_out = len(self.verdict.runs) - len(self.judged)
-        try:
-            self.followed = follow(find_toolchain(), self.judged, most_events=_MOST_EVENTS)
-        except ToolMissingError as error:
-            self.tool_missing = str(error)
-
-    def _counted(self) -> dict[str, list[int]]:
-        """Of each test that was recorded, with all its parameters: the runs that conform, and their events."""
-        conforming = [run for run in self.judged if not run.findings]
-        counted: dict[str, list[int]] = {}
-        for played in self.played:
-            for run in conforming:
-                if _meets(run, played):
-                    count = counted.setdefault(played.name.partition("[")[0], [0, 0])
-                    count[0] += 1
-                    count[1] += run.events
+    def _counted(self) -> dict[str, tuple[int, int]]:
+        """All counts. Tests of one name with several parameters may have run in several processes."""
+        counted: dict[str, tuple[int, int]] = {}
+        for name, (runs, events) in (item for told in self.told for item in told.counts.items()):
+            before = counted.get(name, (0, 0))
+            counted[name] = (before[0] + runs, before[1] + events)
         return dict(sorted(counted.items()))
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What is wrong, damaged files first."""
-        damages = [] if self.verdict is None else list(self.verdict.damages)
-        followed = [] if self.followed is None else self.followed.findings
-        return [*damages, *(found for run in self.judged for found in run.findings), *followed]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say how much was recorded and judged, and what is wrong."""
-        events = sum(run.events for run in self.judged)
-        counted = f"{len(self.judged)} traces of {events} events conform" if not self.findings else "do not conform"
-        left_out = f", {self.left_out} of untraced tests were left out" if self.left_out else ""
         terminalreporter.section("traces")
-        terminalreporter.line(f"{counted}{left_out} ({self.seconds:.1f} s)", red=bool(self.findings))
-        if self.followed is not None:
-            terminalreporter.line(self.followed.summary())
-        if self.tool_missing:
-            terminalreporter.line(f"TLC DID NOT FOLLOW THEM: {self.tool_missing}", yellow=True)
-        for found in self.findings[:_SHOWN]:
-            terminalreporter.line(f"in {self._test_at(found.line.time)}:")
-            for line in shown(found):
-                terminalreporter.line(f"  {line}")
-        if self.findings:
-            self.keeps = True
-            terminalreporter.line(f"{len(self.findings)} lines are wrong. The traces are kept in {self.folder}.")
-
-    def _test_at(self, time: int) -> str:
-        """The test that ran then."""
-        return next((each.name for each in self.played if each.begun <= time <= each.ended), "no test")
+        for told in self.told:
+            counted = f"{told.runs} traces of {told.events} events conform" if not told.wrong else "do not conform"
+            untraced = f", {told.untraced} untraced tests were not recorded" if told.untraced else ""
+            terminalreporter.line(f"{counted}{untraced} ({told.seconds:.1f} s)", red=bool(told.wrong))
+            if told.followed:
+                terminalreporter.line(told.followed)
+            if told.tool_missing:
+                terminalreporter.line(f"TLC DID NOT FOLLOW THEM: {told.tool_missing}", yellow=True)
+            for line in told.shown:
+                terminalreporter.line(line)
+            if told.wrong:
+                terminalreporter.line(f"{told.wrong} lines are wrong. The traces are kept in {told.folder}.")
 
     def pytest_unconfigure(self) -> None:
         """Let the traces go that nobody wants."""
-        self._stack.close()
-        if not self.keeps:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self.recording is not None:
+            self.recording.pause()
+        for told in self.told:
+            if not (self.keeps or told.wrong):
+                shutil.rmtree(told.folder, ignore_errors=True)
 
 
-def _meets(run: Run, played: _Played) -> bool:
-    return run.begun <= played.ended and run.ended >= played.begun
+class Sending(Telling):
+    """In a worker of pytest-xdist: what it has to tell is told by the process that started it."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Judge all traces, and send what became of them along with the worker's end."""
+        assert self.recording is not None
+        self.recording.pause()
+        output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]
+        output[_SENT_AS] = asdict(self.recording.judge())
+        return (yield)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -171,8 +241,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     if config.getoption("no_traces") or config.getoption("collectonly"):
         return
-    kept = config.getoption("traces")
-    folder = Path(kept).absolute() if kept else Path(tempfile.mkdtemp(prefix="weightsync-traces-"))
-    counts = config.getoption("trace_counts")
-    traces = Traces(folder, bool(kept), Path(counts).absolute() if counts else None)
-    config.pluginmanager.register(traces, "weightsync-traces")
+    kept, counts = config.getoption("traces"), config.getoption("trace_counts")
+    worker = vars(config).get("workerinput")
+    recording = None
+    if config.getoption("dist", "no") == "no":
+        name = worker["workerid"] if worker else ""
+        recording = Recording(
+            Path(kept, name).absolute() if kept else Path(tempfile.mkdtemp(prefix="weightsync-traces-"))
+        )
+    if recording is not None:
+        config.pluginmanager.register(recording, "weightsync-recording")
+    kind = Sending if worker else Telling
+    plugin = kind(recording, bool(kept), Path(counts).absolute() if counts else None)
+    config.pluginmanager.register(plugin, "weightsync-traces")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from weightsync._tables import RefusalKind, State
 from weightsync.checker.traces.naming import Acted, BeyondTheModelError, Naming, Value
@@ -159,12 +160,33 @@ class WorkerActs:
             key=lambda machine: machine.lines[0].time,
         )
         for life, after in zip(lives, [*lives[1:], None], strict=True):
-            yield from self._of_receiver(life, w)
-            if after is not None:
+            acts = [*self._of_receiver(life, w), *self._unwritten(life, w)]
+            yield from acts
+            # One that has done nothing yet is to the model the worker that comes after it.
+            if after is not None and acts:
                 end = life.lines[-1]
                 if any(time < end.time for time in self._laid_to(after)):
                     raise BeyondTheModelError("two lives of a worker overlap")
                 yield end.time, Acted(end, {"a": "CrashReceiver", "w": w})
+
+    def _unwritten(self, machine: Machine, w: int) -> Iterator[tuple[int, Acted]]:
+        """ANSWERED, where it was killed before it wrote so: its answer has left, since a sender has it."""
+        last = machine.moments[-1]
+        if last.line.what is What.SENT and last.state is State.AWAITING_ACK and self._arrived(machine, last):
+            step = receiving.step(last.state, last.after, receiving.Answered())  # type: ignore[arg-type]
+            answered = replace(last, event=receiving.Answered(), state=step.to, after=step.data)
+            shown = self._receiver_shown(machine, answered, spoiled=True)  # what it serves is as it was
+            yield last.line.time, Acted(last.line, {"a": "Answered", "w": w, **shown})
+
+    def _arrived(self, machine: Machine, moment: Moment) -> bool:
+        """Whether what was sent was taken from the other end of the link."""
+        network = self._names.network
+        return any(
+            heard.message == moment.message
+            for name, link in network.hellos[machine.name, moment.link]
+            for heard in network.by_name[name].of(What.RECEIVED)
+            if heard.link == link
+        )
 
     def _laid_to(self, receiver: Machine) -> Iterator[int]:
         """When links to a receiver were laid."""
