@@ -87,7 +87,7 @@ def _shared_names() -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under pytest-xdist a file's tests run in one worker, and all of Ray's in one, which has the one cluster."""
+    """Under pytest-xdist what shares something costly runs in one worker: Ray's cluster, the graphs, a file's own."""
     for item in items:
         group = "ray" if item.get_closest_marker("ray") else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group("graph" if item.path.parent.name == "graph" else group))

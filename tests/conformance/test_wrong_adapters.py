@@ -341,7 +341,9 @@ BY_REPLAY = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "graph", "rules"), BY_REPLAY, ids=lambda each: getattr(each, "__name__", str(each)))
+@pytest.mark.parametrize(
+    ("wrong", "graph", "rules"), BY_REPLAY, ids=[f"{wrong.__name__}-{graph}" for wrong, graph, _ in BY_REPLAY]
+)
 def test_replay_alone_refuses_each_class_of_faults(wrong: Any, graph: str, rules: set[Rule]) -> None:
     with pytest.raises(Nonconforming) as refused:
         check_transport(factory(wrong), only=[f"the graph of {graph}"], patience=PATIENCE)
