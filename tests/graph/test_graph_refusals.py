@@ -145,6 +145,7 @@ _CALLS = {
 WEIGHTS = {"weight": torch.zeros(1)}
 
 
+@pytest.mark.untraced("puts machines into states that no step of theirs led to")
 @names
 @pytest.mark.parametrize("call", _CALLS)
 def test_a_public_call_that_is_refused_changes_nothing(name, call):

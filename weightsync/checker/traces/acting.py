@@ -160,7 +160,7 @@ class WorkerActs:
             key=lambda machine: machine.lines[0].time,
         )
         for life, after in zip(lives, [*lives[1:], None], strict=True):
-            acts = [*self._of_receiver(life, w), *self._unwritten(life, w)]
+            acts = [*self._of_receiver(life, w)]
             yield from acts
             # One that has done nothing yet is to the model the worker that comes after it.
             if after is not None and acts:
@@ -169,14 +169,13 @@ class WorkerActs:
                     raise BeyondTheModelError("two lives of a worker overlap")
                 yield end.time, Acted(end, {"a": "CrashReceiver", "w": w})
 
-    def _unwritten(self, machine: Machine, w: int) -> Iterator[tuple[int, Acted]]:
-        """ANSWERED, where it was killed before it wrote so: its answer has left, since a sender has it."""
-        last = machine.moments[-1]
-        if last.line.what is What.SENT and last.state is State.AWAITING_ACK and self._arrived(machine, last):
-            step = receiving.step(last.state, last.after, receiving.Answered())  # type: ignore[arg-type]
-            answered = replace(last, event=receiving.Answered(), state=step.to, after=step.data)
+    def _unnoticed(self, machine: Machine, w: int, sent: Moment | None) -> Iterator[tuple[int, Acted]]:
+        """ANSWERED, which the worker did not come to know, or to write: its answer has left, since a sender has it."""
+        if sent is not None and self._arrived(machine, sent):
+            step = receiving.step(sent.state, sent.after, receiving.Answered())  # type: ignore[arg-type]
+            answered = replace(sent, event=receiving.Answered(), state=step.to, after=step.data)
             shown = self._receiver_shown(machine, answered, spoiled=True)  # what it serves is as it was
-            yield last.line.time, Acted(last.line, {"a": "Answered", "w": w, **shown})
+            yield sent.line.time, Acted(sent.line, {"a": "Answered", "w": w, **shown})
 
     def _arrived(self, machine: Machine, moment: Moment) -> bool:
         """Whether what was sent was taken from the other end of the link."""
@@ -197,23 +196,38 @@ class WorkerActs:
                         yield moment.line.time
 
     def _of_receiver(self, machine: Machine, w: int) -> Iterator[tuple[int, Acted]]:
-        spoiled, left = False, 0
+        spoiled = False
+        #: The answer that was given to a link and is not known to have left.
+        owed: Moment | None = None
         for moment in machine.moments:
-            event = moment.event
-            if moment.line.what is What.SPOILED:
+            event, line = moment.event, moment.line
+            if line.what is What.SPOILED:
                 spoiled = True
-            if moment.line.what is What.SENT and isinstance(moment.message, Ack | Refusal):
-                left = moment.line.time
-            if moment.line.what is What.REFUSED:
+            if line.what is What.SENT and isinstance(moment.message, Ack | Refusal):
+                owed = moment if moment.state is State.AWAITING_ACK and moment.message == _answer(moment) else owed
+            if self._breaks(moment):
                 raise BeyondTheModelError("a peer broke the protocol")
-            if moment.line.what is not What.STEP or moment.step is None or moment.step.input is None:
+            if line.what is not What.STEP or moment.step is None or moment.step.input is None:
                 continue
             spoiled = spoiled and not isinstance(event, receiving.Applied)
+            time = line.time
+            if isinstance(event, receiving.Answered) and owed is not None:
+                # The model's answer leaves when the receiver knows that it has; a sender may have read it before.
+                time, owed = owed.line.time, None
+            elif moment.state is not State.AWAITING_ACK:
+                yield from self._unnoticed(machine, w, owed)
+                owed = None
             action = self._receiver_action(machine, w, moment)
             if action is not None:
-                # The model's answer leaves when the receiver knows that it has; a sender may have read it before.
-                time = left if isinstance(event, receiving.Answered) and left else moment.line.time
-                yield time, Acted(moment.line, {**action, **self._receiver_shown(machine, moment, spoiled)})
+                yield time, Acted(line, {**action, **self._receiver_shown(machine, moment, spoiled)})
+        yield from self._unnoticed(machine, w, owed)
+
+    def _breaks(self, moment: Moment) -> bool:
+        """Whether a peer has broken the protocol: a step was refused, or a last word was said over a link."""
+        message = moment.message
+        last = isinstance(message, Refusal) and message.version == 0 and message.kind is RefusalKind.REFUSED
+        rejected = moment.before.link is None  # type: ignore[union-attr]
+        return moment.line.what is What.REFUSED or (moment.line.what is What.SENT and last and not rejected)
 
     def _receiver_action(self, machine: Machine, w: int, moment: Moment) -> dict[str, Value] | None:
         event = moment.event
@@ -250,6 +264,10 @@ class WorkerActs:
             "served": self._names.key(data.served),
             "answer": kind,
         }
+
+
+def _answer(moment: Moment) -> object:
+    return moment.after.answer  # type: ignore[union-attr]
 
 
 def _outcome(out: sending.Outstanding | None, worker: int) -> str:

@@ -142,8 +142,10 @@ def runs_of(machines: Sequence[Machine]) -> list[Network]:
             joined = group[ours] | group[name]
             for each in joined:
                 group[each] = joined
-    distinct = {id(names): names for names in group.values()}
-    return [Network([machine for machine in machines if machine.name in names]) for names in distinct.values()]
+    runs: dict[int, list[Machine]] = defaultdict(list)
+    for machine in machines:
+        runs[id(group[machine.name])].append(machine)
+    return [Network(run) for run in runs.values()]
 
 
 def judge(network: Network) -> Run:

@@ -111,7 +111,7 @@ class Network:
         if not ends:
             self.unseen.append(moment.line)
             return None
-        index = self._match(ends, message)
+        index = self._match(ends, message, (machine.clock, moment.line.time))
         if index is None:
             return self._nowhere(moment, ends, message)
         end, at = index
@@ -134,8 +134,9 @@ class Network:
         place = (machine.name, moment.link)
         if machine.role == "sender":
             known = self.heard_by[place]
-            own = message.incarnation == machine.incarnation
-            return known if own or not known else [end for end in self.sent if self._is(end, "receiver")]
+            if message.incarnation == machine.incarnation or not known:
+                return known
+            return [*known, *(end for end in self.sent if end not in known and self._is(end, "receiver"))]
         sender = self._sender(message.incarnation, moment)
         if sender is None:
             return []
@@ -151,16 +152,20 @@ class Network:
     def _is(self, end: Place, role: str) -> bool:
         return self.by_name[end[0]].role == role
 
-    def _match(self, ends: Sequence[Place], message: Message) -> tuple[Place, int] | None:
-        """Where it was sent, one that has not come yet first."""
-        wanted, again = _key(message), None
+    def _match(self, ends: Sequence[Place], message: Message, now: tuple[str, int]) -> tuple[Place, int] | None:
+        """Where it was sent: one that has not come yet first, and of these one that was sent by now."""
+        wanted, later, again = _key(message), None, None
         for end in ends:
             for at, flown in enumerate(self.sent[end]):
-                if flown.key == wanted:
-                    if not flown.taken:
-                        return end, at
+                if flown.key != wanted:
+                    continue
+                if flown.taken:
                     again = (end, at)
-        return again
+                elif flown.clock == now[0] and flown.line.time > now[1]:
+                    later = later or (end, at)
+                else:
+                    return end, at
+        return later or again
 
     def _nowhere(self, moment: Moment, ends: Sequence[Place], message: Message) -> Finding | None:
         # An adapter that has no receiver of ours behind it speaks for it, and says so.
@@ -175,9 +180,12 @@ class Network:
     def _order(self, machine: Machine, moment: Moment, newest: dict[Place, int], end: Place, at: int) -> Finding | None:
         place = (machine.name, moment.link)
         delivery, before = self.delivery[place], newest.get(end, -1)
-        newest[end] = max(before, at)
-        foreign = machine.role == "sender" and moment.message is not None
-        if delivery.reorders or (foreign and moment.message.incarnation != machine.incarnation):  # type: ignore[union-attr]
+        assert moment.message is not None
+        # What speaks of another sender's versions may be of any of its workers' ends.
+        foreign = machine.role == "sender" and moment.message.incarnation != machine.incarnation
+        if not foreign:
+            newest[end] = max(before, at)
+        if foreign or delivery.reorders:
             return None
         if at < before:
             return Finding(moment.line, "it came after what was sent later", (self._promise(place),), RULE)
