@@ -53,7 +53,7 @@ verify-quick: $(INSTALLED)
 verify: $(INSTALLED)
 	$(BIN)/weightsync check --all --second
 	$(PYTEST) -m 'tlc and not slow'
-	$(BIN)/pytest -m slow
+	$(PYTEST) -m slow
 	$(BIN)/weightsync check --mutants
 
 demo: $(INSTALLED)

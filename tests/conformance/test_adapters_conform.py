@@ -37,6 +37,7 @@ def test_it_conforms(adapter: Adapter, request: pytest.FixtureRequest, caplog: p
     holds(adapter, request, [name for name in SCENARIOS if name not in GRAPHS or name in graphs])
 
 
+@pytest.mark.untraced("is compared with the model after each step already")
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("adapter", [each.param() for each in ADAPTERS if each.name != WHOLE])

@@ -30,15 +30,19 @@ def faulty(self, what, model_id, **said):
     shipped(self, what, model_id, **said)
 
 
-{marker}
 def test_that_plants_a_fault(monkeypatch):
     monkeypatch.setattr(tracing.Life, "tell", faulty)
     play()
+
+
+@pytest.mark.untraced("its recorder is broken")
+def test_that_says_why(monkeypatch):
+    test_that_plants_a_fault(monkeypatch)
 """
 
 
-def session(folder: Path, marker: str, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_played.py").write_text(TESTS.format(marker=marker), encoding="utf-8")
+def session(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_played.py").write_text(TESTS, encoding="utf-8")
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)])}
     environment.pop("WEIGHTSYNC_TRACE", None)
@@ -49,34 +53,30 @@ def session(folder: Path, marker: str, *options: str) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
-def test_a_trace_that_does_not_conform_fails_the_session_and_its_test_is_named(tmp_path: Path) -> None:
-    done = session(tmp_path, "", "--traces", str(tmp_path / "kept"))
+def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_one_that_says_why_is_left_out(
+    tmp_path: Path,
+) -> None:
+    counts, kept = tmp_path / "counts.json", tmp_path / "kept"
+    done = session(tmp_path, f"--traces={kept}", f"--trace-counts={counts}")
 
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
-    assert "2 passed" in done.stdout
+    assert "3 passed" in done.stdout
     assert "in test_played.py::test_that_plants_a_fault:" in done.stdout
     assert "in test_played.py::test_that_conforms:" not in done.stdout
+    assert "in test_played.py::test_that_says_why:" not in done.stdout
     assert "must be 'READY'" in done.stdout
-    assert list((tmp_path / "kept").glob("trace-*.jsonl"))
-
-
-def test_a_test_that_says_why_is_left_out_and_the_others_are_counted(tmp_path: Path) -> None:
-    counts = tmp_path / "counts.json"
-    done = session(tmp_path, '@pytest.mark.untraced("its recorder is broken")', "--trace-counts", str(counts))
-
-    assert done.returncode == pytest.ExitCode.OK, done.stdout
-    assert "1 traces of 155 events conform" in done.stdout
     assert "1 untraced tests were not recorded" in done.stdout
+    assert list(kept.glob("trace-*.jsonl"))
     assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, 155]}
 
 
 def test_each_worker_of_xdist_judges_what_it_has_recorded_and_the_session_tells_of_all(tmp_path: Path) -> None:
     counts = tmp_path / "counts.json"
-    done = session(tmp_path, "", "--traces", str(tmp_path / "kept"), "--trace-counts", str(counts), "-n", "2")
+    done = session(tmp_path, f"--traces={tmp_path / 'kept'}", f"--trace-counts={counts}", "-n", "2")
 
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
-    assert "2 passed" in done.stdout
+    assert "3 passed" in done.stdout
     assert "in test_played.py::test_that_plants_a_fault:" in done.stdout
     assert "1 traces of 155 events conform" in done.stdout
-    assert all(list((tmp_path / "kept" / worker).glob("trace-*.jsonl")) for worker in ("gw0", "gw1"))
+    assert list((tmp_path / "kept").glob("gw?/trace-*.jsonl"))
     assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, 155]}
