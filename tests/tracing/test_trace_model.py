@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from missing import java_and_tlc
-from recorded import judged, model, recorded
+from recorded import Cast, judged, model, recorded
 
 import weightsync
 from weightsync import tracing
+from weightsync._tables import State
 from weightsync.checker.toolchain import Toolchain
 from weightsync.checker.traces import follow
 from weightsync.checker.traces.modelling import Modelled, modelled
@@ -194,3 +195,24 @@ def test_a_worker_that_was_killed_before_it_wrote_what_it_did_is_followed_and_so
     assert [(finding.line.place, finding.what) for finding in followed.findings] == []
     assert (followed.accepted, followed.left_out) == (1, {})
     assert [machine.role for run in runs for machine in run.machines].count("receiver") == 2
+
+
+def test_an_answer_that_left_and_of_which_its_worker_never_knew_is_followed(
+    tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def play() -> None:
+        cast = Cast()
+        cast.sender.send_async(model(1.0))
+        cast.receive()
+        cast.sender.wait_async()
+        cast.close()
+
+    monkeypatch.setattr("weightsync.driving.receiver.flush", lambda link: False)
+    verdict = judged(recorded(tmp_path, play))
+    [run] = verdict.runs
+    closed = [moment for each in run.machines for moment in each.moments if isinstance(moment.event, receiving.Close)]
+    assert {moment.state_before for moment in closed} == {State.AWAITING_ACK}
+
+    followed = follow(tools, verdict.runs)
+
+    assert (followed.accepted, followed.findings, followed.left_out) == (1, [], {})

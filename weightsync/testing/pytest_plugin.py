@@ -29,8 +29,8 @@ from weightsync.timing import now_ns
 _MARKER = "untraced(reason): plants a fault on purpose, or its machines are held to the protocol in another way"
 #: How many findings are shown; the rest is counted.
 _SHOWN = 10
-#: How many events TLC follows at most, the shortest runs first: about half a minute.
-_MOST_EVENTS = 4000
+#: How many events TLC follows at most in each process, the shortest runs first: a quarter of a minute.
+_MOST_EVENTS = 2000
 _FINE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 #: Under which name a worker of pytest-xdist sends what it tells.
 _SENT_AS = "weightsync_traces"
