@@ -104,7 +104,8 @@ class WeightSender(Roster):
         packed = self._prepare(SenderInput.SEND_ASYNC, weights, targets, deadline, option(OnPending, on_pending))
         if packed is None:
             return self._reporter.empty()
-        with Shield(self._driver.waker.fire):
+        # In one: another thread may close the sender, or give the version up, as soon as it is dispatched.
+        with Shield(self._driver.waker.fire), self._driver.lock:
             self._dispatch(pure.SendAsync(targets), packed, stopwatch.seconds)
             return self._reporter.so_far(OutcomeKind.PENDING)
 
@@ -146,7 +147,7 @@ class WeightSender(Roster):
             StateError: the sender is closed.
         """
         next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
-        with Shield(self._driver.waker.fire):
+        with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             return self._reporter.so_far(OutcomeKind.PENDING) if self._driver.data.outstanding else None
 

@@ -25,6 +25,7 @@ from weightsync import (
     TransportError,
     WorkerLostError,
 )
+from weightsync.driving.reporter import Reporter
 from weightsync.protocol.sender_values import Standing
 
 
@@ -543,6 +544,26 @@ def test_a_second_threads_send_is_refused_while_the_first_waits(pair: Pair) -> N
 
     assert waiting.done().result.version == 1
     assert pair.sender.version == 1
+
+
+@pytest.mark.parametrize("ask", ["send_async", "poll"])
+def test_a_close_by_another_thread_comes_before_a_call_or_after_it(pair: Pair, ask: str, monkeypatch: Any) -> None:
+    """Never in the middle: it would be told of a version that nobody was sent, though one was (found by frontrun)."""
+    if ask == "poll":
+        pair.sender.send_async()
+    before, closing = Reporter.so_far, Thread(pair.sender.close)
+
+    def close_meanwhile(self: Reporter, owing: OutcomeKind) -> Any:
+        closing.start()
+        closing.join(0.2)
+        return before(self, owing)
+
+    monkeypatch.setattr(Reporter, "so_far", close_meanwhile)
+    report = getattr(pair.sender, ask)()
+
+    assert (report.version, report[0].kind) == (1, OutcomeKind.PENDING)
+    assert closing.done().result is None
+    assert pair.sender.state is State.CLOSED
 
 
 def test_many_threads_send_and_each_is_told_of_its_own_version(scheme_class: Any, crew: Crew) -> None:
