@@ -153,7 +153,7 @@ class Network:
         return self.by_name[end[0]].role == role
 
     def _match(self, ends: Sequence[Place], message: Message, now: tuple[str, int]) -> tuple[Place, int] | None:
-        """Where it was sent: one that has not come yet first, and of these one that was sent by now."""
+        """Where it was sent: one that was sent by now and has not come yet, if there is one."""
         wanted, later, again = _key(message), None, None
         for end in ends:
             for at, flown in enumerate(self.sent[end]):
@@ -165,7 +165,7 @@ class Network:
                     later = later or (end, at)
                 else:
                     return end, at
-        return later or again
+        return again or later
 
     def _nowhere(self, moment: Moment, ends: Sequence[Place], message: Message) -> Finding | None:
         # An adapter that has no receiver of ours behind it speaks for it, and says so.
