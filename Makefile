@@ -11,7 +11,7 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadscope
 # Newer than what it was installed from, or the environment is brought up to date.
 INSTALLED := $(VENV)/.installed
 

@@ -10,14 +10,17 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import multiprocessing
 import multiprocessing.context
+import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from ray_cluster import cluster  # noqa: F401 - one cluster for all folders
+from xdist.scheduler import LoadScopeScheduling
 
 settings.register_profile("dev", max_examples=50, stateful_step_count=30, deadline=None)
 settings.register_profile(
@@ -85,9 +88,16 @@ def _shared_names() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under pytest-xdist what shares something costly runs in one worker: Ray's cluster, the graphs, a file's own."""
-    for item in items:
-        group = "ray" if item.get_closest_marker("ray") else item.path.stem
-        item.add_marker(pytest.mark.xdist_group("graph" if item.path.parent.name == "graph" else group))
+class _ByWhatTheyShare(LoadScopeScheduling):
+    """Tests that share something costly run in one worker: Ray's cluster, the graphs, what else a file has."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        if re.search(r"(?<![a-z])(ray|actor)(?![a-z])", nodeid.lower()):
+            return "ray"
+        return str(Path(path).parent) if path.startswith("tests/graph/") else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Which worker of pytest-xdist runs what."""
+    return _ByWhatTheyShare(config, log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass
 
@@ -78,6 +79,14 @@ class FaultyTransport:
         self.link.close()
         self._waker.fire()
 
+    def release(self) -> None:
+        """Let all go that is held back, as far as there is somebody to have it."""
+        held, self._held = self._held, []
+        with contextlib.suppress(TransportError):
+            for each in held:
+                self.link.send(each.message, each.payload)
+            self.link.flush()
+
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Send it, or what a fault makes of that: see `Link.send`."""
         self._require_alive()
@@ -98,11 +107,11 @@ class FaultyTransport:
     def flush(self) -> bool:
         """Write what is queued, and what has been held long enough: see `Link.flush`."""
         self._require_alive()
-        self._release()
+        self._let_go()
         return self.link.flush() and not self._held
 
-    def _release(self) -> None:
-        """Let go what was held long enough; in order, where that is promised."""
+    def _let_go(self) -> None:
+        """Send what was held long enough; in order, where that is promised."""
         self._waker.clear()
         for held in list(self._held):
             held.calls -= 1
@@ -136,7 +145,9 @@ class FaultyTransport:
         self.link.watch(pid, started)
 
     def close(self) -> None:
-        """Give the link up, with what is held back: see `Link.close`."""
+        """Give the link up. What is held back leaves first, unless links may lose it: see `Link.close`."""
+        if not self._closed and not self.delivery.loses:
+            self.release()
         self._closed = True
         self._held.clear()
         self.link.close()
