@@ -89,13 +89,13 @@ def _shared_names() -> set[str]:
 
 
 class _ByWhatTheyShare(LoadScopeScheduling):
-    """Tests that share something costly run in one worker: Ray's cluster, the graphs, what else a file has."""
+    """Tests that share something run in one worker: Ray's cluster, graphs, the rows that were taken, a file's own."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
         if re.search(r"(?<![a-z])(ray|actor)(?![a-z])", nodeid.lower()):
             return "ray"
-        return str(Path(path).parent) if path.startswith("tests/graph/") else path
+        return str(Path(path).parent) if path.startswith(("tests/graph/", "tests/stateful/")) else path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
