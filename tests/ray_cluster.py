@@ -38,6 +38,7 @@ def cluster() -> Iterator[Any]:
 
 
 def running() -> Iterator[Any]:
+    """A cluster of one node, to which this process is connected; nodes can be added. It is shut down after."""
     ray, utilities = importlib.import_module("ray"), importlib.import_module("ray.cluster_utils")
     # Short: Ray's sockets lie below it, and their names may have 107 characters.
     folder = tempfile.mkdtemp(prefix="ws", dir="/tmp")

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -100,24 +101,28 @@ def test_a_digest_that_differs_is_exit_code_1(runner: CliRunner, monkeypatch: py
 
 @contextlib.contextmanager
 def running(scheme: str = "shared") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command in a process group of its own, and a mark that all its processes carry; it trains already."""
+    """The command in a process group of its own, and a mark that all its processes carry; it trains already.
+
+    What it leaves in its temporary folder when it is killed, as no process can help, goes with that folder.
+    """
     mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [sys.executable, "-m", "weightsync", "demo", "--plain", "--workers", "2", "--scheme", scheme],
-        env={**os.environ, "DEMO_TEST_MARK": mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
-        with process.stdout:
-            assert any("training" in line for line in process.stdout)
-            yield process, mark
-    finally:
-        process.kill()
-        process.wait()
+    with tempfile.TemporaryDirectory(prefix="demo-") as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "weightsync", "demo", "--plain", "--workers", "2", "--scheme", scheme],
+            env={**os.environ, "DEMO_TEST_MARK": mark, "TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        try:
+            with process.stdout:
+                assert any("training" in line for line in process.stdout)
+                yield process, mark
+        finally:
+            process.kill()
+            process.wait()
 
 
 def marked(mark: str) -> list[str]:

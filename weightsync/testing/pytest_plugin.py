@@ -32,7 +32,7 @@ _SHOWN = 10
 #: How many events TLC follows at most in each process, the shortest runs first: a quarter of a minute.
 _MOST_EVENTS = 2000
 _FINE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-#: Under which name a worker of pytest-xdist sends what it tells.
+#: Under which name a worker of pytest-xdist is told where to record, and sends what it tells.
 _SENT_AS = "weightsync_traces"
 
 
@@ -149,11 +149,13 @@ class Telling:
     """Tells what became of the traces of all processes that ran tests, and fails the session for what is wrong.
 
     Args:
+        folder: where the traces go; those of each worker of pytest-xdist into one of their own.
         recording: this process's, if it runs tests itself.
         keeps: whether the traces stay.
         counts: where to write how much was recorded of each test; None: nowhere.
     """
 
+    folder: Path
     recording: Recording | None
     keeps: bool
     counts: Path | None
@@ -163,6 +165,11 @@ class Telling:
         """Begin to record."""
         if self.recording is not None:
             self.recording.begin()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """A worker of pytest-xdist begins."""
+        node.workerinput[_SENT_AS] = str(self.folder / node.gateway.id)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
@@ -210,9 +217,8 @@ class Telling:
         """Let the traces go that nobody wants."""
         if self.recording is not None:
             self.recording.pause()
-        for told in self.told:
-            if not (self.keeps or told.wrong):
-                shutil.rmtree(told.folder, ignore_errors=True)
+        if not (self.keeps or any(told.wrong for told in self.told)):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Sending(Telling):
@@ -226,6 +232,9 @@ class Sending(Telling):
         output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]
         output[_SENT_AS] = asdict(self.recording.judge())
         return (yield)
+
+    def pytest_unconfigure(self) -> None:
+        """The traces are let go of by the process that started this one, also where this one broke down."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -243,14 +252,11 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     kept, counts = config.getoption("traces"), config.getoption("trace_counts")
     worker = vars(config).get("workerinput")
-    recording = None
-    if config.getoption("dist", "no") == "no":
-        name = worker["workerid"] if worker else ""
-        recording = Recording(
-            Path(kept, name).absolute() if kept else Path(tempfile.mkdtemp(prefix="weightsync-traces-"))
-        )
+    where = worker[_SENT_AS] if worker else kept
+    folder = Path(where).absolute() if where else Path(tempfile.mkdtemp(prefix="weightsync-traces-"))
+    recording = Recording(folder) if config.getoption("dist", "no") == "no" else None
     if recording is not None:
         config.pluginmanager.register(recording, "weightsync-recording")
     kind = Sending if worker else Telling
-    plugin = kind(recording, bool(kept), Path(counts).absolute() if counts else None)
+    plugin = kind(folder, recording, bool(kept), Path(counts).absolute() if counts else None)
     config.pluginmanager.register(plugin, "weightsync-traces")
