@@ -19,7 +19,13 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightReceiver, WeightSender
+from weightsync import (
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightReceiver,
+    WeightSender,
+    tracing,
+)
 
 #: Seconds after which a test gives up; reached only by a failure.
 PATIENCE = 60.0
@@ -310,12 +316,12 @@ def leave(seat: Seat) -> None:
 
 
 def descriptors() -> dict[str, str]:
-    """This process's open descriptors."""
+    """This process's open descriptors, but for that of the test's own trace."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             found[entry.name] = os.readlink(entry)
-    return found
+    return {fd: name for fd, name in found.items() if not Path(name).match(tracing.PATTERN)}
 
 
 def segments(pid: int | str = "self") -> int:

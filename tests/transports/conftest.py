@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.forkserver import _forkserver
 from multiprocessing.resource_tracker import _resource_tracker
+from pathlib import Path
 
 import pytest
 
+from weightsync import tracing
 from weightsync.transports.pipe import PipeLink
 
 Pair = tuple[PipeLink, PipeLink]
@@ -29,7 +31,7 @@ def no_descriptor_is_left() -> Iterator[None]:
 
 
 def descriptors() -> dict[int, str]:
-    """The open descriptors of this process, but for those that multiprocessing's own helpers keep."""
+    """The open descriptors of this process, but for those of multiprocessing's own helpers and of the test's trace."""
     helpers = {_forkserver._forkserver_alive_fd, _resource_tracker._fd}
     found = {}
     for name in os.listdir("/proc/self/fd"):
@@ -37,7 +39,7 @@ def descriptors() -> dict[int, str]:
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:
             continue
-    return {fd: name for fd, name in found.items() if fd not in helpers}
+    return {fd: name for fd, name in found.items() if fd not in helpers and not Path(name).match(tracing.PATTERN)}
 
 
 @pytest.fixture
