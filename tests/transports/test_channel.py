@@ -101,6 +101,15 @@ def test_the_connection_closes_with_its_last_link(laid, ends):
             link.receive()
 
 
+def test_a_link_is_closed_for_good_though_another_keeps_the_connection_open(laid, ends):
+    actor, _ = laid("actor", ends), laid("critic", ends)
+    actor[0].close()
+
+    for use in (actor[0].receive, actor[0].flush, lambda: actor[0].send(ack(1, "actor"))):
+        with pytest.raises(TransportError, match="closed"):
+            use()
+
+
 def test_a_frame_that_a_closed_link_began_is_finished_for_the_others(laid, ends):
     actor = laid("actor", ends, payloads=Payloads.INLINE)
     critic = laid("critic", ends)

@@ -20,7 +20,7 @@ from weightsync import wire
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Ack, Bye, Hello, SlotRef, Update
 from weightsync.transports.base import Payloads, Waker, wait
-from weightsync.transports.memory import Buffer, Pool, Storage
+from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer, Pool, Storage
 from weightsync.transports.pipe import PipeLink
 
 HELLO = Hello(model_id="policy", incarnation=2**70, version=0, pid=0)
@@ -88,6 +88,20 @@ def test_payloads_arrive_whole_and_writable(laid, nbytes, payloads, storage):
     shared = payloads is Payloads.SHARED and storage is Storage.SEGMENTS and nbytes >= 65_536
     assert shared == (received.message.slot is not None)
     assert shared == buffer.pinned
+
+
+def test_g3_an_ack_of_a_payload_that_was_copied_frees_the_shared_one_before_it(laid):
+    first, second = laid()
+    shared = filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS)
+    pinned = []
+    for version, payload in ((1, shared), (2, filled(10))):
+        first.send(update(version, payload.nbytes), payload)
+        exchange(first, second, 1)
+        second.send(ack(version))
+        exchange(second, first, 1)
+        pinned.append(shared.pinned)
+
+    assert pinned == [True, False]
 
 
 def test_a_buffer_may_be_larger_than_its_payload(laid):
