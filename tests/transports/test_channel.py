@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import struct
 import threading
 import time
 
@@ -61,6 +62,17 @@ def test_a_link_whose_frame_another_took_is_woken(laid, ends):
     assert [critic[1]] == woken
     assert versions(critic[1]) == [1]
     assert wait(waker, [critic[1]], 0.0) == []
+
+
+def test_g5_every_link_is_woken_when_what_one_of_them_reads_ends_the_connection(laid, ends):
+    actor, critic = laid("actor", ends), laid("critic", ends)
+    os.write(ends[0].fileno(), struct.pack("!i", -2))
+    with pytest.raises(ProtocolError):
+        actor[1].receive()
+
+    assert wait(Waker(), [critic[1]], 0.0) == [critic[1]]
+    with pytest.raises(ProtocolError):
+        critic[1].receive()
 
 
 def test_two_threads_wait_for_two_models(laid, ends):
