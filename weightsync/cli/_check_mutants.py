@@ -15,23 +15,25 @@ from weightsync.checker.mutants import (
     Ledger,
     Score,
     Session,
+    Share,
     changed_grounds,
     complaints,
     draw,
+    fallen,
     stale,
 )
 
 _EVERY = 25
 
 
-def hunt_mutants(manifest: Manifest, toolchain: Toolchain, console: Console, share: int, repin: bool) -> bool:
-    """Run the mutants, or one in so many of them; print the score, and say whether all is as the ledger says.
+def hunt_mutants(manifest: Manifest, toolchain: Toolchain, console: Console, share: Share, repin: bool) -> bool:
+    """Run the mutants, or a share of them; print the score, and say whether all is as the ledger says.
 
     Args:
         manifest: the model.
         toolchain: Java and TLC.
         console: where to print.
-        share: one in so many is run; the whole ledger is judged only if it is 1.
+        share: which are run; the ledger speaks for the others.
         repin: whether to write what was seen into the ledger.
 
     Raises:
@@ -40,18 +42,18 @@ def hunt_mutants(manifest: Manifest, toolchain: Toolchain, console: Console, sha
     started = time.monotonic()
     ledger = Ledger.read(manifest.folder)
     whole = draw(manifest, ledger)
-    wanted = whole[::share]
+    wanted = share.taken(whole, ledger)
     console.print(f"{len(wanted)} of {len(whole)} mutants, after the model itself", markup=False)
     session = Session(toolchain, manifest, ledger)
     grounds = session.measure()
-    score = Score(session.hunt(grounds, wanted, _Progress(console, len(wanted)).told))
-    if repin and share == 1:
-        met = {ground.configuration.name: ground.met for ground in grounds}
-        ledger.write(met, score.entries, score.percent)
+    seen = [each.entry for each in session.hunt(grounds, wanted, _Progress(console, len(wanted)).told)]
+    after = ledger.after(seen, [mutant.name for mutant in whole])
+    if repin:
+        after.write({ground.configuration.name: ground.met for ground in grounds})
         ledger = Ledger.read(manifest.folder)
-    found = [*changed_grounds(ledger, grounds), *stale(ledger, whole), *complaints(ledger, score, whole)]
-    console.print(_killers(score))
-    for line in _summary(ledger, score, time.monotonic() - started):
+    found = [*changed_grounds(ledger, grounds), *stale(ledger, whole), *complaints(ledger, seen), *fallen(after)]
+    console.print(_killers(Score(seen)))
+    for line in _summary(Score(seen), after, time.monotonic() - started):
         console.print(line, soft_wrap=True)
     for complaint in found:
         console.print(Text(complaint, style="red"), soft_wrap=True)
@@ -86,12 +88,13 @@ def _killers(score: Score) -> Table:
     return table
 
 
-def _summary(ledger: Ledger, score: Score, seconds: float) -> Iterator[Text]:
-    kinds = ", ".join(f"{count} {fate.value}" for fate, count in sorted(score.fates.items(), key=lambda each: -each[1]))
-    yield Text(f"{len(score.hunted)} mutants: {kinds}")
-    style = "bold green" if score.percent >= ledger.ratchet else "bold red"
+def _summary(run: Score, known: Ledger, seconds: float) -> Iterator[Text]:
+    kinds = ", ".join(f"{count} {fate.value}" for fate, count in run.fates.most_common())
+    yield Text(f"{len(run.entries)} mutants run, in {seconds:.0f} s: {kinds}")
+    whole = Score(tuple(known.entries.values()))
+    style = "bold green" if known.percent >= known.ratchet else "bold red"
     yield Text(
-        f"{score.killed} of {score.valid} that TLC can evaluate are killed: {score.percent:.1f} % "
-        f"(it may not fall below {ledger.ratchet} %), in {seconds:.0f} s",
+        f"{whole.killed} of all {whole.valid} that TLC can evaluate are killed: {known.percent:.1f} % "
+        f"(it may not fall below {known.ratchet} %)",
         style=style,
     )

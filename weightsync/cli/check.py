@@ -34,6 +34,7 @@ from weightsync.checker import (
     record,
     vacuity,
 )
+from weightsync.checker.mutants import Share
 from weightsync.checker.second import SecondSuite, SecondVerdict, story
 from weightsync.cli._check_display import display, listing, results, summary
 from weightsync.cli._check_mutants import hunt_mutants
@@ -61,8 +62,8 @@ def check(  # noqa: PLR0917
         typer.Option("--mutants", help="Change the model in small ways, and fail if a change is not found wrong."),
     ] = False,
     share: Annotated[
-        int, typer.Option("--share", metavar="N", min=1, help="With --mutants: run one mutant in N of them only.")
-    ] = 1,
+        str, typer.Option("--share", metavar="K/N", help="With --mutants: run the K-th of N equal shares only.")
+    ] = "1/1",
     repin: Annotated[
         bool,
         typer.Option("--pin", help="Write the counts seen into the manifest, where all else is as expected."),
@@ -92,7 +93,7 @@ def check(  # noqa: PLR0917
         console.print(listing(chosen))
         return
     if mutants:
-        _hunt(manifest, console, share, repin)
+        _hunt(manifest, console, _share(share), repin)
         return
     if coverage:
         chosen = tuple(found for found in chosen if found.purpose is Purpose.PROOF)
@@ -135,7 +136,14 @@ def _run(manifest: Manifest, chosen: Sequence[Configuration], console: Console, 
         return Suite(toolchain, manifest, shown, coverage).run(chosen)
 
 
-def _hunt(manifest: Manifest, console: Console, share: int, repin: bool) -> None:
+def _share(text: str) -> Share:
+    try:
+        return Share.read(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text} is no share; the second of fourteen is 2/14", param_hint="--share") from error
+
+
+def _hunt(manifest: Manifest, console: Console, share: Share, repin: bool) -> None:
     with _tools() as toolchain:
         if not hunt_mutants(manifest, toolchain, console, share, repin):
             raise typer.Exit(_DIFFERS)

@@ -1,10 +1,10 @@
 """Mutants of the model: small changes, each of which some property or canary must find wrong."""
 
-from weightsync.checker.mutants.generate import Mutant, drawn, mutants
+from weightsync.checker.mutants.generate import Mutant, mutants
 from weightsync.checker.mutants.hunt import Fate, Finding, Ground, Hunter
 from weightsync.checker.mutants.ledger import Entry, Ledger
-from weightsync.checker.mutants.score import Score, changed_grounds, complaints, stale
-from weightsync.checker.mutants.session import Hunted, Session, draw
+from weightsync.checker.mutants.score import Score, changed_grounds, complaints, fallen, stale
+from weightsync.checker.mutants.session import Hunted, Session, Share, draw
 from weightsync.checker.mutants.source import Source
 
 __all__ = [
@@ -18,11 +18,12 @@ __all__ = [
     "Mutant",
     "Score",
     "Session",
+    "Share",
     "Source",
     "changed_grounds",
     "complaints",
     "draw",
-    "drawn",
+    "fallen",
     "mutants",
     "stale",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from weightsync.checker.mutants.operators import OPERATORS, Site, assigned, settled
@@ -12,9 +12,6 @@ from weightsync.checker.mutants.source import Source
 from weightsync.checker.mutants.syntax import Kind, Node, Path
 
 _LONGEST = 90
-#: Operators that change one word or number, or turn one guard round, are many: fewer of them are drawn.
-_ALWAYS = ("unfair",)
-_SMALL = ("word", "number", "compare", "narrow", "truth", "forget", "negate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +55,6 @@ def mutants(source: Source, skipped: Collection[str]) -> tuple[Mutant, ...]:
                 name = stem if seen[stem] == 1 else f"{stem} #{seen[stem]}"
                 found.append(Mutant(name, definition, operator, before, after, edited))
     return tuple(found)
-
-
-def drawn(found: Iterable[Mutant], large: int, small: int) -> tuple[Mutant, ...]:
-    """Return one in so many of the mutants: by their names alone, so that an edit elsewhere draws no others.
-
-    Args:
-        found: all of them.
-        large: of those that change a whole part, one in so many.
-        small: of those that change a word, a number or one comparison, one in so many.
-    """
-    shares = {**dict.fromkeys(_SMALL, small), **dict.fromkeys(_ALWAYS, 1)}
-    return tuple(one for one in found if _digest(one.name) % shares.get(one.operator, large) == 0)
 
 
 def _digest(text: str) -> int:

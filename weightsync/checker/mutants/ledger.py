@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,11 @@ class Entry:
     where: str = ""
     reason: str = ""
 
+    @property
+    def lives(self) -> bool:
+        """Whether nothing finds it wrong, although TLC can evaluate it."""
+        return not self.fate.killed and self.fate is not Fate.INVALID
+
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
@@ -44,8 +50,6 @@ class Ledger:
         module: the module that is changed.
         roots: the definitions that say what may happen.
         untouched: definitions that are not changed.
-        large: one in so many is drawn of the mutants that change a whole part.
-        small: one in so many is drawn of those that change a word, a number or one comparison.
         ratchet: the score that may not fall, in percent.
         hunts: the hunting configurations in the order they are tried; the situations that the model meets in each.
         entries: a mutant's name to what is known of it.
@@ -55,8 +59,6 @@ class Ledger:
     module: str
     roots: tuple[str, ...]
     untouched: tuple[str, ...]
-    large: int
-    small: int
     ratchet: float
     hunts: Mapping[str, frozenset[str]]
     entries: Mapping[str, Entry]
@@ -80,21 +82,42 @@ class Ledger:
         """Return what is known of a mutant."""
         return self.entries.get(name)
 
-    def write(self, hunts: Mapping[str, frozenset[str]], entries: Iterable[Entry], score: float) -> None:
-        """Write what was seen. Reasons stay with their mutants, if these live on; the ratchet only rises."""
+    @property
+    def percent(self) -> float:
+        """How many in a hundred of those that TLC can evaluate are killed; what changes nothing lives."""
+        fates = [entry.fate for entry in self.entries.values()]
+        valid = len(fates) - fates.count(Fate.INVALID)
+        return 100.0 * sum(fate.killed for fate in fates) / valid if valid else 0.0
+
+    def likeliest(self, definition: str) -> str:
+        """Return the configuration that kills most mutants of a definition, or none."""
+        found = Counter(entry.where for entry in self.entries.values() if entry.name.startswith(f"{definition}: "))
+        found.pop("", None)
+        return max(found, key=found.__getitem__) if found else ""
+
+    def after(self, seen: Iterable[Entry], names: Iterable[str]) -> Ledger:
+        """Return what is known after a run.
+
+        Args:
+            seen: what was seen of the mutants that were run; reasons stay with those that live on.
+            names: the mutants that there are, in their order; what is known of others is forgotten.
+        """
+        known = {**self.entries, **{entry.name: self._explained(entry) for entry in seen}}
+        return replace(self, entries={name: known[name] for name in names if name in known})
+
+    def write(self, hunts: Mapping[str, frozenset[str]]) -> None:
+        """Write what is known, and the situations that were met. The ratchet only rises."""
         path = self.folder / LEDGER
         head, mark, _ = path.read_text(encoding="utf-8").partition(_MARK)
-        kept = [self._explained(entry) for entry in entries]
-        ratchet = max(self.ratchet, _floor(score))
+        ratchet = max(self.ratchet, _floor(self.percent))
         lines = [head, mark, f"[ratchet]\nscore = {ratchet}\n"]
         lines += [_hunt(name, met) for name, met in hunts.items()]
-        lines += [_mutant(entry) for entry in kept]
+        lines += [_mutant(entry) for entry in self.entries.values()]
         path.write_text("".join(lines), encoding="utf-8")
 
     def _explained(self, entry: Entry) -> Entry:
         before = self.known(entry.name)
-        lives = not entry.fate.killed and entry.fate is not Fate.INVALID
-        return replace(entry, reason=before.reason) if before and lives else entry
+        return replace(entry, reason=before.reason) if before and entry.lives else entry
 
 
 def _ledger(folder: Path, document: Mapping[str, Any]) -> Ledger:
@@ -105,8 +128,6 @@ def _ledger(folder: Path, document: Mapping[str, Any]) -> Ledger:
         model["module"],
         tuple(model["roots"]),
         tuple(model["untouched"]),
-        int(model["large"]),
-        int(model["small"]),
         float(document["ratchet"]["score"]),
         {found["configuration"]: frozenset(found["met"]) for found in document["hunt"]},
         {entry.name: entry for entry in entries},

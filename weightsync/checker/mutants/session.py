@@ -9,9 +9,9 @@ from functools import partial
 from typing import TypeVar
 
 from weightsync.checker.manifest import Configuration, Manifest
-from weightsync.checker.mutants.generate import Mutant, drawn, mutants
+from weightsync.checker.mutants.generate import Mutant, mutants
 from weightsync.checker.mutants.hunt import Finding, Ground, Hunter
-from weightsync.checker.mutants.ledger import Ledger
+from weightsync.checker.mutants.ledger import Entry, Ledger
 from weightsync.checker.mutants.source import Source
 from weightsync.checker.process import Ending
 from weightsync.checker.suite import cores
@@ -32,6 +32,11 @@ class Hunted:
     mutant: Mutant
     finding: Finding
 
+    @property
+    def entry(self) -> Entry:
+        """What is now known of it."""
+        return Entry(self.mutant.name, self.finding.fate, self.finding.by, self.finding.where)
+
 
 def source_of(manifest: Manifest, ledger: Ledger) -> Source:
     """Return the definitions that the ledger has changed.
@@ -45,13 +50,47 @@ def source_of(manifest: Manifest, ledger: Ledger) -> Source:
     return Source(module, ledger.roots, manifest.planted)
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which of the mutants are run: one in so many, and those of which nothing is known.
+
+    Attributes:
+        which: the place of the first, from 1.
+        of: one in so many.
+    """
+
+    which: int = 1
+    of: int = 1
+
+    @classmethod
+    def read(cls, text: str) -> Share:
+        """Read a share that is written as `2/14`.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        which, _, of = text.partition("/")
+        share = cls(int(which), int(of))
+        if not 1 <= share.which <= share.of:
+            raise ValueError(f"{text} is no share")
+        return share
+
+    def taken(self, whole: Sequence[Mutant], ledger: Ledger) -> tuple[Mutant, ...]:
+        """Return the mutants that are run, in their order."""
+        return tuple(
+            mutant
+            for place, mutant in enumerate(whole)
+            if place % self.of == self.which - 1 or ledger.known(mutant.name) is None
+        )
+
+
 def draw(manifest: Manifest, ledger: Ledger) -> tuple[Mutant, ...]:
     """Return the mutants that the ledger is about.
 
     Raises:
         ConfigurationError: if the module cannot be read.
     """
-    return drawn(mutants(source_of(manifest, ledger), ledger.untouched), ledger.large, ledger.small)
+    return mutants(source_of(manifest, ledger), ledger.untouched)
 
 
 class Session:
@@ -105,7 +144,8 @@ class Session:
 
     def _hunted(self, hunter: Hunter, mutant: Mutant) -> Hunted:
         entry = self._ledger.known(mutant.name)
-        return Hunted(mutant, hunter.hunt(mutant, entry.where if entry else ""))
+        first = entry.where if entry else self._ledger.likeliest(mutant.definition)
+        return Hunted(mutant, hunter.hunt(mutant, first))
 
     def _hunter(self, grounds: Sequence[Ground]) -> Hunter:
         source = source_of(self._manifest, self._ledger)
