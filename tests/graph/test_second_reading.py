@@ -171,6 +171,12 @@ SPOILED_STEPS = [
     ),
     ("NothingIsLeftUnsaid", "two versions", _by("Answered"), _new(lambda n: n._replace(answers=frozenset()))),
     (
+        "FencesAreHeeded",
+        "ends",
+        _by("Connect"),
+        _old(lambda n: _entry(n._replace(sstate=("closed",)), fence=2)),
+    ),
+    (
         "OnlyTheLivingAct",
         "successors",
         lambda s: s.old.slife[0] == "dead",

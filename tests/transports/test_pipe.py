@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Ack, Bye, Hello, SlotRef, Update
 from weightsync.transports.base import Payloads, Waker, wait
 from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer, Pool, Storage
+from weightsync.transports.outflow import Outflow, Outgoing
 from weightsync.transports.pipe import PipeLink
 
 HELLO = Hello(model_id="policy", incarnation=2**70, version=0, pid=0)
@@ -520,6 +522,31 @@ def test_a_write_interrupted_midway_takes_the_link_down_and_no_frame_is_garbled(
             first.send(ack(2))
 
     assert [ack(1)] == [received.message for received in second.receive()]
+
+
+class _FailsOnce:
+    """A socket whose first write fails, as for want of memory, and whose others would not."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self._errors = [OSError(errno.ENOBUFS, "No buffer space available")]
+
+    def sendmsg(self, pieces, *_) -> int:
+        if self._errors:
+            raise self._errors.pop()
+        self.written += map(bytes, pieces)
+        return sum(map(len, pieces))
+
+
+def test_after_a_write_that_failed_nothing_more_is_written():
+    sock = _FailsOnce()
+    outflow = Outflow(sock)
+    for control in (b"first", b"second"):
+        outflow.put(Outgoing(control))
+        with pytest.raises(OSError, match="No buffer space"):
+            outflow.write()
+
+    assert sock.written == []
 
 
 def test_a_read_interrupted_midway_takes_the_link_down(laid):

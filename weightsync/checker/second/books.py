@@ -150,6 +150,17 @@ def _met(step: Step, w: int) -> bool:
     return whole and (told or not step.old.is_open(s, w, k))
 
 
+def fences_are_heeded(bounds: Bounds, step: Step) -> bool:
+    """Who connects is above every fence that a sender which closed was told of."""
+    told = [step.old.entry(t, w).fence for t, w in _pairs(bounds) if step.old.sstate[t - 1] == _CLOSED]
+    taken = [
+        step.new.sender(s).incarnation
+        for s in bounds.all_senders
+        if not step.old.sender(s).incarnation and step.new.sender(s).incarnation
+    ]
+    return all(fence < incarnation for fence, incarnation in product(told, taken))
+
+
 def only_the_living_act(bounds: Bounds, step: Step) -> bool:
     """Who is not born or has died does nothing, and no message is from or to it but what it had sent."""
     old, new, _ = step
@@ -176,5 +187,6 @@ BOOKS: Mapping[str, Invariant] = {
 BOOK_STEPS: Mapping[str, StepProperty] = {
     "AnswersSayWhatHappened": answers_say_what_happened,
     "NothingIsLeftUnsaid": nothing_is_left_unsaid,
+    "FencesAreHeeded": fences_are_heeded,
     "OnlyTheLivingAct": only_the_living_act,
 }
