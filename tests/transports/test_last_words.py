@@ -1,0 +1,77 @@
+"""A peer may speak and die at any moment: what it said while its death was looked for is heard before its end (G5)."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from weightsync import TransportError, wire
+from weightsync.messages import Ack, Message, Update
+from weightsync.transports.base import Link
+from weightsync.transports.calls import CallLink
+from weightsync.transports.door_links import DoorLink, Parcel, opened
+from weightsync.transports.liveness import ProcessWatch, own_identity
+from weightsync.transports.pipe import PipeLink
+
+ACK = Ack(model_id="m", incarnation=1, version=1)
+UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"")
+#: A link, what its peer says as it dies, and how.
+Scene = tuple[Link, Message, Callable[[], object]]
+
+
+@contextlib.contextmanager
+def over_a_pipe() -> Iterator[Scene]:
+    ours, theirs = multiprocessing.Pipe()
+    link, peer = PipeLink(ours, "m"), PipeLink(theirs, "m")
+    yield link, ACK, lambda: peer.send(ACK)
+    peer.close()
+    link.close()
+
+
+@contextlib.contextmanager
+def over_calls() -> Iterator[Scene]:
+    call: Future[Any] = Future()
+
+    class Courier:
+        def start(self, *_: object) -> Future[Any]:
+            return call
+
+        def close(self) -> None:
+            return None
+
+    link = CallLink(Courier(), "the worker")
+    link.send(UPDATE)
+    yield link, ACK, lambda: call.set_result([ACK])
+    link.close()
+
+
+@contextlib.contextmanager
+def behind_a_door() -> Iterator[Scene]:
+    link = DoorLink("the sender")
+    yield link, UPDATE, lambda: link.bring(0, opened(Parcel("a", 0, wire.encode(UPDATE))))
+    link.close()
+
+
+@pytest.mark.parametrize("scene", [over_a_pipe, over_calls, behind_a_door])
+def test_g5_what_a_peer_said_while_it_died_is_heard_before_its_end(
+    scene: Callable[[], contextlib.AbstractContextManager[Scene]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scene() as (link, word, say):
+        pid, started = own_identity()
+        link.watch(pid, started)
+        last_words = [say]
+
+        def found_dead(_: ProcessWatch) -> bool:
+            while last_words:
+                last_words.pop()()
+            return True
+
+        monkeypatch.setattr(ProcessWatch, "dead", property(found_dead))
+        assert [received.message for received in link.receive()] == [word]
+        with pytest.raises(TransportError, match=f"process {pid} is dead"):
+            link.receive()
