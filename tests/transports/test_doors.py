@@ -179,6 +179,15 @@ def test_a_released_call_goes_home_with_what_there_is_to_say(opened: Any) -> Non
     assert answers(door.knock(parcel(1))) == [ack(7)]
 
 
+def test_after_a_senders_goodbye_no_call_of_its_link_waits_not_even_one_that_comes_later(opened: Any) -> None:
+    door, _ = opened
+    early = door.knock(parcel(0))
+    door.hang_up(Parcel("a", 2, wire.encode(Bye(model_id="m", incarnation=1))))
+    late = door.knock(parcel(1))
+
+    assert [answers(early), answers(late)] == [[], []]
+
+
 def test_calls_that_come_before_anybody_listens_wait_behind_the_door() -> None:
     door, links = Door("m"), []
     early = door.knock(parcel(0)), door.knock(parcel(0, link="b"))
