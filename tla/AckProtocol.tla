@@ -830,6 +830,12 @@ OpenLinksLeadSomewhere ==
     Open(s, w, k) /\ ~gone[s][w] =>
       rdata[w].link = <<s, k>> \/ \E m \in letters : m.s = s /\ m.w = w /\ m.k = k /\ m.v = 0
 
+\* A successor that connects is above every fence that a sender which closed was told of.
+FencesAreHeeded ==
+  [][\A s \in Senders : sdata[s].incarnation = 0 /\ sdata'[s].incarnation # 0 =>
+       \A t \in Senders, w \in Workers :
+         sstate[t] = Final => sdata[t].roll[w].fence < sdata'[s].incarnation]_vars
+
 \* An answer says what happened at its worker in the step in which it left.
 AnswersSayWhatHappened ==
   [][\A m \in {n \in answers' \ answers : n.inc = sdata[n.s].incarnation} :
@@ -879,7 +885,8 @@ LettersAreRead ==
          /\ m.v # 0 => old.link = <<m.s, m.k>> /\ new.link = <<m.s, m.k>>
          /\ m.v # 0 /\ Lower(old.decided, key) /\ Lower(old.pending, key) => new.pending = key
          /\ m.v # 0 /\ (Lower(key, old.decided) \/ Lower(key, old.pending)) /\ ~again =>
-              Heard(m.s, m.w, m.k, "STALE") /\ new = old
+              /\ \E n \in answers' : OverLink(n) = OverLink(m) /\ n.kind = "STALE" /\ Key(n) = key
+              /\ new = old
          /\ m.v # 0 /\ again => Heard(m.s, m.w, m.k, old.answer) /\ new = old]_vars
 
 \* A message to a sender that vanishes from a link that stays was the only one read, and counts for what it says.

@@ -74,8 +74,8 @@ SenderRowsSeen == \A s \in Senders :
             /\ See(86, "a newcomer is due", old.link = 0 /\ new.due # 0)
             /\ See(87, "a worker comes again", old.standing = "NONE" /\ new.link = 2)
             /\ See(88, "a missed update is due", old.standing = "LOST" /\ new.due > d.dueAll)
-            /\ See(89, "some are sent to, not all", e.serial # d.serial /\ old.standing = "UP"
-                                                     /\ e.out.outcomes[w] = "NONE")
+            /\ SeeIn(180, "some are sent to, not all", sstate'[s], e.serial # d.serial /\ old.standing = "UP"
+                                                                   /\ e.out.outcomes[w] = "NONE")
             /\ See(90, "a refusal ends a wait", from = "awaiting_ack" /\ sstate'[s] = "ready"
                                                  /\ e.out.outcomes[w] = "REFUSED" /\ d.out.owed[w] # 0)
             /\ See(91, "a loss ends a wait", from = "awaiting_ack" /\ sstate'[s] = "ready"
@@ -132,6 +132,17 @@ NetworkSeen ==
        /\ sdata[m.s].roll[m.w].link = m.k /\ sdata'[m.s].roll[m.w].standing = "LOST")
   /\ See(164, "a letter overtakes another", \E w \in Workers : rdata'[w].pending # rdata[w].pending
        /\ \E m \in letters : m.w = w /\ m.v # 0 /\ m.p < rdata'[w].pending[3] /\ <<m.s, m.k>> = rdata[w].link)
+  /\ See(169, "a letter is read before an older one to another worker", \E w \in Workers :
+       rdata'[w].pending # rdata[w].pending /\ \E m \in letters : m.w # w /\ m.p < rdata'[w].pending[3])
+  /\ See(170, "a letter is read before an older one over another link", \E w \in Workers :
+       /\ rdata'[w].pending # rdata[w].pending
+       /\ \E m \in letters : m.w = w /\ <<m.s, m.k>> # rdata[w].link /\ m.p < rdata'[w].pending[3])
+  /\ See(171, "an answer is read before an older one of another worker", \E s \in Senders, w \in Workers :
+       /\ sdata[s].out.owed[w] # 0 /\ sdata'[s].out.outcomes[w] = "APPLIED"
+       /\ \E m \in answers : m.s = s /\ m.w # w /\ m.p < sdata[s].serial)
+  /\ See(172, "an answer is read before an older one over another link", \E s \in Senders, w \in Workers :
+       /\ sdata[s].out.owed[w] # 0 /\ sdata'[s].out.outcomes[w] = "APPLIED"
+       /\ \E m \in answers : m.s = s /\ m.w = w /\ m.k # sdata[s].roll[w].link /\ m.p < sdata[s].serial)
   /\ See(165, "an answer overtakes another", \E s \in Senders, w \in Workers :
        /\ sdata[s].out.owed[w] # 0 /\ sdata'[s].out.outcomes[w] = "APPLIED"
        /\ \E m \in answers' : m.s = s /\ m.w = w /\ m.p < sdata[s].serial /\ m.k = sdata[s].roll[w].link)

@@ -119,10 +119,11 @@ def _mutants(manifest: Manifest) -> tuple[str, str, str]:
     fates = Counter(entry.fate for entry in ledger.entries.values())
     killed = sum(count for fate, count in fates.items() if fate.killed)
     valid = sum(fates.values()) - fates[Fate.INVALID]
+    rest = f"; not hunted yet: {len(ledger.unhunted)} definitions" if ledger.unhunted else ""
     return (
         "mutants of the model (`weightsync check --mutants`)",
         "a property that is not there: a change of the model that nothing finds wrong",
-        f"{killed} of {valid} killed by a property or a canary, the others explained (`tla/mutants.toml`)",
+        f"{killed} of {valid} killed by a property or a canary, the others explained (`tla/mutants.toml`){rest}",
     )
 
 

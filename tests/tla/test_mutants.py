@@ -15,15 +15,15 @@ from weightsync.checker.mutants import (
     Fate,
     Finding,
     Ground,
-    Hunted,
     Ledger,
     Mutant,
     Score,
+    Share,
     Source,
     changed_grounds,
     complaints,
     draw,
-    drawn,
+    fallen,
     mutants,
     stale,
 )
@@ -185,12 +185,25 @@ def test_names_do_not_move_with_the_text() -> None:
     assert [each.name for each in after if each.definition == "A"] == names
 
 
-def test_what_is_drawn_of_some_does_not_depend_on_the_others(whole: Sequence[Mutant]) -> None:
-    some = whole[::3]
+def test_the_shares_are_the_whole_and_hold_nothing_twice(whole: Sequence[Mutant], ledger: Ledger) -> None:
+    shares = [Share(which, 14).taken(whole, ledger) for which in range(1, 15)]
 
-    assert drawn(whole, 1, 1) == tuple(whole)
-    assert set(drawn(some, 5, 5)) == set(drawn(whole, 5, 5)) & set(some)
-    assert 0 < len(drawn(whole, 5, 5)) < len(whole)
+    assert sorted(each.name for share in shares for each in share) == sorted(each.name for each in whole)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert Share().taken(whole, ledger) == tuple(whole)
+
+
+def test_a_mutant_that_nothing_is_known_of_is_in_every_share(small: Ledger) -> None:
+    known, new = mutant("dies"), mutant("new")
+
+    assert [Share(which, 2).taken([known, new], small) for which in (1, 2)] == [(known, new), (new,)]
+
+
+@pytest.mark.parametrize("text", ["", "1", "x/2", "0/2", "3/2", "1/0", "-1/2"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no share|invalid literal"):
+        Share.read(text)
+    assert Share.read("2/14") == Share(2, 14)
 
 
 # One run of a mutant.
@@ -238,8 +251,7 @@ LEDGER = """\
 module = "M"
 roots = ["A"]
 untouched = []
-large = 1
-small = 1
+unhunted = []
 
 # From here on `weightsync check --mutants --pin` writes, reasons excepted.
 [ratchet]
@@ -272,12 +284,12 @@ def mutant(name: str) -> Mutant:
     return Mutant(name, "A", "drop", "a", "TRUE", parse("TRUE"))
 
 
-def seen(**fates: Fate) -> Score:
-    return Score([Hunted(mutant(name), Finding(fate, "Q", "H")) for name, fate in fates.items()])
+def seen(**fates: Fate) -> list[Entry]:
+    return [Entry(name, fate, "Q", "H") for name, fate in fates.items()]
 
 
-def said(ledger: Ledger, score: Score) -> list[str]:
-    return list(complaints(ledger, score, [each.mutant for each in score.hunted]))
+def said(ledger: Ledger, entries: Sequence[Entry]) -> list[str]:
+    return [*complaints(ledger, entries), *fallen(ledger.after(entries, [entry.name for entry in entries]))]
 
 
 def test_all_as_known_is_no_complaint(small: Ledger) -> None:
@@ -305,12 +317,27 @@ def test_a_mutant_that_lives_needs_a_reason(small: Ledger, tmp_path: Path) -> No
 
 
 def test_the_score_may_not_fall_and_counts_what_lives_for_a_reason(small: Ledger) -> None:
-    score = seen(dies=Fate.PROPERTY, lives=Fate.EQUIVALENT, other=Fate.INVALID, more=Fate.SURVIVED)
+    entries = seen(dies=Fate.PROPERTY, lives=Fate.EQUIVALENT, other=Fate.INVALID, more=Fate.SURVIVED)
+    score = Score(entries)
 
-    assert (score.killed, score.valid, round(score.percent, 1)) == (1, 3, 33.3)
-    assert said(small, score) == ["the score is 33.3 %, and it was 50.0 %: it may not fall"]
-    part = list(complaints(small, score, [*(each.mutant for each in score.hunted), mutant("not run")]))
-    assert part == []
+    assert (score.killed, score.valid) == (1, 3)
+    assert "the score is 33.3 %, and it was 50.0 %: it may not fall" in said(small, entries)
+    assert list(fallen(small)) == []
+
+
+def test_what_a_share_did_not_run_counts_as_it_is_known(small: Ledger) -> None:
+    after = small.after(seen(dies=Fate.SURVIVED), ["dies", "lives"])
+
+    assert list(fallen(after)) == ["the score is 0.0 %, and it was 50.0 %: it may not fall"]
+    assert after.entries["lives"] == small.entries["lives"]
+
+
+def test_where_the_mutants_of_a_definition_died_is_counted(small: Ledger) -> None:
+    where = {"A: one": "K", "A: two": "K", "A: three": "H", "AB: four": "H"}
+    lives = Entry("A: lives", Fate.SURVIVED, "", "H")
+    seen = [lives, *(Entry(name, Fate.PROPERTY, "P", place) for name, place in where.items())]
+
+    assert small.after(seen, [entry.name for entry in seen]).kills() == {"A": {"K": 2, "H": 1}, "AB": {"H": 1}}
 
 
 def test_entries_without_mutant_and_mutants_without_entry_are_named(small: Ledger) -> None:
@@ -333,12 +360,12 @@ def test_a_situation_that_the_model_meets_no_more_is_named(small: Ledger) -> Non
 def test_pinning_keeps_reasons_and_the_ratchet_only_rises(small: Ledger, tmp_path: Path) -> None:
     entries = [Entry("dies", Fate.CANARY, "Q", "H"), Entry("lives", Fate.SURVIVED)]
 
-    small.write({"H": frozenset({"that"})}, entries, 33.3)
+    small.after(entries, ["dies", "lives", "more"]).write({"H": frozenset({"that"})})
     lower = Ledger.read(tmp_path)
-    lower.write(lower.hunts, [entries[0], Entry("lives", Fate.PROPERTY, "P", "H")], 77.77)
+    lower.after([Entry("lives", Fate.PROPERTY, "P", "H")], ["dies", "lives"]).write(lower.hunts)
     higher = Ledger.read(tmp_path)
 
-    assert (lower.ratchet, higher.ratchet) == (50.0, 77.7)
+    assert (lower.ratchet, higher.ratchet) == (50.0, 100.0)
     assert lower.entries["lives"] == Entry("lives", Fate.SURVIVED, reason='nobody "cares"')
     assert higher.entries["lives"].reason == ""
     assert lower.hunts == {"H": frozenset({"that"})}
@@ -359,20 +386,22 @@ def test_a_ledger_that_does_not_say_what_it_must_is_refused(tmp_path: Path, brok
 
 
 def test_our_ledger_is_about_the_mutants_that_there_are(ledger: Ledger, whole: Sequence[Mutant]) -> None:
-    assert len(whole) >= 60
+    assert len(whole) >= 750
     assert list(stale(ledger, whole)) == []
+
+
+def test_what_is_not_hunted_yet_is_a_definition_of_the_model(model: Manifest, ledger: Ledger) -> None:
+    assert set(ledger.unhunted) <= set(source_of(model, ledger).trees)
+    assert not set(ledger.unhunted) & set(ledger.untouched)
 
 
 def test_each_of_our_mutants_that_lives_has_a_reason_and_no_other(ledger: Ledger) -> None:
     for entry in ledger.entries.values():
-        lives = not entry.fate.killed and entry.fate is not Fate.INVALID
-        assert bool(entry.reason) is lives, entry.name
+        assert bool(entry.reason) is entry.lives, entry.name
 
 
-def test_our_score_is_what_the_ledger_says_and_high_enough(ledger: Ledger, whole: Sequence[Mutant]) -> None:
-    known = Score([Hunted(each, Finding(ledger.entries[each.name].fate)) for each in whole])
-
-    assert known.percent >= ledger.ratchet >= LOWEST_SCORE
+def test_our_score_is_what_the_ledger_says_and_high_enough(ledger: Ledger) -> None:
+    assert ledger.percent >= ledger.ratchet >= LOWEST_SCORE
 
 
 def test_our_hunting_configurations_are_proofs_of_every_property(model: Manifest, ledger: Ledger) -> None:

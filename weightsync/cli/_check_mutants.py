@@ -98,3 +98,5 @@ def _summary(run: Score, known: Ledger, seconds: float) -> Iterator[Text]:
         f"(it may not fall below {known.ratchet} %)",
         style=style,
     )
+    if known.unhunted:
+        yield Text(f"not hunted yet: the mutants of {', '.join(known.unhunted)}")

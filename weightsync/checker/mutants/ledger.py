@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +50,7 @@ class Ledger:
         module: the module that is changed.
         roots: the definitions that say what may happen.
         untouched: definitions that are not changed.
+        unhunted: definitions whose mutants nobody has run yet.
         ratchet: the score that may not fall, in percent.
         hunts: the hunting configurations in the order they are tried; the situations that the model meets in each.
         entries: a mutant's name to what is known of it.
@@ -59,6 +60,7 @@ class Ledger:
     module: str
     roots: tuple[str, ...]
     untouched: tuple[str, ...]
+    unhunted: tuple[str, ...]
     ratchet: float
     hunts: Mapping[str, frozenset[str]]
     entries: Mapping[str, Entry]
@@ -89,11 +91,13 @@ class Ledger:
         valid = len(fates) - fates.count(Fate.INVALID)
         return 100.0 * sum(fate.killed for fate in fates) / valid if valid else 0.0
 
-    def likeliest(self, definition: str) -> str:
-        """Return the configuration that kills most mutants of a definition, or none."""
-        found = Counter(entry.where for entry in self.entries.values() if entry.name.startswith(f"{definition}: "))
-        found.pop("", None)
-        return max(found, key=found.__getitem__) if found else ""
+    def kills(self) -> defaultdict[str, Counter[str]]:
+        """Return of each definition in which configurations how many of its mutants died."""
+        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for entry in self.entries.values():
+            if entry.fate.killed:
+                found[entry.name.partition(":")[0]][entry.where] += 1
+        return found
 
     def after(self, seen: Iterable[Entry], names: Iterable[str]) -> Ledger:
         """Return what is known after a run.
@@ -128,6 +132,7 @@ def _ledger(folder: Path, document: Mapping[str, Any]) -> Ledger:
         model["module"],
         tuple(model["roots"]),
         tuple(model["untouched"]),
+        tuple(model["unhunted"]),
         float(document["ratchet"]["score"]),
         {found["configuration"]: frozenset(found["met"]) for found in document["hunt"]},
         {entry.name: entry for entry in entries},

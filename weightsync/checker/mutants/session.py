@@ -90,7 +90,7 @@ def draw(manifest: Manifest, ledger: Ledger) -> tuple[Mutant, ...]:
     Raises:
         ConfigurationError: if the module cannot be read.
     """
-    return mutants(source_of(manifest, ledger), ledger.untouched)
+    return mutants(source_of(manifest, ledger), (*ledger.untouched, *ledger.unhunted))
 
 
 class Session:
@@ -106,6 +106,8 @@ class Session:
         self._toolchain = toolchain
         self._manifest = manifest
         self._ledger = ledger
+        #: Of each definition, where how many of its mutants died: the next is hunted there first.
+        self._kills = ledger.kills()
 
     def measure(self) -> tuple[Ground, ...]:
         """Run the model itself in each hunting configuration.
@@ -144,8 +146,11 @@ class Session:
 
     def _hunted(self, hunter: Hunter, mutant: Mutant) -> Hunted:
         entry = self._ledger.known(mutant.name)
-        first = entry.where if entry else self._ledger.likeliest(mutant.definition)
-        return Hunted(mutant, hunter.hunt(mutant, first))
+        where = self._kills[mutant.definition]
+        finding = hunter.hunt(mutant, entry.where if entry else max(where, key=where.__getitem__, default=""))
+        if finding.fate.killed:
+            where[finding.where] += 1
+        return Hunted(mutant, finding)
 
     def _hunter(self, grounds: Sequence[Ground]) -> Hunter:
         source = source_of(self._manifest, self._ledger)

@@ -53,13 +53,13 @@ def _did(step: Step, m: Letter) -> bool:
     if m.v == 0:
         return True
     key = (step.old.sender(m.s).incarnation, m.v, m.p)
-    said = {n.kind for n in step.new.answers if _link(n) == _link(m)}
+    said = {(n.kind, (n.inc, n.v, n.p)) for n in step.new.answers if _link(n) == _link(m)}
     if old.link != (m.s, m.k):
         return False
     if key[:2] == old.decided[:2]:
-        return old.answer in said and new == old
+        return old.answer in {kind for kind, _ in said} and new == old
     if key[:2] < max(old.decided[:2], old.pending[:2]):
-        return "STALE" in said and new == old
+        return ("STALE", key) in said and new == old
     return key[:2] == old.pending[:2] or new.pending == key
 
 
