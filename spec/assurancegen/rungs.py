@@ -11,7 +11,7 @@ from typing import Any
 
 from assurancegen.traces import Recorded
 from weightsync.checker.manifest import Manifest, Purpose
-from weightsync.checker.mutants import Fate, Ledger
+from weightsync.checker.mutants import Ledger
 
 _FAMILIES = ("Pipe", "Slots", "Store", "Calls")
 
@@ -116,14 +116,13 @@ def graphs(root: Path) -> Iterator[str]:
 
 def _mutants(manifest: Manifest) -> tuple[str, str, str]:
     ledger = Ledger.read(manifest.folder)
-    fates = Counter(entry.fate for entry in ledger.entries.values())
-    killed = sum(count for fate, count in fates.items() if fate.killed)
-    valid = sum(fates.values()) - fates[Fate.INVALID]
+    score = ledger.score
     rest = f"; not hunted yet: {len(ledger.unhunted)} definitions" if ledger.unhunted else ""
     return (
         "mutants of the model (`weightsync check --mutants`)",
         "a property that is not there: a change of the model that nothing finds wrong",
-        f"{killed} of {valid} killed by a property or a canary, the others explained (`tla/mutants.toml`){rest}",
+        f"{score.killed} of {score.valid} killed by a property or a canary, "
+        f"the others explained (`tla/mutants.toml`){rest}",
     )
 
 

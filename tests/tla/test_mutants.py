@@ -401,7 +401,7 @@ def test_each_of_our_mutants_that_lives_has_a_reason_and_no_other(ledger: Ledger
 
 
 def test_our_score_is_what_the_ledger_says_and_high_enough(ledger: Ledger) -> None:
-    assert ledger.percent >= ledger.ratchet >= LOWEST_SCORE
+    assert ledger.score.percent >= ledger.ratchet >= LOWEST_SCORE
 
 
 def test_our_hunting_configurations_are_proofs_of_every_property(model: Manifest, ledger: Ledger) -> None:

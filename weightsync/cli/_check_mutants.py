@@ -91,10 +91,10 @@ def _killers(score: Score) -> Table:
 def _summary(run: Score, known: Ledger, seconds: float) -> Iterator[Text]:
     kinds = ", ".join(f"{count} {fate.value}" for fate, count in run.fates.most_common())
     yield Text(f"{len(run.entries)} mutants run, in {seconds:.0f} s: {kinds}")
-    whole = Score(tuple(known.entries.values()))
-    style = "bold green" if known.percent >= known.ratchet else "bold red"
+    whole = known.score
+    style = "bold green" if whole.percent >= known.ratchet else "bold red"
     yield Text(
-        f"{whole.killed} of all {whole.valid} that TLC can evaluate are killed: {known.percent:.1f} % "
+        f"{whole.killed} of all {whole.valid} that TLC can evaluate are killed: {whole.percent:.1f} % "
         f"(it may not fall below {known.ratchet} %)",
         style=style,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,43 @@ class Entry:
     def lives(self) -> bool:
         """Whether nothing finds it wrong, although TLC can evaluate it."""
         return not self.fate.killed and self.fate is not Fate.INVALID
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mutants, counted.
+
+    Attributes:
+        entries: what is known of each.
+    """
+
+    entries: Sequence[Entry]
+
+    @cached_property
+    def fates(self) -> Counter[Fate]:
+        """How many mutants met each fate."""
+        return Counter(entry.fate for entry in self.entries)
+
+    @property
+    def killed(self) -> int:
+        """How many were killed."""
+        return sum(count for fate, count in self.fates.items() if fate.killed)
+
+    @property
+    def valid(self) -> int:
+        """How many TLC could evaluate."""
+        return len(self.entries) - self.fates[Fate.INVALID]
+
+    @property
+    def percent(self) -> float:
+        """How many of a hundred valid ones were killed; those that change nothing within the bounds count as alive."""
+        return 100.0 * self.killed / self.valid if self.valid else 0.0
+
+    @property
+    def killers(self) -> tuple[tuple[str, Fate, int], ...]:
+        """Who killed, the most deadly first."""
+        found = Counter((entry.by, entry.fate) for entry in self.entries if entry.fate.killed)
+        return tuple((by, fate, count) for (by, fate), count in found.most_common())
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +123,9 @@ class Ledger:
         return self.entries.get(name)
 
     @property
-    def percent(self) -> float:
-        """How many in a hundred of those that TLC can evaluate are killed; what changes nothing lives."""
-        fates = [entry.fate for entry in self.entries.values()]
-        valid = len(fates) - fates.count(Fate.INVALID)
-        return 100.0 * sum(fate.killed for fate in fates) / valid if valid else 0.0
+    def score(self) -> Score:
+        """What all that is known comes to."""
+        return Score(tuple(self.entries.values()))
 
     def kills(self) -> defaultdict[str, Counter[str]]:
         """Return of each definition in which configurations how many of its mutants died."""
@@ -113,7 +149,7 @@ class Ledger:
         """Write what is known, and the situations that were met. The ratchet only rises."""
         path = self.folder / LEDGER
         head, mark, _ = path.read_text(encoding="utf-8").partition(_MARK)
-        ratchet = max(self.ratchet, _floor(self.percent))
+        ratchet = max(self.ratchet, _floor(self.score.percent))
         lines = [head, mark, f"[ratchet]\nscore = {ratchet}\n"]
         lines += [_hunt(name, met) for name, met in hunts.items()]
         lines += [_mutant(entry) for entry in self.entries.values()]

@@ -1,47 +1,12 @@
-"""What a mutation run comes to: what killed, and what is not as the ledger says it must be."""
+"""What is not as the ledger says it must be."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 from weightsync.checker.mutants.generate import Mutant
 from weightsync.checker.mutants.hunt import Fate, Ground
 from weightsync.checker.mutants.ledger import Entry, Ledger
-
-
-@dataclass(frozen=True)
-class Score:
-    """Mutants, counted.
-
-    Attributes:
-        entries: what is known of each.
-    """
-
-    entries: Sequence[Entry]
-
-    @cached_property
-    def fates(self) -> Counter[Fate]:
-        """How many mutants met each fate."""
-        return Counter(entry.fate for entry in self.entries)
-
-    @property
-    def killed(self) -> int:
-        """How many were killed."""
-        return sum(count for fate, count in self.fates.items() if fate.killed)
-
-    @property
-    def valid(self) -> int:
-        """How many TLC could evaluate."""
-        return len(self.entries) - self.fates[Fate.INVALID]
-
-    @property
-    def killers(self) -> tuple[tuple[str, Fate, int], ...]:
-        """Who killed, the most deadly first."""
-        found = Counter((entry.by, entry.fate) for entry in self.entries if entry.fate.killed)
-        return tuple((by, fate, count) for (by, fate), count in found.most_common())
 
 
 def changed_grounds(ledger: Ledger, grounds: Sequence[Ground]) -> Iterator[str]:
@@ -76,8 +41,8 @@ def complaints(ledger: Ledger, seen: Iterable[Entry]) -> Iterator[str]:
 
 def fallen(ledger: Ledger) -> Iterator[str]:
     """Yield that the score of all mutants is below the one that may not fall, if it is."""
-    if ledger.percent < ledger.ratchet:
-        yield f"the score is {ledger.percent:.1f} %, and it was {ledger.ratchet} %: it may not fall"
+    if ledger.score.percent < ledger.ratchet:
+        yield f"the score is {ledger.score.percent:.1f} %, and it was {ledger.ratchet} %: it may not fall"
 
 
 def _compared(before: Entry, now: Entry) -> Iterator[str]:
