@@ -64,7 +64,7 @@ def test_a_link_whose_frame_another_took_is_woken(laid, ends):
     assert wait(waker, [critic[1]], 0.0) == []
 
 
-def test_g5_every_link_is_woken_when_what_one_of_them_reads_ends_the_connection(laid, ends):
+def test_g10_every_link_is_woken_when_what_one_of_them_reads_ends_the_connection(laid, ends):
     actor, critic = laid("actor", ends), laid("critic", ends)
     os.write(ends[0].fileno(), struct.pack("!i", -2))
     with pytest.raises(ProtocolError):

@@ -1,4 +1,4 @@
-"""A peer may speak and die at any moment: what it said while its death was looked for is heard before its end (G5)."""
+"""A peer may speak and die at any moment: what it said while its death was looked for is heard before its end (G11)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def behind_a_door() -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize("scene", [over_a_pipe, over_calls, behind_a_door])
-def test_g5_what_a_peer_said_while_it_died_is_heard_before_its_end(
+def test_g11_what_a_peer_said_while_it_died_is_heard_before_its_end(
     scene: Callable[[], contextlib.AbstractContextManager[Scene]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with scene() as (link, word, say):

@@ -92,7 +92,7 @@ def test_payloads_arrive_whole_and_writable(laid, nbytes, payloads, storage):
     assert shared == buffer.pinned
 
 
-def test_g3_an_ack_of_a_payload_that_was_copied_frees_the_shared_one_before_it(laid):
+def test_an_ack_of_a_payload_that_was_copied_frees_the_shared_one_before_it(laid):
     first, second = laid()
     shared = filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS)
     pinned = []
