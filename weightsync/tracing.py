@@ -17,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import errno
 import functools
 import hashlib
 import itertools
 import json
+import logging
 import os
 import secrets
 import threading
@@ -32,6 +34,8 @@ from typing import Any, Final
 
 from weightsync._tables import PROTOCOL_VERSION
 from weightsync.timing import clock_id, now_ns
+
+logger = logging.getLogger("weightsync")
 
 #: Names the folder to which a process and its children record.
 ENVIRONMENT: Final = "WEIGHTSYNC_TRACE"
@@ -130,6 +134,18 @@ def seal(line: Mapping[str, Any], before: int) -> tuple[str, int]:
     return f'{body[:-1]},"c":"{checksum:08x}"}}\n', checksum
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mark:
+    """A place in a file between two lines."""
+
+    lines: int = 0
+    #: Bytes.
+    size: int = 0
+    #: Of the last line before it, as is the time.
+    checksum: int = 0
+    time: int = 0
+
+
 class Recorder:
     """Writes what machines tell to one file a process, line by line, so that a process that is killed loses nothing.
 
@@ -154,8 +170,7 @@ class Recorder:
         self._parent = os.getppid()
         self._token = secrets.token_hex(4)
         self._fd = None
-        self._line = 0
-        self._checksum = 0
+        self._whole = self._before = _Mark()
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._writing = False
         self._lives = itertools.count(1)
@@ -175,13 +190,15 @@ class Recorder:
         if os.getpid() != self._pid:
             self._start_over()
         with self._lock:
+            if self._ended:
+                return
             self._waiting.append(line)
             # A line may come while one is written: from the end of an object, which the garbage collector chose.
-            if self._writing or self._ended:
+            if self._writing:
                 return
             self._writing = True
             try:
-                while self._waiting:
+                while self._waiting and not self._ended:
                     self._put(self._waiting.popleft())
             finally:
                 self._writing = False
@@ -190,12 +207,15 @@ class Recorder:
         if self._fd is None:
             self._fd = self._opened()
             self._append(self._header())
-        self._append(line)
+        if not self._ended:
+            self._append(line)
 
     def _opened(self) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / PATTERN.replace("*", f"{self._pid}-{self._token}")
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        return os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _path(self) -> Path:
+        return self.folder / PATTERN.replace("*", f"{self._pid}-{self._token}")
 
     def _header(self) -> Mapping[str, Any]:
         told = {"format": FORMAT, "protocol": PROTOCOL_VERSION, "clock": clock_id(), "pid": self._pid}
@@ -203,16 +223,44 @@ class Recorder:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         assert self._fd is not None
-        sealed, checksum = seal({"i": self._line, **line}, self._checksum)
-        os.write(self._fd, sealed.encode())
-        self._line += 1
-        self._checksum = checksum
+        sealed, checksum = seal({"i": self._whole.lines, **line}, self._whole.checksum)
+        body = sealed.encode()
+        try:
+            if os.write(self._fd, body) < len(body):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._before = self._whole
+        self._whole = _Mark(self._before.lines + 1, self._before.size + len(body), checksum, line["t"])
+
+    def _give_up(self, error: OSError) -> None:
+        """End the recording where a line could not be written: no run dies of its recorder."""
+        assert self._fd is not None
+        self._ended = True
+        # The word that recording ended needs room: it takes that of the last line, unless that is the header.
+        mark = self._before
+        end, _ = seal({"i": mark.lines, "t": mark.time, "what": What.END.value}, mark.checksum)
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, mark.size if mark.lines else self._whole.size)
+            if mark.lines:
+                os.write(self._fd, end.encode())
+        os.close(self._fd)
+        self._fd = None
+        logger.error(
+            "Recording to %s ended after %s lines: %s. The run goes on and is not recorded any more in this process; "
+            "what was written can be verified. Make room, and record again.",
+            self._path(),
+            mark.lines,
+            error,
+        )
 
     def end(self) -> None:
         """Record no more. Machines that are still there go on unseen."""
         with self._lock:
             if self._fd is not None and os.getpid() == self._pid:
                 self.write({"t": now_ns(), "what": What.END.value})
+            if self._fd is not None and os.getpid() == self._pid:
                 os.close(self._fd)
                 self._fd = None
             self._ended = True

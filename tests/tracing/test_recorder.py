@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from recorded import Cast, judged, lines_of, model, play, recorded
+from recorded import Cast, judged, lines_of, model, play, recorded, write
 
 import weightsync
 from weightsync import tracing
@@ -141,6 +141,28 @@ def test_recording_ends_with_its_block_and_the_machines_go_on(tmp_path: Path) ->
     [file] = tmp_path.glob(tracing.PATTERN)
     assert lines_of(file)[-1]["what"] == "end"
     assert verify([tmp_path]).conforms
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_times_of_different_clocks_are_not_compared(tmp_path: Path, hours: int) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    with tracing.record(here):
+        sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
+        with tracing.record(there):
+            cast = Cast()
+            cast.sender.close()
+            cast.sender = sender
+            cast.lay(sender, 0)
+            sender.send_async(model(1.0))
+            cast.receive(0)
+            assert sender.wait_async().ok
+            cast.close()
+    [file] = there.glob(tracing.PATTERN)
+    lines = [{**line, "t": line["t"] + hours * 3_600_000_000_000} for line in lines_of(file)]
+    lines[0]["clock"] = "another host's"
+    write(file, lines)
+
+    assert verify([tmp_path]).findings == ()
 
 
 def test_messages_of_machines_in_no_file_are_counted_and_not_refused(tmp_path: Path) -> None:

@@ -35,5 +35,5 @@ def summary(verdict: Verdict) -> str:
     counted = f"{len(verdict.runs)} runs, {verdict.events} events, {len(verdict.files)} files"
     unseen = sum(len(run.unseen) for run in verdict.runs)
     said = "all conform" if verdict.conforms else f"{len(verdict.findings)} lines do not conform"
-    missing = f"; {unseen} messages came from machines that are in no file given" if unseen else ""
+    missing = f"; {unseen} messages came from machines that are in no file given, or behind its end" if unseen else ""
     return f"{counted}: {said}{missing}."

@@ -154,17 +154,17 @@ def _counts(network: Network, machine: Machine, moment: Moment, digests: dict[in
     if known and ack.digest and known != ack.digest:
         yield _broken(moment, "G2 AckedMeansServed", "the ack names the digest of other weights than were sent")
     peers = [network.by_name[name] for name, _ in network.peers((machine.name, event.link))]
-    if peers and not any(_applied(peer, (ack.incarnation, ack.version), moment) for peer in peers):
+    if peers and not any(_applied(peer, (ack.incarnation, ack.version), moment, machine.clock) for peer in peers):
         what = f"worker {event.worker} counts as {OutcomeKind.APPLIED.name}, and has not applied version {ack.version}"
         yield _broken(moment, "G2 AckedMeansServed", what)
 
 
-def _applied(peer: Machine, key: Key, until: Moment) -> bool:
+def _applied(peer: Machine, key: Key, until: Moment, clock: str) -> bool:
     """Whether a receiver applied a version, before then where that can be told."""
     for moment in peer.of(What.STEP):
         data = moment.after
         if isinstance(moment.event, receiving.Applied) and isinstance(data, receiving.ReceiverData):
-            in_time = moment.line.time <= until.line.time
+            in_time = peer.clock != clock or moment.line.time <= until.line.time
             if data.served == key and in_time:
                 return True
-    return peer.finding is not None
+    return peer.finding is not None or peer.is_unseen(clock, until.line.time)

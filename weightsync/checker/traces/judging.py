@@ -14,6 +14,7 @@ from weightsync.checker.traces.lines import Finding, Line, TraceFile, find_files
 from weightsync.checker.traces.network import Network
 from weightsync.checker.traces.replaying import HALVES, Machine, replay
 from weightsync.checker.traces.talkers import listen
+from weightsync.tracing import What
 
 
 class Judgement(Enum):
@@ -29,7 +30,7 @@ class Run:
 
     machines: tuple[Machine, ...]
     findings: tuple[Finding, ...] = ()
-    #: Messages from machines that are in no file.
+    #: Messages from machines that are in no file, or whose recording had ended.
     unseen: tuple[Line, ...] = ()
 
     @property
@@ -120,7 +121,10 @@ def _meaning(damage: Finding, meant: Finding | None) -> Finding:
 def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
     """The machines that files tell of, replayed."""
     lines: dict[tuple[str, str], list[Line]] = defaultdict(list)
+    ended: dict[Path, int] = {}
     for file in files:
+        if file.lines and file.lines[-1].what is What.END:
+            ended[file.path] = file.lines[-1].time
         for line in file.lines:
             if line.machine:
                 lines[file.clock, line.machine].append(line)
@@ -128,8 +132,10 @@ def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
     for (clock, name), told in lines.items():
         first = told[0].said
         role = first.get("role")
-        machines.append(Machine(name, role if role in HALVES else "sender", str(first.get("model")), clock, told))
-        replay(machines[-1])
+        machine = Machine(name, role if role in HALVES else "sender", str(first.get("model")), clock, told)
+        machine.ended = ended.get(told[-1].path)
+        replay(machine)
+        machines.append(machine)
     return machines
 
 

@@ -114,6 +114,8 @@ def read_file(path: Path) -> TraceFile:
             _require_ours(path, line.said)
         if damage is None:
             damage, checksum = _damage(line, raw, checksum)
+        if damage is None and lines and lines[-1].what is What.END:
+            damage = _damaged(line, "the recording had ended before it")
         # What comes behind a damage is judged all the same, as far as it can be read.
         if not _tells(line):
             break

@@ -72,6 +72,8 @@ class Naming:
             raise BeyondTheModelError("it does not conform")
         if len({machine.clock for machine in self.run.machines}) > 1:
             raise BeyondTheModelError("it was recorded with several clocks")
+        if self.run.unseen and any(machine.ended for machine in self.run.machines):
+            raise BeyondTheModelError("it went on behind the end of a recording")
         self.network = Network(self.run.machines)
         connected = [machine for machine in self.run.machines if machine.incarnation]
         connected.sort(key=lambda machine: machine.lines[0].time)

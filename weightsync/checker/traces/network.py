@@ -49,7 +49,9 @@ class Network:
     #: The links of senders whose Hello came over a receiver's link, and the reverse.
     hellos: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
     heard_by: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    #: Messages whose sender is in no file.
+    #: The incarnations whose handshakes came over a receiver's link, recorded or not.
+    met: dict[Place, set[int]] = field(default_factory=lambda: defaultdict(set))
+    #: Messages whose sender is in no file, or was not recorded any more.
     unseen: list[Line] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,9 +79,13 @@ class Network:
     def _join(self, receiver: Machine) -> None:
         for moment in receiver.of(What.RECEIVED):
             hello = moment.message
-            sender = self._sender(hello.incarnation, moment) if isinstance(hello, Hello) else None
-            if isinstance(hello, Hello) and sender is not None and hello.link:
-                ours, theirs = (receiver.name, moment.link), (sender.name, hello.link)
+            if not isinstance(hello, Hello):
+                continue
+            ours = (receiver.name, moment.link)
+            self.met[ours].add(hello.incarnation)
+            sender = self._sender(hello.incarnation, moment)
+            if sender is not None and hello.link:
+                theirs = (sender.name, hello.link)
                 if theirs not in self.hellos[ours]:
                     self.hellos[ours].append(theirs)
                     self.heard_by[theirs].append(ours)
@@ -112,6 +118,9 @@ class Network:
             self.unseen.append(moment.line)
             return None
         index = self._match(ends, message, (machine.clock, moment.line.time))
+        if (index is None or self.sent[index[0]][index[1]].taken) and self._unseen(machine, moment, ends):
+            self.unseen.append(moment.line)
+            return None
         if index is None:
             return self._nowhere(moment, ends, message)
         end, at = index
@@ -145,9 +154,13 @@ class Network:
 
     def _unmet(self, place: Place, message: Message) -> bool:
         """Whether an ordered link has brought handshakes, and none of that incarnation."""
-        met = {self.by_name[name].incarnation for name, _ in self.hellos[place]}
+        met = self.met[place]
         ordered = not self.delivery[place].reorders
         return bool(met) and ordered and not isinstance(message, Hello) and message.incarnation not in met
+
+    def _unseen(self, machine: Machine, moment: Moment, ends: Sequence[Place]) -> bool:
+        """Whether a peer's recording had ended by then: it may have said so."""
+        return any(self.by_name[name].is_unseen(machine.clock, moment.line.time) for name, _ in ends)
 
     def _is(self, end: Place, role: str) -> bool:
         return self.by_name[end[0]].role == role

@@ -67,12 +67,20 @@ class Machine:
     lines: Sequence[Line]
     moments: list[Moment] = field(default_factory=list)
     finding: Finding | None = None
+    #: When its file's recording ended, if it did.
+    ended: int | None = None
 
     @property
     def incarnation(self) -> int:
         """A sender's; 0: it never connected, or is a receiver."""
         last = self.moments[-1].after if self.moments else None
         return last.incarnation if isinstance(last, sending.SenderData) else 0
+
+    def is_unseen(self, clock: str, time: int) -> bool:
+        """Whether it may have done by then what its file does not tell: its recording ended, and it had not."""
+        if self.ended is None or (self.moments and self.moments[-1].state is State.CLOSED):
+            return False
+        return clock != self.clock or self.ended <= time
 
     def of(self, *whats: What) -> Iterator[Moment]:
         """Its moments of these kinds."""
