@@ -889,9 +889,15 @@ LettersAreRead ==
               /\ new = old
          /\ m.v # 0 /\ again => Heard(m.s, m.w, m.k, old.answer) /\ new = old]_vars
 
+\* Answers are cut: those of one link, which broke or is about to be given up; nobody does anything.
+IsCut ==
+  /\ May("cut") /\ UNCHANGED <<sender, receiver, letters, gone>>
+  /\ \E s \in Senders, w \in Workers : LET k == sdata[s].roll[w].link IN
+       Open(s, w, k) /\ (gone[s][w] \/ May("wrong")) /\ \A m \in answers \ answers' : OverLink(m) = <<s, w, k>>
+
 \* A message to a sender that vanishes from a link that stays was the only one read, and counts for what it says.
 AnswersAreRead ==
-  [][Loses \/ May("cut") \/ \A m \in answers \ answers' :
+  [][Loses \/ IsCut \/ \A m \in answers \ answers' :
        LET e == sdata[m.s].roll[m.w] f == sdata'[m.s].roll[m.w]
            own == m.inc = sdata[m.s].incarnation
            counts == sdata[m.s].out.owed[m.w] = m.k /\ m.v = sdata[m.s].version /\ own
@@ -910,6 +916,26 @@ AnswersAreRead ==
               /\ ~own => sdata'[m.s] = sdata[m.s]
          /\ own /\ m.k = e.link /\ answers' = answers \ {m} /\ m.kind \in RefusalKinds /\ m.v = 0 => f.standing # "UP"
          ]_vars
+
+\* What vanishes while nobody does anything was one message, read in vain, or was cut; what then comes for another
+\* sender strayed: it is no longer where it was.
+NetworkKeepsItsWord ==
+  [][UNCHANGED <<sender, receiver, letters, gone>> =>
+       /\ Loses \/ IsCut \/ Cardinality(answers \ answers') <= 1
+       /\ \A n \in answers' \ answers : n.inc # sdata[n.s].incarnation =>
+            \E m \in answers : /\ sdata[m.s].incarnation = m.inc /\ Open(n.s, n.w, n.k)
+                               /\ [m EXCEPT !.s = n.s] = n /\ (Duplicates \/ m \notin answers')]_vars
+
+\* The far end of an open link is closed by its worker's close, break, crash or takeover, by a rejected handshake, or
+\* where links break.
+FarEndsCloseForAReason ==
+  [][\A s \in Senders, w \in Workers :
+       LET k == sdata[s].roll[w].link old == rdata[w] new == rdata'[w] IN
+       Open(s, w, k) /\ Open(s, w, k)' /\ ~gone[s][w] /\ gone'[s][w] =>
+         \/ May("break") \/ rstate'[w] = Final
+         \/ old # NewReceiver /\ new = NewReceiver
+         \/ old.link = <<s, k>> /\ new.link # old.link /\ new.link # NoLink
+         \/ \E m \in answers' : OverLink(m) = <<s, w, k>> /\ m.v = 0 /\ m.kind \in {"FENCED", "REFUSED"}]_vars
 
 \* A dispatch is owed by each live target over its link, lost to the others, and on its way to whoever can be reached.
 DispatchesReachTheirTargets ==

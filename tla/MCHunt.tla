@@ -118,6 +118,23 @@ ReceiverRowsSeen == \A w \in Workers :
   /\ See(150, "serves on after its link", d.link = NoLink /\ d.served # NoPayload /\ e.link # NoLink)
   /\ See(151, "a version comes twice", stays /\ e = d /\ Read(1) # {} /\ New("ACK") # {} /\ d.link[2] = 2)
 
+\* It would count for something if it was read.
+WouldCount(m) ==
+  LET d == sdata[m.s] IN
+  /\ Open(m.s, m.w, m.k) /\ m.inc = d.incarnation
+  /\ \/ m.kind = "HELLO" /\ d.roll[m.w].standing = "EXPECTED"
+     \/ m.kind = "BYE"
+     \/ d.out.owed[m.w] = m.k /\ m.v = d.version
+
+OnlyAnswersChange == UNCHANGED <<sender, receiver, letters, gone>>
+
+\* An answer that would count vanishes, and nobody has read it.
+LostAnswer(kind) == OnlyAnswersChange /\ \E m \in answers \ answers' : WouldCount(m) /\ m.kind = kind
+\* An answer of a broken link, or of one that works, is cut; some others stay, or none.
+CutAnswer(broken, others) ==
+  ~Loses /\ OnlyAnswersChange /\ \E m \in answers \ answers' :
+    WouldCount(m) /\ gone[m.s][m.w] = broken /\ others = \E n \in answers' : n.s = m.s /\ n.w = m.w /\ n.k = m.k
+
 \* What lingers on links that ended, and what the network does.
 NetworkSeen ==
   /\ See(160, "a letter of an ended link is read", \E w \in Workers :
@@ -126,8 +143,13 @@ NetworkSeen ==
        ~Loses /\ m.k # sdata[m.s].roll[m.w].link /\ sdata' = sdata)
   /\ See(162, "a letter is lost", letters' # letters /\ UNCHANGED <<sdata, rdata, answers, gone>>)
   /\ See(163, "an answer is lost", answers' # answers /\ UNCHANGED <<sdata, rdata, letters, gone>>)
-  /\ See(166, "an ack is lost", (\E m \in answers \ answers' : m.kind = "ACK") /\ sdata' = sdata /\ Loses)
-  /\ See(167, "a refusal is lost", (\E m \in answers \ answers' : m.kind = "REFUSED") /\ sdata' = sdata /\ Loses)
+  /\ See(166, "an ack is lost", Loses /\ LostAnswer("ACK"))
+  /\ See(167, "a refusal is lost", Loses /\ LostAnswer("REFUSED"))
+  /\ See(173, "a goodbye is lost", LostAnswer("BYE"))
+  /\ See(174, "all answers of a broken link are cut", CutAnswer(TRUE, FALSE))
+  /\ See(175, "some answers of a broken link are cut", CutAnswer(TRUE, TRUE))
+  /\ See(176, "all answers of a link that works are cut", CutAnswer(FALSE, FALSE))
+  /\ See(177, "some answers of a link that works are cut", CutAnswer(FALSE, TRUE))
   /\ See(168, "a loss overtakes an answer", \E m \in answers : gone[m.s][m.w] /\ m.kind \in {"HELLO", "ACK"}
        /\ sdata[m.s].roll[m.w].link = m.k /\ sdata'[m.s].roll[m.w].standing = "LOST")
   /\ See(164, "a letter overtakes another", \E w \in Workers : rdata'[w].pending # rdata[w].pending

@@ -191,6 +191,27 @@ SPOILED_STEPS = [
     ("AnswersAreRead", "two versions", _counted, _new(lambda n: _out(n, outcomes=("REFUSED",)))),
     ("AnswersAreRead", "two versions", _by("AnswerHello"), _new(lambda n: _entry(n, standing="EXPECTED"))),
     (
+        "NetworkKeepsItsWord",
+        "two versions",
+        lambda s: len(s.old.answers) > 1,
+        lambda s: s._replace(new=s.old._replace(answers=frozenset())),
+    ),
+    (
+        "NetworkKeepsItsWord",
+        "successors",
+        lambda s: s.old.answers,
+        lambda s: s._replace(
+            new=s.old._replace(answers=s.old.answers | {m._replace(inc=9) for m in s.old.answers}),
+        ),
+    ),
+    ("FarEndsCloseForAReason", "two versions", _by("Applied"), _new(lambda n: n._replace(gone=((True,),)))),
+    (
+        "FarEndsCloseForAReason",
+        "two versions",
+        _by("HelloArrived"),
+        lambda s: s._replace(new=s.old._replace(gone=((True,),))),
+    ),
+    (
         "DispatchesReachTheirTargets",
         "two versions",
         _by("SendAll"),

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from weightsync.checker import Manifest, Toolchain
 from weightsync.checker.mutants import (
+    Entry,
     Hunted,
     Ledger,
     Score,
@@ -34,7 +35,7 @@ def hunt_mutants(manifest: Manifest, toolchain: Toolchain, console: Console, sha
         toolchain: Java and TLC.
         console: where to print.
         share: which are run; the ledger speaks for the others.
-        repin: whether to write what was seen into the ledger.
+        repin: whether to write what was seen into the ledger, also by a run that is ended early.
 
     Raises:
         ConfigurationError: if the ledger or the model cannot be read, or the model itself is not as pinned.
@@ -46,11 +47,15 @@ def hunt_mutants(manifest: Manifest, toolchain: Toolchain, console: Console, sha
     console.print(f"{len(wanted)} of {len(whole)} mutants, after the model itself", markup=False)
     session = Session(toolchain, manifest, ledger)
     grounds = session.measure()
-    seen = [each.entry for each in session.hunt(grounds, wanted, _Progress(console, len(wanted)).told)]
-    after = ledger.after(seen, [mutant.name for mutant in whole])
-    if repin:
-        after.write({ground.configuration.name: ground.met for ground in grounds})
-        ledger = Ledger.read(manifest.folder)
+    progress = _Progress(console, len(wanted))
+    try:
+        session.hunt(grounds, wanted, progress.told)
+    finally:
+        seen = progress.seen
+        after = ledger.after(seen, [mutant.name for mutant in whole])
+        if repin:
+            after.write({ground.configuration.name: ground.met for ground in grounds})
+            ledger = Ledger.read(manifest.folder)
     found = [*changed_grounds(ledger, grounds), *stale(ledger, whole), *complaints(ledger, seen), *fallen(after)]
     console.print(_killers(Score(seen)))
     for line in _summary(Score(seen), after, time.monotonic() - started):
@@ -66,16 +71,17 @@ class _Progress:
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
         self._total = total
-        self._done = 0
+        self.seen: list[Entry] = []
 
     def told(self, hunted: Hunted) -> None:
         """Take one in."""
-        self._done += 1
+        self.seen.append(hunted.entry)
+        done = len(self.seen)
         if not hunted.finding.fate.killed:
-            line = f"[{self._done}/{self._total}] {hunted.finding.fate.value}: {hunted.mutant.name}"
+            line = f"[{done}/{self._total}] {hunted.finding.fate.value}: {hunted.mutant.name}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-        elif self._done % _EVERY == 0:
-            self._console.print(f"[{self._done}/{self._total}]", markup=False, highlight=False)
+        elif done % _EVERY == 0:
+            self._console.print(f"[{done}/{self._total}]", markup=False, highlight=False)
 
 
 def _killers(score: Score) -> Table:
@@ -98,5 +104,3 @@ def _summary(run: Score, known: Ledger, seconds: float) -> Iterator[Text]:
         f"(it may not fall below {known.ratchet} %)",
         style=style,
     )
-    if known.unhunted:
-        yield Text(f"not hunted yet: the mutants of {', '.join(known.unhunted)}")

@@ -90,7 +90,7 @@ def draw(manifest: Manifest, ledger: Ledger) -> tuple[Mutant, ...]:
     Raises:
         ConfigurationError: if the module cannot be read.
     """
-    return mutants(source_of(manifest, ledger), (*ledger.untouched, *ledger.unhunted))
+    return mutants(source_of(manifest, ledger), ledger.untouched)
 
 
 class Session:

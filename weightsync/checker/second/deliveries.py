@@ -8,7 +8,7 @@ from itertools import product
 from weightsync._tables import RefusalKind, State
 from weightsync.checker.second.bounds import Bounds
 from weightsync.checker.second.steps import Step, StepProperty
-from weightsync.checker.second.words import Entry, Letter, Word
+from weightsync.checker.second.words import NEW_RECEIVER, NO_LINK, Entry, Letter, Word
 
 _CLOSED, _AWAITING = State.CLOSED.value, State.AWAITING_ACK.value
 _REFUSALS = {kind.name for kind in RefusalKind}
@@ -65,7 +65,7 @@ def _did(step: Step, m: Letter) -> bool:
 
 def answers_are_read(bounds: Bounds, step: Step) -> bool:
     """A message to a sender that vanishes from a link that stays was the only one read, and counts for what it says."""
-    if "Loses" in bounds.links or "cut" in bounds.features:
+    if "Loses" in bounds.links or _is_cut(bounds, step):
         return True
     gone, come = step.old.answers - step.new.answers, step.new.answers - step.old.answers
     for m in gone:
@@ -73,6 +73,59 @@ def answers_are_read(bounds: Bounds, step: Step) -> bool:
         if _keeps(step, m.s) and not strays and not _heard(bounds, step, m, not come and gone == {m}):
             return False
     return True
+
+
+def _is_still(step: Step) -> bool:
+    """Whether only what is on its way to senders changes."""
+    return step.old._replace(answers=step.new.answers) == step.new
+
+
+def _is_cut(bounds: Bounds, step: Step) -> bool:
+    """Whether answers of one link vanish, as they may when it broke or is about to be given up."""
+    links = {_link(m) for m in step.old.answers - step.new.answers}
+    if "cut" not in bounds.features or not _is_still(step) or len(links) > 1:
+        return False
+    return all(
+        step.old.is_open(*link) and (step.old.is_gone(*link[:2]) or "wrong" in bounds.features) for link in links
+    )
+
+
+def network_keeps_its_word(bounds: Bounds, step: Step) -> bool:
+    """While nobody does anything at most one message vanishes, unless it is cut; what comes for another was moved."""
+    if not _is_still(step):
+        return True
+    gone, come = step.old.answers - step.new.answers, step.new.answers - step.old.answers
+    if len(gone) > 1 and "Loses" not in bounds.links and not _is_cut(bounds, step):
+        return False
+    from_where = step.old.answers if "Duplicates" in bounds.links else gone
+    strays = [n for n in come if n.inc != step.old.sender(n.s).incarnation]
+    return all(
+        step.old.is_open(*_link(n))
+        and any(m._replace(s=n.s) == n and m.inc == step.old.sender(m.s).incarnation for m in from_where)
+        for n in strays
+    )
+
+
+def far_ends_close_for_a_reason(bounds: Bounds, step: Step) -> bool:
+    """An open link's far end closes with its worker, by a takeover or a rejection, or where links break."""
+    return "break" in bounds.features or all(
+        not _far_end_closes(step, s, w) or _has_reason(step, s, w) for s, w in _pairs(bounds)
+    )
+
+
+def _far_end_closes(step: Step, s: int, w: int) -> bool:
+    link = (s, w, step.old.entry(s, w).link)
+    stays = step.old.is_open(*link) and step.new.is_open(*link)
+    return stays and step.new.is_gone(s, w) and not step.old.is_gone(s, w)
+
+
+def _has_reason(step: Step, s: int, w: int) -> bool:
+    k = step.old.entry(s, w).link
+    before, after = step.old.receiver(w), step.new.receiver(w)
+    if step.new.rstate[w - 1] == _CLOSED or (before != NEW_RECEIVER and after == NEW_RECEIVER):
+        return True
+    rejected = any(_link(m) == (s, w, k) and m.v == 0 and m.kind in ("FENCED", "REFUSED") for m in step.new.answers)
+    return rejected or (before.link == (s, k) and after.link not in (before.link, NO_LINK))
 
 
 def _heard(bounds: Bounds, step: Step, m: Word, alone: bool) -> bool:
@@ -216,6 +269,8 @@ def _ends(bounds: Bounds, step: Step, s: int, w: int) -> bool:
 DELIVERIES: Mapping[str, StepProperty] = {
     "LettersAreRead": letters_are_read,
     "AnswersAreRead": answers_are_read,
+    "NetworkKeepsItsWord": network_keeps_its_word,
+    "FarEndsCloseForAReason": far_ends_close_for_a_reason,
     "DispatchesReachTheirTargets": dispatches_reach_their_targets,
     "LinksBeginWhole": links_begin_whole,
     "LinksEndWhole": links_end_whole,
