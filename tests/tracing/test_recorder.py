@@ -87,6 +87,20 @@ def test_a_forked_child_has_a_file_of_its_own_in_which_its_copies_are_born(tmp_p
     assert verify([tmp_path]).conforms
 
 
+def test_a_forked_child_in_which_nothing_is_born_writes_nothing_into_its_parents_file(tmp_path: Path) -> None:
+    with tracing.record(tmp_path) as recorder:
+        recorder.note("the parent's")
+        pid = os.fork()
+        if pid == 0:
+            recorder.note("the child's")
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+
+    told = {lines[0]["pid"]: [line.get("text") for line in lines[1:]] for lines in map(lines_of, tmp_path.iterdir())}
+
+    assert told == {os.getpid(): ["the parent's", None], pid: ["the child's"]}
+
+
 def _receive_and_be_killed(end: Any) -> None:
     receiver = weightsync.WeightReceiver(weightsync.MultiProcessWeightSyncScheme())
     receiver.register_model(model())

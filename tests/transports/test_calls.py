@@ -15,6 +15,7 @@ from weightsync.transports.base import Waker, wait
 from weightsync.transports.calls import CallLink, GivenUp
 from weightsync.transports.liveness import own_identity
 from weightsync.transports.memory import Buffer
+from weightsync.transports.rpc import _carried
 
 
 class Courier:
@@ -189,3 +190,13 @@ def test_a_goodbye_comes_home_like_any_answer(laid: Any) -> None:
     courier.calls[0].set_result([ack(1), Bye(model_id="m", incarnation=1)])
 
     assert [type(one.message) for one in link.receive()] == [Ack, Bye]
+
+
+def test_over_rpc_a_payload_is_its_own_bytes_in_place_and_no_more_of_a_larger_buffer():
+    buffer = Buffer(64)
+    buffer.view[:6] = b"policy"
+    carried = _carried(update(1, nbytes=6), buffer)
+    assert bytes(carried.tolist()) == b"policy"
+    buffer.view[:6] = b"actors"
+    assert bytes(carried.tolist()) == b"actors"
+    assert _carried(ack(1), buffer) is None

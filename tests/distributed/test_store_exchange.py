@@ -1,0 +1,142 @@
+"""The two threads of a link over a store, with a process group that only says what is asked of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from weightsync import TransportError, wire
+from weightsync.messages import Ack, Update
+from weightsync.transports.base import Waker
+from weightsync.transports.distributed import exchange
+from weightsync.transports.distributed.exchange import Exchange
+from weightsync.transports.distributed.letters import INLINE_NBYTES, Letter, Side
+from weightsync.transports.distributed.store import Client, StoreEnd
+
+LARGE = memoryview(bytes(INLINE_NBYTES + 1))
+LINK = "weightsync/link/one"
+
+
+class Group:
+    """Payloads are handed over as soon as they are sent, or fail."""
+
+    failing = False
+
+    def __init__(self, backend: str, rank: int, key: str) -> None:
+        del backend, rank, key
+        self.sent = 0
+
+    def send(self, client: Client, payload: memoryview, in_flight: int) -> None:
+        del client, payload, in_flight
+        self.sent += 1
+        if self.failing:
+            raise TransportError("the connection has ended")
+
+    def receive(self, client: Client, landing: memoryview, in_flight: int) -> None:
+        """Leave the landing as it is."""
+
+    def stuck(self) -> bool:
+        return False
+
+    def tell(self, client: Client) -> None:
+        """Nobody asks."""
+
+    def abort(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.fixture
+def lay(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Exchange]]:
+    """Lays one end of the link: 0 the sender's, 1 the worker's."""
+    monkeypatch.setattr(exchange, "Group", Group)
+    with contextlib.ExitStack() as stack:
+        waker = Waker()
+        stack.callback(waker.close)
+
+        def made(rank: int) -> Exchange:
+            writes, reads = ("down", "up") if rank == 0 else ("up", "down")
+            side = Side(rank, writes, reads, f"end {1 - rank}", lambda client: None, lambda client: None)
+            end = Exchange(StoreEnd(store, 1), "one", side, waker)
+            stack.callback(end.close)
+            return end
+
+        yield made
+
+
+def _update(version: int, payload: memoryview | None = None) -> Letter:
+    nbytes = 0 if payload is None else len(payload)
+    frame = wire.encode(Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=nbytes))
+    return Letter(frame, payload, None, lambda: None)
+
+
+def _ack(version: int) -> Letter:
+    return Letter(wire.encode(Ack(model_id="m", incarnation=1, version=version)), None, None, lambda: None)
+
+
+def _until(true: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 30.0
+    while not (found := true()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def _written(store: Any, way: str) -> set[int]:
+    """The numbers of the keys that one end has written and the other has not removed."""
+    keys: list[str] = store.list_keys()
+    return {int(key.rpartition("/")[2]) for key in keys if f"{LINK}/{way}/" in key}
+
+
+def test_a_payload_waits_for_its_peer_to_have_been_heard(store: Any, lay: Callable[[int], Exchange]) -> None:
+    sender = lay(0)
+    sender.post(_update(1, LARGE))
+    _until(lambda: _written(store, "down") == {0, 1})
+    time.sleep(0.1)
+    assert sender._group.sent == 0
+
+    lay(1)
+
+    _until(lambda: sender._group.sent == 1)
+
+
+def test_behind_a_payload_that_was_cut_short_nothing_leaves(
+    store: Any, lay: Callable[[int], Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Group, "failing", True)
+    sender = lay(0)
+    sender.post(_update(1, LARGE))
+    sender.post(_update(2))
+    _until(lambda: _written(store, "down") == {0, 1})
+    put: list[bytes] = []
+    before = exchange.Outbox.put
+    monkeypatch.setattr(exchange.Outbox, "put", lambda self, letter: (put.append(bytes(letter)), before(self, letter)))
+
+    worker = lay(1)
+
+    _until(lambda: worker.collect()[0] or sender.failed)
+    _until(lambda: sender._group.sent == 1)
+    _until(lambda: sender.failed)
+    assert _update(2).frame not in put
+
+
+def test_what_was_read_is_removed_from_the_store_from_the_first_key_on(
+    store: Any, lay: Callable[[int], Exchange]
+) -> None:
+    sender, worker = lay(0), lay(1)
+    for version in (1, 2):
+        sender.post(_update(version))
+        worker.post(_ack(version))
+
+    heard: list[int] = []
+    _until(lambda: heard.extend(each.message.version for each in sender.collect()[0]) or heard == [1, 2])
+    taken: list[int] = []
+    _until(lambda: taken.extend(each.message.version for each in worker.collect()[0]) or taken == [1, 2])
+
+    _until(lambda: _written(store, "down") | _written(store, "up") <= {2})
