@@ -96,9 +96,9 @@ def test_a_forked_child_in_which_nothing_is_born_writes_nothing_into_its_parents
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
 
-    told = {lines[0]["pid"]: [line.get("text") for line in lines[1:]] for lines in map(lines_of, tmp_path.iterdir())}
-
-    assert told == {os.getpid(): ["the parent's", None], pid: ["the child's"]}
+    files = [lines_of(file) for file in tmp_path.glob(tracing.PATTERN)]
+    told = {lines[0]["pid"]: [line["text"] for line in lines if line["what"] == "note"] for lines in files}
+    assert told == {os.getpid(): ["the parent's"], pid: ["the child's"]}
 
 
 def _receive_and_be_killed(end: Any) -> None:
