@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import multiprocessing
 import os
@@ -90,6 +91,8 @@ def test_a_forked_child_has_a_file_of_its_own_in_which_its_copies_are_born(tmp_p
 def test_a_forked_child_in_which_nothing_is_born_writes_nothing_into_its_parents_file(tmp_path: Path) -> None:
     with tracing.record(tmp_path) as recorder:
         recorder.note("the parent's")
+        # Of machines that other tests have left the child would hold copies, which are born.
+        gc.collect()
         pid = os.fork()
         if pid == 0:
             recorder.note("the child's")
@@ -129,6 +132,13 @@ def test_a_worker_that_is_killed_leaves_a_trace_that_conforms_as_far_as_it_goes(
     assert verdict.findings == ()
     # The others are copies, in the child, of what this process held.
     assert [len(run.machines) for run in verdict.runs if len(run.machines) > 1] == [2]
+
+
+@pytest.mark.parametrize("size", [16, 64, 65, 1000])
+def test_bytes_that_differ_anywhere_are_recorded_differently(size: int) -> None:
+    told = {tracing.plain(bytes(size - 1 - at) + b"x" + bytes(at)) for at in range(size)}
+
+    assert len(told) == size
 
 
 def test_the_environment_switches_it_on_in_another_process(tmp_path: Path) -> None:
