@@ -21,6 +21,7 @@ from world_adapters import conforms, rpc_factory, store_factory
 
 from weightsync._tables import Delivery
 from weightsync.compat.user import user_link
+from weightsync.messages import Bye, Hello
 from weightsync.testing import (
     SCENARIOS,
     Conformance,
@@ -31,10 +32,10 @@ from weightsync.testing import (
     check_transport,
 )
 from weightsync.timing import Deadline
-from weightsync.transports.base import Link, Payloads
+from weightsync.transports.base import Link, Payloads, Received
 from weightsync.transports.calls import BlockingLink, CallLink
 from weightsync.transports.doors import Door
-from weightsync.transports.local import local_pair
+from weightsync.transports.local import LocalLink, local_pair
 from weightsync.transports.pipe import PipeLink
 from weightsync.transports.queues import QueueChannel, QueueLink
 
@@ -103,6 +104,22 @@ def local(delivery: Delivery, payloads: Payloads) -> Callable[[str], Ends]:
         return Ends(first, second, cut=first.network.cut)
 
     return lay
+
+
+class GoodbyesFirst(LocalLink):
+    """What came with a goodbye comes behind it: as right as any other order, where links reorder."""
+
+    def receive(self) -> list[Received]:
+        return sorted(super().receive(), key=lambda each: _FIRST.get(type(each.message), len(_FIRST)))
+
+
+_FIRST = {Hello: 0, Bye: 1}
+
+
+def goodbyes_first(model_id: str) -> Ends:
+    pair = local_pair(Delivery.REORDERED, payloads=Payloads.SHARED)
+    first, second = (GoodbyesFirst(link.network, link.side, Payloads.SHARED) for link in pair)
+    return Ends(first, second, cut=first.network.cut)
 
 
 def pipe(payloads: Payloads) -> Callable[[str], Ends]:
@@ -265,6 +282,7 @@ ADAPTERS = [
         for delivery in Delivery
         for payloads in Payloads
     ),
+    Adapter("local REORDERED, goodbyes first", goodbyes_first, {"several models": ONE_MODEL}),
     *(Adapter(f"pipe {payloads.value}", pipe(payloads)) for payloads in Payloads),
     Adapter("queue", queues, QUEUES),
     Adapter("calls in this process", door(DirectCourier), CALLS),

@@ -198,10 +198,15 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _heard(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
         try:
             for received in read(link):
-                if number in self._links:
+                if self._listens(worker, number):
                     yield from self._events(worker, number, link, received.message)
         except (TransportError, ProtocolError) as error:
             yield pure.LinkLost(worker, number, str(error))
+
+    def _listens(self, worker: int, number: int) -> bool:
+        """Whether a link is in force. One that is lost amid a step is closed behind it."""
+        entry = self.data.roll.get(worker)
+        return entry is not None and entry.link == number and entry.standing is not pure.Standing.LOST
 
     def _last_words(self, worker: int, number: int, reason: str) -> Iterator[pure.Event]:
         """The events of a link that cannot be written to any more: what it said before its death, then its death."""
