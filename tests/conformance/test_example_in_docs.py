@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import weightsync.testing
 from weightsync.testing import SCENARIOS, Ends, check_transport
 
@@ -15,8 +17,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "queue_transport.py"
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("queue_transport", EXAMPLE)
+def load(example: Path = EXAMPLE) -> Any:
+    spec = importlib.util.spec_from_file_location(example.stem, example)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -29,6 +31,23 @@ def test_the_example_conforms(caplog: Any) -> None:
     assert {*found.passed, *found.beside, "several models"} == set(SCENARIOS)
     assert set(found.beside) == {"the graph of reordered", "the graph of duplicated", "the graph of lost"}
     assert found.unreached == {}
+
+
+def test_the_scheme_of_the_docs_sends_over_the_links_of_the_docs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+
+    load(EXAMPLE.with_name("queue_scheme.py")).main()
+
+    assert capsys.readouterr().out == "APPLIED ANSWER True\n"
+
+
+def test_the_page_names_each_rule_by_its_class_and_the_examples_are_there() -> None:
+    page = (DOCS / "testing.md").read_text(encoding="utf-8")
+
+    assert "`weightsync.testing.Rule`" in page
+    assert all((DOCS / example).is_file() for example in re.findall(r"\]\((examples/[^)]+)\)", page))
 
 
 def test_the_page_names_each_ability_and_each_method_of_a_link() -> None:

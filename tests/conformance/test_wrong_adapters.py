@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,19 @@ class Drops(Wrong):
 
 class DropsTheSecond(Drops):
     number = 2
+
+
+class DropsTheSixtieth(Drops):
+    number = 60
+
+
+class LosesExtras(Wrong):
+    def receive(self) -> list[Received]:
+        received = self.link.receive()
+        return [
+            replace(one, message=replace(one.message, extras=b"")) if isinstance(one.message, Update) else one
+            for one in received
+        ]
 
 
 class Reorders(Wrong):
@@ -105,6 +119,46 @@ class SwallowsDeath(Wrong):
             if self.link._closed:
                 raise
             return []
+
+
+class TellsItsDeathOnce(Wrong):
+    def receive(self) -> list[Received]:
+        try:
+            return self.link.receive()
+        except TransportError:
+            self.count += 1
+            if self.link._closed or self.count == 1:
+                raise
+            return []
+
+
+class NeverAsksToWrite(Wrong):
+    """It writes when it is asked the second time, and nothing says that it waits to be asked."""
+
+    kept: Any = None
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        if payload is None:
+            self.link.send(message)
+        else:
+            self.kept = message, payload
+
+    def flush(self) -> bool:
+        if self.kept is None:
+            return self.link.flush()
+        self.count += 1
+        if self.count % 2:
+            return False
+        kept, self.kept = self.kept, None
+        self.link.send(*kept)
+        return self.link.flush()
+
+
+class ClosesOnce(Wrong):
+    def close(self) -> None:
+        if self.link._closed:
+            raise TransportError("It is closed already.")
+        self.link.close()
 
 
 class DiesOfItself(Wrong):
@@ -290,6 +344,12 @@ def factory(wrong: Callable[[LocalLink], Any], payloads: Payloads = Payloads.INL
 
 WRONG = [
     (Drops, Rule.ARRIVES, "many messages"),
+    (DropsTheSixtieth, Rule.ARRIVES, "many messages"),
+    (LosesExtras, Rule.GENUINE, "every field"),
+    (TellsItsDeathOnce, Rule.DEATH_TOLD, "a receiver that is gone"),
+    (NeverAsksToWrite, Rule.WAKES, "room to write"),
+    (ClosesOnce, Rule.OWN_ERRORS, "closing"),
+    (ClosesOnce, Rule.CLOSED, "a receiver that is gone"),
     (Reorders, Rule.ORDER, "many messages"),
     (GreetsLate, Rule.ORDER, "the first update with the handshake"),
     (Duplicates, Rule.ONCE, "many messages"),
@@ -381,6 +441,21 @@ def test_what_cannot_be_reached_and_is_not_declared_is_refused() -> None:
 def test_declarations_are_checked(bad: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError):
         check_transport(lambda model_id: Ends(*local_pair()), unreachable=bad)
+
+
+class Undeclared(Wrong):
+    def __init__(self, link: LocalLink) -> None:
+        super().__init__(link)
+        self.delivery = "ordered"
+
+
+@pytest.mark.parametrize(
+    ("lay", "match"),
+    [(lambda model_id: local_pair(), "made a tuple"), (factory(Undeclared), "declares delivery 'ordered'")],
+)
+def test_a_factory_that_makes_something_else_is_told_what_to_make(lay: Any, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        check_transport(lay, patience=PATIENCE)
 
 
 def test_a_link_that_may_lose_is_not_asked_for_what_it_lost() -> None:

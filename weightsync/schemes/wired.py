@@ -67,7 +67,8 @@ class Wired(Rendezvous, abc.ABC):
         users = self._users_transport(endpoint)
         if users is None:
             raise ConfigurationError(
-                f"{type(self).__name__} lays no links: give it a TransportBackend, or override create_transport()."
+                f"{type(self).__name__} lays no links: give it a TransportBackend, have create_transport() return one, "
+                "or override lay_link() to return a Link of your own."
             )
         return user_link(users, peer)
 

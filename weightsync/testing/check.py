@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping
 
-from weightsync.errors import ConfigurationError
+from weightsync._tables import Delivery
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.testing.coverage import Coverage
 from weightsync.testing.ends import Ends, Factory
 from weightsync.testing.rules import Breach, Broken, Conformance, Nonconforming, Rule
@@ -41,11 +42,12 @@ def check_transport(
 
     Raises:
         Nonconforming: rules were broken; it says which, where and how.
-        ConfigurationError: an unknown scenario, or one declared unreachable without a reason.
+        ConfigurationError: an unknown scenario, or one declared unreachable without a reason; the factory makes no
+            `Ends`, or of links that declare no `Delivery`.
     """
     declared = dict(unreachable or {})
     chosen = _chosen(declared, only)
-    probe = factory("policy")
+    probe = _required(factory("policy"))
     delivery = probe.sender.delivery
     beside = {each.name: why for each in chosen if each.name not in declared and (why := each.beside(delivery))}
     passed: list[str] = []
@@ -65,6 +67,15 @@ def check_transport(
     if broken:
         raise Nonconforming(conformance)
     return conformance
+
+
+def _required(made: object) -> Ends:
+    if not isinstance(made, Ends):
+        raise ConfigurationError(f"the factory made a {type(made).__name__}: it must make Ends(sender, receiver).")
+    delivery = getattr(made.sender, "delivery", None)
+    if not isinstance(delivery, Delivery):
+        raise ConfigurationError(f"the sender's link declares delivery {delivery!r}: it must be a weightsync.Delivery.")
+    return made
 
 
 def _chosen(declared: Mapping[str, str], only: Collection[str] | None) -> list[Scenario]:
@@ -97,16 +108,29 @@ def _played(scenario: Scenario, stage: Stage) -> Broken | None:
     thread = threading.Thread(target=_play, args=(scenario, stage, raised), name=f"kit: {scenario.name}", daemon=True)
     thread.start()
     blocked = _watched(thread, stage)
-    stage.strike()
+    unclosed = _struck(scenario, stage)
     thread.join(stage.patience)
     if blocked:
         return Broken(Rule.NEVER_BLOCKS, scenario.name, tuple(stage.watch.steps), blocked)
     if not raised:
-        return None
+        return unclosed
     error = stage.watch.breach or raised[0]
     if isinstance(error, Breach):
         return Broken(error.rule, scenario.name, tuple(stage.watch.steps), error.what)
+    if isinstance(error, TransportError | ProtocolError | ConfigurationError):
+        what = f"{error!r} was raised where the contract has no error"
+        return Broken(Rule.OWN_ERRORS, scenario.name, tuple(stage.watch.steps), what)
     raise error
+
+
+def _struck(scenario: Scenario, stage: Stage) -> Broken | None:
+    """Take the scenario down: every link is closed, whoever closed it before."""
+    try:
+        stage.strike()
+    except Exception as error:  # noqa: BLE001 - whatever an adapter raises here is told
+        what = f"behind the scenario, closing all links raised {error!r}"
+        return Broken(Rule.CLOSED, scenario.name, tuple(stage.watch.steps), what)
+    return None
 
 
 def _play(scenario: Scenario, stage: Stage, raised: list[BaseException]) -> None:

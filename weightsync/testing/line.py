@@ -135,6 +135,7 @@ class Line:
         """That end must tell that the link is dead."""
         self.stage.watch.steps.append(f"{tap.end.value} must tell that the link is dead")
         self.stage.until_dead(tap, lambda: _swallow(tap.receive))
+        must_raise("receive() on a link that told that it is dead", tap.receive, Rule.DEATH_TOLD)
 
 
 def _swallow(receive: Callable[[], list[Received]]) -> None:

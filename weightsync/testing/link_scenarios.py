@@ -18,6 +18,7 @@ from weightsync.testing.tap import Tap
 from weightsync.transports.memory import Buffer, Storage
 
 _MIB = 2**20
+MANY = 100
 SIZES = (0, 1, 3, 7, 63, 4095, 65_535, 65_536, 65_537, _MIB)
 
 
@@ -25,10 +26,10 @@ def messages(stage: Stage) -> None:
     """Many small messages, there and back."""
     line = Line(stage)
     line.greet()
-    for version in range(1, 21):
+    for version in range(1, MANY + 1):
         line.tell(*line.update(version, nbytes=version % 3))
     line.receive(line.receiver)
-    for version in range(1, 21):
+    for version in range(1, MANY + 1):
         line.answer(line.ack(version))
     line.receive(line.sender)
 
@@ -66,6 +67,11 @@ def fields(stage: Stage) -> None:
         line.receive(line.receiver)
         line.answer(answer)
         line.receive(line.sender)
+    update, buffer = line.update(3, 300)
+    line.tell(replace(update, layout=bytes(range(256)) * 300, digest=b"y" * 16, extras=bytes(range(256)) * 300), buffer)
+    line.receive(line.receiver)
+    line.answer(line.ack(3))
+    line.receive(line.sender)
     line.tell(line.bye())
     line.receive(line.receiver)
 
@@ -101,6 +107,18 @@ def a_peer_that_does_not_read(stage: Stage) -> None:
     line.receive(line.receiver)
     for version in range(1, 13):
         line.answer(line.ack(version))
+    line.receive(line.sender)
+
+
+def room_to_write(stage: Stage) -> None:
+    """What does not fit at once is written on when the link says that it can be: nobody asks unasked."""
+    line = Line(stage)
+    line.greet()
+    line.tell(*line.update(1, nbytes=20 * _MIB))
+    stage.watch.steps.append("the sender's end writes whenever it says that it can")
+    stage.until_written(line.sender, line.receiver.receive)
+    line.receive(line.receiver)
+    line.answer(line.ack(1))
     line.receive(line.sender)
 
 
@@ -250,6 +268,7 @@ LINK_SCENARIOS = (
     ),
     Scenario("payloads of 40 MiB", partial(payloads, sizes=(40 * _MIB, 40 * _MIB - 3), storage=Storage.SEGMENTS)),
     Scenario("a peer that does not read", a_peer_that_does_not_read),
+    Scenario("room to write", room_to_write),
     Scenario("waitables", waitables),
     Scenario("closing", closing, over_losses=True),
     Scenario("the sender's last words", the_senders_last_words),

@@ -158,6 +158,16 @@ class Stage:
             if deadline.passed and not tap.dead:
                 raise Breach(Rule.DEATH_TOLD, f"{tap.end.value} was not told within {self.patience:g} seconds")
 
+    def until_written(self, tap: Tap, read: Callable[[], object]) -> None:
+        """Have it write whenever a descriptor of its own says so, while the other end is read."""
+        deadline, asked = Deadline(self.patience), True
+        while not (asked and tap.flush()):
+            if deadline.passed:
+                what = "has something to write, and neither wants_write() nor a waitable says when it can"
+                raise Breach(Rule.WAKES, f"{tap.end.value} {what}")
+            read()
+            asked = bool(wait(self._waker, [tap], 0.02))
+
     def readable(self, tap: Tap, seconds: float) -> bool:
         """Whether one of its waitables becomes readable in that time."""
         return bool(wait(self._waker, [tap], seconds)) if tap.waitables() else tap.dead
