@@ -239,6 +239,23 @@ def test_every_forged_value_is_refused_though_all_is_sealed_anew(file: Path) -> 
     assert passed == []
 
 
+def test_a_handshake_that_loses_the_number_of_its_link_on_the_way_is_refused(file: Path) -> None:
+    lines = lines_of(file)
+    came = [
+        number
+        for number, line in enumerate(lines)
+        if (line["what"], line.get("role"), line.get("message", {}).get("is")) == ("received", "receiver", "Hello")
+    ]
+    for number in came:
+        changed = copy.copy(lines)
+        changed[number] = _with(lines[number], ("message", "link"), 0)
+
+        found = first(judged(write(file, changed)))
+
+        assert found
+    assert came
+
+
 def _with(line: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     changed = json.loads(json.dumps(line))
     place = changed

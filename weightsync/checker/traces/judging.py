@@ -143,11 +143,10 @@ def runs_of(machines: Sequence[Machine]) -> list[Network]:
     """The machines, by who has talked with whom."""
     network = Network(machines)
     group = {machine.name: {machine.name} for machine in machines}
-    for (ours, _), theirs in network.hellos.items():
-        for name, _ in theirs:
-            joined = group[ours] | group[name]
-            for each in joined:
-                group[each] = joined
+    for ours, theirs in network.acquainted:
+        joined = group[ours] | group[theirs]
+        for each in joined:
+            group[each] = joined
     runs: dict[int, list[Machine]] = defaultdict(list)
     for machine in machines:
         runs[id(group[machine.name])].append(machine)

@@ -49,6 +49,8 @@ class Network:
     #: The links of senders whose Hello came over a receiver's link, and the reverse.
     hellos: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
     heard_by: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
+    #: Receivers, and senders whose handshake came to them, over whichever link.
+    acquainted: list[tuple[str, str]] = field(default_factory=list)
     #: The incarnations whose handshakes came over a receiver's link, recorded or not.
     met: dict[Place, set[int]] = field(default_factory=lambda: defaultdict(set))
     #: Messages whose sender is in no file, or was not recorded any more.
@@ -84,7 +86,10 @@ class Network:
             ours = (receiver.name, moment.link)
             self.met[ours].add(hello.incarnation)
             sender = self._sender(hello.incarnation, moment)
-            if sender is not None and hello.link:
+            if sender is None:
+                continue
+            self.acquainted.append((receiver.name, sender.name))
+            if hello.link:
                 theirs = (sender.name, hello.link)
                 if theirs not in self.hellos[ours]:
                     self.hellos[ours].append(theirs)
