@@ -114,7 +114,7 @@ def room_to_write(stage: Stage) -> None:
     """What does not fit at once is written on when the link says that it can be: nobody asks unasked."""
     line = Line(stage)
     line.greet()
-    line.tell(*line.update(1, nbytes=20 * _MIB))
+    line.tell(*line.update(1, nbytes=4 * _MIB))
     stage.watch.steps.append("the sender's end writes whenever it says that it can")
     stage.until_written(line.sender, line.receiver.receive)
     line.receive(line.receiver)
