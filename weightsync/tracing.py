@@ -237,7 +237,6 @@ class Recorder:
     def _give_up(self, error: OSError) -> None:
         """End the recording where a line could not be written: no run dies of its recorder."""
         assert self._fd is not None
-        self._ended = True
         # The word that recording ended needs room: it takes that of the last line, unless that is the header.
         mark = self._before
         end, _ = seal({"i": mark.lines, "t": mark.time, "what": What.END.value}, mark.checksum)
@@ -245,8 +244,7 @@ class Recorder:
             os.ftruncate(self._fd, mark.size if mark.lines else self._whole.size)
             if mark.lines:
                 os.write(self._fd, end.encode())
-        os.close(self._fd)
-        self._fd = None
+        self._stop()
         logger.error(
             "Recording to %s ended after %s lines: %s. The run goes on and is not recorded any more in this process; "
             "what was written can be verified. Make room, and record again.",
@@ -260,10 +258,13 @@ class Recorder:
         with self._lock:
             if self._fd is not None and os.getpid() == self._pid:
                 self.write({"t": now_ns(), "what": What.END.value})
-            if self._fd is not None and os.getpid() == self._pid:
-                os.close(self._fd)
-                self._fd = None
-            self._ended = True
+            self._stop()
+
+    def _stop(self) -> None:
+        self._ended = True
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 class Life:

@@ -139,7 +139,9 @@ class WeightSyncScheme(Wired):
         Raises:
             ConfigurationError: it is not said, or is contradictory. No link has been laid.
         """
-        raise NotImplementedError(f"{type(self).__name__} overrides no init_on_sender().")
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides no init_on_sender(): do so, or use create_sender() and add_worker()."
+        )
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """How the sender reaches us: what `listen` takes.
@@ -147,7 +149,10 @@ class WeightSyncScheme(Wired):
         Raises:
             ConfigurationError: it is not said.
         """
-        raise NotImplementedError(f"{type(self).__name__} overrides no init_on_worker().")
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides no init_on_worker(): do so, or use create_receiver() and "
+            "register_worker_transport()."
+        )
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """What the weights are applied to: a model, or a path on the context."""

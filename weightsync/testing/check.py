@@ -72,7 +72,7 @@ def check_transport(
 def _required(made: object) -> Ends:
     if not isinstance(made, Ends):
         raise ConfigurationError(f"the factory made a {type(made).__name__}: it must make Ends(sender, receiver).")
-    delivery = getattr(made.sender, "delivery", None)
+    delivery = made.sender.delivery
     if not isinstance(delivery, Delivery):
         raise ConfigurationError(f"the sender's link declares delivery {delivery!r}: it must be a weightsync.Delivery.")
     return made

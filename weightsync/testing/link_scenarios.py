@@ -7,7 +7,7 @@ from functools import partial
 
 from weightsync._tables import RefusalKind
 from weightsync.errors import TransportError
-from weightsync.messages import Ack, Hello, Refusal
+from weightsync.messages import Ack, Hello, Refusal, WeightsForm
 from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
 from weightsync.testing.line import INCARNATION, Line, must_raise
 from weightsync.testing.payloads import Payloads
@@ -18,7 +18,7 @@ from weightsync.testing.tap import Tap
 from weightsync.transports.memory import Buffer, Storage
 
 _MIB = 2**20
-MANY = 100
+_MANY = 100
 SIZES = (0, 1, 3, 7, 63, 4095, 65_535, 65_536, 65_537, _MIB)
 
 
@@ -26,10 +26,10 @@ def messages(stage: Stage) -> None:
     """Many small messages, there and back."""
     line = Line(stage)
     line.greet()
-    for version in range(1, MANY + 1):
+    for version in range(1, _MANY + 1):
         line.tell(*line.update(version, nbytes=version % 3))
     line.receive(line.receiver)
-    for version in range(1, MANY + 1):
+    for version in range(1, _MANY + 1):
         line.answer(line.ack(version))
     line.receive(line.sender)
 
@@ -68,7 +68,8 @@ def fields(stage: Stage) -> None:
         line.answer(answer)
         line.receive(line.sender)
     update, buffer = line.update(3, 300)
-    line.tell(replace(update, layout=bytes(range(256)) * 300, digest=b"y" * 16, extras=bytes(range(256)) * 300), buffer)
+    long = bytes(range(256)) * 300
+    line.tell(replace(update, layout=long, digest=b"y" * 16, extras=long, form=WeightsForm.TENSORDICT), buffer)
     line.receive(line.receiver)
     line.answer(line.ack(3))
     line.receive(line.sender)

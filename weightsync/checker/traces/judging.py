@@ -14,7 +14,6 @@ from weightsync.checker.traces.lines import Finding, Line, TraceFile, find_files
 from weightsync.checker.traces.network import Network
 from weightsync.checker.traces.replaying import HALVES, Machine, replay
 from weightsync.checker.traces.talkers import listen
-from weightsync.tracing import What
 
 
 class Judgement(Enum):
@@ -121,10 +120,9 @@ def _meaning(damage: Finding, meant: Finding | None) -> Finding:
 def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
     """The machines that files tell of, replayed."""
     lines: dict[tuple[str, str], list[Line]] = defaultdict(list)
-    ended: dict[Path, int] = {}
+    ended: dict[Path, int | None] = {}
     for file in files:
-        if file.lines and file.lines[-1].what is What.END:
-            ended[file.path] = file.lines[-1].time
+        ended[file.path] = file.ended
         for line in file.lines:
             if line.machine:
                 lines[file.clock, line.machine].append(line)
@@ -133,7 +131,7 @@ def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
         first = told[0].said
         role = first.get("role")
         machine = Machine(name, role if role in HALVES else "sender", str(first.get("model")), clock, told)
-        machine.ended = ended.get(told[-1].path)
+        machine.ended = ended[told[-1].path]
         replay(machine)
         machines.append(machine)
     return machines

@@ -76,6 +76,11 @@ class TraceFile:
     damage: Finding | None = None
 
     @property
+    def ended(self) -> int | None:
+        """When its recording ended; None: with its process, or nobody knows."""
+        return self.lines[-1].time if self.lines and self.lines[-1].what is What.END else None
+
+    @property
     def clock(self) -> str:
         """Its clock: times of the same clock can be compared."""
         return str(self.lines[0].said.get("clock", "")) if self.lines else ""
