@@ -134,10 +134,10 @@ class Recording:
         return [f"in {test}:", *(f"  {line}" for line in shown(found))]
 
     def _counts(self, runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
-        conforming = [run for run in runs if not run.findings]
+        spans = [(run.begun, run.ended, run.events) for run in runs if not run.findings]
         counts: dict[str, tuple[int, int]] = {}
         for played in self.played:
-            met = [run.events for run in conforming if run.begun <= played.ended and run.ended >= played.begun]
+            met = [events for begun, ended, events in spans if begun <= played.ended and ended >= played.begun]
             name = played.name.partition("[")[0]
             count, events = counts.get(name, (0, 0))
             counts[name] = (count + len(met), events + sum(met))
