@@ -48,12 +48,11 @@ test: lint
 	$(PYTEST) -m 'not slow and not tlc'
 
 verify-quick: $(INSTALLED)
-	$(BIN)/weightsync check --all
-	$(BIN)/weightsync check --second
+	$(BIN)/weightsync check --all --second quick
 	$(PYTEST) -m 'tlc and not slow'
 
 verify: $(INSTALLED)
-	$(BIN)/weightsync check --all --second
+	$(BIN)/weightsync check --all --second all
 	$(PYTEST) -m 'tlc and not slow'
 	$(PYTEST) -m slow
 	$(BIN)/weightsync check --mutants --share $(SHARE)

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from weightsync import cli
-from weightsync.checker import Counts, Manifest, Progress, ToolMissingError, Verdict
+from weightsync.checker import Counts, Manifest, Progress, Tier, ToolMissingError, Verdict
 from weightsync.checker.output import Findings
 from weightsync.checker.process import Ending, Job, Outcome
 from weightsync.checker.second import SecondVerdict
@@ -208,3 +208,45 @@ def test_the_second_checker_has_a_line_for_each_and_says_what_it_left_out(manife
         "The second checker agrees with TLC on 1 of 2 configurations (9 edges), in 2 s.",
         "  not examined: HoldsLarger: too large",
     ]
+
+
+@pytest.fixture
+def examined(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Neither checker runs; this is what the second one was asked for."""
+    module, asked = importlib.import_module("weightsync.cli.check"), list[str]()
+
+    class First(module.Suite):
+        def run(self, configurations: Any) -> list[Verdict]:
+            return [verdict(manifest, found.name) for found in configurations]
+
+    class Second(module.SecondSuite):
+        def run(self, verdicts: Any) -> list[SecondVerdict]:
+            asked.extend(each.configuration.name for each in verdicts)
+            return [SecondVerdict(each, left_out="nobody looks") for each in verdicts]
+
+    monkeypatch.setattr(module, "find_toolchain", lambda: None)
+    monkeypatch.setattr(module, "Suite", First)
+    monkeypatch.setattr(module, "SecondSuite", Second)
+    return asked
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_the_second_checker_looks_at_those_of_its_tier(
+    runner: CliRunner, manifest: Manifest, examined: list[str], tier: Tier
+) -> None:
+    told = runner.invoke(build(), ["check", "--all", "--second", tier.value, "--model", str(SPECS)])
+
+    assert told.exit_code == 0, told.output
+    assert examined == [found.name for found in manifest.tier(tier)]
+
+
+def test_a_second_checker_that_would_look_at_nothing_is_refused(
+    runner: CliRunner, manifest: Manifest, examined: list[str]
+) -> None:
+    larger = next(found.name for found in manifest.configurations if found.tier is Tier.ALL)
+
+    told = runner.invoke(build(), ["check", larger, "--second", "quick", "--model", str(SPECS)])
+
+    assert told.exit_code == 2
+    assert "none of those to run is a quick one: --second all" in told.stderr
+    assert examined == []

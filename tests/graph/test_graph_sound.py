@@ -1,6 +1,6 @@
 """What the pages promise, checked of the shipped code's own graph by the second checker: in Python alone, without TLC.
 
-The graph is the one that TLC's equals; where TLC is, both have been asked (`test_graph`, `weightsync check --second`).
+The graph is the one that TLC's equals; where TLC is, both have been asked (`test_graph`, `check --second all`).
 """
 
 from __future__ import annotations

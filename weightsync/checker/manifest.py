@@ -26,6 +26,10 @@ class Tier(Enum):
     QUICK = "quick"
     ALL = "all"
 
+    def covers(self, other: Tier) -> bool:
+        """Whether what is of the other tier is run with this one too."""
+        return self in (Tier.ALL, other)
+
 
 class Purpose(Enum):
     """What a configuration is there for."""
@@ -170,7 +174,7 @@ class Manifest:
 
     def tier(self, tier: Tier) -> tuple[Configuration, ...]:
         """Return the quick configurations, or all."""
-        return tuple(found for found in self.configurations if tier is Tier.ALL or found.tier is Tier.QUICK)
+        return tuple(found for found in self.configurations if tier.covers(found.tier))
 
 
 def _idle(folder: Path, coverage: Mapping[str, Any]) -> tuple[Idle, ...]:

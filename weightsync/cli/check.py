@@ -68,12 +68,15 @@ def check(  # noqa: PLR0917
         bool,
         typer.Option("--pin", help="Write the counts seen into the manifest, where all else is as expected."),
     ] = False,
-    twice: Annotated[
-        bool,
+    second: Annotated[
+        Tier | None,
         typer.Option(
-            "--second", help="Examine each graph by a second checker too, in Python, and fail where the two disagree."
+            "--second",
+            help="Have a second checker, in Python, look at the graphs too, of the quick ones of those that are run "
+            "or of all; fail where the two disagree.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     report: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all that was found to a file.")
     ] = None,
@@ -97,6 +100,8 @@ def check(  # noqa: PLR0917
         return
     if coverage:
         chosen = tuple(found for found in chosen if found.purpose is Purpose.PROOF)
+    if second and not any(second.covers(found.tier) for found in chosen):
+        raise typer.BadParameter("none of those to run is a quick one: --second all", param_hint="--second")
     started = time.monotonic()
     verdicts = _run(manifest, chosen, console, Coverage.COUNTED if coverage else Coverage.NOT_COUNTED)
     if report:
@@ -107,14 +112,15 @@ def check(  # noqa: PLR0917
     vacuous = (*vacuity(verdicts, manifest.planted), *idle(verdicts, manifest)) if coverage else ()
     for line in vacuous:
         console.print(line, markup=False)
-    agreed = not twice or _examine_again(manifest, verdicts, console)
+    agreed = second is None or _examine_again(manifest, verdicts, second, console)
     if vacuous or not agreed or not all(verdict.as_expected for verdict in verdicts):
         raise typer.Exit(_DIFFERS)
 
 
-def _examine_again(manifest: Manifest, verdicts: Sequence[Verdict], console: Console) -> bool:
-    """Have the second checker look at the same configurations; return whether it agrees."""
+def _examine_again(manifest: Manifest, verdicts: Sequence[Verdict], tier: Tier, console: Console) -> bool:
+    """Have the second checker look at those configurations that are of a tier; return whether it agrees."""
     started = time.monotonic()
+    verdicts = [verdict for verdict in verdicts if tier.covers(verdict.configuration.tier)]
 
     def ended(verdict: SecondVerdict) -> None:
         console.print(second_line(verdict), soft_wrap=True)
