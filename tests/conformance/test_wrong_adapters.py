@@ -323,6 +323,14 @@ class OpenForEver(Wrong):
         self.link.send(message, payload)
 
 
+class LeavesItToTheCollector(Wrong):
+    """A descriptor of its own is closed when nobody has the link any more."""
+
+    def __init__(self, link: LocalLink) -> None:
+        super().__init__(link)
+        self.left = Waker()
+
+
 class RaisesItsOwn(Wrong):
     def send(self, message: Any, payload: Any = None) -> None:
         if self.link._closed:
@@ -368,6 +376,7 @@ WRONG = [
     (Silent, Rule.WAKES, "many messages"),
     (Screams, Rule.QUIET, "waitables"),
     (OpenForEver, Rule.CLOSED, "closing"),
+    (LeavesItToTheCollector, Rule.FREED, "many connections"),
     (RaisesItsOwn, Rule.OWN_ERRORS, "closing"),
 ]
 
@@ -381,6 +390,23 @@ def test_a_wrong_adapter_is_refused_by_its_rule(wrong: Any, rule: Rule, scenario
     (broken,) = refused.value.conformance.broken
     assert (broken.scenario, bool(broken.steps), bool(broken.what)) == (scenario, True, True)
     assert f"{rule.name}: {rule.value}" in str(refused.value)
+
+
+def test_an_adapter_that_leaves_a_thread_at_each_link_is_refused() -> None:
+    done = threading.Event()
+
+    class LeavesAThread(Wrong):
+        def __init__(self, link: LocalLink) -> None:
+            super().__init__(link)
+            threading.Thread(target=done.wait).start()
+
+    try:
+        with pytest.raises(Nonconforming, match="left one of their threads each") as refused:
+            check_transport(factory(LeavesAThread), only=["many connections"], patience=PATIENCE)
+    finally:
+        done.set()
+
+    assert refused.value.rules == {Rule.FREED}
 
 
 #: One for each class of faults, found by the replay of the model's paths alone.

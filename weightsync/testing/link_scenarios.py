@@ -1,4 +1,4 @@
-"""Scenarios of links alone: what goes in must come out, and nothing may block, leak or lie."""
+"""Scenarios of links alone: what goes in must come out, and nothing may block or lie."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 from weightsync._tables import RefusalKind
-from weightsync.errors import TransportError
 from weightsync.messages import Ack, Hello, Refusal, WeightsForm
 from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
-from weightsync.testing.line import INCARNATION, Line, must_raise
+from weightsync.testing.line import INCARNATION, Line
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.script import Ability, Scenario
 from weightsync.testing.stage import Stage
-from weightsync.testing.tap import Tap
 from weightsync.transports.memory import Buffer, Storage
 
 _MIB = 2**20
@@ -138,84 +136,6 @@ def waitables(stage: Stage) -> None:
         stage.quiet(line.sender)
 
 
-def closing(stage: Stage) -> None:
-    """Closed is closed: at once, for good, and twice."""
-    line = Line(stage)
-    line.greet()
-    for tap in (line.sender, line.receiver):
-        stage.watch.steps.append(f"{tap.end.value} is closed, twice")
-        tap.close()
-        tap.close()
-        must_raise("send() on a closed link", partial(_unheard, line, tap), Rule.CLOSED)
-        must_raise("flush() on a closed link", tap.flush, Rule.CLOSED)
-        must_raise("receive() on a closed link", tap.receive, Rule.CLOSED)
-        if tap.waitables() or tap.wants_write() is not None:
-            raise Breach(Rule.CLOSED, f"{tap.end.value} is closed and still has descriptors to wait for")
-
-
-def _unheard(line: Line, tap: Tap) -> None:
-    tap.send(line.ack(99))
-
-
-def the_senders_last_words(stage: Stage) -> None:
-    """What had left the sender's end before it was closed is delivered, then the death is told."""
-    line = Line(stage)
-    line.greet()
-    for version in range(1, 11):
-        line.tell(*line.update(version, nbytes=500 * (version % 2)))
-    line.drained(line.sender)
-    line.sender.close()
-    line.ends_at(line.receiver)
-
-
-def the_receivers_last_words(stage: Stage) -> None:
-    """What had left the receiver's end before it was closed is delivered."""
-    line = Line(stage)
-    line.greet()
-    for version in range(1, 11):
-        line.tell(line.update(version)[0])
-    line.receive(line.receiver)
-    for version in range(1, 11):
-        line.answer(line.ack(version))
-    line.drained(line.receiver)
-    line.receiver.close()
-    line.receive_until_told(line.sender)
-
-
-def a_receiver_that_is_gone(stage: Stage) -> None:
-    """The receiver's end is closed while nothing is on its way: the sender's end tells so by itself."""
-    line = Line(stage)
-    line.greet()
-    line.receiver.close()
-    line.ends_at(line.sender)
-
-
-def a_send_to_one_that_is_gone(stage: Stage) -> None:
-    """The receiver's end is closed: a message that is sent then is refused, or the death is told soon after."""
-    line = Line(stage)
-    line.greet()
-    line.receiver.close()
-    try:
-        line.tell(*line.update(1, nbytes=1000))
-    except TransportError:
-        return
-    line.ends_at(line.sender)
-
-
-def a_cut(stage: Stage) -> None:
-    """The connection breaks: both ends tell so."""
-    line = Line(stage)
-    line.greet()
-    line.tell(*line.update(1, nbytes=100_000))
-    stage.watch.steps.append("the connection is cut")
-    line.cable.cut = True
-    assert line.ends.cut is not None
-    line.ends.cut()
-    for tap in (line.sender, line.receiver):
-        line.ends_at(tap)
-        must_raise("send() on a link that told that it is dead", partial(_unheard, line, tap), Rule.DEATH_TOLD)
-
-
 def buffers(stage: Stage, storage: Storage) -> None:
     """A buffer is free once the worker has acked a newer version; all are once both ends are closed."""
     stage.storage = storage
@@ -271,12 +191,6 @@ LINK_SCENARIOS = (
     Scenario("a peer that does not read", a_peer_that_does_not_read),
     Scenario("room to write", room_to_write),
     Scenario("waitables", waitables),
-    Scenario("closing", closing, over_losses=True),
-    Scenario("the sender's last words", the_senders_last_words),
-    Scenario("the receiver's last words", the_receivers_last_words),
-    Scenario("a receiver that is gone", a_receiver_that_is_gone),
-    Scenario("a send to one that is gone", a_send_to_one_that_is_gone),
-    Scenario("a cut", a_cut, needs=Ability.CUT),
     *(Scenario(f"buffers ({storage.value})", partial(buffers, storage=storage)) for storage in Storage),
     Scenario("several models", several_models, needs=Ability.ANOTHER),
 )

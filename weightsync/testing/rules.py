@@ -27,6 +27,7 @@ class Rule(Enum):
     LAST_WORDS = "what was readable before a death is delivered first"
     LIVES = "a link lives until one of its ends is given up, or it is cut"
     CLOSED = "a closed link raises TransportError, has no waitables, and may be closed again"
+    FREED = "closing both ends frees every descriptor and thread that they have begun"
     OWN_ERRORS = "a link raises TransportError, ProtocolError and ConfigurationError only, where its contract says so"
     STATE = "sender and receiver are where the protocol says, after every step"
     APART = "links of several models over one connection do not disturb each other"

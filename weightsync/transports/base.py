@@ -101,6 +101,9 @@ class Link(Protocol):
     def close(self) -> None:
         """Give the link up, with whatever had not left. Closing twice is allowed.
 
+        Descriptors and threads that the link has begun end with it, not with the last who holds it; what blocks in
+        them, soon after.
+
         Buffers that the peer may still be reading are retired (never written again), unless it is known dead.
         """
 

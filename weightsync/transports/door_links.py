@@ -54,7 +54,7 @@ class DoorLink(WokenLink):
         self._next = 0
         self._arrived: deque[Received | ProtocolError] = deque()
         self._open: dict[int, Future[Frames]] = {}
-        self._answered: OrderedDict[int, Future[Frames]] = OrderedDict()
+        self._answered: OrderedDict[int, Frames] = OrderedDict()
         self._said_bye = False
         self._unsaid: Frames = []
         self._hung_up = False
@@ -78,9 +78,10 @@ class DoorLink(WokenLink):
                 return _done(last)
             if self._closed:
                 raise GivenUp(f"The link to {self._peer} is closed.")
-            again = self._open.get(number) or self._answered.get(number)
-            if again is not None or number < self._next:
-                return again or _done([])
+            if number in self._open:
+                return self._open[number]
+            if number in self._answered or number < self._next:
+                return _done(self._answered.get(number, []))
             answer = self._open[number] = Future()
             self._early[number] = received
             self._deliver()
@@ -143,10 +144,10 @@ class DoorLink(WokenLink):
 
     def _give(self, number: int) -> tuple[Future[Frames], Frames]:
         said, self._unsaid = self._unsaid, []
-        answer = self._answered[number] = self._open.pop(number)
+        self._answered[number] = said
         if len(self._answered) > _REMEMBERED:
             self._answered.popitem(last=False)
-        return answer, said
+        return self._open.pop(number), said
 
     def receive(self) -> list[Received]:
         """What was brought: see `Link.receive`."""

@@ -75,8 +75,7 @@ class LocalLink:
             self._pins.release()
         else:
             self._pins.retire()
-        if not self.network.crashed(self.side):
-            self.network.leave(self.side)
+        self.network.leave(self.side)
 
     def _require_open(self) -> None:
         if self._closed:

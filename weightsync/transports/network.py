@@ -155,6 +155,10 @@ class Network:
     def leave(self, side: Side) -> None:
         """That side closes its link; what it sent may still arrive. For the links."""
         with self.lock:
+            if side in self._wakers:
+                self._wakers.pop(side).close()
+            if side in self._crashed:
+                return
             self._flying = [parcel for parcel in self._flying if parcel.to is not side]
             self._inboxes[side].clear()
             self._end(side.other, "was closed by the other end")

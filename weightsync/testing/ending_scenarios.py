@@ -1,0 +1,142 @@
+"""Scenarios of links that are closed, lost or cut: what was said before comes out, the end is told, nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from weightsync.errors import TransportError
+from weightsync.testing.line import Line, must_raise
+from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.script import Ability, Scenario
+from weightsync.testing.stage import Stage
+from weightsync.testing.tap import Tap
+from weightsync.transports.base import Link
+
+#: How many connections are laid to see whether they leave anything. A few descriptors may come and go beside them.
+_CONNECTIONS = 10
+#: What a process can run out of, and how much of it this one has.
+_OPENED: Mapping[str, Callable[[], int]] = {
+    "descriptors": lambda: len(os.listdir("/dev/fd")),
+    "threads": threading.active_count,
+}
+
+
+def closing(stage: Stage) -> None:
+    """Closed is closed: at once, for good, and twice."""
+    line = Line(stage)
+    line.greet()
+    for tap in (line.sender, line.receiver):
+        stage.watch.steps.append(f"{tap.end.value} is closed, twice")
+        tap.close()
+        tap.close()
+        must_raise("send() on a closed link", partial(_unheard, line, tap), Rule.CLOSED)
+        must_raise("flush() on a closed link", tap.flush, Rule.CLOSED)
+        must_raise("receive() on a closed link", tap.receive, Rule.CLOSED)
+        if tap.waitables() or tap.wants_write() is not None:
+            raise Breach(Rule.CLOSED, f"{tap.end.value} is closed and still has descriptors to wait for")
+
+
+def _unheard(line: Line, tap: Tap) -> None:
+    tap.send(line.ack(99))
+
+
+def many_connections(stage: Stage) -> None:
+    """What a link opens it closes, and does not leave to the collector: its ends are still held here."""
+    held = [*_used(stage)]
+    gc.collect()
+    before = {what: count() for what, count in _OPENED.items()}
+    for _ in range(_CONNECTIONS):
+        held += _used(stage)
+    stage.watch.steps.append(f"{_CONNECTIONS} connections have been used and closed")
+    for what, count in before.items():
+        left = f"{_CONNECTIONS} connections were closed, and left one of their {what} each, or more"
+        stage.until(partial(_fewer, what, count + _CONNECTIONS), lambda: None, Rule.FREED, left)
+
+
+def _fewer(what: str, bound: int) -> bool:
+    return _OPENED[what]() < bound
+
+
+def _used(stage: Stage) -> tuple[Link, Link]:
+    line = Line(stage)
+    line.greet()
+    line.tell(*line.update(1, nbytes=100_000))
+    line.receive(line.receiver)
+    line.answer(line.ack(1))
+    line.receive(line.sender)
+    stage.clear()
+    return line.sender.link, line.receiver.link
+
+
+def the_senders_last_words(stage: Stage) -> None:
+    """What had left the sender's end before it was closed is delivered, then the death is told."""
+    line = Line(stage)
+    line.greet()
+    for version in range(1, 11):
+        line.tell(*line.update(version, nbytes=500 * (version % 2)))
+    line.drained(line.sender)
+    line.sender.close()
+    line.ends_at(line.receiver)
+
+
+def the_receivers_last_words(stage: Stage) -> None:
+    """What had left the receiver's end before it was closed is delivered."""
+    line = Line(stage)
+    line.greet()
+    for version in range(1, 11):
+        line.tell(line.update(version)[0])
+    line.receive(line.receiver)
+    for version in range(1, 11):
+        line.answer(line.ack(version))
+    line.drained(line.receiver)
+    line.receiver.close()
+    line.receive_until_told(line.sender)
+
+
+def a_receiver_that_is_gone(stage: Stage) -> None:
+    """The receiver's end is closed while nothing is on its way: the sender's end tells so by itself."""
+    line = Line(stage)
+    line.greet()
+    line.receiver.close()
+    line.ends_at(line.sender)
+
+
+def a_send_to_one_that_is_gone(stage: Stage) -> None:
+    """The receiver's end is closed: a message that is sent then is refused, or the death is told soon after."""
+    line = Line(stage)
+    line.greet()
+    line.receiver.close()
+    try:
+        line.tell(*line.update(1, nbytes=1000))
+    except TransportError:
+        return
+    line.ends_at(line.sender)
+
+
+def a_cut(stage: Stage) -> None:
+    """The connection breaks: both ends tell so."""
+    line = Line(stage)
+    line.greet()
+    line.tell(*line.update(1, nbytes=100_000))
+    stage.watch.steps.append("the connection is cut")
+    line.cable.cut = True
+    assert line.ends.cut is not None
+    line.ends.cut()
+    for tap in (line.sender, line.receiver):
+        line.ends_at(tap)
+        must_raise("send() on a link that told that it is dead", partial(_unheard, line, tap), Rule.DEATH_TOLD)
+
+
+ENDING_SCENARIOS = (
+    Scenario("closing", closing, over_losses=True),
+    Scenario("many connections", many_connections),
+    Scenario("the sender's last words", the_senders_last_words),
+    Scenario("the receiver's last words", the_receivers_last_words),
+    Scenario("a receiver that is gone", a_receiver_that_is_gone),
+    Scenario("a send to one that is gone", a_send_to_one_that_is_gone),
+    Scenario("a cut", a_cut, needs=Ability.CUT),
+)
