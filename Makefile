@@ -5,7 +5,7 @@ DEMO ?= --scheme shared --workers 2
 # How many processes share the tests. Each starts processes of its own, a Ray cluster among them: more is not faster on two cores.
 WORKERS ?= 2
 # All mutants of the model take more than an hour: another part of them each day.
-SHARE ?= $(shell expr $$(date +%j) % 14 + 1)/14
+SHARE ?= $(shell expr $$(date +%j) % 20 + 1)/20
 # The same examples in every run; `dev` and `nightly` look elsewhere each time.
 export HYPOTHESIS_PROFILE ?= ci
 # torch asks the name server about every connection to a store, also to this machine: one that is slow is not waited for.

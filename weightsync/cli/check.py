@@ -146,7 +146,7 @@ def _share(text: str) -> Share:
     try:
         return Share.read(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{text} is no share; the second of fourteen is 2/14", param_hint="--share") from error
+        raise typer.BadParameter(f"{text} is no share; the second of twenty is 2/20", param_hint="--share") from error
 
 
 def _hunt(manifest: Manifest, console: Console, share: Share, repin: bool) -> None:
