@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,6 +126,47 @@ def test_behind_a_payload_that_was_cut_short_nothing_leaves(
     _until(lambda: sender._group.sent == 1)
     _until(lambda: sender.failed)
     assert _update(2).frame not in put
+
+
+class Aborted(Group):
+    """A payload that is received is on its way until the group is aborted."""
+
+    receiving: threading.Event
+    over: threading.Event
+    left: threading.Event
+
+    def receive(self, client: Client, landing: memoryview, in_flight: int) -> None:
+        self.receiving.set()
+        self.over.wait(30.0)
+        raise TransportError("the process group was aborted")
+
+    def abort(self) -> None:
+        self.over.set()
+
+    def close(self) -> None:
+        self.left.set()
+
+
+def test_what_was_said_before_a_close_leaves_though_that_ends_a_payload_on_its_way_here(
+    lay: Callable[[int], Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = lay(0)
+    monkeypatch.setattr(exchange, "Group", Aborted)
+    for each in ("receiving", "over", "left"):
+        monkeypatch.setattr(Aborted, each, threading.Event(), raising=False)
+    worker, writes = lay(1), threading.Event()
+    sender.post(_update(1, LARGE))
+    assert Aborted.receiving.wait(30.0)
+
+    worker.post(replace(_ack(1), done=lambda: writes.wait(30.0)))
+    _until(lambda: not worker._outgoing)
+    worker.post(_ack(2))
+    worker.close()
+    assert Aborted.left.wait(30.0)
+    writes.set()
+
+    _until(lambda: sender.failed)
+    assert [each.message.version for each in sender.collect()[0]] == [1, 2]
 
 
 def test_what_was_read_is_removed_from_the_store_from_the_first_key_on(

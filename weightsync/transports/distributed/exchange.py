@@ -229,7 +229,9 @@ class Exchange:
         except Ended:
             self._fail(TransportError(f"{self._side.peer} has ended: {self._ending or 'the link was closed'}."))
         except (TransportError, ProtocolError) as error:
-            self._fail(error)
+            # Once closed it is we who have ended a payload on its way here: what was said before still leaves.
+            if not self._closed:
+                self._fail(error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
             self._fail(_unforeseen(error))
         finally:
