@@ -28,9 +28,13 @@ def connected() -> dict[str, Connected]:
         with contextlib.suppress(OSError):
             identity = os.readlink(f"/proc/self/fd/{entry}")
             if identity.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(entry))) as sock:
+                # Without a copy: another thread that looks just now would take that for the socket, and it ends soon.
+                sock = socket.socket(fileno=int(entry))
+                try:
                     if sock.family in (socket.AF_INET, socket.AF_INET6):
                         found[identity] = Connected(int(entry), sock.getsockname()[1], sock.getpeername()[1])
+                finally:
+                    sock.detach()
     return found
 
 
