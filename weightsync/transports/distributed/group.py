@@ -192,7 +192,7 @@ class Group:
         return ended and before == works
 
     def close(self) -> None:
-        """Let go of the group, once nobody is inside `send` or `receive`."""
+        """Let go of the group; of one that another thread is making, as soon as it is made."""
         self.abort()
         with self._lock:
             connection, self._connection, self._group = self._connection, None, None
@@ -206,9 +206,17 @@ class Group:
                 if self._over.is_set():
                     meeting.give_up()
                     raise TransportError("the process group was aborted")
-                group, connection = watching(lambda: self._make(meeting, self._rank), client.port)
-            with self._lock:
+                self._adopt(*watching(lambda: self._make(meeting, self._rank), client.port))
+
+    def _adopt(self, group: Any, connection: Watched | None) -> None:
+        with self._lock:
+            if not self._over.is_set():
                 self._group, self._connection = group, connection
+                return
+        # Whoever aborted us meanwhile found nothing to let go of.
+        if connection is not None:
+            connection.close()
+        raise TransportError("the process group was aborted")
 
     def _move(
         self, payload: memoryview, in_flight: int, start: Callable[[torch.Tensor, int], Callable[[], None]]
