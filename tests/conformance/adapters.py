@@ -236,13 +236,7 @@ CALLS = {
     "a cut with an update outstanding": NO_CABLE,
     "several models": ONE_MODEL,
 }
-TORCHS_OWN = "torch ends a connection to a store with the last who holds it, and here the closed links are held"
-STORE = {
-    "several models": ONE_MODEL,
-    "many connections": TORCHS_OWN,
-    "a cut": NO_CABLE,
-    "a cut with an update outstanding": NO_CABLE,
-}
+STORE = {"several models": ONE_MODEL, "a cut": NO_CABLE, "a cut with an update outstanding": NO_CABLE}
 ENDLESS = "a queue has no end: that its other side was given up is told by a goodbye, or by the end of a process"
 QUEUES = dict.fromkeys(
     (

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from weightsync import TransportError
-from weightsync.transports.distributed.group import Meeting
+from weightsync.transports.distributed.meeting import Meeting
 from weightsync.transports.distributed.store import Client
 
 #: Seconds; reached only by a failure.

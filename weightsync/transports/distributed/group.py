@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -17,96 +17,24 @@ import torch.distributed as dist
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.transports.distributed.c10d import ProcessGroupGloo, Store
+from weightsync.transports.distributed.meeting import Meeting
 from weightsync.transports.distributed.sockets import Watched, watching
-from weightsync.transports.distributed.store import FOR_EVER, Client
+from weightsync.transports.distributed.store import Client
 
 #: A payload travels in pieces of this size.
 BUCKET_NBYTES: Final = 64 * 2**20
 #: Of the group as it is made. gloo waits five times as long for the other rank to connect, and nothing ends that wait.
 _RENDEZVOUS: Final = timedelta(seconds=2)
-#: How often a rank looks whether the other has come. Once a link: both are on their way already.
-_LOOK: Final = 0.001
 #: For one bucket. Nobody waits for that: it ends a thread whose link is long lost.
 _LONGEST: Final = timedelta(minutes=1)
 _AT_ONCE: Final = timedelta(milliseconds=1)
 #: Of an operation that the other rank never answers: buckets are numbered from 0.
 _NOBODYS_TAG: Final = 2**30
-#: Where two ranks agree whether they connect. The first to write decides.
-_AGREED: Final = "agreed"
-_CONNECT: Final = "connect"
-_GIVEN_UP: Final = "given up"
-
-
-class Meeting(Store):
-    """The store by which two ranks find each other; unlike a plain one it can be given up.
-
-    A rank that has found the other connects, and waits for it in gloo, where nobody can reach it. So they agree before:
-    either both connect or neither does.
-
-    Args:
-        client: used by one thread at a time.
-        prefix: of all keys.
-        over: set once this end wants no group any more.
-    """
-
-    def __init__(self, client: Client, prefix: str, over: threading.Event) -> None:
-        super().__init__()
-        self._client = client
-        self._prefix = prefix
-        self._over = over
-        self._own: set[str] = set()
-
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch passes bytes
-        """Write a value."""
-        self._own.add(key)
-        self._client.set(self._prefix + key, value)
-
-    def get(self, key: str) -> bytes:
-        """The value of a key, once it has one."""
-        self.wait([key])
-        return self._client.await_value(self._prefix + key)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have values."""
-        return all(self._client.present(self._prefix + key) for key in keys)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter."""
-        return self._client.add(self._prefix + key, amount)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta = FOR_EVER) -> None:  # noqa: ARG002
-        """Return once all keys have values and the other rank is known to connect, too.
-
-        Raises:
-            TransportError: the meeting was given up, here or there.
-        """
-        if self._own.issuperset(keys):
-            return  # gloo asks for its own as well, which says nothing of the other
-        while not self.check(keys):
-            if self._over.wait(_LOOK):
-                self._agree(_GIVEN_UP)
-            if self._client.value(self._prefix + _AGREED) == _GIVEN_UP.encode():
-                break
-        else:
-            if self._agree(_CONNECT) == _CONNECT:
-                return
-        raise TransportError("the process group was given up while it was being made")
-
-    def _agree(self, wish: str) -> str:
-        return self._client.claim(self._prefix + _AGREED, wish)
-
-    def give_up(self) -> None:
-        """Have whoever still waits here for the other wait no longer."""
-        self._client.set(self._prefix + _AGREED, _GIVEN_UP.encode())
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys."""
-        return [self.get(key) for key in keys]
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key."""
-        self._client.delete(self._prefix + key)
-        return True
+#: Of a byte for each bucket that has arrived. gloo forgets whoever waits for a send whose connection ends just when it
+#: is to be written; whoever waits for something to arrive is always told.
+_RECEIPTS: Final = 2**29
+#: Begins an operation of a group.
+_Post = Callable[[Any], Any]
 
 
 class Group:
@@ -169,7 +97,7 @@ class Group:
             # An operation whose time is up takes its pair of ranks down with it, and so all other operations. It is
             # one of its own: a wait for one of theirs could take its completion away from who waits for that.
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1, dtype=torch.uint8)], 1 - self._rank, _NOBODYS_TAG).wait(_AT_ONCE)
+                self._recv(_byte(), _NOBODYS_TAG)(group).wait(_AT_ONCE)
 
     def tell(self, client: Client) -> None:
         """Tell the other rank, which may be waiting for us in vain, that the group was aborted.
@@ -206,7 +134,7 @@ class Group:
                 if self._over.is_set():
                     meeting.give_up()
                     raise TransportError("the process group was aborted")
-                self._adopt(*watching(lambda: self._make(meeting, self._rank), client.port))
+                self._adopt(*watching(lambda: self._make(meeting, self._rank), meeting.told))
 
     def _adopt(self, group: Any, connection: Watched | None) -> None:
         with self._lock:
@@ -241,36 +169,55 @@ class Group:
 
     def _sending(self, bucket: torch.Tensor, number: int) -> Callable[[], None]:
         staged = bucket if self._device is None else bucket.to(self._device)
-        return self._posted(lambda group: group.send([staged], 1 - self._rank, number))
+        if self._backend != "gloo":
+            return self._posted(self._send(staged, number))
+        # The receipt first, so that the peer knows that we want it when it has the bucket.
+        return self._posted(self._recv(_byte(), _RECEIPTS + number), self._send(staged, number))
 
     def _receiving(self, bucket: torch.Tensor, number: int) -> Callable[[], None]:
         staged = bucket if self._device is None else torch.empty_like(bucket, device=self._device)
-        finish = self._posted(lambda group: group.recv([staged], 1 - self._rank, number))
+        finish = self._posted(self._recv(staged, number))
 
         def landed() -> None:
             finish()
             if staged is not bucket:
                 bucket.copy_(staged)
+            if self._backend == "gloo":
+                # Who cannot be told any more knows it by the end of the connection; the bucket is here all the same.
+                with contextlib.suppress(RuntimeError):
+                    self._posted(self._send(_byte(), _RECEIPTS + number))()
 
         return landed
 
-    def _posted(self, post: Callable[[Any], Any]) -> Callable[[], None]:
+    def _send(self, tensor: torch.Tensor, tag: int) -> _Post:
+        return lambda group: group.send([tensor], 1 - self._rank, tag)
+
+    def _recv(self, tensor: torch.Tensor, tag: int) -> _Post:
+        return lambda group: group.recv([tensor], 1 - self._rank, tag)
+
+    def _posted(self, *posts: _Post) -> Callable[[], None]:
         with self._lock:
             if self._over.is_set():
                 raise TransportError("the process group was aborted")
-            work = post(self._group)
-            self._works.append(work)
+            works = [post(self._group) for post in posts]
+            self._works.extend(works)
 
         def finish() -> None:
             try:
-                work.wait(_LONGEST)
+                for work in works:
+                    work.wait(_LONGEST)
                 if self._device is not None:
                     torch.cuda.current_stream(self._device).synchronize()
             finally:
-                with self._lock, contextlib.suppress(ValueError):
-                    self._works.remove(work)
+                with self._lock:
+                    for work in works:
+                        self._works.remove(work)
 
         return finish
+
+
+def _byte() -> torch.Tensor:
+    return torch.empty(1, dtype=torch.uint8)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,11 +15,31 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A socket that is connected over IP."""
+    """A socket that is connected over IP, with the ports of both its ends."""
 
+    identity: str
     fd: int
+    family: int
     own: int
     peer: int
+
+    def copy(self) -> socket.socket | None:
+        """A copy of it; None if it has been closed since: its number may be another's already."""
+        with contextlib.suppress(OSError):
+            copied = os.dup(self.fd)
+            if _identity(copied) == self.identity:
+                return socket.socket(fileno=copied)
+            os.close(copied)
+        return None
+
+    def named_in(self, addresses: Collection[bytes]) -> bool:
+        """Whether one of its ends is in one of those texts, each with addresses as the kernel has them."""
+        names = [struct.pack("=H", self.family) + struct.pack("!H", port) for port in (self.own, self.peer)]
+        return any(name in address for address in addresses for name in names)
+
+
+def _identity(fd: int | str) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}")
 
 
 def connected() -> dict[str, Connected]:
@@ -26,13 +47,14 @@ def connected() -> dict[str, Connected]:
     found = {}
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            identity = os.readlink(f"/proc/self/fd/{entry}")
+            identity = _identity(entry)
             if identity.startswith("socket:"):
                 # Without a copy: another thread that looks just now would take that for the socket, and it ends soon.
                 sock = socket.socket(fileno=int(entry))
                 try:
                     if sock.family in (socket.AF_INET, socket.AF_INET6):
-                        found[identity] = Connected(int(entry), sock.getsockname()[1], sock.getpeername()[1])
+                        ports = sock.getsockname()[1], sock.getpeername()[1]
+                        found[identity] = Connected(identity, int(entry), sock.family, *ports)
                 finally:
                     sock.detach()
     return found
@@ -41,8 +63,8 @@ def connected() -> dict[str, Connected]:
 class Watched:
     """A connection that somebody else uses, and may close: whether it has ended is still seen here."""
 
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=os.dup(fd))
+    def __init__(self, copied: socket.socket) -> None:
+        self._socket = copied
 
     @property
     def ended(self) -> bool:
@@ -61,19 +83,21 @@ class Watched:
         self._socket.close()
 
 
-def watching(make: Callable[[], Made], but: int) -> tuple[Made, Watched | None]:
+def watching(make: Callable[[], Made], addresses: Collection[bytes]) -> tuple[Made, Watched | None]:
     """Make something that opens a connection, and watch that.
 
     Args:
         make: makes it.
-        but: the peer's port of connections that are not meant.
+        addresses: texts that hold the addresses where it connects, once it is made. Whoever else opens connections
+            meanwhile is left alone.
 
     Returns:
-        What was made; and its connection, or None if others were opened meanwhile, and nobody can tell.
+        What was made; and its connection, or None if that has ended already, or nobody can tell which it is.
     """
     before = connected()
     made = make()
-    fresh = [each for identity, each in connected().items() if identity not in before and each.peer != but]
+    fresh = [each for identity, each in connected().items() if identity not in before and each.named_in(addresses)]
     # Where both ends are ours, each is the other's.
     own = len(fresh) == 1 or (len(fresh) == 2 and fresh[0].own == fresh[1].peer)
-    return made, Watched(fresh[0].fd) if own else None
+    copied = fresh[0].copy() if own else None
+    return made, Watched(copied) if copied is not None else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -110,18 +109,26 @@ class Client:
 
     def __init__(self, store: Store) -> None:
         base = base_of(store)
-        self.port: int = base.port
         self._where = f"the store at {base.host}:{base.port}"
-        with _dialling.lock, self._guarded():
+        self._store: Store | None = None
+        with _dialling.lock, self._told():
             before = connected()
             self._store = _connected(store, base)
             self._store.set_timeout(FOR_EVER)
             now = connected().items()
-            fresh = [each.fd for identity, each in now if identity not in before and each.peer == base.port]
-        self._plug = socket.socket(fileno=os.dup(fresh[0])) if len(fresh) == 1 else None
+            fresh = [each for identity, each in now if identity not in before and each.peer == base.port]
+            self._plug = fresh[0].copy() if len(fresh) == 1 else None
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guarded(self) -> Iterator[Store]:
+        store = self._store
+        if store is None:
+            raise TransportError(f"The connection to {self._where} was closed.")
+        with self._told():
+            yield store
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -129,18 +136,18 @@ class Client:
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""
-        with self._guarded():
-            self._store.set(key, value)  # type: ignore[arg-type] # torch takes bytes
+        with self._guarded() as store:
+            store.set(key, value)  # type: ignore[arg-type] # torch takes bytes
 
     def await_value(self, key: str) -> bytes:
         """The value of a key, once it has one."""
-        with self._guarded():
-            return self._store.get(key)
+        with self._guarded() as store:
+            return store.get(key)
 
     def present(self, key: str) -> bool:
         """Whether a key has a value."""
-        with self._guarded():
-            return self._store.check([key])
+        with self._guarded() as store:
+            return store.check([key])
 
     def value(self, key: str) -> bytes | None:
         """The value of a key, or None."""
@@ -148,18 +155,18 @@ class Client:
 
     def claim(self, key: str, value: str) -> str:
         """Write a value unless there is one; the value that is there then."""
-        with self._guarded():
-            return self._store.compare_set(key, "", value).decode()
+        with self._guarded() as store:
+            return store.compare_set(key, "", value).decode()
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; what it is then."""
-        with self._guarded():
-            return self._store.add(key, amount)
+        with self._guarded() as store:
+            return store.add(key, amount)
 
     def delete(self, key: str) -> None:
         """Remove a key."""
-        with self._guarded():
-            self._store.delete_key(key)
+        with self._guarded() as store:
+            store.delete_key(key)
 
     def cut(self) -> None:
         """Make whatever blocks here, or will be asked here, fail."""
@@ -168,7 +175,8 @@ class Client:
                 self._plug.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the connection, which ends with its last user."""
+        """Let go of the connection, which ends with what is asked of it just now."""
+        self._store = None
         if self._plug is not None:
             self._plug.close()
 
