@@ -42,23 +42,27 @@ def running() -> Iterator[Any]:
     ray, utilities = importlib.import_module("ray"), importlib.import_module("ray.cluster_utils")
     # Short: Ray's sockets lie below it, and their names may have 107 characters.
     folder = tempfile.mkdtemp(prefix="ws", dir="/tmp")
-    made = utilities.Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": 4,
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_NBYTES,
-            "temp_dir": folder,
-        },
-    )
-    try:
-        ray.init(address=made.address, log_to_driver=False, logging_level="error")
-        yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
-        left = _processes_of(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+    with pytest.MonkeyPatch.context() as patched:
+        # Where a cluster notes its address: in a folder that it does not make, and not where a user's may be noted.
+        patched.setenv("RAY_TMPDIR", folder)
+        Path(folder, "ray").mkdir()
+        made = utilities.Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 4,
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_NBYTES,
+                "temp_dir": folder,
+            },
+        )
+        try:
+            ray.init(address=made.address, log_to_driver=False, logging_level="error")
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+            left = _processes_of(folder)
+            shutil.rmtree(folder, ignore_errors=True)
     assert not left, f"of Ray's processes, these outlived its cluster: {left}"
 
 

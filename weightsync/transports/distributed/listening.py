@@ -42,10 +42,11 @@ class _Listener:
 
     def _listen(self) -> None:
         try:
-            self._bell, self._client = Client(self._meeting.store), Client(self._meeting.store)
+            self._bell = Client(self._meeting.store)
+            client = self._client = Client(self._meeting.store)
             while not self._over.is_set():
-                name = self._client.await_value(f"{self._base}/door/{self._next}").decode("ascii", "replace")
-                if not self._over.is_set() and name != _NOBODY and taken(self._client, name):
+                name = client.await_value(f"{self._base}/door/{self._next}").decode("ascii", "replace")
+                if not self._over.is_set() and name != _NOBODY and taken(client, name):
                     self._accept(worker_link(self._meeting, name))
                 self._next += 1
         except TransportError as error:
@@ -53,9 +54,9 @@ class _Listener:
                 self._accept(LostLink(error))
         finally:
             self._heart.leave()
-            for client in (self._client, self._bell):
-                if client is not None:
-                    client.close()
+            for opened in (self._client, self._bell):
+                if opened is not None:
+                    opened.close()
 
     def _lose(self, _: str) -> None:
         self.cut()
