@@ -460,7 +460,9 @@ def test_queues_without_a_way_back_send_and_never_claim_an_ack(queues: list[Any]
         with pytest.raises(ConfigurationError, match="ack_queue"):
             trainer.send_weights(filled(3.0))
 
-        assert 2.0 == value(worker.receive_weights(timeout=PATIENCE))
+        # The queue's own thread writes: the first may be read before the second is there.
+        fills = iter(lambda: value(worker.receive_weights(timeout=PATIENCE)), 2.0)
+        assert set(fills) <= {1.0}
 
 
 def test_a_queue_keeps_what_is_not_ours(queues: list[Any]) -> None:
