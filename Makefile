@@ -4,8 +4,6 @@ PYTHON ?= python3
 DEMO ?= --scheme shared --workers 2
 # How many processes share the tests. Each starts processes of its own, a Ray cluster among them: more is not faster on two cores.
 WORKERS ?= 2
-# All mutants of the model take more than an hour: another part of them each day.
-SHARE ?= $(shell expr $$(date +%j) % 20 + 1)/20
 # The same examples in every run; `dev` and `nightly` look elsewhere each time.
 export HYPOTHESIS_PROFILE ?= ci
 # torch asks the name server about every connection to a store, also to this machine: one that is slow is not waited for.
@@ -55,7 +53,7 @@ verify: $(INSTALLED)
 	$(BIN)/weightsync check --all --second all
 	$(PYTEST) -m 'tlc and not slow'
 	$(PYTEST) -m slow
-	$(BIN)/weightsync check --mutants --share $(SHARE)
+	$(BIN)/weightsync check --mutants
 
 demo: $(INSTALLED)
 	$(BIN)/weightsync demo $(DEMO)

@@ -90,13 +90,17 @@ def test_a_mutant_that_lives_without_reason_exits_with_1(hunt: Hunt) -> None:
     assert "lives (equivalent) without a reason in the ledger: Switch: alternative IF TRUE" in said
 
 
-def test_a_share_is_judged_by_what_was_known_of_it(hunt: Hunt) -> None:
-    hunt.change("mutants.toml", _REASON, "")
+def test_what_the_ledger_says_is_confirmed_and_what_is_hunted_afresh_is_found_without_it(hunt: Hunt) -> None:
+    """This one breaks a property, and leaves a situation out too: each would be found, and the property first."""
+    hunt.change("mutants.toml", 'fate = "property"\nby = "Switches"', 'fate = "canary"\nby = "lit"')
 
-    code, said = hunt.run("--share", "1/9")
+    confirmed, afresh = hunt.run(), hunt.run("--share", "1/1")
 
-    assert code == 0, said
-    assert "1 of 9 mutants, after the model itself" in said
+    assert (confirmed[0], afresh[0]) == (0, 0)
+    assert "9 mutants, 0 of them afresh, after the model itself" in confirmed[1]
+    assert ": 6 property, 2 canary, 1 equivalent" in confirmed[1]
+    assert "9 mutants, 9 of them afresh, after the model itself" in afresh[1]
+    assert ": 7 property, 1 canary, 1 equivalent" in afresh[1]
 
 
 def test_pin_writes_what_was_seen_and_keeps_reasons(hunt: Hunt) -> None:
@@ -109,7 +113,7 @@ def test_pin_writes_what_was_seen_and_keeps_reasons(hunt: Hunt) -> None:
     assert before == (hunt.lamp / "mutants.toml").read_text()
 
 
-def test_a_mutant_that_nothing_is_known_of_is_run_with_any_share_and_its_entry_finds_its_place(hunt: Hunt) -> None:
+def test_a_mutant_that_nothing_is_known_of_is_hunted_with_any_share_and_its_entry_finds_its_place(hunt: Hunt) -> None:
     before = (hunt.lamp / "mutants.toml").read_text()
     entry = before.split("[[mutant]]")[3]
     hunt.change("mutants.toml", f"[[mutant]]{entry}", "")
@@ -117,7 +121,7 @@ def test_a_mutant_that_nothing_is_known_of_is_run_with_any_share_and_its_entry_f
     code, said = hunt.run("--share", "9/9", "--pin")
 
     assert code == 0, said
-    assert "2 of 9 mutants, after the model itself" in said
+    assert "9 mutants, 2 of them afresh, after the model itself" in said
     assert before == (hunt.lamp / "mutants.toml").read_text()
 
 

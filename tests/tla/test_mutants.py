@@ -195,7 +195,8 @@ def test_the_shares_are_the_whole_and_hold_nothing_twice(whole: Sequence[Mutant]
 
     assert sorted(each.name for share in shares for each in share) == sorted(each.name for each in whole)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert Share().taken(whole, ledger) == tuple(whole)
+    assert Share(1, 1).taken(whole, ledger) == tuple(whole)
+    assert Share().taken(whole, ledger) == ()
 
 
 def test_a_mutant_that_nothing_is_known_of_is_in_every_share(small: Ledger) -> None:
@@ -256,6 +257,7 @@ LEDGER = """\
 module = "M"
 roots = ["A"]
 untouched = []
+lookout = "L"
 
 # From here on `weightsync check --mutants --pin` writes, reasons excepted.
 [ratchet]
@@ -395,8 +397,8 @@ class _InterruptedSession:
     def measure(self) -> tuple[Ground, ...]:
         return (GROUND,)
 
-    def hunt(self, grounds: object, wanted: Sequence[Mutant], told: Callable[[Hunted], None]) -> None:
-        del grounds
+    def hunt(self, grounds: object, wanted: Sequence[Mutant], afresh: object, told: Callable[[Hunted], None]) -> None:
+        del grounds, afresh
         told(Hunted(wanted[0], Finding(Fate.PROPERTY, "Counts", "Lamp")))
         raise KeyboardInterrupt
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from weightsync.checker import find_model
 from weightsync.checker.text import Config, Library, Module, config_traps, traps, without_comments
 
 HERE = Path(__file__).parent
@@ -160,3 +161,17 @@ def test_a_configuration_file_is_read_by_keyword(tmp_path: Path) -> None:
 
     assert config.invariants == ("A", "B", "C", "D")
     assert config.properties == ("E",)
+
+
+@pytest.mark.parametrize("path", sorted(find_model().glob("MCHunt*.cfg")), ids=lambda path: path.stem)
+def test_a_configuration_is_written_as_it_was_read_and_checks_what_it_is_told_to(path: Path, tmp_path: Path) -> None:
+    whole = Config.read(path)
+    for name, config in (("whole", whole), ("some", whole.checking(["TypeOK", "OnlyRows", "LookOut"]))):
+        (tmp_path / name).write_text(str(config))
+
+    assert Config.read(tmp_path / "whole") == whole
+    some = Config.read(tmp_path / "some")
+    assert some.invariants == ("TypeOK",)
+    assert set(some.properties) <= {"OnlyRows"}
+    kept = {"SPECIFICATION", "CONSTANT", "CHECK_DEADLOCK"}
+    assert {key: some.entries[key] for key in kept} == {key: whole.entries[key] for key in kept}

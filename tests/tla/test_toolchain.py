@@ -17,6 +17,7 @@ from weightsync.checker.toolchain import (
     find_jar,
     find_java,
     java_version,
+    jvm_library,
 )
 
 
@@ -82,6 +83,19 @@ def test_a_new_java_on_path_is_used(bare: Path) -> None:
     java = script(bare / "java", "echo 'openjdk version \"21\"' >&2")
 
     assert java == find_java()
+
+
+def test_the_library_of_a_java_lies_where_the_launcher_says(bare: Path) -> None:
+    java = script(bare / "java", f"echo '    java.home = {bare / 'home'}' >&2")
+    library = bare / "home" / "lib" / "server" / "libjvm.so"
+
+    with pytest.raises(ToolMissingError) as error:
+        jvm_library(java)
+    assert str(library) in one_line(error)
+    assert "install another Java" in str(error.value)
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"")
+    assert jvm_library(java) == library
 
 
 def test_without_java_on_path_the_bundled_one_is_used(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -121,10 +121,11 @@ class TlcRun:
             deadline = threading.Timer(self._job.timeout, self._end, [Ending.TIMED_OUT])
             deadline.start()
             try:
-                findings, reader = _follow(process, progressed, MessageReader(printed))
+                reader = MessageReader(printed)
+                findings = follow(_lines(process), progressed, reader)
             finally:
                 deadline.cancel()
-                _kill(process)
+                kill(process)
             exit_code = process.returncode if self._ending is Ending.EXITED else None
             seconds = time.monotonic() - started
             return Outcome(self._ending, exit_code, findings, seconds, tuple(reader.loose), tuple(reader.met))
@@ -137,7 +138,7 @@ class TlcRun:
         with self._lock:
             self._ending = ending
             if self._process is not None:
-                _kill(self._process)
+                kill(self._process)
 
     def _start(self, folder: str) -> subprocess.Popen[str] | None:
         with self._lock:
@@ -169,22 +170,26 @@ def _command(toolchain: Toolchain, job: Job, folder: str) -> list[str]:
     return [*command, f"{job.module}.tla"]
 
 
-def _follow(
-    process: subprocess.Popen[str], progressed: Callable[[Findings], None], reader: MessageReader
-) -> tuple[Findings, MessageReader]:
+def follow(lines: Iterable[str], progressed: Callable[[Findings], None], reader: MessageReader) -> Findings:
+    """Return what the lines that TLC prints tell."""
     findings = Findings()
+    for line in lines:
+        message = reader.feed(line)
+        if message is not None:
+            findings.take(message)
+            progressed(findings)
+    return findings
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
     assert process.stdout is not None
     with process.stdout:
-        for line in process.stdout:
-            message = reader.feed(line)
-            if message is not None:
-                findings.take(message)
-                progressed(findings)
+        yield from process.stdout
     process.wait()
-    return findings, reader
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str]) -> None:
+    """End a process that leads a session of its own, and all that it has started."""
     if process.poll() is None:
         try:
             os.killpg(process.pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ follows names through EXTENDS, INSTANCE and ``Name!Definition``. That is enough 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,8 @@ _KEYWORDS = {
     "PROPERTIES", "SYMMETRY", "VIEW", "CONSTRAINT", "CONSTRAINTS", "ACTION_CONSTRAINT",
     "ACTION_CONSTRAINTS", "CHECK_DEADLOCK",
 }  # fmt: skip
+
+_CHECKED = ("INVARIANT", "PROPERTY", "ACTION_CONSTRAINT")
 
 
 def without_comments(text: str) -> str:
@@ -86,6 +88,17 @@ class Config:
             else:
                 words.append(word)
         return cls({keyword: tuple(found) for keyword, found in entries.items()})
+
+    def checking(self, names: Collection[str]) -> Config:
+        """Return it with only these of its invariants, properties and constraints of actions."""
+        kept = {
+            keyword: tuple(word for word in words if word in names) if keyword in _CHECKED else words
+            for keyword, words in self.entries.items()
+        }
+        return Config({keyword: words for keyword, words in kept.items() if words})
+
+    def __str__(self) -> str:
+        return "".join(f"{keyword} {' '.join(words)}\n" for keyword, words in self.entries.items())
 
     @property
     def properties(self) -> tuple[str, ...]:

@@ -72,12 +72,32 @@ def find_java() -> Path:
 
 def java_version(java: Path) -> int | None:
     """Return the feature release of a Java launcher, e.g. 17; None if it does not run."""
+    match = re.search(r'version "(?:1\.)?(\d+)', _probed(java))
+    return int(match.group(1)) if match else None
+
+
+def _probed(java: Path, *settings: str) -> str:
+    """Return what a Java launcher says of itself; nothing if it does not run."""
+    command = [str(java), *settings, "-version"]
     try:
-        probe = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r'version "(?:1\.)?(\d+)', probe.stderr + probe.stdout)
-    return int(match.group(1)) if match and probe.returncode == 0 else None
+        return ""
+    return "" if probe.returncode else probe.stderr + probe.stdout
+
+
+def jvm_library(java: Path) -> Path:
+    """Return the library that a Java launcher loads its JVM from.
+
+    Raises:
+        ToolMissingError: if the launcher does not say where it lies, or it is not there.
+    """
+    told = _probed(java, "-XshowSettings:properties")
+    home = re.search(r"java\.home = (.+)", told)
+    library = Path(home.group(1).strip() if home else "") / "lib" / "server" / "libjvm.so"
+    if not library.is_file():
+        raise ToolMissingError(f"The JVM of {java} is not to be found as {library}: install another Java on PATH.")
+    return library
 
 
 def _bundled_java() -> Path | None:

@@ -28,13 +28,13 @@ _EVERY = 25
 
 
 def hunt_mutants(manifest: Manifest, toolchain: Toolchain, console: Console, share: Share, repin: bool) -> bool:
-    """Run the mutants, or a share of them; print the score, and say whether all is as the ledger says.
+    """Confirm what the ledger says of the mutants; print the score, and say whether all is as the ledger says.
 
     Args:
         manifest: the model.
         toolchain: Java and TLC.
         console: where to print.
-        share: which are run; the ledger speaks for the others.
+        share: which are hunted afresh.
         repin: whether to write what was seen into the ledger, also by a run that is ended early.
 
     Raises:
@@ -43,13 +43,13 @@ def hunt_mutants(manifest: Manifest, toolchain: Toolchain, console: Console, sha
     started = time.monotonic()
     ledger = Ledger.read(manifest.folder)
     whole = draw(manifest, ledger)
-    wanted = share.taken(whole, ledger)
-    console.print(f"{len(wanted)} of {len(whole)} mutants, after the model itself", markup=False)
+    afresh = share.taken(whole, ledger)
+    console.print(f"{len(whole)} mutants, {len(afresh)} of them afresh, after the model itself", markup=False)
     session = Session(toolchain, manifest, ledger)
     grounds = session.measure()
-    progress = _Progress(console, len(wanted))
+    progress = _Progress(console, len(whole))
     try:
-        session.hunt(grounds, wanted, progress.told)
+        session.hunt(grounds, whole, afresh, progress.told)
     finally:
         seen = progress.seen
         after = ledger.after(seen, [mutant.name for mutant in whole])

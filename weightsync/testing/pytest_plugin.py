@@ -29,8 +29,6 @@ from weightsync.timing import now_ns
 _MARKER = "untraced(reason): plants a fault on purpose, or its machines are held to the protocol in another way"
 #: How many findings are shown; the rest is counted.
 _SHOWN = 10
-#: How many events TLC follows at most in each process, the shortest runs first: a quarter of a minute.
-_MOST_EVENTS = 2000
 _FINE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 #: Under which name a worker of pytest-xdist is told where to record, and sends what it tells.
 _SENT_AS = "weightsync_traces"
@@ -116,7 +114,7 @@ class Recording:
         verdict = verify([self.folder])
         findings = list(verdict.findings)
         try:
-            followed = follow(find_toolchain(), verdict.runs, most_events=_MOST_EVENTS)
+            followed = follow(find_toolchain(), verdict.runs)
         except ToolMissingError as error:
             told.tool_missing = str(error)
         else:

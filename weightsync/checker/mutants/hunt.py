@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -69,8 +69,25 @@ class Finding:
     where: str = ""
 
 
+@contextmanager
+def placed(mutant: Mutant, source: Source, folder: Path) -> Iterator[Path]:
+    """Lay a model's modules out in a folder of their own, with a mutant in them.
+
+    Args:
+        mutant: which.
+        source: the module that it changes.
+        folder: where the model lies.
+    """
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
+        place = Path(name)
+        for path in folder.glob("*.tla"):
+            shutil.copy(path, place)
+        (place / f"{source.module.name}.tla").write_text(source.text(mutant.definition, mutant.tree), encoding="utf-8")
+        yield place
+
+
 class Hunter:
-    """Runs mutants.
+    """Runs mutants, each time in a JVM of its own.
 
     Args:
         toolchain: Java and TLC.
@@ -97,8 +114,9 @@ class Hunter:
         """
         order = sorted(self._grounds.values(), key=lambda ground: ground.configuration.name != first)
         found: list[Finding] = []
-        with self._placed(mutant) as folder:
+        with placed(mutant, self._source, self._folder) as folder:
             for ground in order:
+                shutil.copy(self._folder / ground.configuration.config, folder)
                 finding = judge(ground, self.run(folder, ground.configuration), self._library, self._folder)
                 if finding.fate.killed:
                     return finding
@@ -113,8 +131,7 @@ class Hunter:
 
     def run(self, folder: Path, configuration: Configuration) -> Outcome:
         """Run one configuration in a folder."""
-        job = Job(folder, configuration.module, configuration.config, timeout=PATIENCE, size=Size.SMALL)
-        run = TlcRun(self._toolchain, job)
+        run = TlcRun(self._toolchain, job(folder, configuration))
         self._running.add(run)
         if self._stopped:
             run.stop()
@@ -129,19 +146,10 @@ class Hunter:
         for run in tuple(self._running):
             run.stop()
 
-    @contextmanager
-    def _placed(self, mutant: Mutant) -> Iterator[Path]:
-        """Lay the model out in a folder of its own, with the mutant in it."""
-        with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as place:
-            folder = Path(place)
-            for path in (*self._folder.glob("*.tla"), *self._configs()):
-                shutil.copy(path, folder)
-            text = self._source.text(mutant.definition, mutant.tree)
-            (folder / f"{self._source.module.name}.tla").write_text(text, encoding="utf-8")
-            yield folder
 
-    def _configs(self) -> Iterable[Path]:
-        return (self._folder / ground.configuration.config for ground in self._grounds.values())
+def job(folder: Path, configuration: Configuration) -> Job:
+    """Return the run of one hunting configuration in a folder."""
+    return Job(folder, configuration.module, configuration.config, timeout=PATIENCE, size=Size.SMALL)
 
 
 def judge(ground: Ground, outcome: Outcome, library: Library, folder: Path) -> Finding:

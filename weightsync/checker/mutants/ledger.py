@@ -88,6 +88,7 @@ class Ledger:
         module: the module that is changed.
         roots: the definitions that say what may happen.
         untouched: definitions that are not changed.
+        lookout: the constraint of the hunting configurations that is always true and says which situations are met.
         ratchet: the score that may not fall, in percent.
         hunts: the hunting configurations in the order they are tried; the situations that the model meets in each.
         entries: a mutant's name to what is known of it.
@@ -97,6 +98,7 @@ class Ledger:
     module: str
     roots: tuple[str, ...]
     untouched: tuple[str, ...]
+    lookout: str
     ratchet: float
     hunts: Mapping[str, frozenset[str]]
     entries: Mapping[str, Entry]
@@ -166,6 +168,7 @@ def _ledger(folder: Path, document: Mapping[str, Any]) -> Ledger:
         model["module"],
         tuple(model["roots"]),
         tuple(model["untouched"]),
+        model["lookout"],
         float(document["ratchet"]["score"]),
         {found["configuration"]: frozenset(found["met"]) for found in document["hunt"]},
         {entry.name: entry for entry in entries},

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from weightsync.checker.manifest import Configuration, Manifest
+from weightsync.checker.mutants.confirm import Confirmer
 from weightsync.checker.mutants.generate import Mutant, mutants
 from weightsync.checker.mutants.hunt import Finding, Ground, Hunter
 from weightsync.checker.mutants.ledger import Entry, Ledger
@@ -52,14 +53,14 @@ def source_of(manifest: Manifest, ledger: Ledger) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which of the mutants are run: one in so many, and those of which nothing is known.
+    """Which of the mutants are hunted afresh: one in so many, and those of which nothing is known.
 
     Attributes:
-        which: the place of the first, from 1.
+        which: the place of the first, from 1; 0 for none but the unknown.
         of: one in so many.
     """
 
-    which: int = 1
+    which: int = 0
     of: int = 1
 
     @classmethod
@@ -76,7 +77,7 @@ class Share:
         return share
 
     def taken(self, whole: Sequence[Mutant], ledger: Ledger) -> tuple[Mutant, ...]:
-        """Return the mutants that are run, in their order."""
+        """Return the mutants that are hunted afresh, in their order."""
         return tuple(
             mutant
             for place, mutant in enumerate(whole)
@@ -106,6 +107,7 @@ class Session:
         self._toolchain = toolchain
         self._manifest = manifest
         self._ledger = ledger
+        self._source = source_of(manifest, ledger)
         #: Of each definition, where how many of its mutants died: the next is hunted there first.
         self._kills = ledger.kills()
 
@@ -118,7 +120,7 @@ class Session:
         configurations = {found.name: found for found in self._manifest.select(self._ledger.hunts)}
         ordered = [configurations[name] for name in self._ledger.hunts]
         hunter = self._hunter(())
-        return _side_by_side(hunter, partial(self._measured, hunter), ordered, lambda _: None)
+        return _side_by_side([hunter.stop], partial(self._measured, hunter), ordered, lambda _: None)
 
     def _measured(self, hunter: Hunter, configuration: Configuration) -> Ground:
         outcome = hunter.run(self._manifest.folder, configuration)
@@ -132,35 +134,58 @@ class Session:
         return Ground(configuration, findings.counts, frozenset(outcome.met))
 
     def hunt(
-        self, grounds: Sequence[Ground], wanted: Iterable[Mutant], told: Callable[[Hunted], None]
+        self,
+        grounds: Sequence[Ground],
+        wanted: Iterable[Mutant],
+        afresh: Collection[Mutant],
+        told: Callable[[Hunted], None],
     ) -> tuple[Hunted, ...]:
         """Run mutants and return what became of each, in their order.
 
         Args:
             grounds: what the model itself gives.
-            wanted: the mutants.
+            wanted: the mutants. What the ledger says of one is confirmed; where it cannot be, the mutant is hunted.
+            afresh: those that are hunted whatever the ledger says.
             told: is told of each as it is decided, in the caller's thread.
+
+        Raises:
+            ConfigurationError: if what was confirmed is not to be believed.
         """
         hunter = self._hunter(grounds)
-        return _side_by_side(hunter, partial(self._hunted, hunter), wanted, told)
+        confirmer = Confirmer(self._toolchain, self._source, self._ledger, grounds, hunter)
+        unasked = {mutant.name for mutant in afresh}
 
-    def _hunted(self, hunter: Hunter, mutant: Mutant) -> Hunted:
+        def run(mutant: Mutant) -> Hunted:
+            entry = None if mutant.name in unasked else self._ledger.known(mutant.name)
+            confirmed = confirmer.confirm(mutant, entry) if entry else None
+            return Hunted(mutant, confirmed or self._hunted(hunter, mutant))
+
+        try:
+            found = _side_by_side([hunter.stop, confirmer.close], run, wanted, told)
+            confirmer.vouch()
+        finally:
+            confirmer.close()
+        return found
+
+    def _hunted(self, hunter: Hunter, mutant: Mutant) -> Finding:
         entry = self._ledger.known(mutant.name)
         where = self._kills[mutant.definition]
         finding = hunter.hunt(mutant, entry.where if entry else max(where, key=where.__getitem__, default=""))
         if finding.fate.killed:
             where[finding.where] += 1
-        return Hunted(mutant, finding)
+        return finding
 
     def _hunter(self, grounds: Sequence[Ground]) -> Hunter:
-        source = source_of(self._manifest, self._ledger)
-        return Hunter(self._toolchain, source, self._manifest.folder, grounds)
+        return Hunter(self._toolchain, self._source, self._manifest.folder, grounds)
 
 
 def _side_by_side(
-    hunter: Hunter, task: Callable[[_Given], _Made], given: Iterable[_Given], told: Callable[[_Made], None]
+    ends: Sequence[Callable[[], None]],
+    task: Callable[[_Given], _Made],
+    given: Iterable[_Given],
+    told: Callable[[_Made], None],
 ) -> tuple[_Made, ...]:
-    """Do a task for each that is given; whatever ends this early ends the hunter's JVMs first."""
+    """Do a task for each that is given; what ends this early ends the JVMs first, by calling `ends`."""
     pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, cores()), thread_name_prefix="mutants")
     futures = [pool.submit(task, each) for each in given]
     try:
@@ -169,8 +194,11 @@ def _side_by_side(
             done, waiting = wait(waiting, timeout=_WAKE_SECONDS, return_when=FIRST_COMPLETED)
             for future in done:
                 told(future.result())
-    finally:
+    except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
-        hunter.stop()
+        for end in ends:
+            end()
+        raise
+    finally:
         pool.shutdown()
     return tuple(future.result() for future in futures)

@@ -26,6 +26,11 @@ class Modelled:
     links: int
 
     @property
+    def size(self) -> int:
+        """How large the model's constants must be for it: what TLC takes for an event grows with that."""
+        return self.senders * self.workers * self.links * self.versions
+
+    @property
     def text(self) -> str:
         """Its events, as TLA+ has them."""
         return ",\n".join(literal(act.action) for act in self.acts)

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ _ACCEPTED = re.compile(r'<<"ACCEPT", (\d+)>>')
 _REACHED = re.compile(r'<<"REACHED", (\d+), (\d+)>>')
 _INVARIANTS = ("TypeOK", "Consistent", "EveryMessageHasARow", "NoTornRead", "RefusalKeepsServing")
 _PROPERTIES = (
-    "OnlyTheModels",
     "OnlyRows",
     "AckNamesItsVersion",
     "AckedMeansServed",
@@ -38,6 +37,10 @@ _PROPERTIES = (
     "ClosedIsFinal",
     "EverybodyIsToldTheTruth",
 )
+#: Says nothing of traces, but of what follows them, and costs more than all others: the first batch is asked.
+_OF_FOLLOWING = "OnlyTheModels"
+#: How many events one JVM follows.
+_BATCH = 4000
 
 
 class TlcFailedError(WeightSyncError):
@@ -71,16 +74,13 @@ class Followed:
         return {**counts, "findings": findings}
 
 
-def follow(
-    tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None, most_events: int | None = None
-) -> Followed:
+def follow(tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None) -> Followed:
     """Have TLC follow runs that the Python checker found to conform; those that took the very same way once.
 
     Args:
         tools: Java and TLC.
         runs: the runs.
         bounds: how large a run may be.
-        most_events: how many events the batch may have in all, the shortest runs first; None: any number.
 
     Raises:
         TlcFailedError: TLC broke down.
@@ -93,40 +93,53 @@ def follow(
             followed.left_out[str(error)] += 1
         else:
             ways.setdefault(trace.text, []).append(trace)
-    batch: list[list[Modelled]] = []
-    for text in sorted(ways, key=lambda text: (len(ways[text][0].acts), text)):
-        events = followed.events + len(ways[text][0].acts)
-        if most_events is not None and events > most_events:
-            followed.left_out["more events than the batch holds"] += len(ways[text])
-        else:
-            followed.events = events
-            batch.append(ways[text])
-    if batch:
-        _judge(tools, batch, followed)
+    for number, batch in enumerate(_batches(ways)):
+        _judge(tools, batch, () if number else (_OF_FOLLOWING,), followed)
     return followed
 
 
-def _judge(tools: Toolchain, batch: Sequence[Sequence[Modelled]], followed: Followed) -> None:
-    accepted = accepted_of(tools, [alike[0] for alike in batch])
-    followed.accepted = sum(len(alike) for number, alike in enumerate(batch, 1) if number in accepted)
-    followed.ways = len(accepted)
+def _batches(ways: Mapping[str, list[Modelled]]) -> Iterator[list[list[Modelled]]]:
+    """Yield the ways, those that need small constants together: a batch takes the largest that any of its own needs."""
+    batch: list[list[Modelled]] = []
+    events = 0
+    for text in sorted(ways, key=lambda text: (ways[text][0].size, text)):
+        acts = len(ways[text][0].acts)
+        if batch and events + acts > _BATCH:
+            yield batch
+            batch, events = [], 0
+        batch.append(ways[text])
+        events += acts
+    if batch:
+        yield batch
+
+
+def _judge(tools: Toolchain, batch: Sequence[Sequence[Modelled]], more: Sequence[str], followed: Followed) -> None:
+    accepted = accepted_of(tools, [alike[0] for alike in batch], more)
+    followed.accepted += sum(len(alike) for number, alike in enumerate(batch, 1) if number in accepted)
+    followed.ways += len(accepted)
+    followed.events += sum(len(alike[0].acts) for alike in batch)
     refused = [alike[0] for number, alike in enumerate(batch, 1) if number not in accepted]
-    followed.findings = _where(tools, refused) if refused else []
+    followed.findings += _where(tools, refused) if refused else []
 
 
-def accepted_of(tools: Toolchain, traces: Sequence[Modelled]) -> set[int]:
+def accepted_of(tools: Toolchain, traces: Sequence[Modelled], more: Sequence[str] = ()) -> set[int]:
     """Which of the traces, counted from 1, TLC follows to their ends.
+
+    Args:
+        tools: Java and TLC.
+        traces: the traces.
+        more: properties of Trace.tla that are checked besides.
 
     Raises:
         TlcFailedError: TLC broke down.
     """
-    return {int(number) for number in _ACCEPTED.findall(_run(tools, traces, ""))}
+    return {int(number) for number in _ACCEPTED.findall(_run(tools, traces, _config(traces, (), more)))}
 
 
 def _where(tools: Toolchain, refused: Sequence[Modelled]) -> list[Finding]:
     """How far the model could follow each run that it could not follow to its end."""
     reached: Counter[int] = Counter()
-    for number, at in _REACHED.findall(_run(tools, refused, "REACHED")):
+    for number, at in _REACHED.findall(_run(tools, refused, _config(refused, ("Reached",), ()))):
         reached[int(number)] = max(reached[int(number)], int(at))
     findings = []
     for number, trace in enumerate(refused, 1):
@@ -136,13 +149,13 @@ def _where(tools: Toolchain, refused: Sequence[Modelled]) -> list[Finding]:
     return findings
 
 
-def _run(tools: Toolchain, traces: Sequence[Modelled], print_each: str) -> str:
+def _run(tools: Toolchain, traces: Sequence[Modelled], config: str) -> str:
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for module in ("AckProtocol", "Tables", "WeightSync", "Trace"):
             shutil.copy(find_model() / f"{module}.tla", folder)
         (folder / "TraceData.tla").write_text(data_module(traces), encoding="utf-8")
-        (folder / "Trace.cfg").write_text(_config(traces, print_each), encoding="utf-8")
+        (folder / "Trace.cfg").write_text(config, encoding="utf-8")
         command = _command(tools, folder)
         try:
             done = subprocess.run(
@@ -168,7 +181,7 @@ def _said(output: str) -> str:
     return "\n".join(lines[-40:])
 
 
-def _config(traces: Sequence[Modelled], print_each: str) -> str:
+def _config(traces: Sequence[Modelled], invariants: Sequence[str], properties: Sequence[str]) -> str:
     def most(sizes: Sequence[int]) -> int:
         return max(1, *sizes)
 
@@ -186,5 +199,5 @@ def _config(traces: Sequence[Modelled], print_each: str) -> str:
     lines = ["SPECIFICATION FollowSpec", "CHECK_DEADLOCK FALSE", "CONSTANTS"]
     lines += [f"  {name} = {value}" for name, value in constants.items()]
     lines += ["  Features <- AllFeatures"]
-    lines += ["INVARIANTS", *(f"  {name}" for name in (*_INVARIANTS, *(["Reached"] if print_each else [])))]
-    return "\n".join([*lines, "PROPERTIES", *(f"  {name}" for name in _PROPERTIES), ""])
+    lines += ["INVARIANTS", *(f"  {name}" for name in (*_INVARIANTS, *invariants))]
+    return "\n".join([*lines, "PROPERTIES", *(f"  {name}" for name in (*_PROPERTIES, *properties)), ""])

@@ -1,0 +1,104 @@
+"""What the ledger says of a mutant is confirmed by what decided then, in JVMs that are kept; nothing else is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weightsync.checker import Manifest, Toolchain
+from weightsync.checker.kept import KeptTlc
+from weightsync.checker.mutants import Entry, Fate, Finding, Hunter, Ledger, Mutant, Session, draw
+from weightsync.checker.mutants.confirm import Confirmer
+from weightsync.checker.mutants.session import source_of
+from weightsync.checker.process import Job, Outcome
+from weightsync.errors import ConfigurationError
+
+pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
+
+COUNTED = "Switch: side count + 1 -> count"
+UNLIT = "Switch: negate count < Most -> ~(count < Most)"
+SAME = "Switch: alternative IF TRUE THEN (count + 1) ELSE count -> count + 1"
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    lamp = tmp_path_factory.mktemp("model") / "lamp"
+    return Manifest.read(Path(shutil.copytree(Path(__file__).parent / "lamp", lamp)))
+
+
+@pytest.fixture(scope="module")
+def ledger(manifest: Manifest) -> Ledger:
+    return Ledger.read(manifest.folder)
+
+
+@pytest.fixture(scope="module")
+def confirmer(manifest: Manifest, ledger: Ledger, toolchain: Toolchain) -> Iterator[Confirmer]:
+    grounds = Session(toolchain, manifest, ledger).measure()
+    source = source_of(manifest, ledger)
+    one = Confirmer(toolchain, source, ledger, grounds, Hunter(toolchain, source, manifest.folder, grounds))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def mutants(manifest: Manifest, ledger: Ledger) -> dict[str, Mutant]:
+    return {mutant.name: mutant for mutant in draw(manifest, ledger)}
+
+
+def test_what_the_ledger_says_is_confirmed(ledger: Ledger, confirmer: Confirmer, mutants: Mapping[str, Mutant]) -> None:
+    found = {name: confirmer.confirm(mutant, ledger.entries[name]) for name, mutant in mutants.items()}
+    confirmer.vouch()
+
+    assert found == {name: Finding(entry.fate, entry.by, entry.where) for name, entry in ledger.entries.items()}
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        Entry(COUNTED, Fate.PROPERTY, "Switches", "Lamp"),
+        Entry(COUNTED, Fate.CANARY, "lit", "Lamp"),
+        Entry(COUNTED, Fate.INVALID, "", "Lamp"),
+        Entry(COUNTED, Fate.EQUIVALENT),
+        Entry(COUNTED, Fate.SURVIVED, "", "Lamp"),
+        Entry(COUNTED, Fate.PROPERTY, "Counts", "Nowhere"),
+        Entry(UNLIT, Fate.SURVIVED, "", "Lamp"),
+        Entry(UNLIT, Fate.PROPERTY, "Counts", "Lamp"),
+        Entry(SAME, Fate.PROPERTY, "Counts", "Lamp"),
+        Entry(SAME, Fate.CANARY, "lit", "Lamp"),
+        Entry(SAME, Fate.SURVIVED, "", "Lamp"),
+    ],
+    ids=lambda lie: f"{lie.name.partition(':')[2][:9].strip()} {lie.fate.value} {lie.by} {lie.where}",
+)
+def test_what_is_not_so_is_not_confirmed(confirmer: Confirmer, mutants: Mapping[str, Mutant], lie: Entry) -> None:
+    assert confirmer.confirm(mutants[lie.name], lie) is None
+
+
+def test_a_graph_of_another_size_is_confirmed_to_live_while_every_property_holds_of_it(
+    manifest: Manifest, confirmer: Confirmer, mutants: Mapping[str, Mutant]
+) -> None:
+    config = manifest.folder / "Lamp.cfg"
+    text = config.read_text()
+    config.write_text(text.replace("PROPERTIES Switches Counts", ""))
+    alive = Entry(COUNTED, Fate.SURVIVED, "", "Lamp")
+    try:
+        assert confirmer.confirm(mutants[COUNTED], alive) == Finding(Fate.SURVIVED, "", "Lamp")
+    finally:
+        config.write_text(text)
+
+
+def test_a_jvm_that_finds_the_model_itself_wrong_is_not_believed(
+    confirmer: Confirmer, mutants: Mapping[str, Mutant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert confirmer.confirm(mutants[SAME], Entry(SAME, Fate.EQUIVALENT)) is not None
+    run = KeptTlc.run
+
+    def forgetful(self: KeptTlc, job: Job) -> Outcome:
+        return replace(run(self, job), met=())
+
+    monkeypatch.setattr(KeptTlc, "run", forgetful)
+    with pytest.raises(ConfigurationError, match="no longer finds the model itself right in Lamp"):
+        confirmer.vouch()
