@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weightsync.checker.output import Findings, MessageReader
-from weightsync.checker.process import FOLDER_PREFIX, Ending, Job, Outcome, follow, kill
+from weightsync.checker.process import FOLDER_PREFIX, Ending, Job, Outcome, follow, kill, launched
 from weightsync.checker.toolchain import Toolchain, ToolMissingError, jvm_library
 
 _SCRIPT = Path(__file__).with_name("jvm.py")
@@ -104,16 +104,7 @@ class KeptTlc:
                     _end(self._process)
                 library = jvm_library(self._toolchain.java)
                 words = [sys.executable, "-P", str(_SCRIPT), str(self._toolchain.jar), str(library)]
-                self._process = subprocess.Popen(
-                    [*words, self._folder.name, _MARK],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    encoding="utf-8",
-                    errors="replace",
-                    start_new_session=True,
-                )
+                self._process = launched([*words, self._folder.name, _MARK], subprocess.PIPE)
             return self._process
 
 

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -144,17 +144,8 @@ class TlcRun:
         with self._lock:
             if self._ending is not Ending.EXITED:
                 return None
-            self._process = subprocess.Popen(
-                _command(self._toolchain, self._job, folder),
-                cwd=self._job.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-                start_new_session=True,
-            )
+            command = _command(self._toolchain, self._job, folder)
+            self._process = launched(command, subprocess.DEVNULL, self._job.folder)
             return self._process
 
 
@@ -186,6 +177,21 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
     with process.stdout:
         yield from process.stdout
     process.wait()
+
+
+def launched(command: Sequence[str], stdin: int, folder: Path | None = None) -> subprocess.Popen[str]:
+    """Start a process that leads a session of its own, for `kill`; what it prints, errors too, is read as text."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
 
 
 def kill(process: subprocess.Popen[str]) -> None:
