@@ -17,9 +17,10 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 HERE: Final = "127.0.0.1"
 #: gloo compares ports, as this machine's byte order reads those of the network's: the greater one connects, the other
 #: waits. So that both still agree, others see the process at a least port, and it sees them at greatest ones: they
-#: connect.
+#: connect. Greatest are those above all that Linux gives to listeners by itself: a process that had been given a
+#: greater one would connect as well, and each would wait for answers where the other is not.
 LEAST: Final = range(1024, 32768, 256)
-GREATEST: Final = range(1279, 32768, 256)
+GREATEST: Final = range(65535, 61000, -256)
 #: As RPC writes where it is reached, and as gloo does: a sockaddr_in.
 _SPELT: Final = re.compile(rb"127\.0\.0\.1:(\d{4,5})")
 _PACKED: Final = re.compile(rb"\x02\x00(..)\x7f\x00\x00\x01", re.DOTALL)

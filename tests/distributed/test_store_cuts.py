@@ -9,13 +9,15 @@ from __future__ import annotations
 import enum
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet import Crew
 from judging import all_sent, goes_on
-from severed import Failure, Network, Wire
+from severed import GREATEST, LEAST, Failure, Network, Wire
 from store_field import StoreField, endpoint
 from striking import (
     SHORT,
@@ -49,6 +51,13 @@ class Part(enum.StrEnum):
         """The wires that are meant."""
         pairs = list(network.peers.values())
         return {Part.STORE: [network.store], Part.PAIR: pairs, Part.ALL: [network.store, *pairs]}[self]
+
+
+def test_both_ends_agree_who_connects_whatever_port_this_machine_gives_to_the_process() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    given = [socket.htons(port) for port in range(first, last + 1)]
+    assert max(map(socket.htons, LEAST)) < min(given)
+    assert max(given) < min(map(socket.htons, GREATEST))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 from weightsync.checker.kept import KeptTlc
 from weightsync.checker.mutants.generate import Mutant
 from weightsync.checker.mutants.hunt import Fate, Finding, Ground, Hunter, job, judge, placed
-from weightsync.checker.mutants.ledger import Entry, Ledger
+from weightsync.checker.mutants.ledger import Entry, Ledger, deadliest
 from weightsync.checker.mutants.source import Source
 from weightsync.checker.process import Outcome
 from weightsync.checker.text import Config, Library
@@ -84,8 +84,7 @@ class Confirmer:
             kept.close()
 
     def _where(self, mutant: Mutant, entry: Entry) -> str:
-        kills = self._kills[mutant.definition]
-        return entry.where or max(kills, key=kills.__getitem__, default=next(iter(self._grounds), ""))
+        return entry.where or deadliest(self._kills[mutant.definition]) or next(iter(self._grounds), "")
 
     def _death(self, folder: Path, ground: Ground, entry: Entry) -> Finding:
         if entry.fate is Fate.PROPERTY:

@@ -160,6 +160,11 @@ class Ledger:
         return replace(entry, reason=before.reason) if before and entry.lives else entry
 
 
+def deadliest(kills: Mapping[str, int]) -> str:
+    """Return the configuration in which most mutants died; none if none has."""
+    return max(kills, key=kills.__getitem__, default="")
+
+
 def _ledger(folder: Path, document: Mapping[str, Any]) -> Ledger:
     model = document["model"]
     entries = [Entry(**{**found, "fate": Fate(found["fate"])}) for found in document.get("mutant", ())]

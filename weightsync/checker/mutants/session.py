@@ -12,7 +12,7 @@ from weightsync.checker.manifest import Configuration, Manifest
 from weightsync.checker.mutants.confirm import Confirmer
 from weightsync.checker.mutants.generate import Mutant, mutants
 from weightsync.checker.mutants.hunt import Finding, Ground, Hunter
-from weightsync.checker.mutants.ledger import Entry, Ledger
+from weightsync.checker.mutants.ledger import Entry, Ledger, deadliest
 from weightsync.checker.mutants.source import Source
 from weightsync.checker.process import Ending
 from weightsync.checker.suite import cores
@@ -169,10 +169,10 @@ class Session:
 
     def _hunted(self, hunter: Hunter, mutant: Mutant) -> Finding:
         entry = self._ledger.known(mutant.name)
-        where = self._kills[mutant.definition]
-        finding = hunter.hunt(mutant, entry.where if entry else max(where, key=where.__getitem__, default=""))
+        kills = self._kills[mutant.definition]
+        finding = hunter.hunt(mutant, entry.where if entry else deadliest(kills))
         if finding.fate.killed:
-            where[finding.where] += 1
+            kills[finding.where] += 1
         return finding
 
     def _hunter(self, grounds: Sequence[Ground]) -> Hunter:
