@@ -467,8 +467,10 @@ def test_queues_without_a_way_back_send_and_never_claim_an_ack(queues: list[Any]
 
 def test_a_queue_keeps_what_is_not_ours(queues: list[Any]) -> None:
     with MPTransport(*queues) as trainer, MPTransport(*queues) as worker:
-        queues[0].put("mine")
+        mine = ["mine", b"mine", b""]
+        for each in mine:
+            queues[0].put(each)
         trainer.send_weights_async(filled(1.0))
 
         assert 1.0 == value(worker.receive_weights(timeout=PATIENCE))
-        assert ["mine"] == list(worker._queue("receiver").foreign)
+        assert mine == list(worker._queue("receiver").foreign)

@@ -201,11 +201,13 @@ def test_a_dead_trainers_memory_stays_readable_and_leaves_no_name(start):
 
 
 def in_a_fork(check: Callable[[], None]) -> None:
-    """Run ``check`` in a forked child; what it raises fails the test."""
+    """Run ``check`` in a forked child; what it raises fails the test, and so does a child that hangs."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
             check()
             code = 0
         except BaseException as error:  # noqa: BLE001
@@ -239,6 +241,33 @@ def test_an_inherited_link_is_dead_in_the_child_and_alive_in_the_parent(laid):
     assert second.user.recv() == "kept"
     second.send(BYE)
     assert [received.message for received in first.receive()] == [BYE]
+
+
+def test_an_inherited_waker_is_closed_in_the_child_though_another_thread_held_its_lock():
+    waker, held, done = Waker(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with waker._lock:
+            held.set()
+            done.wait()
+
+    def check() -> None:
+        assert waker.fileno() == -1
+        assert waker.enter() is None
+        waker.fire()
+        waker.close()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    try:
+        in_a_fork(check)
+    finally:
+        done.set()
+        holder.join()
+
+    assert (waker.fired, wait(waker, [], 0.0)) == (0, [])
+    waker.close()
 
 
 def test_a_child_makes_links_of_its_own_over_what_it_inherits():

@@ -227,7 +227,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             case Bye() if message.incarnation > self.data.incarnation:
                 yield pure.Answer(worker, number, self._fenced(message))
             case Bye():
-                if message.incarnation == self.data.incarnation and worker in self.data.roll:
+                if message.incarnation == self.data.incarnation:
                     state, reason = self.machine.state, f"said goodbye: {message.reason}"
                     yield from pure.removal(state, self.data, worker, reason)
             case Update():

@@ -21,7 +21,7 @@ def decoded(kind: Any, told: Any) -> Any:
     if origin in (types.UnionType, typing.Union):
         return _one_of(typing.get_args(kind), told)
     if origin is tuple:
-        return _tuple(typing.get_args(kind), told)
+        return _tuple(typing.get_args(kind)[0], told)
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(typing.get_args(kind)[1], told)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
@@ -56,14 +56,11 @@ def _one_of(kinds: tuple[Any, ...], told: Any) -> Any:
     raise ValueError(f"{named!r} is none of {', '.join(kind.__name__ for kind in rest)}")
 
 
-def _tuple(kinds: tuple[Any, ...], told: Any) -> tuple[Any, ...]:
+def _tuple(kind: Any, told: Any) -> tuple[Any, ...]:
+    """All tuples of events and messages are of one kind, and of any length."""
     if not isinstance(told, list):
         raise ValueError(f"{told!r} is no list")
-    if len(kinds) == 2 and kinds[1] is Ellipsis:
-        return tuple(decoded(kinds[0], each) for each in told)
-    if len(told) != len(kinds):
-        raise ValueError(f"{told!r} has not {len(kinds)} members")
-    return tuple(decoded(kind, each) for kind, each in zip(kinds, told, strict=True))
+    return tuple(decoded(kind, each) for each in told)
 
 
 def _mapping(kind: Any, told: Any) -> dict[int, Any]:

@@ -1,0 +1,273 @@
+"""The guarantees are held against traces without the machines' logic: what a pure half at fault would do, and be
+content with, is told all the same.
+
+Its steps would be as it says itself. So moments are changed here behind the replay, as such a half would make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import recorded
+
+from weightsync._tables import SenderInput, State
+from weightsync.checker.traces.guarantees import breaches
+from weightsync.checker.traces.judging import machines_in, runs_of
+from weightsync.checker.traces.lines import Finding, read_file
+from weightsync.checker.traces.replaying import Machine, Moment
+from weightsync.messages import Ack, Update
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+from weightsync.report import Evidence
+from weightsync.tracing import What
+
+Wanted = Callable[[Moment], bool]
+OTHER = b"\x01" * 16
+#: An incarnation above all.
+LATE = 2**100
+
+
+class Run:
+    """A recorded run whose moments can be changed."""
+
+    def __init__(self, file: Path) -> None:
+        [self.network] = runs_of(machines_in([read_file(file)]))
+
+    def find(self, role: str, wanted: Wanted) -> tuple[Machine, int]:
+        """The first such moment of a machine in that role."""
+        machines = [machine for machine in self.network.machines if machine.role == role]
+        return next((m, i) for m in machines for i, moment in enumerate(m.moments) if wanted(moment))
+
+    def change(self, role: str, wanted: Wanted, **how: Callable[[Moment], Any]) -> None:
+        """Have the first such moment be otherwise in these respects."""
+        machine, index = self.find(role, wanted)
+        moment = machine.moments[index]
+        machine.moments[index] = replace(moment, **{name: of(moment) for name, of in how.items()})
+
+    def drop(self, role: str, wanted: Wanted) -> None:
+        """Have it not be."""
+        machine, index = self.find(role, wanted)
+        del machine.moments[index]
+
+    def breaches(self) -> list[Finding]:
+        return list(breaches(self.network))
+
+    def told(self) -> list[str]:
+        """Of each breach its rule."""
+        return [found.rule for found in self.breaches()]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def run(file: Path) -> Run:
+    return Run(file)
+
+
+def takes(*events: type, version: int | None = None) -> Wanted:
+    """A step by one of these events, after which that version is the newest served or sent."""
+
+    def wanted(moment: Moment) -> bool:
+        newest = moment.after.served or (0, 0) if isinstance(moment.after, receiving.ReceiverData) else None
+        version_after = moment.after.version if newest is None else newest[1]
+        return moment.step is not None and isinstance(moment.event, events) and version in (None, version_after)
+
+    return wanted
+
+
+def counts(moment: Moment) -> bool:
+    """An ack is an answer to what is outstanding."""
+    acked = isinstance(moment.event, sending.Answer) and isinstance(moment.event.message, Ack)
+    return acked and moment.step is not None and moment.step.input is SenderInput.REPLY
+
+
+def leaves(version: int, worker: int) -> Wanted:
+    """That version leaves for that worker, over its first link."""
+    return lambda m: m.line.what is What.SENT and m.link == worker + 1 and getattr(m.message, "version", 0) == version
+
+
+def after(**data: Any) -> dict[str, Callable[[Moment], Any]]:
+    return {"after": lambda moment: replace(moment.after, **data)}
+
+
+def answer(**what: Any) -> dict[str, Callable[[Moment], Any]]:
+    """The answer that is applied is otherwise."""
+    return {"event": lambda moment: replace(moment.event, answer=replace(moment.event.answer, **what))}
+
+
+def heard(**what: Any) -> dict[str, Callable[[Moment], Any]]:
+    """The ack that counts is otherwise."""
+    return {"event": lambda moment: replace(moment.event, message=replace(moment.event.message, **what))}
+
+
+def said(**what: Any) -> dict[str, Callable[[Moment], Any]]:
+    return {"message": lambda moment: replace(moment.message, **what)}
+
+
+def effect(kind: type, make: Callable[[Any, Moment], Any]) -> dict[str, Callable[[Moment], Any]]:
+    """An effect of that kind is another."""
+
+    def other(moment: Moment) -> Any:
+        assert moment.step is not None
+        return replace(
+            moment.step, effects=[make(e, moment) if isinstance(e, kind) else e for e in moment.step.effects]
+        )
+
+    return {"step": other}
+
+
+def asks(kind: type) -> Wanted:
+    return lambda moment: moment.step is not None and any(isinstance(each, kind) for each in moment.step.effects)
+
+
+def concluded(**what: Any) -> dict[str, Callable[[Moment], Any]]:
+    return effect(sending.Conclude, lambda each, _: replace(each, outstanding=replace(each.outstanding, **what)))
+
+
+def greets(due: Callable[[sending.SenderData], int]) -> dict[str, Callable[[Moment], Any]]:
+    return effect(sending.Greet, lambda each, moment: replace(each, due=due(moment.after)))
+
+
+def arrives(moment: Moment) -> bool:
+    return moment.line.what is What.RECEIVED and isinstance(moment.message, Update)
+
+
+def rejoins(moment: Moment) -> bool:
+    return isinstance(moment.event, sending.Join) and moment.before.due_all > 0 and moment.step is not None
+
+
+SENDS, APPLIED = takes(sending.SendAsync, version=2), takes(receiving.Applied, version=2)
+#: What a machine does wrong: its role, where in the run, and how.
+WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
+    "G1 AckNamesItsVersion: version 2 is applied, its ack names 9": ("receiver", APPLIED, answer(version=9)),
+    "G1 AckNamesItsVersion: version 1 leaves with two digests": ("sender", leaves(1, worker=1), said(digest=OTHER)),
+    "G1 AckNamesItsVersion: an ack for another sender counts": ("sender", counts, heard(incarnation=1)),
+    "G2 AckedMeansServed: digest 0101": ("receiver", APPLIED, answer(digest=OTHER)),
+    "G2 AckedMeansServed: the ack names the digest of other weights": ("sender", counts, heard(digest=OTHER)),
+    "G2 AckedMeansServed: worker 0 counts as APPLIED, and has not applied version 9": (
+        "sender",
+        counts,
+        heard(version=9),
+    ),
+    "G4 ServingIsMonotone: its fence falls": ("receiver", APPLIED, after(fence=0)),
+    "G4 ServingIsMonotone: version 0 is served after": (
+        "receiver",
+        APPLIED,
+        {"after": lambda moment: replace(moment.after, served=(moment.after.served[0], 0))},
+    ),
+    "G4 ServingIsMonotone: version 2 is served after": (
+        "receiver",
+        APPLIED,
+        {"after": lambda moment: replace(moment.after, fence=moment.after.served[0] + 1)},
+    ),
+    "G5 OneOutstanding: a version is dispatched while": (
+        "sender",
+        SENDS,
+        {"before": lambda moment: replace(moment.before, outstanding=moment.after.outstanding)},
+    ),
+    "G5 OneOutstanding: a version is dispatched": (
+        "sender",
+        SENDS,
+        {"before": lambda moment: replace(moment.before, version=3)},
+    ),
+    "G6 RefusalKeepsServing: a refusal changes": (
+        "receiver",
+        takes(receiving.Refused),
+        {"before": lambda moment: replace(moment.before, served=(1, 1))},
+    ),
+    "G6 RefusalKeepsServing: what is served changes, and nothing": ("receiver", arrives, after(served=(LATE, 9))),
+    "G7 OnlyTargetsChange: version 3 goes to [1], no target of it": ("sender", leaves(2, worker=1), said(version=3)),
+    "G9 ClosedIsFinal: a closed machine goes on": ("receiver", APPLIED, {"state_before": lambda _: State.CLOSED}),
+    "G9 ClosedIsFinal: a closed machine": ("sender", SENDS, {"state_before": lambda _: State.CLOSED}),
+    "G11 EverybodyIsToldTheTruth: version 1 is over": ("sender", asks(sending.Conclude), concluded(owed={0: 1})),
+    "G11 EverybodyIsToldTheTruth: version 1 is over, and its outcomes are those of []": (
+        "sender",
+        asks(sending.Conclude),
+        concluded(outcomes={}),
+    ),
+    "G12 LateJoinerCatchesUp: version 2 is due to it, and 0": ("sender", rejoins, greets(lambda _: 0)),
+    "G12 LateJoinerCatchesUp: version 2 is due to it, and 9": ("sender", rejoins, greets(lambda _: 9)),
+}
+
+
+def test_a_run_whose_machines_are_right_breaks_no_guarantee(run: Run) -> None:
+    assert run.breaches() == []
+
+
+@pytest.mark.parametrize("told", WRONG)
+def test_what_a_pure_half_at_fault_does_is_told(run: Run, told: str) -> None:
+    role, wanted, how = WRONG[told]
+    machine, index = run.find(role, wanted)
+    line = machine.moments[index].line
+
+    run.change(role, wanted, **how)
+
+    assert (line, told) in [(each.line, f"{each.rule}: {each.what}"[: len(told)]) for each in run.breaches()]
+
+
+def test_a_version_that_is_served_and_never_came_is_told(run: Run) -> None:
+    run.drop("receiver", arrives)
+
+    [found] = run.breaches()
+
+    assert (found.rule, found.what) == ("G2 AckedMeansServed", "version 1 never came")
+
+
+def never(run: Run) -> None:
+    """The worker whose ack counts first has not applied version 1."""
+    run.drop("receiver", takes(receiving.Applied))
+
+
+def too_late(run: Run) -> None:
+    """It has applied it once the ack had counted."""
+    machine, index = run.find("sender", counts)
+    time = machine.moments[index].line.time
+    run.change(
+        "receiver",
+        takes(receiving.Applied),
+        line=lambda moment: replace(moment.line, said={**moment.line.said, "t": time + 1}),
+    )
+
+
+@pytest.mark.parametrize("wrong", [never, too_late])
+def test_an_ack_that_counts_though_its_worker_had_not_applied_is_told(run: Run, wrong: Callable[[Run], None]) -> None:
+    wrong(run)
+    assert run.told() == ["G2 AckedMeansServed"]
+
+
+def test_by_another_clock_nobody_can_say_what_was_too_late(run: Run) -> None:
+    too_late(run)
+    run.find("receiver", takes(receiving.Applied))[0].clock = "another host's"
+    assert run.told() == []
+
+
+def by_hand(run: Run) -> None:
+    """Nobody's receiver of ours said the ack."""
+    run.change("sender", counts, **heard(evidence=Evidence.CALL))
+
+
+def at_fault(run: Run) -> None:
+    """What that worker did is not known behind its own finding."""
+    machine, index = run.find("receiver", arrives)
+    machine.finding = Finding(machine.moments[index].line, "it is not as it must be")
+
+
+def unrecorded(run: Run) -> None:
+    """What that worker did is not known behind the end of its recording."""
+    machine, _ = run.find("receiver", arrives)
+    machine.ended = 0
+    machine.moments = [moment for moment in machine.moments if moment.state is not State.CLOSED]
+
+
+@pytest.mark.parametrize("excuse", [by_hand, at_fault, unrecorded])
+def test_what_a_worker_did_is_not_asked_where_nobody_can_know(run: Run, excuse: Callable[[Run], None]) -> None:
+    never(run)
+    excuse(run)
+    assert run.told() == []
