@@ -183,7 +183,7 @@ def test_what_a_dead_worker_held_is_free_and_what_a_living_one_may_hold_is_retir
 
 
 def test_a_dead_trainers_memory_stays_readable_and_leaves_no_name(start):
-    names = set(os.listdir("/dev/shm"))
+    """Names in shared memory are looked for behind every test (tests/conftest.py)."""
     _, link = start(workers.trainer_that_dies, 300_000)
     received = []
     while len(received) < 2:
@@ -194,7 +194,6 @@ def test_a_dead_trainers_memory_stays_readable_and_leaves_no_name(start):
     ending(link)
 
     assert received[1].payload == b"t" * 300_000
-    assert names == set(os.listdir("/dev/shm"))
 
 
 # -------------------------------------------------------------------------------------------------- fork
