@@ -111,14 +111,12 @@ def said(**what: Any) -> dict[str, Callable[[Moment], Any]]:
     return {"message": lambda moment: replace(moment.message, **what)}
 
 
-def effect(kind: type, make: Callable[[Any, Moment], Any]) -> dict[str, Callable[[Moment], Any]]:
+def effect(kind: type, make: Callable[[Any], Any]) -> dict[str, Callable[[Moment], Any]]:
     """An effect of that kind is another."""
 
     def other(moment: Moment) -> Any:
         assert moment.step is not None
-        return replace(
-            moment.step, effects=[make(e, moment) if isinstance(e, kind) else e for e in moment.step.effects]
-        )
+        return replace(moment.step, effects=[make(e) if isinstance(e, kind) else e for e in moment.step.effects])
 
     return {"step": other}
 
@@ -128,11 +126,11 @@ def asks(kind: type) -> Wanted:
 
 
 def concluded(**what: Any) -> dict[str, Callable[[Moment], Any]]:
-    return effect(sending.Conclude, lambda each, _: replace(each, outstanding=replace(each.outstanding, **what)))
+    return effect(sending.Conclude, lambda each: replace(each, outstanding=replace(each.outstanding, **what)))
 
 
-def greets(due: Callable[[sending.SenderData], int]) -> dict[str, Callable[[Moment], Any]]:
-    return effect(sending.Greet, lambda each, moment: replace(each, due=due(moment.after)))
+def greets(due: int) -> dict[str, Callable[[Moment], Any]]:
+    return effect(sending.Greet, lambda each: replace(each, due=due))
 
 
 def arrives(moment: Moment) -> bool:
@@ -192,8 +190,8 @@ WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
         asks(sending.Conclude),
         concluded(outcomes={}),
     ),
-    "G12 LateJoinerCatchesUp: version 2 is due to it, and 0": ("sender", rejoins, greets(lambda _: 0)),
-    "G12 LateJoinerCatchesUp: version 2 is due to it, and 9": ("sender", rejoins, greets(lambda _: 9)),
+    "G12 LateJoinerCatchesUp: version 2 is due to it, and 0": ("sender", rejoins, greets(0)),
+    "G12 LateJoinerCatchesUp: version 2 is due to it, and 9": ("sender", rejoins, greets(9)),
 }
 
 
