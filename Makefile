@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed
 help:
 	@echo 'make test       lint, types, and the tests that need no model checker: 10 minutes'
 	@echo 'make verify-quick  all proofs again, the second checker, the tests with TLC: 15 minutes'
-	@echo 'make verify     and the large graphs, and the mutants of model and code: 35 minutes'
+	@echo 'make verify     and the large graphs, and the mutants of model and code: 38 minutes'
 	@echo 'make demo       train CartPole while workers act with the synchronised policy'
 	@echo 'make check      the quick set of the model checker'
 	@echo 'make check-all  all of it'
