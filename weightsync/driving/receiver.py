@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
-from weightsync.driving.adapters import AdapterFault, flush, read
+from weightsync.driving.adapters import AdapterFault, close, flush, mishandled, read, watch
 from weightsync.driving.base import Driver
 from weightsync.errors import ProtocolError, StateError, TransportError
 from weightsync.layout import Layout
@@ -36,7 +36,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     """One receiver's machine, data and links.
 
     Its methods take the lock and never block. A link whose peer breaks the protocol goes down, and the
-    `ProtocolError` is raised.
+    `ProtocolError` is raised unless it happened beside the link in force.
 
     Args:
         model_id: the model whose weights are received.
@@ -80,7 +80,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         with self.lock:
             next_state(RECEIVER_ROWS, self.machine.state, ReceiverInput.BROKEN)
             while self._links:
-                self._links.popitem()[1].close()
+                close(self._links.popitem()[1])
             self._end(pure.Broken())
 
     def _end(self, event: pure.Close | pure.Broken) -> None:
@@ -187,7 +187,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
             logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
-            closing.close()
+            close(closing)
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -217,7 +217,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         """Write what waits, take in what has arrived. The link in force is not read while an answer is owed.
 
         Raises:
-            ProtocolError: a peer broke the protocol; its link is down.
+            ProtocolError: the peer of the link in force, or of the only one, broke the protocol; its link is down.
         """
         with self.lock:
             if self.machine.state is State.CLOSED:
@@ -240,9 +240,15 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         except TransportError as error:
             self._down(number, str(error))
         except (ProtocolError, StateError) as error:
+            beside = number != self.data.link and len(self._links) > 1
             self._give_up(number, str(error))
+            if beside:
+                logger.error("a link of %r to %s broke the protocol: %s", self.model_id, link.peer, error)
+                return
             unread = error.unread if isinstance(error, ProtocolError) else b""
             raise ProtocolError(str(error), unread) from error
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this link's failure and nobody else's
+            self._give_up(number, mishandled(link, error))
         finally:
             self._finish()
 
@@ -259,8 +265,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         message = received.message
         match message:
             case Hello():
-                if message.host == own_host():
-                    link.watch(message.pid, message.started)
+                watch(link, message)
                 step = self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
                 if step.input is not ReceiverInput.REJECTED:
                     self.greeting = message

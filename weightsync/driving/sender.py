@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from weightsync._tables import RefusalKind, SenderInput, State
-from weightsync.driving.adapters import flush, read
+from weightsync.driving.adapters import close, flush, mishandled, read, watch
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.base import Driver
 from weightsync.driving.packing import Packed
@@ -157,7 +157,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
             logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
-            closing.close()
+            close(closing)
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -184,7 +184,14 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 return
             for number, (worker, link) in list(self._links.items()):
                 for event in self._hear(worker, number, link):
-                    self.take(event)
+                    self._happen(worker, number, link, event)
+
+    def _happen(self, worker: int, number: int, link: Link, event: pure.Event) -> None:
+        """Take what a link says. If that fails it is this link's failure, and nobody else's."""
+        try:
+            self.take(event)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other links are still served
+            self.take(pure.LinkLost(worker, number, mishandled(link, error)))
 
     def _hear(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
         """The events that a link has for us now, its death last."""
@@ -202,6 +209,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     yield from self._events(worker, number, link, received.message)
         except (TransportError, ProtocolError) as error:
             yield pure.LinkLost(worker, number, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other links are still served
+            yield pure.LinkLost(worker, number, mishandled(link, error))
 
     def _listens(self, worker: int, number: int) -> bool:
         """Whether a link is in force. One that is lost amid a step is closed behind it."""
@@ -217,8 +226,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _events(self, worker: int, number: int, link: Link, message: Message) -> Iterator[pure.Event]:
         match message:
             case Hello():
-                if message.host == own_host():
-                    link.watch(message.pid, message.started)
+                watch(link, message)
                 yield pure.Answer(worker, number, message)
             case Ack() | Refusal():
                 self._verify(message)

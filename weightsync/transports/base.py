@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Protocol, TypeVar
 
 from weightsync._tables import Delivery
+from weightsync.errors import TransportError
 from weightsync.messages import Message
 from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.memory import Buffer
@@ -113,6 +114,9 @@ class Waker:
 
     Firing is remembered until a wait has seen it. A closed waker stays fired. In a forked child an inherited
     waker counts as closed, and firing it there wakes nobody in the parent.
+
+    Raises:
+        TransportError: no file descriptor is left.
     """
 
     def __init__(self) -> None:
@@ -123,7 +127,10 @@ class Waker:
         self._closed = False
         self._pid = os.getpid()
         self._fd: int | None = None
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            raise TransportError(f"Nothing can be waited for: {error.strerror}.") from error
         forget_after_fork(self)
 
     def fileno(self) -> int:

@@ -237,6 +237,7 @@ class Channel:
 
     def _fail(self, why: Failure) -> None:
         self._deaf = why
+        self._inflow.close()
         self._sorter.signal_all()
 
     def _close(self) -> None:
