@@ -16,6 +16,7 @@ import torch
 from torch.distributed import rpc
 
 from weightsync._tables import RefusalKind
+from weightsync.compat.arguments import one_by_one
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.layout import Layout
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
@@ -37,6 +38,8 @@ from weightsync.transports.rpc import (
 
 #: The method of a collector that takes weights.
 METHOD: Final = "update_policy_weights_"
+#: How TorchRL addresses a collector.
+COLLECTOR: Final = ("collector_info", "collector_rref", "collector_class")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,17 @@ class Collector:
     rref: Any = None
     #: Its class.
     kind: Any = None
+
+
+def collector_of(endpoint: Any) -> Collector:
+    """How a worker is reached: a `Collector`, TorchRL's ``(collector_info, collector_rref, collector_class)``, or who.
+
+    Raises:
+        ConfigurationError: a tuple of another length.
+    """
+    if isinstance(endpoint, Collector):
+        return endpoint
+    return Collector(*one_by_one(COLLECTOR, endpoint, {}).values())
 
 
 def link_to(collector: Collector, model_id: str, peer: str, presenter: Presenter) -> Link:

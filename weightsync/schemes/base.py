@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -186,6 +187,10 @@ class WeightSyncScheme(Wired):
         self.close()
 
     # --------------------------------------------------------------------------------------------- copies
+
+    def _copy_uninitialized(self) -> Self:
+        """A copy, which carries the configuration only: TorchRL's name of `copy.copy`."""
+        return copy.copy(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

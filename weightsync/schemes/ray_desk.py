@@ -182,13 +182,14 @@ class ActorReceiver(WeightReceiver):
         scheme: the scheme that wires it.
     """
 
-    def register_worker_transport(self, pipe_or_context: Any = None) -> None:
+    def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:
         """Listen for senders' calls: see `WeightReceiver.register_worker_transport`.
 
         Args:
             pipe_or_context: the actor, or anything: a process holds one.
+            pipe: the same.
         """
-        super().register_worker_transport(pipe_or_context)
+        super().register_worker_transport(pipe_or_context, pipe=pipe)
         desk_of(self.model_id).receiver = self
 
     _register_worker_transport = register_worker_transport

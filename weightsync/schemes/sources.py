@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weightsync.context import MISSING, optional
@@ -45,11 +45,20 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
     return model_id
 
 
-def registered(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-    """What a send without weights means, the first that is found of the sources below; None: nothing."""
+def registered(
+    given: Mapping[str, Any], context: Any, model_id: str, unfit: Callable[[Any], bool] = lambda _: False
+) -> Any:
+    """What a send without weights means, the first that is found of the sources below; None: nothing.
+
+    Args:
+        given: by keyword.
+        context: the context.
+        model_id: the model.
+        unfit: whether what was found is no weights, though it is found where weights are.
+    """
     for source in _SOURCES:
         found = source(given, context, model_id)
-        if found is not None and found is not MISSING:
+        if found is not None and found is not MISSING and not unfit(found):
             return found
     return None
 

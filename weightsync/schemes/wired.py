@@ -18,7 +18,6 @@ from weightsync.options import Verify
 from weightsync.paths import _resolve_model
 from weightsync.receiver import WeightReceiver
 from weightsync.schemes.rendezvous import Rendezvous
-from weightsync.schemes.sources import registered
 from weightsync.sender import WeightSender
 from weightsync.strategy import WeightStrategy
 from weightsync.target import Mode
@@ -134,7 +133,7 @@ class Wired(Rendezvous, abc.ABC):
         return strategy.extract_weights(found) if isinstance(found, torch.nn.Module) else found
 
     def _registered(self, model_id: str, context: Any) -> Any:
-        found = registered(self._given, context, model_id)
+        found = self._found(model_id, context)
         if found is not None:
             return found
         raise ConfigurationError(
