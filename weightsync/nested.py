@@ -8,7 +8,7 @@ from typing import Any
 
 from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
 
-_NUMBERS = ("preparing", "transferring", "applying")
+_NUMBERS = ("preparing", "connect_s", "transferring", "applying")
 
 
 def encode_report(report: SyncReport | None) -> bytes:
