@@ -12,7 +12,7 @@ from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
 #: Reports in reports in reports: more is refused on both sides, so that neither runs out of stack.
 MAX_DEPTH: Final = 32
 
-_SECONDS: Final = ("preparing", "transferring", "applying")
+_SECONDS: Final = ("preparing", "connect_s", "transferring", "applying")
 #: The widths that the wire has for these numbers.
 _INCARNATIONS: Final = 2**128
 _NUMBERS: Final = 2**64

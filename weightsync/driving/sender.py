@@ -11,12 +11,13 @@ from weightsync._tables import RefusalKind, SenderInput, State
 from weightsync.driving.adapters import close, flush, mishandled, read, watch
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.base import Driver
+from weightsync.driving.hearing import Hearing
 from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.machine import SenderMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import sender as pure
-from weightsync.transports.base import Link
+from weightsync.transports.base import Link, TellsWhatIsRead
 from weightsync.transports.calls import BlockingLink
 from weightsync.transports.liveness import own_host, own_identity
 from weightsync.transports.memory import Buffer
@@ -38,6 +39,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         super().__init__(model_id, SenderMachine(), pure.SenderData(), pure.step)
         #: What became of updates that nobody has asked about since they ended.
         self.concluded: dict[int, pure.Conclude] = {}
+        #: When the workers spoke.
+        self.hearing = Hearing()
         self._links: dict[int, tuple[int, Link]] = {}
         self._told: dict[int, bytes] = {}
         self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
@@ -78,6 +81,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         with self.lock:
             for event in pure.removal(self.machine.state, self.data, worker, reason):
                 self.take(event)
+            self.hearing.forget(worker)
 
     # ------------------------------------------------------------------------------------------ effects
 
@@ -151,6 +155,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         _, closing = self._links.pop(link)
         self._told.pop(link, None)
         self._backlogs.pop(link, None)
+        self.hearing.closed(link)
         bye = Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link")
         try:
             closing.send(bye)
@@ -170,6 +175,15 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         """The links that are open, by worker."""
         with self.lock:
             return dict(sorted(self._links.values(), key=itemgetter(0)))
+
+    def has_read(self, worker: int) -> bool | None:
+        """Whether a worker has read all that was sent to it; None: that is not known."""
+        with self.lock:
+            entry = self.data.roll[worker]
+            if entry.standing is pure.Standing.EXPECTED or self._backlogs[entry.link].waits:
+                return False
+            _, link = self._links[entry.link]
+            return link.all_read() if isinstance(link, TellsWhatIsRead) else None
 
     def blocking(self, targets: tuple[int, ...] | None) -> list[int]:
         """Those of the targets (None: all) that only a caller who waits can be sent to."""
@@ -206,6 +220,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         try:
             for received in read(link):
                 if self._listens(worker, number):
+                    self.hearing.heard(worker, number)
                     yield from self._events(worker, number, link, received.message)
         except (TransportError, ProtocolError) as error:
             yield pure.LinkLost(worker, number, str(error))
