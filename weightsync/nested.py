@@ -95,7 +95,10 @@ def _read(told: dict[str, Any], depth: int) -> SyncReport:
             for worker, versions in told["superseded"].items()
         },
         not_caught_up=_read_all(told["not_caught_up"], depth),
-        **{name: _seconds(told[name]) for name in _SECONDS},
+        preparing=_seconds(told["preparing"]),
+        connect_s=_seconds(told["connect_s"]),
+        transferring=_seconds(told["transferring"]),
+        applying=_seconds(told["applying"]),
     )
 
 
