@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from weightsync._tables import SENDER_ROWS, SenderInput, State
 from weightsync.driving.interrupts import Shield
@@ -19,6 +19,9 @@ from weightsync.roster import Roster
 from weightsync.side import require_worker_id
 from weightsync.timing import Deadline, Stopwatch, Timeout
 from weightsync.transports.base import wait
+
+#: Seconds between two looks at processes that have not started yet.
+STARTS: Final = 0.5
 
 
 class WeightSender(Roster):
@@ -261,7 +264,7 @@ class WeightSender(Roster):
             seen = self._driver.waker.fired
             while not self._reporter.is_over(version) and not deadline.passed:
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
+                wait(self._driver.waker, self._driver.links(), self._nap(deadline), seen)
                 seen = self._driver.waker.fired
                 self._driver.pump()
         except BaseException:
@@ -272,6 +275,12 @@ class WeightSender(Roster):
                 return self._reporter.concluded(version)
             self._driver.take(pure.Deadline(version))
             return self._reporter.so_far(OutcomeKind.TIMED_OUT)
+
+    def _nap(self, deadline: Deadline) -> float | None:
+        """How long to sleep before the deadline, and processes that have yet to start, are looked at again."""
+        if not self._driver.awaits_processes:
+            return deadline.nap
+        return STARTS if deadline.nap is None else min(deadline.nap, STARTS)
 
 
 def _told(report: SyncReport, failing: OnFailure) -> SyncReport:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +22,7 @@ from weightsync import (
     OnPending,
     OutcomeKind,
     RefusedError,
+    SenderClosed,
     State,
     StateError,
     SyncError,
@@ -753,3 +757,108 @@ def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
     answered = "connected, but has not answered; it last served version 1; it was last heard from 5.0 s ago; "
     assert unread == answered + "it has not read all that was sent to it"
     assert read == answered + "it has read the update"
+
+
+# ------------------------------------------------------- a worker that dies before it has connected is noticed
+
+
+def process_of(code: str) -> subprocess.Popen[bytes]:
+    """A process that has not the other end of any pipe: its death shows nowhere else."""
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def unconnected(scheme_class: Any, processes: Any) -> Any:
+    """A scheme whose worker never connects; this process holds the worker's end too."""
+    scheme, (ours, theirs) = scheme_class(), multiprocessing.Pipe()
+    scheme.init_on_sender("policy", pipes=[ours], model=small(), processes=processes)
+    return scheme, theirs
+
+
+@pytest.mark.parametrize("by", [lambda process: [process], lambda process: {0: process.pid}], ids=["object", "pid"])
+def test_g10_a_worker_that_dies_before_it_has_connected_ends_the_send(scheme_class: Any, by: Any) -> None:
+    with process_of("import time; time.sleep(3600)") as process:
+        scheme, theirs = unconnected(scheme_class, by(process))
+        scheme.get_sender().send_async()
+        process.kill()
+        report = scheme.get_sender().wait_async(timeout=None, on_failure="report")
+
+    assert report[0].kind is OutcomeKind.LOST
+    assert f"process {process.pid}" in report[0].reason
+    scheme.close()
+    theirs.close()
+
+
+def test_g10_a_process_may_be_started_after_the_send_and_be_dead_before_the_wait(scheme_class: Any) -> None:
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+    scheme, theirs = unconnected(scheme_class, [process])
+    scheme.get_sender().send_async()
+    assert scheme.get_sender().poll()[0].kind is OutcomeKind.PENDING
+    process.start()
+    process.join()
+    report = scheme.get_sender().wait_async(timeout=None, on_failure="report")
+
+    assert report[0].reason == f"its process {process.pid} has ended with exit code 3"
+    scheme.close()
+    theirs.close()
+
+
+def test_g10_a_process_that_starts_and_dies_during_a_wait_is_noticed(scheme_class: Any) -> None:
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+    scheme, theirs = unconnected(scheme_class, [process])
+    machine, waiting = scheme.get_sender()._driver.machine, threading.Event()
+    machine.observe(lambda _before, _taken, after: after is State.AWAITING_ACK and waiting.set())
+    starting = threading.Thread(target=lambda: waiting.wait(PATIENCE) and process.start())
+    starting.start()
+    report = scheme.get_sender().send(timeout=None, on_failure="report")
+    starting.join(PATIENCE)
+    process.join(PATIENCE)
+
+    assert report[0].kind is OutcomeKind.LOST
+    scheme.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("processes", [5, "0", [], [None], [0], [True], {3: 1}, ["pid"], [1, 2]])
+def test_processes_that_are_none_or_of_others_are_refused(scheme_class: Any, processes: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    scheme = scheme_class()
+    with pytest.raises(ConfigurationError, match="process"):
+        scheme.init_on_sender("policy", pipes=[ours], model=small(), processes=processes)
+
+    scheme.init_on_sender("policy", pipes=[ours], model=small())
+    scheme.close()
+    theirs.close()
+
+
+# ------------------------------------------------------------------------ a worker is told how its trainer ended
+
+
+def end_of(receiver: Any) -> TransportError:
+    with pytest.raises(TransportError) as ended:
+        receiver.receive(timeout=PATIENCE)
+    return ended.value
+
+
+def test_a_clean_end_of_the_trainer_is_told_from_a_crash(pair: Pair, scheme_class: Any) -> None:
+    pair.sync()
+    pair.sender.close()
+    closed = end_of(pair.receiver)
+    crashed_pair = Pair(scheme_class)
+    crashed_pair.sync()
+    crashed_pair.sender._driver._links[1][1].close()
+    crashed = end_of(crashed_pair.receiver)
+    crashed_pair.close()
+
+    assert isinstance(closed, SenderClosed)
+    assert not isinstance(crashed, SenderClosed)
+    assert "version 1" in str(closed)
+
+
+def test_a_receiver_with_a_new_link_forgets_how_the_last_sender_ended(pair: Pair) -> None:
+    pair.sender.close()
+    assert isinstance(end_of(pair.receiver), SenderClosed)
+    ours, theirs = multiprocessing.Pipe()
+    pair.receiver.register_worker_transport(theirs)
+    ours.close()
+
+    assert not isinstance(end_of(pair.receiver), SenderClosed)

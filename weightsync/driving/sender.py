@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from operator import itemgetter
 
 from weightsync._tables import RefusalKind, SenderInput, State
@@ -17,6 +18,7 @@ from weightsync.errors import ProtocolError, TransportError
 from weightsync.machine import SenderMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import sender as pure
+from weightsync.transports.awaited import AwaitedProcess
 from weightsync.transports.base import Link, TellsWhatIsRead
 from weightsync.transports.calls import BlockingLink
 from weightsync.transports.liveness import own_host, own_identity
@@ -42,6 +44,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         #: When the workers spoke.
         self.hearing = Hearing()
         self._links: dict[int, tuple[int, Link]] = {}
+        self._awaited: dict[int, AwaitedProcess] = {}
         self._told: dict[int, bytes] = {}
         self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
         self._packed: dict[int, Packed] = {}
@@ -67,12 +70,14 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             self.layout = packed.layout
             return version
 
-    def join(self, worker: int, link: Link) -> None:
-        """Put a worker on the roll on a new link, or give it a new one."""
+    def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
+        """Put a worker on the roll on a new link, or give it a new one; its process is watched from the start."""
         with self.lock:
             self._last_link += 1
             events = pure.joining(self.machine.state, self.data, worker, self._last_link)
             self._links[self._last_link] = (worker, link)
+            if process is not None:
+                self._awaited[self._last_link] = process
             for event in events:
                 self.take(event)
 
@@ -156,6 +161,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self._told.pop(link, None)
         self._backlogs.pop(link, None)
         self.hearing.closed(link)
+        self._awaited.pop(link, None)
         bye = Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link")
         try:
             closing.send(bye)
@@ -197,7 +203,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             if self.machine.state in (State.UNINITIALIZED, State.CLOSED):
                 return
             for number, (worker, link) in list(self._links.items()):
-                for event in self._hear(worker, number, link):
+                for event in chain(self._look_after(worker, number, link), self._hear(worker, number, link)):
                     self._happen(worker, number, link, event)
 
     def _happen(self, worker: int, number: int, link: Link, event: pure.Event) -> None:
@@ -206,6 +212,26 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             self.take(event)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other links are still served
             self.take(pure.LinkLost(worker, number, mishandled(link, error)))
+
+    @property
+    def awaits_processes(self) -> bool:
+        """Whether a process that is to be watched has not started yet: nothing wakes us when it does."""
+        return bool(self._awaited)
+
+    def _look_after(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
+        """Watch the worker's process once it has started; its death if it is dead already."""
+        process = self._awaited.get(number)
+        if process is None:
+            return
+        identity, end = process.identity, process.end
+        if end:
+            yield from self._last_words(worker, number, end)
+        elif identity is not None:
+            del self._awaited[number]
+            try:
+                link.watch(*identity)
+            except TransportError as error:
+                yield pure.LinkLost(worker, number, str(error))
 
     def _hear(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
         """The events that a link has for us now, its death last."""
