@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, State
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.traced import receiver_driver
-from weightsync.errors import ConfigurationError, TransportError
+from weightsync.errors import ConfigurationError
 from weightsync.machine import next_state
 from weightsync.messages import Ack
 from weightsync.paths import _resolve_model
@@ -130,13 +130,14 @@ class Listening(Side):
 
         Raises:
             StateError: the receiver is closed, or has no link yet.
+            SenderClosed: the sender closed the link in good order.
             TransportError: the sender is gone.
         """
         if self.state is State.CLOSED:
             next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
         if not self._driver.links() and (self._driver.ended or not self._listening):
             if self._driver.ended:
-                raise TransportError(
+                raise self._driver.ended_as(
                     f"model {self._model_id!r} has no sender any more: {self._driver.ended.rstrip('.')}. It keeps "
                     f"version {self.version}; register_worker_transport() gives it a new link."
                 )

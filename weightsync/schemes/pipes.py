@@ -24,13 +24,17 @@ class PipeScheme(WeightSyncScheme):
     Without ``pipes`` it makes them itself. The workers' ends then travel in the scheme while a process is spawned with
     it, and are inherited by a forked one; each worker takes its own by its ``worker_idx`` and closes the others.
 
+    `init_on_sender` takes ``processes``: the workers' processes, started or not yet, in the order of ``pipes`` or by
+    worker id. A worker that dies before it has connected is then LOST at once; without them it is TIMED_OUT where
+    another process, as the trainer itself, still holds the worker's end of its pipe.
+
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
         sync: whether the scheme's own `send` waits for its answers. If not, the next `send`, or `shutdown`, tells.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
-    _sender_arguments = ("pipes",)
+    _sender_arguments = ("pipes", "processes")
     _worker_arguments = ("pipe",)
     _left_behind = (*WeightSyncScheme._left_behind, "_own")
     #: In a worker: its own of these.

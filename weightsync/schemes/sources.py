@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.paths import _resolve_model
+from weightsync.transports.awaited import AwaitedProcess
 
 
 def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> dict[str, Any]:
@@ -26,6 +27,35 @@ def given_or_found(given: Mapping[str, Any], context: Any, name: str) -> Any:
     """What was given by keyword, else the context's attribute of that name; None: neither."""
     found = given[name] if name in given else optional(context, name)
     return None if found is MISSING else found
+
+
+def processes_of(given: Any, workers: Collection[int]) -> dict[int, Any]:
+    """The workers' processes by worker id, as ``processes=`` gives them.
+
+    Args:
+        given: a sequence in the order of the workers' ids, a mapping by worker id, or None.
+        workers: the ids of the workers.
+
+    Raises:
+        ConfigurationError: it is neither, is too long or too short, or names other workers.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        found = dict(given)
+    elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) == len(workers):
+        found = dict(zip(sorted(workers), given, strict=True))
+    else:
+        raise ConfigurationError(
+            f"processes= is {given!r}: give the process of each of the {len(workers)} workers, in the order of their "
+            "ids, or a mapping of worker ids to processes. Nothing has changed."
+        )
+    unknown = [worker for worker in found if worker not in workers]
+    if unknown:
+        raise ConfigurationError(f"processes= names workers {unknown}, but there are {sorted(workers)}.")
+    for process in found.values():
+        AwaitedProcess(process)
+    return found
 
 
 def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
