@@ -153,8 +153,8 @@ class _Ears:
             with self._lock:
                 if accept in there:
                     there.remove(accept)
-                if not there:
-                    self._by_place.pop(place, None)
+                if not there and self._by_place.get(place) is there:
+                    del self._by_place[place]
 
         return shut
 
