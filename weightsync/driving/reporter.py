@@ -66,6 +66,7 @@ class Reporter:
         """``error``, which refused a send since every target is lost already, with the report of that."""
         outcomes = {worker: Outcome(kind=OutcomeKind.LOST, reason=reason) for worker, reason in error.lost.items()}
         error.report = replace(self.empty(), outcomes=outcomes)
+        self._driver.told(error.report)
         return error
 
     def _owing(self, owing: OutcomeKind, worker: int) -> Outcome:
@@ -78,7 +79,7 @@ class Reporter:
         self, version: int, outcomes: Mapping[int, Outcome], not_caught_up: Mapping[int, Outcome]
     ) -> SyncReport:
         packed = self._driver.packed(version)
-        return SyncReport(
+        report = SyncReport(
             model_id=self._driver.model_id,
             version=version,
             incarnation=self._driver.data.incarnation,
@@ -90,3 +91,5 @@ class Reporter:
             superseded={w: versions for w, versions in self._given_up.items() if w in outcomes},
             not_caught_up=not_caught_up,
         )
+        self._driver.told(report)
+        return report

@@ -16,6 +16,7 @@ from weightsync.errors import ProtocolError, TransportError
 from weightsync.machine import SenderMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import sender as pure
+from weightsync.report import SyncReport
 from weightsync.transports.base import Link
 from weightsync.transports.calls import BlockingLink
 from weightsync.transports.liveness import own_host, own_identity
@@ -78,6 +79,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         with self.lock:
             for event in pure.removal(self.machine.state, self.data, worker, reason):
                 self.take(event)
+
+    def told(self, report: SyncReport) -> None:
+        """A caller is told this. Nothing changes; it is recorded where anybody records."""
 
     # ------------------------------------------------------------------------------------------ effects
 
