@@ -61,15 +61,7 @@ CONFIGURATIONS = SMALL | LARGE
 
 def in_words(bounds: Bounds) -> str:
     """What a configuration has, for people."""
-    counts = {
-        "sender": bounds.senders,
-        "worker": bounds.workers,
-        "version": bounds.max_version,
-        "link": bounds.max_link,
-    }
-    many = ", ".join(f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items())
-    links = f"; links: {', '.join(sorted(bounds.links)).lower()}" if bounds.links else ""
-    return f"{many}; {', '.join(sorted(bounds.features))}{links}"
+    return bounds.words
 
 
 def committed() -> dict[str, Any]:

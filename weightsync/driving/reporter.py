@@ -87,6 +87,7 @@ class Reporter:
         """``error``, which refused a send since every target is lost already, with the report of that."""
         outcomes = {worker: Outcome(kind=OutcomeKind.LOST, reason=reason) for worker, reason in error.lost.items()}
         error.report = replace(self.empty(), outcomes=outcomes)
+        self._driver.told(error.report)
         return error
 
     def _owing(self, owing: OutcomeKind, worker: int) -> Outcome:
@@ -107,7 +108,7 @@ class Reporter:
     ) -> SyncReport:
         packed, seconds = self._driver.packed(version), self._dispatched.seconds
         connecting = self._connecting(outcomes)
-        return SyncReport(
+        report = SyncReport(
             model_id=self._driver.model_id,
             version=version,
             incarnation=self._driver.data.incarnation,
@@ -121,6 +122,8 @@ class Reporter:
             not_caught_up=not_caught_up,
             previous=self._tell_previous(),
         )
+        self._driver.told(report)
+        return report
 
     def _connecting(self, outcomes: Mapping[int, Outcome]) -> float:
         """Seconds from the dispatch until all targets that are not lost had connected."""

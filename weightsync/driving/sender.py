@@ -18,6 +18,7 @@ from weightsync.errors import ProtocolError, TransportError
 from weightsync.machine import SenderMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import sender as pure
+from weightsync.report import SyncReport
 from weightsync.transports.awaited import AwaitedProcess
 from weightsync.transports.base import Link, TellsWhatIsRead
 from weightsync.transports.calls import BlockingLink
@@ -87,6 +88,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             for event in pure.removal(self.machine.state, self.data, worker, reason):
                 self.take(event)
             self.hearing.forget(worker)
+
+    def told(self, report: SyncReport) -> None:
+        """A caller is told this. Nothing changes; it is recorded where anybody records."""
 
     # ------------------------------------------------------------------------------------------ effects
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from weightsync._tables import ReceiverInput, SenderInput, State
 from weightsync.driving.receiver import ReceiverDriver
@@ -42,12 +43,25 @@ class TracedSenderDriver(SenderDriver):
     def __init__(self, model_id: str, records: Recorder) -> None:
         super().__init__(model_id)
         self._life: Life = records.born("sender", model_id)
+        #: What was told last, until the next step: a caller who polls is told the same again and again.
+        self._last_told: SyncReport | None = None
 
     def _tell(self, what: What, **said: object) -> None:
         self._life.tell(what, self.model_id, **said)
 
+    def told(self, report: SyncReport) -> None:
+        """A caller is told this."""
+        with self.lock:
+            spoken = replace(report, nbytes=0, preparing=0.0, transferring=0.0, applying=0.0)
+            if spoken == self._last_told:
+                return
+            self._last_told = spoken
+            told = {"version": report.version, "incarnation": report.incarnation, "outcomes": report.outcomes}
+            self._tell(What.TOLD, **told, superseded=report.superseded, not_caught_up=report.not_caught_up)
+
     def _step(self, event: sending.Event) -> Step[SenderInput, sending.SenderData, sending.Effect]:
         before = self.machine.state
+        self._last_told = None
         try:
             step = super()._step(event)
         except Exception as error:
