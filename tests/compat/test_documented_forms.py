@@ -160,7 +160,7 @@ def test_a_receiver_is_given_one_model_and_one_transport() -> None:
             receiver.register_model(small(), model_ref=small())
         with pytest.raises(ConfigurationError, match="model"):
             receiver.register_model()
-        with pytest.raises(ConfigurationError, match="no connection"):
+        with pytest.raises(ConfigurationError, match="given no pipe"):
             receiver.register_worker_transport()
         with pytest.raises(ConfigurationError, match="pipe"):
             receiver.register_worker_transport("one", pipe="two")

@@ -18,6 +18,8 @@ from missing import not_tested
 from reviewed_differences import ADDED, DIFFERENCES, MISSING, REASONS
 
 import weightsync
+from weightsync.messages import WeightsForm
+from weightsync.presenting import form_taken
 
 pytestmark = pytest.mark.torchrl
 
@@ -220,3 +222,12 @@ def parameters(text: str) -> dict[str, str]:
         name, _, default = part.partition("=")
         found[name] = f"{kind} {len(found) if kind == 'any' else ''}{'=' + default if default else ''}"
     return found
+
+
+def test_the_method_of_each_of_torchrls_collectors_is_known_by_its_parameters() -> None:
+    """It takes TensorDicts: given a dict, theirs fails (``form_taken``)."""
+    _, collectors = torchrl_modules()
+    kinds = [getattr(collectors, name) for name in ("Collector", "AsyncCollector", "MultiSyncCollector")]
+    for kind in [*kinds, collectors.MultiAsyncCollector]:
+        parameters = inspect.signature(kind.update_policy_weights_).parameters
+        assert form_taken(parameters) is WeightsForm.TENSORDICT
