@@ -34,6 +34,7 @@ def _told(report: SyncReport) -> dict[str, Any]:
         "outcomes": _all(report.outcomes),
         "superseded": {str(worker): list(versions) for worker, versions in report.superseded.items()},
         "not_caught_up": _all(report.not_caught_up),
+        "left": {str(worker): goodbye for worker, goodbye in report.left.items()},
         **{name: getattr(report, name) for name in _NUMBERS},
     }
 
@@ -63,6 +64,7 @@ def _read(told: dict[str, Any]) -> SyncReport:
         outcomes=_read_all(told["outcomes"]),
         superseded={int(worker): tuple(map(int, versions)) for worker, versions in told["superseded"].items()},
         not_caught_up=_read_all(told["not_caught_up"]),
+        left={int(worker): str(goodbye) for worker, goodbye in told["left"].items()},
         **{name: float(told[name]) for name in _NUMBERS},
     )
 

@@ -99,11 +99,16 @@ class SyncReport:
     superseded: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     #: Joiners that refused the version they were to catch up with, since the last report.
     not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)
+    #: Workers that closed their receiver since the last report, and what they said: they are on the roll no more.
+    left: Mapping[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         sent = f"version {self.version} of" if self.version else "nothing sent of"
-        told = ", ".join(f"worker {worker}: {outcome}" for worker, outcome in self.outcomes.items())
-        return f"{sent} {self.model_id!r} [{told}] {self.nbytes} bytes in {self.preparing + self.transferring:.3f} s"
+        told = [f"worker {worker}: {outcome}" for worker, outcome in self.outcomes.items()]
+        told += [f"worker {worker} did not catch up: {outcome}" for worker, outcome in self.not_caught_up.items()]
+        told += [f"worker {worker} left: {goodbye}" for worker, goodbye in self.left.items()]
+        took = self.preparing + self.transferring
+        return f"{sent} {self.model_id!r} [{', '.join(told)}] {self.nbytes} bytes in {took:.3f} s"
 
     def __getitem__(self, worker_id: int) -> Outcome:
         return self.outcomes[worker_id]
