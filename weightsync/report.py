@@ -105,11 +105,16 @@ class SyncReport:
     #: What became of the update that was waited for before this one was sent (``on_pending="wait"``); None: there was
     #: none, or an earlier report of this version has told of it.
     previous: SyncReport | None = None
+    #: Workers that closed their receiver since the last report, by id, and what they said: they are no longer members.
+    left: Mapping[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         sent = f"version {self.version} of" if self.version else "nothing sent of"
-        told = ", ".join(f"worker {worker}: {outcome}" for worker, outcome in self.outcomes.items())
-        text = f"{sent} {self.model_id!r} [{told}] {self.nbytes} bytes in {self.preparing + self.transferring:.3f} s"
+        told = [f"worker {worker}: {outcome}" for worker, outcome in self.outcomes.items()]
+        told += [f"worker {worker} did not catch up: {outcome}" for worker, outcome in self.not_caught_up.items()]
+        told += [f"worker {worker} left: {goodbye}" for worker, goodbye in self.left.items()]
+        took = self.preparing + self.transferring
+        text = f"{sent} {self.model_id!r} [{', '.join(told)}] {self.nbytes} bytes in {took:.3f} s"
         if self.connect_s:
             text += f", after {self.connect_s:.3f} s until the workers had connected"
         return text if self.previous is None else f"{text}; before it: {self.previous}"

@@ -10,7 +10,7 @@ from weightsync._tables import SENDER_ROWS, SenderInput, State
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packed
 from weightsync.driving.reporter import Reporter
-from weightsync.errors import StateError, WorkerLostError
+from weightsync.errors import RefusedError, StateError, WorkerLostError
 from weightsync.machine import next_state
 from weightsync.options import OnFailure, OnPending, option
 from weightsync.protocol import sender as pure
@@ -178,6 +178,10 @@ class WeightSender(Roster):
             self._packer.close()
             self._endpoints.clear()
 
+    def fail(self, error: BaseException) -> None:  # noqa: ARG002 - workers are told that the sender closed, and no more
+        """Close for good, since ``error`` was raised: as `close`."""
+        self.close()
+
     def digest(self) -> bytes:
         """The xxh3-128 digest of the newest version's weights as they travelled, 16 bytes; empty: none is kept."""
         packed = self._driver.packed(self.version)
@@ -244,11 +248,11 @@ class WeightSender(Roster):
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
-        """Give a send that is refused since all are lost already its report."""
+        """Give a send that is refused since all are lost or have refused already its report."""
         try:
             yield
-        except WorkerLostError as error:
-            raise self._reporter.all_lost(error) from None
+        except (WorkerLostError, RefusedError) as error:
+            raise self._reporter.all_ended(error) from None
 
     def _wait(self, deadline: Deadline) -> SyncReport:
         """Wait for what is outstanding."""

@@ -134,14 +134,6 @@ class TracedReceiverDriver(ReceiverDriver):
                 self._tell(What.LINK, link=self._last_link + 1, delivery=delivery, peer=link.peer)
             super().add_link(link)
 
-    def break_down(self) -> None:
-        """Close for good, since the model holds no whole version any more."""
-        with self.lock:
-            links = list(self._links)
-            super().break_down()
-            for link in links:
-                self._tell(What.CLOSED, link=link, incarnation=self.data.fence)
-
     def hold(self) -> None:
         """Hold back the answer to the version that is about to be APPLIED: it is handed on first."""
         self._tell(What.HELD)
@@ -168,11 +160,16 @@ class TracedReceiverDriver(ReceiverDriver):
         self._tell(What.RECEIVED, link=number, message=received.message)
         super()._heard(number, link, received)
 
-    def _down(self, link: int, reason: str, ended_as: type[TransportError] = TransportError) -> None:
-        self._tell(What.FAILED, link=link, reason=reason)
-        super()._down(link, reason, ended_as)
+    def _say_last(self, link: int, message: Message) -> None:
+        if link in self._links:
+            self._tell(What.SENT, link=link, message=message)
+        super()._say_last(link, message)
+
+    def _ended(self, event: receiving.LinkDown, reason: str, ended_as: type[TransportError] = TransportError) -> None:
+        self._tell(What.FAILED, link=event.link, reason=reason)
+        super()._ended(event, reason, ended_as)
 
     def _close_link(self, link: int) -> None:
         if link in self._links:
-            self._tell(What.CLOSED, link=link, incarnation=self.data.fence)
+            self._tell(What.CLOSED, link=link)
         super()._close_link(link)
