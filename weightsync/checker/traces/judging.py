@@ -18,7 +18,6 @@ from weightsync.messages import Ack, Bye, Refusal
 from weightsync.report import Evidence
 from weightsync.tracing import What
 
-
 _MISSING = "the machine that sent it is in no file given, or its recording had ended"
 _WHOLE = "all files are there (--complete)"
 
