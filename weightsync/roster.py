@@ -9,14 +9,14 @@ from weightsync._tables import SENDER_ROWS, SenderInput
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.sender import SenderDriver
 from weightsync.driving.traced import sender_driver
-from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.errors import AckTimeoutError, ConfigurationError, LayoutError, WorkerLostError
 from weightsync.layout import Layout
 from weightsync.machine import next_state
 from weightsync.protocol import sender as pure
 from weightsync.side import Side, pipes_travel, require_worker_id
-from weightsync.timing import new_incarnation
+from weightsync.timing import Deadline, Timeout, new_incarnation
 from weightsync.transports.awaited import AwaitedProcess
-from weightsync.transports.base import Link
+from weightsync.transports.base import Link, wait
 from weightsync.transports.user import UserMessages
 
 
@@ -89,6 +89,42 @@ class Roster(Side):
             if self._driver.layout is None:
                 self._driver.layout = layout
             self._driver.take(pure.Connect(incarnation))
+
+    def await_workers(self, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+        """Wait until every worker on the roll has answered the handshake: a rendez-vous without weights.
+
+        Args:
+            timeout: seconds; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+
+        Raises:
+            StateError: the links are not laid, or the sender is closed.
+            AckTimeoutError: some had not answered by the deadline. It may be called again.
+            WorkerLostError: the others have answered, and some links were lost.
+        """
+        deadline = Deadline(timeout)
+        with Shield(self._driver.waker.fire) as shield:
+            while True:
+                seen = self._driver.waker.fired
+                next_state(SENDER_ROWS, self.state, SenderInput.SEND)
+                self._driver.pump()
+                awaited = self._standing(pure.Standing.EXPECTED)
+                if not awaited:
+                    break
+                if deadline.passed:
+                    raise AckTimeoutError(
+                        f"workers {sorted(awaited)} of {self._model_id!r} have not connected. They may still be "
+                        "starting: call it again, or remove_worker() takes one off the roll.",
+                        pending=sorted(awaited),
+                    )
+                shield.deliver()
+                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
+        lost = {worker: entry.reason for worker, entry in self._standing(pure.Standing.LOST).items()}
+        if lost:
+            told = "; ".join(f"worker {worker}: {reason}" for worker, reason in sorted(lost.items()))
+            raise WorkerLostError(f"{told}. add_worker() brings one back, remove_worker() takes it off.", lost=lost)
+
+    def _standing(self, standing: pure.Standing) -> dict[int, pure.Entry]:
+        return {worker: entry for worker, entry in self.roll.items() if entry.standing is standing}
 
     def transports(self) -> dict[int, Link]:
         """Each worker's link, while it is up or expected."""
