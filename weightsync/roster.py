@@ -138,6 +138,27 @@ class Roster(Side):
             return None  # the first send will say why
         return self._packer.layout_of(weights)
 
+    def _refuse_other_model(self, given: Layout) -> None:
+        """Refuse weights that are not those of the registered model: its workers could only refuse them, one by one.
+
+        Raises:
+            LayoutError: their names, shapes or dtypes are others.
+        """
+        if given == self._driver.layout:
+            return
+        try:
+            registered = self._known_layout()
+        except (ConfigurationError, LayoutError):
+            return  # a model that cannot be sent says nothing of what can
+        told = f"The weights are not those of the model that is registered for {self._model_id!r}"
+        error = None if registered is None else registered.difference(given, told)
+        if registered is not None and error is not None:
+            message = (
+                f"{error} The model has {registered.summary()}. The weights have {given.summary()}. Nothing was sent. "
+                "If the workers have another model now, register it in the trainer first (scheme.model = ...)."
+            )
+            raise LayoutError(message, error.missing, error.unexpected, error.mismatched)
+
     # ------------------------------------------------------------------------------------------- reading
 
     @property

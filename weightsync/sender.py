@@ -67,7 +67,8 @@ class WeightSender(Roster):
         Raises:
             StateError: not in this state; nothing changed.
             ConfigurationError: an empty list of workers, an unknown id, weights of an unsupported type.
-            LayoutError: weights that cannot travel; nothing was sent.
+            LayoutError: weights that cannot travel, or are not those of the registered model (other names, shapes or
+                dtypes); nothing was sent.
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
             WorkerLostError, RefusedError, SyncError: it did not reach everybody; everybody else was served.
         """
@@ -229,6 +230,8 @@ class WeightSender(Roster):
         prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, context)
         packed = self._packer.pack(prepared)
         try:
+            if weights is not None:
+                self._refuse_other_model(packed.layout)
             self._scheme.published(self._model_id, prepared)
             if superseding:
                 self._reporter.superseded(self.abandon())

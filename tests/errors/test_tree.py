@@ -97,6 +97,25 @@ def test_failures_of_one_kind_have_their_own_error(kind: OutcomeKind, error: typ
     assert "whyw1" in str(caught.value)
 
 
+def test_workers_with_the_same_outcome_are_told_of_once() -> None:
+    why = {worker: Outcome(kind=OutcomeKind.REFUSED, reason="too small") for worker in (0, 1, 2, 5, 7, 8)}
+    outcomes = {**why, 3: Outcome(kind=OutcomeKind.APPLIED), 4: Outcome(kind=OutcomeKind.APPLIED)}
+    told = SyncReport(model_id="policy", version=1, incarnation=9, outcomes=dict(sorted(outcomes.items())))
+
+    assert str(told).startswith(
+        "version 1 of 'policy' [workers 0-2, 5, 7-8: REFUSED (too small), worker 3: APPLIED, worker 4: APPLIED] "
+    )
+    assert "\n  workers 0-2, 5, 7-8: REFUSED (too small)\n" in str(told.error())
+
+
+def test_a_reason_is_not_said_again_by_the_last_line_of_its_traceback() -> None:
+    outcome = Outcome(
+        kind=OutcomeKind.REFUSED, reason="too small", remote_traceback="  at f()\nLayoutError: too small\n"
+    )
+
+    assert str(outcome) == "REFUSED (too small)\n  at f()\nLayoutError"
+
+
 def test_failures_of_several_kinds_have_the_common_one() -> None:
     with pytest.raises(errors.SyncError) as caught:
         report(w0=OutcomeKind.LOST, w1=OutcomeKind.REFUSED).raise_on_failure()

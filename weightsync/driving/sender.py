@@ -68,7 +68,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 if self.data.version < version:
                     self._release(version)
                 raise
-            self.layout = packed.layout
             return version
 
     def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
@@ -275,7 +274,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 yield pure.Answer(worker, number, message)
             case Ack() | Refusal():
                 self._verify(message)
+                packed, stale = self._packed.get(message.version), self.data.stale
                 yield pure.Answer(worker, number, message)
+                # Handshakes tell a layout that somebody took, not one that was only sent.
+                if isinstance(message, Ack) and packed is not None and self.data.stale == stale:
+                    self.layout = packed.layout
                 self._catch_up(worker, number, message)
             case Bye():
                 yield from self._goodbye(worker, number, message)
