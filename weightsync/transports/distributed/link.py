@@ -7,11 +7,11 @@ from typing import Final
 from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, TransportError
-from weightsync.messages import Ack, Message, Update
+from weightsync.messages import Ack, Bye, Message, Update
 from weightsync.transports.base import Received
 from weightsync.transports.distributed.exchange import Exchange
 from weightsync.transports.distributed.letters import Letter, Side
-from weightsync.transports.distributed.store import StoreEnd
+from weightsync.transports.distributed.store import Client, StoreEnd
 from weightsync.transports.memory import Buffer
 from weightsync.transports.woken import WokenLink
 
@@ -30,6 +30,7 @@ class StoreLink(WokenLink):
 
     Raises:
         ConfigurationError: the backend is not to be had here.
+        TransportError: no descriptor or thread is left.
     """
 
     delivery = Delivery.ORDERED
@@ -37,7 +38,12 @@ class StoreLink(WokenLink):
     def __init__(self, meeting: StoreEnd, name: str, side: Side) -> None:
         super().__init__(side.peer)
         self._rank = meeting.rank
-        self._exchange = Exchange(meeting, name, side, self._waker)
+        self._side = side
+        try:
+            self._exchange = Exchange(meeting, name, side, self._waker)
+        except BaseException:
+            self._waker.close()
+            raise
 
     # ------------------------------------------------------------------------------- called by the driver
 
@@ -55,7 +61,8 @@ class StoreLink(WokenLink):
         if payload is not None:
             payload.pin(token)
         done = _nothing if payload is None else lambda: payload.unpin(token)
-        self._exchange.post(Letter(frame, carried, self._hint(message), done))
+        before = self._side.before_goodbye if isinstance(message, Bye) else _nothing_first
+        self._exchange.post(Letter(frame, carried, self._hint(message), done, before))
 
     def _hint(self, message: Message) -> tuple[str, str] | None:
         if isinstance(message, Update):
@@ -101,4 +108,8 @@ class StoreLink(WokenLink):
 
 
 def _nothing() -> None:
+    return None
+
+
+def _nothing_first(_: Client) -> None:
     return None
