@@ -111,7 +111,11 @@ class Listening(Side):
             raise ConfigurationError("pipe= is an older name of pipe_or_context=: give one of them.")
         pipe_or_context = pipe if pipe_or_context is None else pipe_or_context
         self._endpoint = pipe_or_context
-        self._listening.append(self._scheme.listen(pipe_or_context, self._model_id, self._accept))
+        with self._driver.expecting():
+            listener = self._scheme.listen(pipe_or_context, self._model_id, self._accept)
+        if listener in self._listening:  # at the same place: the one before would hear nothing any more
+            self._listening.pop(self._listening.index(listener))()
+        self._listening.append(listener)
 
     def _accept(self, link: Link) -> None:
         self._driver.add_link(link)

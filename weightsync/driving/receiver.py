@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from weightsync._tables import ReceiverInput, RefusalKind, State
@@ -71,6 +72,16 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self._links[self._last_link] = link
             self.ended = ""
             self.waker.fire()
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """How the last link ended is over, unless the block fails: there is somebody to wait for again."""
+        ended, self.ended = self.ended, ""
+        try:
+            yield
+        except BaseException:
+            self.ended = ended
+            raise
 
     def close(self) -> None:
         """Close for good: every link says Bye and closes, a caller who waits is woken."""
