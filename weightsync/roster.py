@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync._tables import SENDER_ROWS, SenderInput
+from weightsync._tables import SenderInput
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.sender import SenderDriver
 from weightsync.driving.traced import sender_driver
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.layout import Layout
-from weightsync.machine import next_state
 from weightsync.protocol import sender as pure
 from weightsync.side import Side, pipes_travel, require_worker_id
 from weightsync.timing import new_incarnation
@@ -46,7 +45,7 @@ class Roster(Side):
             StateError: the sender is closed.
             ConfigurationError: no link can be made of it, or ``process`` is no process.
         """
-        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        self._driver.require_open("add_worker")
         worker_id = require_worker_id(worker_id)
         awaited = None if process is None else AwaitedProcess(process)
         link = self._scheme.lay_link(pipe_or_context, self._model_id, f"worker {worker_id}")
@@ -61,6 +60,7 @@ class Roster(Side):
             StateError: the sender is closed.
             ConfigurationError: it is not on the roll.
         """
+        self._driver.require_open("remove_worker")
         with Shield(self._driver.waker.fire):
             self._driver.remove(worker_id, "removed from the roll")
         self._endpoints.pop(worker_id, None)
@@ -83,7 +83,7 @@ class Roster(Side):
             ConfigurationError, LayoutError: these weights cannot be sent; no link was laid.
         """
         incarnation = new_incarnation(fence or 0)
-        next_state(SENDER_ROWS, self.state, SenderInput.CONNECT)
+        self._driver.require(SenderInput.CONNECT)
         layout = self._known_layout() if weights is None else self._packer.layout_of(weights)
         with Shield(self._driver.waker.fire), self._driver.lock:
             if self._driver.layout is None:
@@ -136,7 +136,7 @@ class Roster(Side):
             StateError: the sender is closed.
             ConfigurationError: it is not on the roll, or has no pipe.
         """
-        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        self._driver.require_open("pipe")
         pure.known(self._driver.data, worker_id)
         return self._scheme.user_messages(self._endpoints[worker_id])
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
 from weightsync.driving.adapters import AdapterFault, close, flush, mishandled, read, watch
 from weightsync.driving.base import Driver
+from weightsync.driving.hints import receiver_hint
 from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
 from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine, next_state
@@ -115,6 +116,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         """Somebody wrote other weights into the model by hand: no version is served any more."""
         with self.lock:
             self.data = pure.spoiled(self.data)
+
+    def _hint(self, asked: str) -> str:  # noqa: ARG002 - no method of a receiver has a hint of its own
+        return receiver_hint(self.machine.state, self.data)
 
     # ------------------------------------------------------------------------------------------ effects
 

@@ -13,6 +13,7 @@ from weightsync.driving.adapters import close, flush, mishandled, read, watch
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.base import Driver
 from weightsync.driving.hearing import Hearing
+from weightsync.driving.hints import sender_hint
 from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.machine import SenderMachine
@@ -87,6 +88,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             for event in pure.removal(self.machine.state, self.data, worker, reason):
                 self.take(event)
             self.hearing.forget(worker)
+
+    def _hint(self, asked: str) -> str:
+        return sender_hint(self.machine.state, self.data, asked)
 
     # ------------------------------------------------------------------------------------------ effects
 
