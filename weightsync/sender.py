@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from weightsync._tables import SENDER_ROWS, SenderInput, State
+from weightsync._tables import SenderInput, State
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packed
 from weightsync.driving.reporter import Reporter
-from weightsync.errors import RefusedError, StateError, WorkerLostError
-from weightsync.machine import next_state
+from weightsync.errors import RefusedError, WorkerLostError
 from weightsync.options import OnFailure, OnPending, option
 from weightsync.protocol import sender as pure
 from weightsync.report import OutcomeKind, SyncReport
@@ -152,7 +151,7 @@ class WeightSender(Roster):
         Raises:
             StateError: the sender is closed.
         """
-        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        self._driver.require_open("poll")
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             return self._reporter.so_far(OutcomeKind.PENDING) if self._driver.data.outstanding else None
@@ -203,7 +202,8 @@ class WeightSender(Roster):
             self._driver.pump()
         unlaid = self.state is State.UNINITIALIZED and bool(self._endpoints)
         in_the_way = self.state is State.PENDING_ASYNC and pending is not OnPending.RAISE
-        next_state(SENDER_ROWS, State.READY if in_the_way or unlaid else self.state, asked)
+        if not (in_the_way or unlaid):
+            self._driver.require(asked)
         if targets is None and not self._driver.data.roll:
             return self._reporter.empty()
         with self._reported():
@@ -220,8 +220,11 @@ class WeightSender(Roster):
     def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
         blocking = self._driver.blocking(targets)
         if blocking:
-            hint = f"Workers {blocking} are reached by transports of your own, whose calls have to be waited for."
-            raise StateError("sender", self.state.value, "send_async", [SenderInput.SEND.name], hint)
+            hint = (
+                f"workers {blocking} are reached by transports of your own, whose calls have to be waited for. Call "
+                "send() instead."
+            )
+            raise self._driver.refused("send_async", hint)
 
     def _pack(self, weights: Any, superseding: bool) -> Packed:
         """Pack the weights. What is outstanding is given up only when nothing can refuse them any more."""

@@ -18,7 +18,7 @@ def report(**kinds: OutcomeKind) -> SyncReport:
 
 EXAMPLES = [
     errors.WeightSyncError("what happened"),
-    errors.StateError("sender", "closed", "SEND", ["CLOSE"], "Make a new one."),
+    errors.StateError("sender", "closed", "send", ["close"], "Make one.", steps=[("CLOSE", "ready", "closed")]),
     errors.SyncError("mixed", report(w0=OutcomeKind.LOST, w1=OutcomeKind.REFUSED)),
     errors.AckTimeoutError("late", report(w0=OutcomeKind.TIMED_OUT), [0]),
     errors.WorkerLostError("gone", None, {1: "killed"}, 7),
@@ -68,10 +68,14 @@ def test_the_documented_types_stay_bases(kind: type, bases: tuple[type, ...]) ->
 
 
 def test_a_state_error_says_who_where_what_and_what_else() -> None:
-    message = str(errors.StateError("sender", "closed", "SEND", ["CLOSE"], "Make a new one."))
+    hinted = errors.StateError("sender", "closed", "send", ["close"], "this sender is closed. Make a new one.")
+    bare = errors.StateError("scheme", "uninitialized", "get_sender", ["init_on_sender", "close"])
 
-    assert message == (
-        "sender is closed: SEND is refused there, and nothing has changed (allowed: CLOSE). Make a new one."
+    assert str(hinted) == (
+        "send(): this sender is closed. Make a new one. Nothing has changed: the sender is closed and allows close()."
+    )
+    assert str(bare) == (
+        "get_sender(): the scheme is uninitialized and allows init_on_sender(), close(). Nothing has changed."
     )
 
 

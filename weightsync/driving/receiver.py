@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from weightsync._tables import ReceiverInput, RefusalKind, State
 from weightsync.driving.adapters import close, flush, mishandled, read, watch
 from weightsync.driving.base import Driver
+from weightsync.driving.hints import receiver_hint
 from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
 from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine
@@ -130,6 +131,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         """Somebody wrote other weights into the model by hand: no version is served any more."""
         with self.lock:
             self.data = pure.spoiled(self.data)
+
+    def _hint(self, asked: str) -> str:  # noqa: ARG002 - no method of a receiver has a hint of its own
+        return receiver_hint(self.machine.state, self.data)
 
     # ------------------------------------------------------------------------------------------ effects
 

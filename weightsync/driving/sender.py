@@ -13,6 +13,7 @@ from weightsync.driving.adapters import close, flush, mishandled, read, watch
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.base import Driver
 from weightsync.driving.hearing import Hearing
+from weightsync.driving.hints import sender_hint
 from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.machine import SenderMachine
@@ -90,6 +91,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def told(self, report: SyncReport) -> None:
         """A caller is told this. Nothing changes; it is recorded where anybody records."""
+
+    def _hint(self, asked: str) -> str:
+        return sender_hint(self.machine.state, self.data, asked)
 
     # ------------------------------------------------------------------------------------------ effects
 
