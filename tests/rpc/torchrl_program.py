@@ -40,7 +40,7 @@ def main() -> None:
         sync=True,
         launcher="mp",
         tcp_port=int(sys.argv[1]),
-        weight_sync_schemes={"policy": RPCWeightSyncScheme("tensordict")},
+        weight_sync_schemes={"policy": RPCWeightSyncScheme()},
     )
     for version, _batch in zip(range(3), collector, strict=False):
         with torch.no_grad():
