@@ -17,10 +17,11 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test verify verify-quick demo check check-all lint format generate clean
+.PHONY: help install test test-loaded verify verify-quick demo check check-all lint format generate protocol clean
 
 help:
 	@echo 'make test       lint, types, and the tests that need no model checker: 10 minutes'
+	@echo 'make test-loaded  the same tests on a machine that is busy with twice as many processes as it has cores'
 	@echo 'make verify-quick  all proofs again, the second checker, the tests with TLC: 15 minutes'
 	@echo 'make verify     and the large graphs, and the mutants of model and code: 38 minutes'
 	@echo 'make demo       train CartPole while workers act with the synchronised policy'
@@ -29,6 +30,7 @@ help:
 	@echo 'make lint       generated files, ruff, mypy, import-linter'
 	@echo 'make format     let ruff format and fix'
 	@echo 'make generate   render tables and docs from spec/protocol.toml'
+	@echo 'make protocol   and pin all that follows from it, and say what a person must still write (QUICK=1: without the long runs)'
 	@echo 'make install    only make .venv'
 	@echo 'make clean      remove .venv and caches'
 
@@ -44,6 +46,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 test: lint
 	$(PYTEST) -m 'not slow and not tlc'
+
+test-loaded: $(INSTALLED)
+	$(BIN)/python tests/busy.py $(PYTEST) -m 'not slow and not tlc'
 
 verify-quick: $(INSTALLED)
 	$(BIN)/weightsync check --all --second quick
@@ -79,6 +84,9 @@ format: $(INSTALLED)
 generate: $(INSTALLED)
 	$(BIN)/python spec/generate.py
 	$(BIN)/python spec/assurance.py
+
+protocol: $(INSTALLED)
+	$(BIN)/python spec/follow.py $(if $(QUICK),--quick) $(if $(SINCE),--since $(SINCE))
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -41,7 +41,7 @@ logger = logging.getLogger("weightsync")
 #: Names the folder to which a process and its children record.
 ENVIRONMENT: Final = "WEIGHTSYNC_TRACE"
 #: The version of the format.
-FORMAT: Final = 1
+FORMAT: Final = 2
 #: How trace files are named, for a search.
 PATTERN: Final = "trace-*.jsonl"
 #: Bytes longer than this (layouts, extra state) are recorded as a digest of theirs.
@@ -80,6 +80,8 @@ class What(enum.Enum):
     RELEASED = "released"
     #: Other weights were written by hand: no version is served.
     SPOILED = "spoiled"
+    #: A caller is told what became of a version, or is known of it so far: returned, or raised with an error.
+    TOLD = "told"
 
 
 def plain(value: object) -> Any:

@@ -1,7 +1,7 @@
 """The configurations whose graphs are compared, and their committed digests.
 
-`python tests/graph/configurations.py [NAME...]` searches again and writes the digests; `python spec/assurance.py` shows
-them in docs/assurance.md.
+`python tests/graph/configurations.py [--small | NAME...]` searches again and writes the digests;
+`python spec/assurance.py` shows them in docs/assurance.md.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def _bounds(features: str, delivery: str = "", **counts: int) -> Bounds:
 #: Small enough for every run; together they have every feature of the model.
 SMALL = {
     "two workers": _bounds("async subset", workers=2),
+    "one of two leaves": _bounds("bye", workers=2),
     "two versions": _bounds("async deadline interrupt abandon refuse", max_version=2),
     "crashes": _bounds("crash async", max_version=2, max_link=2),
     "losses": _bounds("wrong break refuse", max_version=2, max_link=2),
-    "ends": _bounds("remove bye close abandon broken async", max_link=2),
+    "ends": _bounds("remove bye close abandon broken async fail", max_link=2),
     "lingering": _bounds("wrong async", "Lingers", max_version=2, max_link=2),
     "cut off": _bounds("crash wrong cut bye refuse", "Lingers", max_link=2),
     "reordered": _bounds("refuse abandon async", "Reorders", max_version=2),
@@ -61,15 +62,7 @@ CONFIGURATIONS = SMALL | LARGE
 
 def in_words(bounds: Bounds) -> str:
     """What a configuration has, for people."""
-    counts = {
-        "sender": bounds.senders,
-        "worker": bounds.workers,
-        "version": bounds.max_version,
-        "link": bounds.max_link,
-    }
-    many = ", ".join(f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items())
-    links = f"; links: {', '.join(sorted(bounds.links)).lower()}" if bounds.links else ""
-    return f"{many}; {', '.join(sorted(bounds.features))}{links}"
+    return bounds.words
 
 
 def committed() -> dict[str, Any]:
@@ -89,4 +82,4 @@ def regenerate(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    regenerate(sys.argv[1:])
+    regenerate(list(SMALL) if sys.argv[1:] == ["--small"] else sys.argv[1:])

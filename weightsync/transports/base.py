@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -107,6 +108,14 @@ class Link(Protocol):
 
         Buffers that the peer may still be reading are retired (never written again), unless it is known dead.
         """
+
+
+class TellsWhatIsRead(ABC):
+    """A link that can tell whether its peer has read what was sent."""
+
+    @abstractmethod
+    def all_read(self) -> bool | None:
+        """Whether the peer's process has read all that was sent; None: that is not known."""
 
 
 class Waker:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Final
 
 from weightsync._tables import Delivery
-from weightsync.errors import TransportError
+from weightsync.errors import ConfigurationError, TransportError
 from weightsync.messages import Message
 from weightsync.transports.base import Link, Received, Waker
 from weightsync.transports.distributed import pulse
 from weightsync.transports.distributed.announcing import Where, base_key, decline, is_name, taken, worker_link
-from weightsync.transports.distributed.c10d import PrefixStore
+from weightsync.transports.distributed.c10d import PrefixStore, Store
 from weightsync.transports.distributed.store import Client, StoreEnd, base_of, keep_in_child
 from weightsync.transports.distributed.threads import start
 from weightsync.transports.fork import forget_after_fork
@@ -199,6 +199,52 @@ class LostLink:
             waker.close()
 
 
+class _Ears:
+    """Who listens in this process: one receiver for a model, a rank and a store."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: nobody listens."""
+        self._lock = threading.Lock()
+        self._by_place: dict[Hashable, list[Callable[[Link], None]]] = {}
+        forget_after_fork(self)
+
+    def open(self, meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Note that somebody listens; what is returned notes that he listens no longer.
+
+        Raises:
+            ConfigurationError: somebody else does. The same may, once more.
+        """
+        place = _where(meeting.store), meeting.rank, model_id
+        with self._lock:
+            there = self._by_place.setdefault(place, [])
+            if any(other != accept for other in there):
+                raise ConfigurationError(
+                    f"Model {model_id!r} has a receiver for rank {meeting.rank} in this process: close that first."
+                )
+            there.append(accept)
+
+        def shut() -> None:
+            with self._lock:
+                if accept in there:
+                    there.remove(accept)
+                if not there and self._by_place.get(place) is there:
+                    del self._by_place[place]
+
+        return shut
+
+
+def _where(store: Store) -> Hashable:
+    """What two ways to one store have in common. Of a prefix only the object that has it tells."""
+    base = base_of(store)
+    return (base.host, base.port) if store is base else store
+
+
+_ears = _Ears()
+
+
 @dataclass(frozen=True)
 class Ear:
     """Ends what `listen` began, when it is called. Two that listen at one place for one worker are equal."""
@@ -207,10 +253,12 @@ class Ear:
     #: A prefix cannot be read: behind one, only the very same object is known to be the same place. Else 0.
     prefixed: int
     listener: _Listener = field(compare=False)
+    leave: Callable[[], None] = field(compare=False)
 
     def __call__(self) -> None:
         """Take no further link."""
         self.listener.close()
+        self.leave()
 
 
 def listen(meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Ear:
@@ -220,7 +268,14 @@ def listen(meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> 
         What ends it.
 
     Raises:
+        ConfigurationError: this process has another receiver of that model for that rank.
         TransportError: there can be no more threads.
     """
-    listener = _Listener(meeting, model_id, accept)
-    return Ear(listener.where, id(meeting.store) if isinstance(meeting.store, PrefixStore) else 0, listener)
+    leave = _ears.open(meeting, model_id, accept)
+    try:
+        listener = _Listener(meeting, model_id, accept)
+    except BaseException:
+        leave()
+        raise
+    prefixed = id(meeting.store) if isinstance(meeting.store, PrefixStore) else 0
+    return Ear(listener.where, prefixed, listener, leave)
