@@ -12,6 +12,7 @@
       LayoutError(KeyError, ValueError)  .missing, .unexpected, .mismatched: names, shapes, dtypes that do not fit
       ProtocolError                      a peer broke the protocol, or speaks another version of it; .unread bytes
       TransportError(ConnectionError)    a link failed; a foreign exception is its __cause__
+        SenderClosed                     in a worker: the trainer closed the link, in good order
 
 Each can be pickled, since errors cross processes, and each message says what happened, to which worker and
 version, and what to do next.
@@ -190,3 +191,7 @@ class ProtocolError(WeightSyncError):
 
 class TransportError(WeightSyncError, ConnectionError):
     """A link failed. Where another library raised, its exception is the cause."""
+
+
+class SenderClosed(TransportError):
+    """In a worker: the sender closed its link in good order. A sender that crashed is a `TransportError` alone."""

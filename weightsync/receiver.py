@@ -45,7 +45,9 @@ class WeightReceiver(ByHand):
         Raises:
             ConfigurationError: no model is registered.
             StateError: the receiver is closed, or has no link yet.
-            TransportError: the sender is gone. The model keeps the version it serves; a new link may be registered.
+            SenderClosed: (a TransportError) the sender closed the link in good order. The model keeps the version it
+                serves; a new link may be registered.
+            TransportError: the sender is gone without a word. Else the same.
             ProtocolError: the peer broke the protocol; its link is down.
         """
         if self._attendant is not None:

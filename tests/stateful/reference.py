@@ -72,16 +72,27 @@ class Report(NamedTuple):
     not_caught_up: dict[int, str]
     #: The fences of workers lost to newer senders.
     fences: dict[int, int]
+    #: What became of the update that was waited for first.
+    previous: Report | None = None
 
     def judged(self, raises: bool) -> Report:
         """Itself, or raised if it tells of failures."""
-        kinds = {kind for kind in self.outcomes.values() if kind not in ("APPLIED", "PENDING")}
-        if not kinds or not (raises or "ABANDONED" in kinds):
+        if not (self.kinds() and raises) and "ABANDONED" not in self.outcomes.values():
             return self
+        kinds = self.kinds()
         one = {"TIMED_OUT": "AckTimeoutError", "LOST": "WorkerLostError", "REFUSED": "RefusedError"}
         kind = one.get(next(iter(kinds)), "SyncError") if len(kinds) == 1 else "SyncError"
-        fence = max(self.fences.values(), default=0) if kind == "WorkerLostError" else 0
+        fence = max(self.all_fences().values(), default=0) if kind == "WorkerLostError" else 0
         raise Raised(kind, self, fence or None)
+
+    def kinds(self) -> set[str]:
+        """The kinds of failures that it tells of, of this update and of those before it."""
+        before = self.previous.kinds() if self.previous else set()
+        return before | {kind for kind in self.outcomes.values() if kind not in ("APPLIED", "PENDING")}
+
+    def all_fences(self) -> dict[int, int]:
+        """The newest told fence of each worker."""
+        return {**(self.previous.all_fences() if self.previous else {}), **self.fences}
 
 
 class Wire:
@@ -211,6 +222,8 @@ class Sender:
     stale: int = 0
     not_caught_up: dict[int, str] = field(default_factory=dict)
     given_up: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    #: What became of the update that was waited for, until somebody is told.
+    before: Report | None = None
     contents: dict[int, Content] = field(default_factory=dict)
     #: Open wires in the order they were laid, and whose they are.
     open: list[tuple[int, Wire]] = field(default_factory=list)
@@ -265,13 +278,16 @@ class Sender:
         if not unlaid and not in_the_way:
             self._allow("ready")
         if targets is None and not self.seats:
-            return Report(None, {}, {}, {}, {})
+            return self._nothing_sent({})
         self._chosen(targets)
         if unlaid:
             self.connect(incarnation())
         if self.state == "pending_async" and on_pending == "wait":
             left = None if deadline is None else max(0.0, deadline - self.now())
-            yield from self.wait(timeout=left, raises=True)
+            self.before = yield from self.waited(timeout=left)
+            if "TIMED_OUT" in self.before.outcomes.values():
+                chosen = self.seats if targets is None else targets
+                return self._nothing_sent(dict.fromkeys(chosen, "TIMED_OUT")).judged(raises)
         elif self.state == "pending_async" and on_pending == "supersede":
             given_up = self.abandon()
             for worker, kind in given_up.outcomes.items():
@@ -280,15 +296,16 @@ class Sender:
         self._allow("ready")
         self._dispatch(to, targets, content)
         if to == "pending_async":
-            return self._so_far("PENDING")
-        return (yield from self._block(self.version, deadline, raises))
+            report = self._so_far("PENDING")
+            return report.judged(report.previous is not None and bool(report.previous.kinds()))
+        return (yield from self._block(self.version, deadline)).judged(raises)
 
     def _chosen(self, targets: list[int] | None) -> list[int]:
         chosen = list(dict.fromkeys(self.seats if targets is None else targets))
         if not chosen or any(worker not in self.seats for worker in chosen):
             raise Raised("ConfigurationError")
         if all(self.seats[worker].standing == "lost" for worker in chosen):
-            report = Report(None, dict.fromkeys(chosen, "LOST"), {}, {}, {})
+            report = self._nothing_sent(dict.fromkeys(chosen, "LOST"))
             raise Raised("WorkerLostError", report, max(self.seats[worker].fence for worker in chosen) or None)
         return chosen
 
@@ -311,14 +328,17 @@ class Sender:
             self._update(worker, wire, self.version)
 
     def wait(self, *, timeout: float | None, raises: bool) -> Generator[None, None, Report]:
+        return (yield from self.waited(timeout=timeout)).judged(raises)
+
+    def waited(self, *, timeout: float | None) -> Generator[None, None, Report]:
         deadline = self._deadline(timeout)
         self.pump()
         self._allow("pending_async")
         self.state = "awaiting_ack"
         self._settle()
-        return (yield from self._block(self.version, deadline, raises))
+        return (yield from self._block(self.version, deadline))
 
-    def _block(self, version: int, deadline: float | None, raises: bool) -> Generator[None, None, Report]:
+    def _block(self, version: int, deadline: float | None) -> Generator[None, None, Report]:
         while version not in self.concluded and (deadline is None or self.now() < deadline):
             try:
                 yield
@@ -328,11 +348,9 @@ class Sender:
                 raise
             self.pump()
         if version in self.concluded:
-            report = self._hand_out(version)
-        else:
-            self.state = "pending_async"
-            report = self._so_far("TIMED_OUT")
-        return report.judged(raises)
+            return self._hand_out(version)
+        self.state = "pending_async"
+        return self._so_far("TIMED_OUT")
 
     def poll(self) -> Report | None:
         self._allow("uninitialized", "ready", "pending_async", "awaiting_ack")
@@ -367,7 +385,14 @@ class Sender:
     def _so_far(self, owing: str) -> Report:
         outcomes = {**self.outcomes, **dict.fromkeys(self.owed, owing)}
         superseded = {worker: versions for worker, versions in self.given_up.items() if worker in outcomes}
-        return Report(self.version, outcomes, superseded, {}, self.fences)
+        return Report(self.version, outcomes, superseded, {}, self.fences, self._tell_before())
+
+    def _nothing_sent(self, outcomes: dict[int, str]) -> Report:
+        return Report(None, outcomes, {}, {}, {}, self._tell_before())
+
+    def _tell_before(self) -> Report | None:
+        before, self.before = self.before, None
+        return before
 
     def _conclude(self, owing: str) -> None:
         outcomes = {**self.outcomes, **dict.fromkeys(self.owed, owing)}
@@ -380,7 +405,7 @@ class Sender:
         for worker, kind in report.outcomes.items():
             if kind != "ABANDONED":
                 self.given_up.pop(worker, None)
-        return report._replace(superseded=superseded)
+        return report._replace(superseded=superseded, previous=self._tell_before())
 
     def _settle(self) -> None:
         if self.state == "awaiting_ack" and not self.owed:

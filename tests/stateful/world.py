@@ -569,9 +569,9 @@ def _told(found: Any) -> Any:
         case SyncReport():
             outcomes = {worker: outcome.kind.name for worker, outcome in found.outcomes.items()}
             not_caught_up = {worker: outcome.kind.name for worker, outcome in found.not_caught_up.items()}
-            return found.version, outcomes, dict(found.superseded), not_caught_up
+            return found.version, outcomes, dict(found.superseded), not_caught_up, _told(found.previous)
         case reference.Report():
-            return found[:4]
+            return *found[:4], _told(found.previous)
         case _:
             return found
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
-from weightsync.driving.adapters import AdapterFault, flush, read
+from weightsync.driving.adapters import AdapterFault, close, flush, mishandled, read, watch
 from weightsync.driving.base import Driver
-from weightsync.errors import ProtocolError, StateError, TransportError
+from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
 from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine, next_state
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
@@ -36,7 +36,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     """One receiver's machine, data and links.
 
     Its methods take the lock and never block. A link whose peer breaks the protocol goes down, and the
-    `ProtocolError` is raised.
+    `ProtocolError` is raised unless it happened beside the link in force.
 
     Args:
         model_id: the model whose weights are received.
@@ -47,6 +47,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.pending: Pending | None = None
         #: Why the last link ended; empty: none has.
         self.ended = ""
+        #: What a caller is raised then.
+        self.ended_as: type[TransportError] = TransportError
+        #: The link that could not be written to last.
+        self._unwritable = 0
         #: The sender's word in the handshake that was made last; None: none was.
         self.greeting: Hello | None = None
         #: Whether answers to applied versions are held back until `release`.
@@ -80,7 +84,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         with self.lock:
             next_state(RECEIVER_ROWS, self.machine.state, ReceiverInput.BROKEN)
             while self._links:
-                self._links.popitem()[1].close()
+                close(self._links.popitem()[1])
             self._end(pure.Broken())
 
     def _end(self, event: pure.Close | pure.Broken) -> None:
@@ -120,7 +124,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self._write(link, self._hello(link))
             case pure.Reject(link, incarnation, kind, reason):
                 logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
-                self.ended = f"its handshake was refused: {reason}"
+                self.ended, self.ended_as = f"its handshake was refused: {reason}", TransportError
                 self._write(link, self._refusal((incarnation, 0), kind, reason))
             case pure.Tell(link, key, kind):
                 self._write(link, self._refusal(key, kind, _REASONS[kind]))
@@ -163,11 +167,12 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         try:
             self._links[link].send(message)
         except Exception as error:  # noqa: BLE001 - however a link fails, the others go on
+            self._unwritable = link
             self._down(link, str(error) or repr(error))
 
-    def _down(self, link: int, reason: str) -> None:
+    def _down(self, link: int, reason: str, ended_as: type[TransportError] = TransportError) -> None:
         """The link is gone: a loss of the one in force is the machine's, another is only closed."""
-        self.ended = reason
+        self.ended, self.ended_as = reason, ended_as
         step = self._step(pure.LinkDown(link))
         if step.input is None:
             self._close_link(link)
@@ -187,7 +192,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
             logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
-            closing.close()
+            close(closing)
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -217,7 +222,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         """Write what waits, take in what has arrived. The link in force is not read while an answer is owed.
 
         Raises:
-            ProtocolError: a peer broke the protocol; its link is down.
+            ProtocolError: the peer of the link in force, or of the only one, broke the protocol; its link is down.
         """
         with self.lock:
             if self.machine.state is State.CLOSED:
@@ -235,14 +240,23 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 if number in self._links:
                     self._heard(number, link, received)
                     self._finish()
+                elif number == self._unwritable and isinstance(received.message, Bye):
+                    # It had said goodbye already when we answered what came before that.
+                    self.ended, self.ended_as = _goodbye(received.message), SenderClosed
         except AdapterFault as error:
             self._give_up(number, str(error))
         except TransportError as error:
             self._down(number, str(error))
         except (ProtocolError, StateError) as error:
+            beside = number != self.data.link and len(self._links) > 1
             self._give_up(number, str(error))
+            if beside:
+                logger.error("a link of %r to %s broke the protocol: %s", self.model_id, link.peer, error)
+                return
             unread = error.unread if isinstance(error, ProtocolError) else b""
             raise ProtocolError(str(error), unread) from error
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this link's failure and nobody else's
+            self._give_up(number, mishandled(link, error))
         finally:
             self._finish()
 
@@ -259,8 +273,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         message = received.message
         match message:
             case Hello():
-                if message.host == own_host():
-                    link.watch(message.pid, message.started)
+                watch(link, message)
                 step = self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
                 if step.input is not ReceiverInput.REJECTED:
                     self.greeting = message
@@ -268,7 +281,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self._update(number, message, received)
             case Bye():
                 if message.incarnation == self.data.fence or number != self.data.link:
-                    self._down(number, f"the sender said goodbye: {message.reason}")
+                    self._down(number, _goodbye(message), SenderClosed)
             case Ack() | Refusal():
                 raise ProtocolError(f"a sender sent {type(message).__name__}; only receivers send it.")
 
@@ -290,6 +303,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         if self.data.pending not in (None, before):
             payload = received.payload if received.payload is not None else memoryview(b"")
             self.pending = Pending(update, layout, payload, received.refresh)
+
+
+def _goodbye(bye: Bye) -> str:
+    return f"the sender said goodbye: {bye.reason}"
 
 
 _REASONS = {

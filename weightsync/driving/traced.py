@@ -8,12 +8,14 @@ from dataclasses import replace
 from weightsync._tables import ReceiverInput, SenderInput, State
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
+from weightsync.errors import TransportError
 from weightsync.messages import Message
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol.steps import Step
 from weightsync.report import SyncReport
 from weightsync.tracing import Life, Recorder, What, recorder
+from weightsync.transports.awaited import AwaitedProcess
 from weightsync.transports.base import Link, Received
 from weightsync.transports.memory import Buffer
 
@@ -50,7 +52,9 @@ class TracedSenderDriver(SenderDriver):
     def told(self, report: SyncReport) -> None:
         """A caller is told this."""
         with self.lock:
-            spoken = replace(report, nbytes=0, preparing=0.0, transferring=0.0, applying=0.0)
+            spoken = replace(
+                report, nbytes=0, preparing=0.0, connect_s=0.0, transferring=0.0, applying=0.0, previous=None
+            )
             if spoken == self._last_told:
                 return
             self._last_told = spoken
@@ -70,12 +74,12 @@ class TracedSenderDriver(SenderDriver):
         self._tell(What.STEP, **told, data=self.data, effects=step.effects)
         return step
 
-    def join(self, worker: int, link: Link) -> None:
-        """Put a worker on the roll on a new link, or give it a new one."""
+    def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
+        """Put a worker on the roll on a new link, or give it a new one; its process is watched from the start."""
         with self.lock:
             delivery = link.delivery.name
             self._tell(What.LINK, link=self._last_link + 1, worker=worker, delivery=delivery, peer=link.peer)
-            super().join(worker, link)
+            super().join(worker, link, process)
 
     def _write(self, worker: int, link: int, message: Message, payload: Buffer | None = None) -> None:
         if link in self._links:
@@ -166,9 +170,9 @@ class TracedReceiverDriver(ReceiverDriver):
         self._tell(What.RECEIVED, link=number, message=received.message)
         super()._heard(number, link, received)
 
-    def _down(self, link: int, reason: str) -> None:
+    def _down(self, link: int, reason: str, ended_as: type[TransportError] = TransportError) -> None:
         self._tell(What.FAILED, link=link, reason=reason)
-        super()._down(link, reason)
+        super()._down(link, reason, ended_as)
 
     def _close_link(self, link: int) -> None:
         if link in self._links:

@@ -137,4 +137,6 @@ def decoded(frames: Sequence[bytes]) -> list[Message]:
     Raises:
         ProtocolError: a frame is malformed.
     """
+    if not isinstance(frames, list | tuple):
+        raise wire.malformed(f"A call brought home a {type(frames).__name__} where answers belong", b"")
     return [wire.decode(frame) for frame in frames]

@@ -13,6 +13,7 @@ from weightsync._tables import RefusalKind
 from weightsync.errors import TransportError
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.report import Evidence
+from weightsync.transports import ray_callee
 from weightsync.transports.calls import Answers, GivenUp
 from weightsync.transports.doors import decoded
 from weightsync.transports.memory import Buffer
@@ -65,7 +66,7 @@ class _Courier:
             kind = GivenUp if isinstance(error.cause, GivenUp) else TransportError
             lost = kind(f"{self._peer} ended its link: {error.cause}")
         else:
-            lost = TransportError(f"The call to {self._peer} did not come back: {plain(str(error)) or repr(error)}")
+            return lost_call(self._peer, error)
         lost.__cause__ = error
         return lost
 
@@ -209,3 +210,52 @@ class PlainCourier(_Courier):
             trace = plain(str(error))
             return [_refusal(update, trace.splitlines()[-1] if trace else repr(error), trace, Evidence.CALL)]
         raise self._gone(error)
+
+
+def ask_attended(actor: Any, model_id: str, peer: str) -> Future[bool]:
+    """Ask an actor whether a receiver of ours listens in it. One that cannot be asked has none.
+
+    Raises:
+        TransportError: Ray took no call.
+    """
+    found: Future[bool] = Future()
+
+    def said(over: Future[Any]) -> Sequence[Message]:
+        error = over.exception()
+        if error is None or isinstance(error, _exceptions().RayTaskError):
+            settle(found, error is None and bool(over.result()))
+        else:
+            settle(found, error=lost_call(peer, error))
+        return ()
+
+    Session(peer).require()
+    try:
+        raw = actor.__ray_call__.remote(ray_callee.is_attended, model_id).future()
+    except Exception as error:
+        raise TransportError(f"Ray took no call for {peer}: {plain(str(error))}") from error
+    VIGIL.attend(found, peer)
+    raw.add_done_callback(lambda over: _conclude(Future(), over, said))
+    return found
+
+
+def lost_call(peer: str, error: BaseException) -> TransportError:
+    """A call that ended without an answer."""
+    found = TransportError(f"The call to {peer} did not come back: {plain(str(error)) or repr(error)}")
+    found.__cause__ = error
+    return found
+
+
+class CalledThrough:
+    """What senders call in an actor whose class is not ours: Ray's own way to run a function there.
+
+    Args:
+        actor: its handle.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        # A call that Ray made twice would be another message.
+        self._run = actor.__ray_call__.options(max_task_retries=0)
+
+    def remote(self, *arguments: Any) -> Any:
+        """Begin a call."""
+        return self._run.remote(ray_callee.call, *arguments)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, TransportError
-from weightsync.messages import Ack, Message, Update
+from weightsync.messages import Message, Update
 from weightsync.transports.base import Received
 from weightsync.transports.distributed.exchange import Exchange
 from weightsync.transports.distributed.letters import Letter, Side
 from weightsync.transports.distributed.store import StoreEnd
 from weightsync.transports.memory import Buffer
 from weightsync.transports.woken import WokenLink
-
-#: TorchRL's keys and words: written as hints for loops that wait on them, never read.
-HINT: Final = "update_weights"
-ACKED: Final = "updated"
 
 
 class StoreLink(WokenLink):
@@ -36,7 +30,7 @@ class StoreLink(WokenLink):
 
     def __init__(self, meeting: StoreEnd, name: str, side: Side) -> None:
         super().__init__(side.peer)
-        self._rank = meeting.rank
+        self._rank, self._hints = meeting.rank, meeting.hints
         self._exchange = Exchange(meeting, name, side, self._waker)
 
     # ------------------------------------------------------------------------------- called by the driver
@@ -55,12 +49,7 @@ class StoreLink(WokenLink):
         if payload is not None:
             payload.pin(token)
         done = _nothing if payload is None else lambda: payload.unpin(token)
-        self._exchange.post(Letter(frame, carried, self._hint(message), done))
-
-    def _hint(self, message: Message) -> tuple[str, str] | None:
-        if isinstance(message, Update):
-            return f"NODE_{self._rank}_in", HINT
-        return (f"NODE_{self._rank}_out", ACKED) if isinstance(message, Ack) else None
+        self._exchange.post(Letter(frame, carried, self._hints.of(message, self._rank), done))
 
     def flush(self) -> bool:
         """Whether the writing thread has written all; if not, a waitable tells once it has: see `Link.flush`."""

@@ -6,12 +6,13 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.transports.distributed.c10d import PrefixStore, Store, TCPStore
+from weightsync.transports.distributed.hints import Hints
 from weightsync.transports.distributed.sockets import connected
 from weightsync.transports.fork import forget_after_fork
 
@@ -55,6 +56,7 @@ class StoreEnd:
         rank: the worker's rank: the trainer is rank 0, worker i is rank i + 1.
         backend: "gloo" or "nccl".
         in_flight: how many buckets of a payload are on their way at once.
+        hints: what is told in TorchRL's own keys; a copy's own.
 
     Raises:
         ConfigurationError: another kind of store, or of rank.
@@ -64,6 +66,7 @@ class StoreEnd:
     rank: int
     backend: str = "gloo"
     in_flight: int = 1
+    hints: Hints = field(default_factory=Hints, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         base_of(self.store)
