@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -352,6 +353,21 @@ def test_the_users_messages_survive_the_last_link(laid, ends):
     assert user.recv() == "kept"
     with pytest.raises(EOFError):
         user.recv()
+
+
+def test_the_users_messages_are_found_by_the_connection_alone_once_the_last_link_has_gone(ends):
+    first, second = PipeLink(ends[0], "policy"), PipeLink(ends[1], "policy")
+    first.user.send("stop")
+    first.send(ack(1))
+    assert versions(second) == [1]
+    for link in (first, second):
+        link.close()
+    del first, second, link
+    gc.collect()
+
+    assert UserMessages(Channel.of(ends[1])).recv() == "stop"
+    with pytest.raises(EOFError):
+        UserMessages(Channel.of(ends[1])).recv()
 
 
 def test_the_users_messages_need_no_link(ends):

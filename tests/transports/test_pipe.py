@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync import wire
+from weightsync._tables import PROTOCOL_VERSION
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Ack, Bye, Hello, SlotRef, Update
 from weightsync.transports.base import Payloads, Waker, wait
@@ -368,7 +369,7 @@ def test_another_protocol_version_is_a_protocol_error_that_names_both(laid):
     data[8:10] = struct.pack("!H", 7)
     os.write(first._channel.connection.fileno(), bytes(data))
 
-    with pytest.raises(ProtocolError, match=r"From the trainer: .* version 7, this process version 2"):
+    with pytest.raises(ProtocolError, match=f"From the trainer: .* version 7, this process version {PROTOCOL_VERSION}"):
         second.receive()
 
 

@@ -21,6 +21,9 @@ from weightsync.transports.outflow import Outflow, Outgoing
 #: Reads in one call; the rest is for the next, so that no call lasts long.
 _ROUNDS: Final = 256
 
+#: Where a connection that was closed keeps its channel.
+_CHANNEL: Final = "_weightsync_channel"
+
 _channels: WeakValueDictionary[int, Channel] = WeakValueDictionary()
 _channels_lock = threading.Lock()
 
@@ -253,6 +256,8 @@ class Channel:
                 self._outflow.write()
         self._release()
         self._fail(lost("is closed"))
+        # What the user has not read yet can be read as long as the connection object is there.
+        vars(self.connection)[_CHANNEL] = self
         with contextlib.suppress(OSError):
             self.connection.close()
 

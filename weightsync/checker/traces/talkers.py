@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsync._tables import State
+from weightsync._tables import RefusalKind, State
 from weightsync.checker.traces.lines import Finding
 from weightsync.checker.traces.replaying import Machine, Moment
 from weightsync.checker.traces.talking import GOODBYE, ITS_GOODBYE, RULE, Said, Talk, Unfit
@@ -107,6 +107,7 @@ class ReceiverTalk(Talk):
         self._held: Said | None = None
         #: Links that may close though no effect says so; and those over which a goodbye may be said first.
         self._may_close: set[int] = set()
+        self._may_fail: set[int] = set()
         self._may_leave: set[int] = set()
         self._goodbyes: set[int] = set()
 
@@ -145,6 +146,9 @@ class ReceiverTalk(Talk):
             return moment.link in self._may_close
         data = moment.after
         assert isinstance(data, receiving.ReceiverData)
+        if isinstance(message, Refusal):
+            told = (message.kind, message.incarnation, message.version)
+            return moment.link in self._may_fail and told == (RefusalKind.FAILED, data.fence, 0)
         return isinstance(message, Bye) and moment.link in self._may_leave and message.incarnation == data.fence
 
     def _stepped(self, moment: Moment) -> None:
@@ -155,6 +159,9 @@ class ReceiverTalk(Talk):
         if isinstance(event, receiving.LinkDown) and event.link in self.open:
             self.open[event.link].failing = None
             self._may_close.add(event.link)
+            # Beside the link in force nothing follows from it, and its sender is told all the same.
+            if event.failure and step is not None and step.input is None:
+                self._may_fail.add(event.link)
         if isinstance(event, receiving.Close | receiving.Fail | receiving.Broken) and step is not None:
             self._may_close |= set(self.open)
         if isinstance(event, receiving.Close) and step is not None:
