@@ -71,9 +71,8 @@ def multi(monkeypatch: pytest.MonkeyPatch) -> Iterator[Making]:
         return collector
 
     yield make
-    for collector in made:
-        collector.shutdown()
-    del made
+    while made:
+        made.pop().shutdown()
     gc.collect()  # a collector's queues hold semaphores until they are collected
 
 
