@@ -8,11 +8,14 @@ from torch import Tensor, nn
 from weightsync.errors import LayoutError
 
 
-def fill_in(module: nn.Module) -> None:
+def fill_in(module: nn.Module) -> bool:
     """Give a module's meta parameters and buffers memory on the CPU: NaN where that can be said, 0 elsewhere.
 
     TorchRL's collectors send a policy to their workers without its weights. Ties are kept; what is not on the meta
     device is not touched.
+
+    Returns:
+        Whether anything was on the meta device.
 
     Raises:
         LayoutError: a buffer that does not travel (it is not persistent) is on the meta device: nothing would ever
@@ -32,6 +35,12 @@ def fill_in(module: nn.Module) -> None:
             for key, tensor in held.items():
                 if tensor is not None and _is_blank(tensor):
                     held[key] = filled.setdefault(id(tensor), _filled(tensor))  # type: ignore[assignment]
+    return bool(filled)
+
+
+def is_blank(module: nn.Module) -> bool:
+    """Whether any of a module's parameters and buffers is on the meta device."""
+    return any(_is_blank(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _is_blank(tensor: Tensor | None) -> bool:

@@ -19,6 +19,11 @@ _SCHEMES = "_weight_sync_schemes"
 _COUNTER = "policy_version_tracker"
 
 
+def takes_tensordicts(context: Any) -> bool:
+    """Whether this is a TorchRL collector: whatever its workers' schemes are, they take weights as a TensorDict."""
+    return context is not None and optional(context, _SCHEMES) is not MISSING
+
+
 def handing_on(context: Any, model_id: str) -> HandOn | None:
     """What is to be done with a version of this model once it is live, before we answer for it; None: nothing.
 

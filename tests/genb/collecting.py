@@ -34,3 +34,19 @@ def choose(made: TensorDictModule, action: int) -> None:
 def chosen(data: Any) -> set[int]:
     """The actions in a batch."""
     return set(data["action"].argmax(-1).flatten().tolist())
+
+
+def random_policy() -> Any:
+    """A policy without weights: a callable that is no module."""
+    from torchrl.modules import RandomPolicy  # noqa: PLC0415 - only where TorchRL is installed
+
+    return RandomPolicy(cartpole().action_spec)
+
+
+class WithCritic(TensorDictModule):
+    """A policy that takes action 0 at first, and has a second model beside it."""
+
+    def __init__(self) -> None:
+        module = policy(0).module
+        super().__init__(module, in_keys=["observation"], out_keys=["action"])
+        self.critic = nn.Linear(4, 1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from duo import Duo, beside, reader
 from fleet import PATIENCE
+from tensordict import TensorDictBase
 
 from weightsync import OutcomeKind, SharedMemWeightSyncScheme, State, SyncError, SyncReport
 from weightsync.report import Outcome
@@ -149,6 +150,26 @@ def test_a_collector_without_workers_is_not_asked_to_hand_on(schemes: Any) -> No
     duo.connect(context=leaf)
 
     assert duo.send(2.0)[0].nested is None
+    duo.end()
+
+
+class Branch(Leaf):
+    """As a TorchRL collector with workers of its own, whose schemes take a TensorDict."""
+
+    handed: Any = None
+
+    def update_policy_weights_(self, *, model_id: str, policy_or_weights: Any) -> None:  # type: ignore[override]
+        self.handed = policy_or_weights
+
+
+@pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
+def test_a_collector_with_workers_is_handed_a_tensordict_whatever_the_strategy(strategy: str) -> None:
+    duo = Duo(SharedMemWeightSyncScheme, strategy=strategy)
+    branch = Branch({"policy": object()})
+    duo.connect(context=branch)
+
+    assert isinstance(branch.handed, TensorDictBase)
+    assert set(branch.handed["mark"].tolist()) == {1.0}
     duo.end()
 
 

@@ -394,6 +394,17 @@ def test_the_model_may_be_found_on_the_context(scheme_class: Any) -> None:
     duo.end()
 
 
+def test_no_scheme_has_nothing_to_receive_whichever_side_it_is() -> None:
+    scheme = NoWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy")
+    scheme.connect()
+
+    assert scheme.receive() is None
+    assert scheme.receive(timeout=1.0) is None
+    assert NoWeightSyncScheme().receive() is None
+    scheme.shutdown()
+
+
 def test_no_scheme_connects_to_nobody() -> None:
     with NoWeightSyncScheme() as scheme, NoWeightSyncScheme() as worker:
         scheme.init_on_sender(model_id="policy")

@@ -58,14 +58,17 @@ def test_our_schemes_are_theirs(kind: Any) -> None:
 
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize(
-    ("kind", "collector_class"),
+    ("kind", "collector_class", "under_way"),
     [
-        (SharedMemWeightSyncScheme, MultiSyncCollector),
-        (MultiProcessWeightSyncScheme, MultiAsyncCollector),
+        (SharedMemWeightSyncScheme, MultiSyncCollector, 0),
+        # Each worker has begun a batch, and a slow one's may be the last to come.
+        (MultiProcessWeightSyncScheme, MultiAsyncCollector, 2),
     ],
     ids=["shared, in step", "pipes, out of step"],
 )
-def test_a_collectors_workers_act_by_the_weights_that_were_sent(kind: Any, collector_class: Any) -> None:
+def test_a_collectors_workers_act_by_the_weights_that_were_sent(
+    kind: Any, collector_class: Any, under_way: int
+) -> None:
     made, scheme = policy(0), kind()
     collector = collector_class(
         [cartpole, cartpole],
@@ -81,7 +84,7 @@ def test_a_collectors_workers_act_by_the_weights_that_were_sent(kind: Any, colle
             choose(made, action)
             collector.update_policy_weights_(made)
             seen = [chosen(next(batches)) for _ in range(4)]
-            assert seen[-1] == {action}, seen
+            assert sum(actions != {action} for actions in seen) <= under_way, seen
         sender = scheme.get_sender()
         assert sender.version == 4
         assert {entry.served for entry in sender.roll.values()} == {4}

@@ -34,6 +34,8 @@ APPLIED, SKIPPED = OutcomeKind.APPLIED, OutcomeKind.SKIPPED
 REFUSED, LOST = OutcomeKind.REFUSED, OutcomeKind.LOST
 pytestmark = [
     pytest.mark.ray,
+    # The first of them starts the cluster and the collectors.
+    pytest.mark.timeout(600),
     # Ray's C++ and its background threads leave what they do not close to the collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
@@ -63,8 +65,16 @@ def behave(collector: Any, how: str) -> None:
 
 @pytest.fixture(scope="module")
 def all_collectors(cluster: Any) -> list[Any]:
-    """Started at once, since each takes seconds. The last is there to be killed."""
-    return [start(), start(), start()]
+    """Started at once, since each takes seconds. The last is there to be killed.
+
+    They are up, and have imported what weights are made of: on a busy machine that takes longer than a push may.
+    """
+    import ray  # noqa: PLC0415
+
+    made = [start(), start(), start()]
+    ray.get([collector.update_policy_weights_.remote(weights()) for collector in made], timeout=5 * PATIENCE)
+    ray.get([collector.last.remote() for collector in made], timeout=PATIENCE)
+    return made
 
 
 @pytest.fixture

@@ -90,7 +90,6 @@ def test_what_must_be_overridden_is_the_references(name: str, torchrl: Any) -> N
 @pytest.mark.filterwarnings("ignore")
 def test_a_collector_of_torchrls_pushes_through_ours(torchrl: Any) -> None:
     envs, modules = importlib.import_module("torchrl.envs"), importlib.import_module("tensordict.nn")
-    torchrl.WeightUpdaterBase.register(weightsync.WeightUpdaterBase)
 
     def policy() -> Any:
         return modules.TensorDictModule(torch.nn.LazyLinear(2), in_keys=["observation"], out_keys=["action"])

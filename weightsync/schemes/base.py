@@ -14,9 +14,9 @@ from weightsync.context import held
 from weightsync.errors import StateError
 from weightsync.options import Verify, option
 from weightsync.receiver import WeightReceiver
-from weightsync.schemes.fleet import Fleet, fleet
+from weightsync.schemes.fleet import Fleet, fleet, has_factories
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of
-from weightsync.schemes.sources import checked, given_or_found, model_for_worker, processes_of
+from weightsync.schemes.sources import checked, given_or_found, model_for_worker, processes_of, weights_of
 from weightsync.schemes.wired import Wired
 from weightsync.sender import WeightSender
 from weightsync.side import is_clean
@@ -99,6 +99,7 @@ class WeightSyncScheme(Wired):
         endpoints = self._endpoints(given, context, model_id)
         processes = processes_of(given.get("processes"), endpoints)
         sender = self.create_sender()
+        self.per_worker_weights = self.per_worker_weights or has_factories(context)
         self._given, self._context, self._fleet = given, held(context), workers
         sender.set_context(context, model_id)
         for worker_id, endpoint in endpoints.items():
@@ -128,7 +129,7 @@ class WeightSyncScheme(Wired):
         model = self._worker_model(given, context, model_id)
         receiver = self.create_receiver()
         receiver.set_context(context, model_id)
-        receiver.register_model(model)
+        receiver.register_model(weights_of(model))
         receiver.register_worker_transport(endpoint)
         self._arrive(given, context)
         self._receiver = receiver
@@ -179,9 +180,10 @@ class WeightSyncScheme(Wired):
             StateError, ConfigurationError: as `init_on_worker`.
             LayoutError: a buffer on the meta device that no weights bring.
         """
-        if isinstance(kwargs.get("model"), torch.nn.Module):
-            fill_in(kwargs["model"])
+        model = kwargs.get("model")
+        blank = isinstance(model, torch.nn.Module) and fill_in(model)
         self.init_on_worker(model_id, context, **kwargs)
+        self._blank = blank
 
     def __enter__(self) -> Self:
         return self

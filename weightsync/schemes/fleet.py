@@ -70,6 +70,12 @@ def _is_dict(weights: Any) -> bool:
     return isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
 
 
+def has_factories(context: Any) -> bool:
+    """Whether each worker makes a policy of its own: a TorchRL collector with a list of different factories."""
+    factories = optional(context, "policy_factory")
+    return isinstance(factories, list | tuple) and len({id(factory) for factory in factories}) > 1
+
+
 def grouped(weights: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
     """Weights and the workers that get them; workers whose weights are the same, or equal, share a version.
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Never
 
+from torch import nn
+
+from weightsync.blank import is_blank
 from weightsync.compat.none import NoTransport
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.schemes.sources import weights_of
 from weightsync.sender import WeightSender
 from weightsync.successive import Successive
 from weightsync.timing import Deadline
@@ -74,6 +78,22 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._sender.set_context(None, model_id)
         self._sender.connect()
 
+    def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """Make a receiver that needs nothing: see `init_on_worker`.
+
+        Raises:
+            ConfigurationError: the model came without its weights (on the meta device, as a TorchRL collector sends a
+                policy to its workers), and nobody will bring any.
+        """
+        model = kwargs.get("model")
+        if isinstance(model, nn.Module) and is_blank(model):
+            raise ConfigurationError(
+                f"the model {model_id!r} came without its weights (on the meta device), and NoWeightSyncScheme brings "
+                "none. Give the collector policy_factory= instead of policy=, so that each worker makes its own, or "
+                "another scheme."
+            )
+        self.init_on_worker(model_id, context, **kwargs)
+
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make a receiver that needs nothing; a model is kept, all other arguments are ignored."""
         if self._receiver is not None:
@@ -81,7 +101,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._receiver = self.create_receiver()
         self._receiver.set_context(None, model_id)
         if kwargs.get("model") is not None:
-            self._receiver.register_model(kwargs["model"])
+            self._receiver.register_model(weights_of(kwargs["model"]))
         self._arrive({}, None)
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
@@ -94,6 +114,15 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> list[tuple[Any, list[int] | None]]:
         """Nobody looks at the weights."""
         return [(None, None)]
+
+    def receive(self, timeout: float | None = None) -> None:
+        """None, at once: nothing ever comes, whichever side this is.
+
+        Raises:
+            StateError: the receiver is closed.
+        """
+        if self._receiver is not None:
+            self._receiver.receive(timeout)
 
     def create_sender(self) -> WeightSender:
         """A sender that sends nothing."""

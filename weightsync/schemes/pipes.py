@@ -31,6 +31,7 @@ class PipeScheme(WeightSyncScheme):
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
         sync: whether the scheme's own `send` waits for its answers. If not, the next `send`, or `shutdown`, tells.
+        per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
@@ -45,12 +46,14 @@ class PipeScheme(WeightSyncScheme):
         strategy: WeightStrategy | str = "state_dict",
         sync: bool = True,
         *,
+        per_worker_weights: bool = False,
         verify: Verify | str = Verify.DIGEST,
     ) -> None:
         #: The workers' ends of pipes of ours, until they are taken.
         self._ends: dict[int, Connection[Any, Any]] = {}
         super().__init__(strategy, verify=verify)
         self.sync = sync
+        self.per_worker_weights = per_worker_weights
 
     # ---------------------------------------------------------------------------------------------- the pipes
 
@@ -165,6 +168,8 @@ class MultiProcessWeightSyncScheme(PipeScheme):
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         sync: whether the scheme's own `send` waits for its answers (default). If not, it returns what is PENDING, and
             the next `send`, or `shutdown`, tells what became of it.
+        per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve. So
+            it is without this where a TorchRL collector has several policy factories.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 

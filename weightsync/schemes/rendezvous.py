@@ -9,7 +9,7 @@ from typing import Any
 
 from weightsync._tables import State
 from weightsync.background import Background, HandOn
-from weightsync.cascade import handing_on
+from weightsync.cascade import handing_on, takes_tensordicts
 from weightsync.errors import AckTimeoutError, ConfigurationError, WeightSyncError
 from weightsync.options import OnFailure, option
 from weightsync.receiver import WeightReceiver
@@ -35,6 +35,8 @@ class Rendezvous(Sides):
     #: Whether `send` waits for its answers. If not it returns what is PENDING; the next `send` or `shutdown` settles
     #: it.
     sync = True
+    #: Whether workers may be given weights of their own one at a time: those that a send leaves out keep theirs.
+    per_worker_weights = False
 
     # ------------------------------------------------------------------------------------------- rendez-vous
 
@@ -115,8 +117,10 @@ class Rendezvous(Sides):
         before, driver = receiver.last_refusal, receiver.driver
 
         def met() -> bool:
-            without = driver.greeting is not None and not driver.greeting.layout and not driver.greeting.version
-            return receiver.version is not None or receiver.last_refusal != before or without
+            return receiver.version is not None or receiver.last_refusal != before or without()
+
+        def without() -> bool:
+            return driver.greeting is not None and not driver.greeting.layout and not driver.greeting.version
 
         if not background.wait_until(met, deadline):
             raise AckTimeoutError(
@@ -129,6 +133,11 @@ class Rendezvous(Sides):
                 f"the first version of {receiver.model_id!r} was refused and its sender was told: "
                 f"{receiver.last_refusal}"
             )
+        if self._blank and receiver.version is None:
+            raise ConfigurationError(
+                f"the model {receiver.model_id!r} came without its weights (on the meta device), and the trainer has "
+                "none to begin with: give its init_on_sender() model= or weights=, or make the model with weights."
+            )
 
     def _handing_on(self) -> HandOn | None:
         """How a version is handed on to workers of our own; None: we have none."""
@@ -136,7 +145,8 @@ class Rendezvous(Sides):
         hand_on = handing_on(self.context, receiver.model_id)
         if hand_on is None:
             return None
-        return lambda: hand_on(receiver.version, lambda: self._extracted(receiver))
+        form = WeightStrategy("tensordict") if takes_tensordicts(self.context) else self._strategy
+        return lambda: hand_on(receiver.version, lambda: form.extract_weights(receiver.target().destination))
 
     def _extracted(self, receiver: WeightReceiver) -> Any:
         return self._strategy.extract_weights(receiver.target().destination)
@@ -158,7 +168,8 @@ class Rendezvous(Sides):
 
         Args:
             weights: as for `WeightSender.send`; or a dict of worker ids to weights: workers whose weights are equal
-                share a version, and the others' versions are sent one after another.
+                share a version, and the others' versions are sent one after another. With ``per_worker_weights`` it
+                may leave workers out; they keep what they serve.
             worker_ids: one or several ids on the roll; None: all.
             timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
             on_failure: "raise", or "report": return the report whatever is in it.
@@ -186,18 +197,24 @@ class Rendezvous(Sides):
         if own is None:
             prepared = self.prepare_weights(weights, sender.model_id, self._strategy, None)
             return [(prepared, None if worker_ids is None else list(worker_ids))]
-        wanted = sender.worker_ids if worker_ids is None else worker_ids
+        wanted = self._named(own) if worker_ids is None else worker_ids
         missing = sorted(set(wanted) - own.keys())
         unknown = sorted(own.keys() - set(sender.worker_ids))
         if missing or unknown:
             raise ConfigurationError(
                 f"weights were given worker by worker, but none for {missing} and some for {unknown}, who are not on "
-                "the roll. Nothing was sent."
+                "the roll. Nothing was sent. Say by worker_ids= who is meant, or set the scheme's per_worker_weights "
+                "where workers are given theirs one at a time."
             )
         prepared = {
             worker: self.prepare_weights(own[worker], sender.model_id, self._strategy, None) for worker in wanted
         }
         return [(weights, workers) for weights, workers in grouped(prepared)]
+
+    def _named(self, own: Mapping[int, Any]) -> Sequence[int]:
+        """Who is meant by weights worker by worker: all, unless workers are given theirs one at a time."""
+        everybody = self.get_sender().worker_ids
+        return [worker for worker in everybody if worker in own] if self.per_worker_weights else everybody
 
     def _own_weights(self, weights: Any) -> Mapping[int, Any] | None:
         """Weights worker by worker, if that is how they are given."""

@@ -41,8 +41,9 @@ class SharedMemWeightSyncScheme(PipeScheme):
         auto_register: whether a model may be sent that was not registered.
         sync: whether the scheme's own `send` waits for its answers (default). If not, it returns what is PENDING, and
             the next `send`, or `shutdown`, tells what became of it.
-        per_worker_weights: says that workers will be given weights of their own, by ``send({worker_idx: weights})``.
-            Nothing has to be prepared for that: such a send works without it too.
+        per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve. So
+            it is without this where a TorchRL collector has several policy factories. A send that names all workers
+            needs no preparation.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 

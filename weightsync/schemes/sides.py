@@ -15,7 +15,7 @@ from weightsync.errors import ConfigurationError, StateError
 from weightsync.paths import _resolve_model
 from weightsync.receiver import WeightReceiver
 from weightsync.schemes.fleet import Fleet
-from weightsync.schemes.sources import given_or_found, registered
+from weightsync.schemes.sources import given_or_found, registered, weights_of
 from weightsync.sender import WeightSender
 from weightsync.side import require_worker_id
 from weightsync.strategy import WeightStrategy
@@ -42,7 +42,7 @@ class Sides:
     _strategy: WeightStrategy
 
     #: What a copy is made without.
-    _left_behind: tuple[str, ...] = ("_meetings", "_successive", "_background", "_worker_idx")
+    _left_behind: tuple[str, ...] = ("_meetings", "_successive", "_background", "_worker_idx", "_blank")
 
     def get_sender(self) -> WeightSender:
         """The sender.
@@ -81,6 +81,8 @@ class Sides:
         self._successive: Successive | None = None
         self._background: Background | None = None
         self._worker_idx: int | None = None
+        #: Whether the worker's model came without weights, and serves nothing before its first version.
+        self._blank = False
 
     def _arrive(self, given: Mapping[str, Any], context: Any) -> None:
         """The receiver's side is being initialised."""
@@ -219,7 +221,7 @@ class Sides:
     @model.setter
     def model(self, model: Any) -> None:
         if self._receiver is not None:
-            self._receiver.register_model(model)
+            self._receiver.register_model(weights_of(model))
         else:
             self._given = {**self._given, "model": model}
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from tensordict import TensorDictBase
+from torch import nn
+
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.paths import _resolve_model
@@ -65,14 +68,26 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
         ConfigurationError: there is neither a model nor a context.
     """
     if "model" in given:
-        return given["model"]
-    get_model = optional(context, "get_model")
-    found = MISSING if get_model is MISSING else get_model(model_id)
+        return weights_of(given["model"])
+    found = _from_get_model(given, context, model_id)
     if found is not None and found is not MISSING:
-        return found
+        return weights_of(found)
     if context is None:
         raise ConfigurationError("init_on_worker() needs model=, or a context on which model_id is resolved.")
     return model_id
+
+
+def weights_of(model: Any) -> Any:
+    """What is sent of a model, and applied to it: the model itself, or an empty dict where it has no weights.
+
+    A policy may be any callable: TorchRL's `RandomPolicy` is one without weights.
+    """
+    return {} if is_weightless(model) else model
+
+
+def is_weightless(model: Any) -> bool:
+    """Whether this is a policy without weights: a callable object that is no module, and no class of them."""
+    return callable(model) and not isinstance(model, nn.Module | TensorDictBase | Mapping | type)
 
 
 def registered(
@@ -89,7 +104,7 @@ def registered(
     for source in _SOURCES:
         found = source(given, context, model_id)
         if found is not None and found is not MISSING and not unfit(found):
-            return found
+            return found if found is given.get("weights") else weights_of(found)
     return None
 
 
@@ -101,8 +116,13 @@ def _cached(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
 
 
 def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-    get = optional(context, "get_model")
-    return MISSING if get is MISSING else get(model_id)
+    get_model = optional(context, "get_model")
+    if get_model is MISSING:
+        return MISSING
+    try:
+        return get_model(model_id)
+    except ValueError:  # a TorchRL collector without a policy (it has a policy_factory) says so by this
+        return MISSING
 
 
 def _from_path(given: Mapping[str, Any], context: Any, model_id: str) -> Any:

@@ -13,12 +13,14 @@ from weightsync.compat.facade import TransportFacade
 from weightsync.compat.mp import MPTransport, WorkerTransport, connection_of
 from weightsync.compat.user import user_link
 from weightsync.compat.user_receiving import hear
+from weightsync.context import optional
 from weightsync.driving.packing import Packer
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify
 from weightsync.paths import _resolve_model
 from weightsync.receiver import WeightReceiver
 from weightsync.schemes.rendezvous import Rendezvous
+from weightsync.schemes.sources import is_weightless
 from weightsync.sender import WeightSender
 from weightsync.strategy import WeightStrategy
 from weightsync.target import Mode
@@ -141,11 +143,17 @@ class Wired(Rendezvous, abc.ABC):
             ConfigurationError: None was given and no model is found.
             ModelPathError: a path does not resolve.
         """
+        if is_weightless(weights) and self._is_ours(weights):
+            return {}
         found = weights
         if weights is None or isinstance(weights, str):
             context = context if context is not None else self._context()
             found = self._registered(model_id, context) if weights is None else _resolve_model(context, weights)
         return strategy.extract_weights(found) if isinstance(found, torch.nn.Module) else found
+
+    def _is_ours(self, model: Any) -> bool:
+        """Whether this is the model that was given at init, or the context's policy."""
+        return any(model is known for known in (self._given.get("model"), optional(self.context, "policy")))
 
     def _registered(self, model_id: str, context: Any) -> Any:
         found = self._found(model_id, context)

@@ -21,6 +21,7 @@ from weightsync.report import Outcome, OutcomeKind, SyncReport
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Deadline, Stopwatch, Timeout
 from weightsync.updaters.calls import WorkerId
+from weightsync.updaters.introducing import introduce
 from weightsync.updaters.pushes import ADVICE, Pushes, key_of
 from weightsync.weights import read_weights
 
@@ -45,6 +46,7 @@ class WeightUpdaterBase(abc.ABC):
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Lay the ground that a subclass's constructor need not know of."""
         made = super().__new__(cls)
+        introduce("torchrl.collectors.weight_update", "WeightUpdaterBase", WeightUpdaterBase)
         made._pushes = Pushes()
         made._registered = []
         made._hooks = []
@@ -195,32 +197,35 @@ class WeightUpdaterBase(abc.ABC):
     # -------------------------------------------------------------------------------------- collectors
 
     def register_collector(self, collector: Any) -> None:
-        """Register a collector that uses this updater. Held weakly; once is enough, several may."""
-        if all(known is not collector for known in self._living()):
+        """Register the collector that uses this updater. Held weakly.
+
+        Raises:
+            ConfigurationError: another collector that still lives was registered.
+        """
+        living = self._living()
+        if any(known is not collector for known in living):
+            raise ConfigurationError(
+                f"this {type(self).__name__} serves a {type(living[0]).__name__} already, and an updater has one "
+                "collector: make another updater for this one."
+            )
+        if not living:
             self._registered.append(weakref.ref(collector))
 
     @property
     def collector(self) -> Any | None:
-        """The collector that was registered; None: there is none, or it is gone.
-
-        Raises:
-            ConfigurationError: there are several; see `collectors`.
-        """
-        living = self._living()
-        if len(living) > 1:
-            raise ConfigurationError(f"{len(living)} collectors are registered: ask for .collectors.")
-        return living[0] if living else None
+        """The collector that was registered; None: there is none, or it is gone."""
+        return next(iter(self._living()), None)
 
     @property
     def collectors(self) -> list[Any] | None:
-        """The registered collectors that still live; None: none was ever registered."""
+        """A list of `collector`, or an empty one if it is gone; None: none was ever registered."""
         return self._living() if self._registered else None
 
     def _living(self) -> list[Any]:
         return [collector for reference in self._registered if (collector := reference()) is not None]
 
     def increment_version(self) -> None:
-        """Call `increment_version` on every registered collector that still lives."""
+        """Call `increment_version` on the registered collector, if it still lives."""
         for collector in self._living():
             collector.increment_version()
 

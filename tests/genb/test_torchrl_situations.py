@@ -1,0 +1,378 @@
+"""What users do with TorchRL's multi-process collectors, on our schemes: policies, weights, workers, models, options.
+
+The workers are forked, which costs a tenth of spawning them; `test_torchrl_collectors` spawns.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import multiprocessing
+import multiprocessing.resource_sharer
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from collecting import WithCritic, cartpole, choose, chosen, policy, random_policy
+from missing import not_tested
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from weightsync import (
+    ConfigurationError,
+    MultiProcessedWeightUpdater,
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    SyncReport,
+    VanillaWeightUpdater,
+)
+
+pytestmark = [
+    pytest.mark.torchrl,
+    # TorchRL's, gymnasium's and their dependencies' own: not ours to mend.
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import gymnasium  # noqa: F401
+        import torchrl.collectors._multi_base
+        from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+
+        import weightsync.integrations.torchrl  # noqa: F401 - by its import the collectors take our schemes
+except ImportError as error:
+    not_tested("TORCHRL'S COLLECTORS ON OUR SCHEMES", f"{error} (pip install 'weightsync[torchrl,rl]')")
+
+FRAMES = 20
+WORKERS = 2
+Making = Callable[..., Any]
+
+
+@pytest.fixture
+def multi(monkeypatch: pytest.MonkeyPatch) -> Iterator[Making]:
+    """Makes a collector of forked workers, in step if nothing else is said. It is shut down at the end."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(torchrl.collectors._multi_base, "_get_mp_ctx", lambda *_: fork)
+    made: list[Any] = []
+
+    def make(scheme: Any, collector_class: Any = MultiSyncCollector, **options: Any) -> Any:
+        schemes = scheme if isinstance(scheme, dict) else {"policy": scheme}
+        given = {"frames_per_batch": FRAMES, "total_frames": -1, "cat_results": None, **options}
+        if collector_class is MultiAsyncCollector:
+            del given["cat_results"]
+        collector = collector_class([cartpole] * WORKERS, weight_sync_schemes=schemes, **given)
+        made.append(collector)
+        return collector
+
+    yield make
+    while made:
+        made.pop().shutdown()
+    gc.collect()  # a collector's queues hold semaphores until they are collected
+
+
+@pytest.fixture(params=[SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme], ids=["shared", "pipes"])
+def scheme(request: pytest.FixtureRequest) -> Any:
+    return request.param()
+
+
+def served(scheme: Any) -> list[int]:
+    """The version that each worker acked last."""
+    return [entry.served for entry in scheme.get_sender().roll.values()]
+
+
+def halves(batch: Any) -> list[set[int]]:
+    """The actions of each worker, in a batch of workers in step."""
+    return [chosen(part) for part in batch.reshape(-1).split(FRAMES // WORKERS)]
+
+
+def tensordict(module: nn.Module) -> Any:
+    return TensorDict.from_module(module).data
+
+
+# ------------------------------------------------------------------------------------- policies and forms of weights
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "module": lambda module: module,
+    "tensordict": tensordict,
+    "dict": lambda module: {name: tensor.detach() for name, tensor in module.state_dict().items()},
+}
+
+
+@pytest.mark.parametrize("source", ["policy", "factory", "factories", "both"])
+def test_workers_begin_with_their_policy_and_take_weights_of_any_form(source: str, scheme: Any, multi: Making) -> None:
+    factory = functools.partial(policy, 0)
+    given = {
+        "policy": {"policy": policy(0)},
+        "factory": {"policy_factory": factory},
+        "factories": {"policy_factory": [factory, functools.partial(policy, 0)]},
+        "both": {"policy": policy(0), "policy_factory": factory},
+    }
+    collector = multi(scheme, **given[source])
+    batches = iter(collector)
+    assert chosen(next(batches)) == {0}
+    for action, form in [(1, "module"), (0, "tensordict"), (1, "dict")]:
+        collector.update_policy_weights_(FORMS[form](policy(action)))
+        assert chosen(next(batches)) == {action}, form
+    assert len(set(served(scheme))) == 1
+
+
+@pytest.mark.parametrize("source", ["policy", "both"])
+def test_an_update_without_weights_sends_the_trainers_policy_as_it_is_then(
+    source: str, scheme: Any, multi: Making
+) -> None:
+    made = policy(0)
+    factory = {"policy_factory": functools.partial(policy, 1)} if source == "both" else {}
+    collector = multi(scheme, policy=made, **factory)
+    batches = iter(collector)
+    assert chosen(next(batches)) == {0}
+
+    choose(made, 1)
+    assert chosen(next(batches)) == {0}  # workers do not see the trainer's own parameters
+    collector.update_policy_weights_()
+
+    assert chosen(next(batches)) == {1}
+
+
+def test_without_a_policy_in_the_trainer_an_update_without_weights_says_what_is_missing(
+    scheme: Any, multi: Making
+) -> None:
+    collector = multi(scheme, policy_factory=functools.partial(policy, 0))
+
+    with pytest.raises(ConfigurationError, match="no model is registered for 'policy'"):
+        collector.update_policy_weights_()
+    assert chosen(next(iter(collector))) == {0}
+
+
+def test_a_policy_without_weights_has_versions_and_acks_as_any_other(scheme: Any, multi: Making) -> None:
+    """`RandomPolicy` is a callable, and no module: its layout is empty."""
+    collector = multi(scheme, policy_factory=random_policy)
+
+    for version in (1, 2):
+        collector.update_policy_weights_({})
+        assert served(scheme) == [version] * WORKERS
+    assert len(next(iter(collector)).reshape(-1)) == FRAMES
+
+
+def test_a_module_without_weights_has_versions_and_acks_as_any_other(scheme: Any, multi: Making) -> None:
+    made = TensorDictModule(lambda seen: torch.eye(2)[seen[..., 0].long() * 0], ["observation"], ["action"])
+    collector = multi(scheme, policy=made)
+    collector.update_policy_weights_()
+
+    assert served(scheme) == [2] * WORKERS
+    assert chosen(next(iter(collector))) == {0}
+
+
+# -------------------------------------------------------------------------------------------------- single workers
+
+
+@pytest.mark.parametrize("distinct", [False, True], ids=["one policy", "a factory each"])
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_weights_for_one_worker_change_that_one_only(kind: Any, distinct: bool, multi: Making) -> None:
+    factories = [functools.partial(policy, 0) for _ in range(WORKERS)]
+    given = {"policy_factory": factories} if distinct else {"policy": policy(0)}
+    scheme = kind() if distinct else kind(per_worker_weights=True)
+    collector = multi(scheme, **given)
+    batches = iter(collector)
+    assert halves(next(batches)) == [{0}, {0}]
+
+    collector.update_policy_weights_({0: tensordict(policy(1))})
+    assert halves(next(batches)) == [{1}, {0}]
+    collector.update_policy_weights_({1: tensordict(policy(1)), 0: tensordict(policy(0))})
+    assert halves(next(batches)) == [{0}, {1}]
+    collector.update_policy_weights_(policy(0), worker_ids=1)
+
+    assert halves(next(batches)) == [{0}, {0}]
+
+
+def test_weights_for_one_worker_are_refused_where_all_are_served_alike(scheme: Any, multi: Making) -> None:
+    collector = multi(scheme, policy=policy(0))
+
+    with pytest.raises(ConfigurationError, match=r"none for \[1\].*per_worker_weights"):
+        collector.update_policy_weights_({0: tensordict(policy(1))})
+    with pytest.raises(ConfigurationError, match=r"some for \[7\]"):
+        collector.update_policy_weights_({0: tensordict(policy(1)), 1: tensordict(policy(1)), 7: tensordict(policy(1))})
+    assert halves(next(iter(collector))) == [{0}, {0}]
+
+
+# -------------------------------------------------------------------------------------------------- several models
+
+
+def test_several_models_have_a_scheme_each_and_are_updated_together_or_alone(multi: Making) -> None:
+    made = WithCritic()
+    schemes = {"policy": SharedMemWeightSyncScheme(), "policy.critic": MultiProcessWeightSyncScheme()}
+    collector = multi(schemes, policy=made)
+    critic = nn.Linear(4, 1)
+    nn.init.constant_(critic.bias, 5.0)
+
+    collector.update_policy_weights_(weights_dict={"policy.critic": critic})
+    assert [served(scheme) for scheme in schemes.values()] == [[1, 1], [2, 2]]
+    collector.update_policy_weights_(weights_dict={"policy": made, "policy.critic": critic})
+    assert [served(scheme) for scheme in schemes.values()] == [[2, 2], [3, 3]]
+    collector.update_policy_weights_(critic, model_id="policy.critic")
+
+    assert [served(scheme) for scheme in schemes.values()] == [[2, 2], [4, 4]]
+    with pytest.raises(KeyError):
+        collector.update_policy_weights_(critic, model_id="nobody")
+
+
+# ------------------------------------------------------------------------------------------------- collectors' options
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "devices": {"policy_device": "cpu", "env_device": "cpu", "storing_device": "cpu"},
+    "update at each batch": {"update_at_each_batch": True},
+    "versions": {"track_policy_version": True},
+    "a trusted policy": {"trust_policy": True},
+    "buffers": {"use_buffers": True},
+    "no buffers": {"use_buffers": False},
+    "reset": {"reset_at_each_iter": True, "max_frames_per_traj": 5},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_an_update_arrives_whatever_options_the_collector_has(
+    options: dict[str, Any], scheme: Any, multi: Making
+) -> None:
+    made = policy(0)
+    collector = multi(scheme, policy=made, **options)
+    collector.set_seed(3)
+    batches = iter(collector)
+    assert chosen(next(batches)) == {0}
+
+    choose(made, 1)
+    collector.update_policy_weights_()
+
+    assert chosen(next(batches)) == {1}
+    collector.reset()
+    assert chosen(next(batches)) == {1}
+
+
+def test_an_update_during_the_random_frames_is_served_after_them(scheme: Any, multi: Making) -> None:
+    collector = multi(scheme, policy=policy(0), init_random_frames=2 * FRAMES)
+    batches = iter(collector)
+    next(batches)
+    collector.update_policy_weights_(policy(1))
+    next(batches)
+
+    assert chosen(next(batches)) == {1}
+
+
+def test_a_collectors_state_has_the_weights_that_were_sent(scheme: Any, multi: Making) -> None:
+    collector = multi(scheme, policy=policy(0))
+    next(iter(collector))
+    collector.update_policy_weights_(policy(1))
+
+    state = collector.state_dict()
+
+    held = state["worker0"]["policy_state_dict"]["module.0.bias"]
+    assert torch.equal(held, policy(1).module[0].bias)
+    collector.load_state_dict(state)
+    multiprocessing.resource_sharer.stop(timeout=10)  # of this process, which has sent tensors to the workers
+
+
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_workers_out_of_step_take_an_update_each(kind: Any, multi: Making) -> None:
+    made, scheme = policy(0), kind()
+    collector = multi(scheme, MultiAsyncCollector, policy=made)
+    batches = iter(collector)
+    assert chosen(next(batches)) == {0}
+    choose(made, 1)
+    collector.update_policy_weights_()
+
+    # Each worker may have had a batch under way.
+    assert sum(chosen(next(batches)) != {1} for _ in range(4)) <= WORKERS
+
+
+def test_the_schemes_report_says_what_became_of_a_collectors_workers(scheme: Any, multi: Making) -> None:
+    collector = multi(scheme, policy=policy(0))
+
+    report = scheme.send(policy(1))
+
+    assert isinstance(report, SyncReport)
+    assert report.ok
+    assert chosen(next(iter(collector))) == {1}
+
+
+# --------------------------------------------------------------------------------------------------------- evaluators
+
+
+@pytest.mark.parametrize("backend", ["process", "thread"])
+def test_an_evaluator_takes_weights_by_our_scheme(backend: str, scheme: Any, multi: Making) -> None:
+    evaluator = Evaluator(
+        env=cartpole,
+        policy_factory=lambda _env=None: policy(0),
+        num_trajectories=1,
+        max_steps=FRAMES,
+        backend=backend,
+        weight_sync_schemes={"policy": scheme},
+    )
+    try:
+        evaluator.evaluate()
+        assert served(scheme) == [0]
+        evaluator.evaluate(weights=policy(1))
+        assert served(scheme) == [1]
+    finally:
+        evaluator.shutdown()
+        gc.collect()
+
+
+# ------------------------------------------------------------------------------------- nothing is sent, and updaters
+
+
+def test_a_policy_that_nobody_brings_weights_for_is_refused(multi: Making) -> None:
+    """A collector sends its policy to the workers without its weights: with those they would act by NaN."""
+    with pytest.raises(ConfigurationError, match=r"NoWeightSyncScheme brings none.*policy_factory="):
+        multi(NoWeightSyncScheme(), policy=policy(0))
+
+
+def test_a_policy_that_each_worker_makes_needs_no_weights(multi: Making) -> None:
+    collector = multi(NoWeightSyncScheme(), policy_factory=functools.partial(policy, 1))
+    collector.update_policy_weights_(policy(0))
+
+    assert chosen(next(iter(collector))) == {1}
+
+
+def test_a_factory_whose_policy_has_no_weights_yet_is_refused(scheme: Any, multi: Making) -> None:
+    with pytest.raises(ConfigurationError, match="came without its weights"):
+        multi(scheme, policy_factory=lambda: policy(0).to("meta"))
+
+
+@pytest.mark.parametrize("how", ["an updater", "a function that makes one"])
+def test_a_collector_in_this_process_takes_our_updater(how: str) -> None:
+    made, trained = policy(0), tensordict(policy(1))
+    updater = VanillaWeightUpdater.from_policy(made)
+    updater.weight_getter = lambda: trained
+    given = updater if how == "an updater" else (lambda: updater)
+    collector = Collector(cartpole, made, frames_per_batch=FRAMES, total_frames=-1, weight_updater=given)
+    batches = iter(collector)
+    assert updater.collector is collector
+    assert chosen(next(batches)) == {0}  # it was not called when the collector was made
+
+    collector.update_policy_weights_()
+
+    assert chosen(next(batches)) == {1}
+    collector.shutdown()
+
+
+def test_a_collector_of_processes_takes_our_updater(multi: Making) -> None:
+    made = policy(0)
+    held = tensordict(made).share_memory_()
+    updater = MultiProcessedWeightUpdater(get_server_weights=lambda: tensordict(policy(1)), policy_weights={0: held})
+    collector = MultiSyncCollector(
+        [cartpole] * WORKERS, made, frames_per_batch=FRAMES, total_frames=-1, weight_updater=updater
+    )
+    batches = iter(collector)
+    assert chosen(next(batches)) == {0}
+
+    collector.update_policy_weights_()
+
+    assert chosen(next(batches)) == {1}
+    with pytest.raises(ConfigurationError, match="make another updater"):
+        Collector(cartpole, policy(0), frames_per_batch=FRAMES, total_frames=-1, weight_updater=updater)
+    collector.shutdown()
+    gc.collect()
