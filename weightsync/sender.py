@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from weightsync._tables import SenderInput, State
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packed
 from weightsync.driving.reporter import Reporter
-from weightsync.errors import RefusedError, WorkerLostError
+from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError
 from weightsync.options import OnFailure, OnPending, option
 from weightsync.protocol import sender as pure
 from weightsync.report import OutcomeKind, SyncReport
@@ -21,6 +21,17 @@ from weightsync.transports.base import wait
 
 #: Seconds between two looks at processes that have not started yet.
 STARTS: Final = 0.5
+
+
+class Wanted(NamedTuple):
+    """Whom a send is for."""
+
+    #: Worker ids; None: all.
+    targets: tuple[int, ...] | None
+    #: How many workers there must be on the roll, at least; None: what the sender expects.
+    expected: int | None
+    #: Whether a send to all may find nobody.
+    allow_empty: bool
 
 
 class WeightSender(Roster):
@@ -36,6 +47,8 @@ class WeightSender(Roster):
     def _begin(self) -> None:
         super()._begin()
         self._reporter = Reporter(self._driver)
+        #: How many workers there must be on the roll for a send, at least; None: one.
+        self.expected_workers: int | None = None
 
     def send(
         self,
@@ -45,6 +58,8 @@ class WeightSender(Roster):
         timeout: float | Timeout | None = Timeout.DEFAULT,
         on_failure: OnFailure | str = OnFailure.RAISE,
         on_pending: OnPending | str = OnPending.RAISE,
+        allow_empty: bool = False,
+        expected_workers: int | None = None,
     ) -> SyncReport:
         """Send weights as the next version and wait until every target has answered or is lost.
 
@@ -59,13 +74,17 @@ class WeightSender(Roster):
             on_pending: "raise", "wait" or "supersede", if an update is outstanding. With "wait" the report's
                 `previous` tells what became of that one, and its failures are raised once this one was sent. If it is
                 still outstanding when time is up, nothing is sent.
+            allow_empty: a send to all while nobody is on the roll returns an empty report and uses no version.
+            expected_workers: how many workers there must be on the roll, at least; None: `expected_workers` of the
+                sender.
 
         Returns:
-            What became of it, worker by worker. With an empty roll: an empty report; nothing happened.
+            What became of it, worker by worker.
 
         Raises:
             StateError: not in this state; nothing changed.
-            ConfigurationError: an empty list of workers, an unknown id, weights of an unsupported type.
+            ConfigurationError: nobody to send to, fewer workers than expected, an unknown id, weights of an unsupported
+                type.
             LayoutError: weights that cannot travel, or are not those of the registered model (other names, shapes or
                 dtypes); nothing was sent.
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
@@ -73,7 +92,8 @@ class WeightSender(Roster):
         """
         deadline, failing, stopwatch = Deadline(timeout), option(OnFailure, on_failure), Stopwatch()
         targets = worker_ids_of(worker_ids)
-        packed = self._prepare(SenderInput.SEND, weights, targets, deadline, option(OnPending, on_pending))
+        wanted = Wanted(targets, expected_workers, allow_empty)
+        packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, option(OnPending, on_pending))
         if isinstance(packed, SyncReport):
             return _told(packed, failing)
         with Shield(self._driver.waker.fire) as shield:
@@ -88,6 +108,8 @@ class WeightSender(Roster):
         *,
         on_pending: OnPending | str = OnPending.RAISE,
         timeout: float | Timeout | None = Timeout.DEFAULT,
+        allow_empty: bool = False,
+        expected_workers: int | None = None,
     ) -> SyncReport:
         """Send weights as the next version and go on; `wait_async` tells what became of it.
 
@@ -98,6 +120,8 @@ class WeightSender(Roster):
             worker_ids: as for `send`.
             on_pending: as for `send`.
             timeout: seconds that ``on_pending="wait"`` may wait; otherwise unused, since nothing is waited for.
+            allow_empty: as for `send`.
+            expected_workers: as for `send`.
 
         Returns:
             The report so far: PENDING for each worker that owes an answer.
@@ -108,7 +132,8 @@ class WeightSender(Roster):
         """
         deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), worker_ids_of(worker_ids)
         self._refuse_blocking(targets)
-        packed = self._prepare(SenderInput.SEND_ASYNC, weights, targets, deadline, option(OnPending, on_pending))
+        wanted = Wanted(targets, expected_workers, allow_empty)
+        packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, option(OnPending, on_pending))
         if isinstance(packed, SyncReport):
             return _told(packed, OnFailure.RAISE)
         # In one: another thread may close the sender, or give the version up, as soon as it is dispatched.
@@ -193,7 +218,7 @@ class WeightSender(Roster):
         self,
         asked: SenderInput,
         weights: Any,
-        targets: tuple[int, ...] | None,
+        wanted: Wanted,
         deadline: Deadline,
         pending: OnPending,
     ) -> Packed | SyncReport:
@@ -204,18 +229,34 @@ class WeightSender(Roster):
         in_the_way = self.state is State.PENDING_ASYNC and pending is not OnPending.RAISE
         if not (in_the_way or unlaid):
             self._driver.require(asked)
-        if targets is None and not self._driver.data.roll:
+        if self._sends_to_nobody(wanted):
             return self._reporter.empty()
         with self._reported():
-            pure.targets_of(self._driver.data, targets)
+            pure.targets_of(self._driver.data, wanted.targets)
         if unlaid:
             self.connect()
         if in_the_way and pending is OnPending.WAIT:
             previous = self._wait(deadline)
             self._reporter.follows(previous)
             if previous.of(OutcomeKind.TIMED_OUT):
-                return self._reporter.not_sent(targets)
+                return self._reporter.not_sent(wanted.targets)
         return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
+
+    def _sends_to_nobody(self, wanted: Wanted) -> bool:
+        """Whether nobody is on the roll, and that is allowed.
+
+        Raises:
+            ConfigurationError: fewer workers are on the roll than are expected.
+        """
+        data, expected = self._driver.data, wanted.expected
+        expected = self.expected_workers if expected is None else expected
+        if expected is not None and len(data.roll) < expected:
+            left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
+            raise ConfigurationError(
+                f"{expected} workers are expected, and {len(data.roll)} are on the roll: {sorted(data.roll)}.{left} "
+                "Nothing was sent, no version was used. add_worker() puts a worker on the roll."
+            )
+        return wanted.targets is None and not data.roll and wanted.allow_empty
 
     def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
         blocking = self._driver.blocking(targets)

@@ -286,8 +286,6 @@ class Sender:
         in_the_way = self.state == "pending_async" and on_pending != "raise"
         if not unlaid and not in_the_way:
             self._allow("ready")
-        if targets is None and not self.seats:
-            return self._nothing_sent({}, {})
         self._chosen(targets)
         if unlaid:
             self.connect(incarnation())

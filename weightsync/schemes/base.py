@@ -85,7 +85,8 @@ class WeightSyncScheme(Wired):
                 ``params_map`` (worker id to its weights), ``devices`` (one a worker), ``device_map_fn(worker_idx,
                 weights)`` with ``num_workers``; ``model``, ``weights``, ``source_model``, ``cached_weights``: what a
                 send without weights means; ``ctx``, a multiprocessing context; ``fence`` (the incarnation to rise
-                above, after `WorkerLostError.fence`).
+                above, after `WorkerLostError.fence`); ``expected_workers``: how many workers a send needs on the roll,
+                at least.
 
         Raises:
             StateError: initialised already.
@@ -106,6 +107,7 @@ class WeightSyncScheme(Wired):
             sender.add_worker(worker_id, endpoint, process=processes.get(worker_id))
         if not self._lays_links_at_connect(given, context):
             sender.connect(fence=given.get("fence"))
+        sender.expected_workers = given.get("expected_workers")
         self._sender = sender
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
@@ -218,7 +220,7 @@ class WeightSyncScheme(Wired):
 
 _LIVE = ("_sender", "_receiver", "_context", "_given", "_fleet")
 _ALWAYS_ON_SENDER = (
-    *("num_workers", "model", "source_model", "cached_weights", "fence"),
+    *("num_workers", "model", "source_model", "cached_weights", "fence", "expected_workers"),
     *("weights", "params_map", "devices", "device_map_fn", "ctx"),
 )
 _ALWAYS_ON_WORKER = ("model", "worker_idx")

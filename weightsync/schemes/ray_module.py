@@ -48,6 +48,8 @@ class RayModuleTransformSender(ActorSender):
         timeout: float | Timeout | None = Timeout.DEFAULT,
         on_failure: OnFailure | str = OnFailure.RAISE,
         on_pending: OnPending | str = OnPending.RAISE,
+        allow_empty: bool = False,
+        expected_workers: int | None = None,
     ) -> SyncReport:
         """Send weights and wait for the actor: see `WeightSender.send`.
 
@@ -58,7 +60,10 @@ class RayModuleTransformSender(ActorSender):
             ConfigurationError: (a ValueError) no actor is found, or another worker is named.
         """
         self.meet()
-        return super().send(weights, worker_ids, timeout=timeout, on_failure=on_failure, on_pending=on_pending)
+        wanted: dict[str, Any] = {"allow_empty": allow_empty, "expected_workers": expected_workers}
+        return super().send(
+            weights, worker_ids, timeout=timeout, on_failure=on_failure, on_pending=on_pending, **wanted
+        )
 
     def send_async(
         self,
@@ -67,6 +72,8 @@ class RayModuleTransformSender(ActorSender):
         *,
         on_pending: OnPending | str = OnPending.RAISE,
         timeout: float | Timeout | None = Timeout.DEFAULT,
+        allow_empty: bool = False,
+        expected_workers: int | None = None,
     ) -> SyncReport:
         """Send weights and go on: see `WeightSender.send_async`.
 
@@ -77,7 +84,8 @@ class RayModuleTransformSender(ActorSender):
             ConfigurationError: (a ValueError) no actor is found, or another worker is named.
         """
         self.meet()
-        return super().send_async(weights, worker_ids, on_pending=on_pending, timeout=timeout)
+        wanted: dict[str, Any] = {"allow_empty": allow_empty, "expected_workers": expected_workers}
+        return super().send_async(weights, worker_ids, on_pending=on_pending, timeout=timeout, **wanted)
 
     def meet(self) -> None:
         """Find the actor, unless that was done.

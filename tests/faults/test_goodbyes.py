@@ -1,0 +1,155 @@
+"""A worker leaves its trainer's roll by a clean close alone. Whatever fails is told, and the worker stays, LOST."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Pair, small
+
+from weightsync import ConfigurationError, OutcomeKind, RefusedError, WorkerLostError
+from weightsync.transports.base import Link
+
+
+def leave_by(side: Any, error: BaseException) -> None:
+    """Leave the side's block of code by that exception."""
+    with pytest.raises(type(error)), side:
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("out of cheese"), KeyboardInterrupt("out of cheese"), SystemExit(3)])
+@pytest.mark.parametrize("side", ["receiver", "scheme"])
+def test_g11_a_worker_that_left_its_block_by_an_exception_is_lost_in_every_report(
+    pair: Pair, side: str, error: BaseException
+) -> None:
+    pair.sync()
+    leave_by(pair.receiver if side == "receiver" else pair.schemes[0], error)
+
+    for _ in range(2):
+        with pytest.raises(WorkerLostError) as caught:
+            pair.sender.send(timeout=PATIENCE)
+        assert type(error).__name__ in caught.value.lost[0]
+        assert str(error) in caught.value.lost[0]
+    assert pair.sender.worker_ids == (0,)
+    assert "leave_by" in caught.value.report[0].remote_traceback
+
+
+@pytest.mark.parametrize("error", [SystemExit(), SystemExit(0)])
+def test_a_worker_that_exits_as_it_should_says_goodbye(pair: Pair, error: SystemExit) -> None:
+    pair.sync()
+    leave_by(pair.receiver, error)
+    pair.sender.poll()
+
+    assert pair.sender.worker_ids == ()
+
+
+def test_g11_a_goodbye_is_in_the_next_report_and_in_the_log(three: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    three.sync()
+    three.receivers[2].close()
+    three.sender.send_async()
+    with caplog.at_level(logging.WARNING, "weightsync"):
+        for receiver in three.receivers[:2]:
+            receiver.receive(timeout=0)
+        report = three.sender.wait_async(timeout=PATIENCE, on_failure="report")
+
+    assert "2" in str(dict(report.left))
+    assert "left" in str(report)
+    assert "worker 2 said goodbye" in caplog.text
+    three.sender.send_async()
+    for receiver in three.receivers[:2]:
+        receiver.receive(timeout=0)
+    assert three.sender.wait_async(timeout=PATIENCE).left == {}
+
+
+def test_g11_a_send_when_all_have_left_says_who_did(three: Pair) -> None:
+    three.sync()
+    for receiver in three.receivers:
+        receiver.close()
+
+    with pytest.raises(ConfigurationError, match=r"nobody is on the roll.*Worker 0 left.*Worker 2 left"):
+        three.sender.send()
+    empty = three.sender.send(allow_empty=True)
+    assert (dict(empty.outcomes), empty.version, three.sender.version) == ({}, None, 1)
+
+
+def test_g11_fewer_workers_than_expected_are_an_error_before_anything_is_sent(three: Pair) -> None:
+    three.sync()
+    three.receivers[1].close()
+    with pytest.raises(ConfigurationError, match="3 workers are expected, and 2 are on the roll"):
+        three.sender.send_async(expected_workers=3)
+    three.sender.expected_workers = 3
+    with pytest.raises(ConfigurationError, match="Worker 1 left"):
+        three.sender.send_async()
+
+    assert three.sender.version == 1
+    assert three.sender.send_async(expected_workers=2).version == 2
+
+
+@pytest.mark.untraced("a link that is wrong on purpose")
+def test_g11_a_worker_whose_link_fails_while_it_lives_stays_on_the_roll(pair: Pair) -> None:
+    pair.sync()
+    link: Link = pair.receiver._driver.links()[0]
+
+    def starved() -> Any:
+        raise OSError(24, "Too many open files")
+
+    link.receive = starved  # type: ignore[method-assign]
+    pair.receiver._driver.pump()
+
+    for _ in range(2):
+        with pytest.raises(WorkerLostError, match="Too many open files"):
+            pair.sender.send(timeout=PATIENCE)
+    ours, theirs = multiprocessing.Pipe()
+    pair.pipes.append((ours, theirs))
+    pair.sender.add_worker(0, ours)
+    pair.receiver.register_worker_transport(theirs)
+    assert pair.sync().ok
+
+
+def test_g11_a_misfit_found_at_the_handshake_is_refused_and_stays_so(scheme_class: Any) -> None:
+    pair = Pair(scheme_class)
+    pair.receiver.register_model(small()[0])
+    try:
+        pair.sender.send_async()
+        pair.receiver._driver.pump()
+        with pytest.raises(RefusedError, match="it refused the handshake") as caught:
+            pair.sender.wait_async(timeout=PATIENCE)
+        assert caught.value.report[0].kind is OutcomeKind.REFUSED
+        with pytest.raises(RefusedError) as again:
+            pair.sender.send(timeout=PATIENCE)
+        assert "add_worker() brings" not in str(caught.value)
+        assert again.value.report[0].kind is OutcomeKind.REFUSED
+    finally:
+        pair.close()
+
+
+def test_g6_nothing_of_a_users_runs_between_the_swap_and_its_ack(pair: Pair) -> None:
+    class Asked:
+        """Reads nothing, and cannot be asked."""
+
+        def hands_on(self) -> bool:
+            raise RuntimeError("do not ask")
+
+        def applied(self) -> None:
+            """Nobody waits."""
+
+        def link_added(self) -> None:
+            """Nothing to do."""
+
+        def model_set(self, model: Any) -> None:
+            """Nothing to do."""
+
+        def stop(self) -> None:
+            """There is no thread."""
+
+    pair.sync()
+    pair.sender.send_async(small(7.0))
+    pair.receiver.attend(Asked())  # type: ignore[arg-type]
+    assert pair.receiver.take_in(pair.receiver.target()) is False
+    pair.receiver.attend(None)
+
+    with pytest.raises(RefusedError, match="do not ask"):
+        pair.sender.wait_async(timeout=PATIENCE)
+    assert (pair.receiver.version, pair.model[0].bias.tolist()) == (1, [1.0, 1.0, 1.0])
