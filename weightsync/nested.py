@@ -62,6 +62,7 @@ def _told(report: SyncReport, depth: int) -> dict[str, Any]:
         "outcomes": _all(report.outcomes, depth),
         "superseded": {str(worker): list(versions) for worker, versions in report.superseded.items()},
         "not_caught_up": _all(report.not_caught_up, depth),
+        "left": {str(worker): goodbye for worker, goodbye in report.left.items()},
         **{name: getattr(report, name) for name in _SECONDS},
     }
 
@@ -95,6 +96,7 @@ def _read(told: dict[str, Any], depth: int) -> SyncReport:
             for worker, versions in told["superseded"].items()
         },
         not_caught_up=_read_all(told["not_caught_up"], depth),
+        left={_worker(worker): _text(goodbye) for worker, goodbye in told["left"].items()},
         preparing=_seconds(told["preparing"]),
         connect_s=_seconds(told["connect_s"]),
         transferring=_seconds(told["transferring"]),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from weightsync._tables import RECEIVER_ROWS, ReceiverInput
 from weightsync.byhand import ByHand
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.receiver import Pending
 from weightsync.errors import WeightSyncError
 from weightsync.extras import encode_extras
-from weightsync.machine import next_state
 from weightsync.packing import digest, digest_of
 from weightsync.serving import PATIENCE
 from weightsync.target import SwapBroken, Target
@@ -82,7 +81,7 @@ class WeightReceiver(ByHand):
         """
         target = self._destination()
         with self._serving.alone(), Shield(self._driver.waker.fire), self._driver.lock:
-            next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
+            self._driver.require_open("apply_weights")
             # What was handed out is not overtaken now: the weights are probably its own.
             if self._out is None and self._attendant is None:
                 self._driver.pump()
@@ -146,11 +145,24 @@ class WeightReceiver(ByHand):
 
     def close(self) -> None:
         """Close for good. The model keeps the version it serves; the sender takes us off its roll."""
+        self._end(self._driver.close)
+
+    def fail(self, error: BaseException) -> None:
+        """Close for good, since ``error`` was raised: no goodbye, the sender is told what failed.
+
+        This worker stays on the sender's roll, LOST in each report, until it joins again or is removed. Leaving a
+        ``with receiver:`` block by an exception does this.
+        """
+        told = "".join(traceback.format_exception_only(error)).strip()
+        trace = "".join(traceback.format_exception(error))
+        self._end(lambda: self._driver.fail(told, trace))
+
+    def _end(self, close: Callable[[], None]) -> None:
         if self._attendant is not None:
             self._attendant.stop()
         with Shield(self._driver.waker.fire):
             self._deafen()
-            self._driver.close()
+            close()
             self._staged = None
 
     def _are_of(self, pending: Pending, weights: Any) -> bool:

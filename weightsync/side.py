@@ -13,7 +13,7 @@ from weightsync._tables import State
 from weightsync.context import held
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
-from weightsync.errors import ConfigurationError, StateError
+from weightsync.errors import ConfigurationError
 from weightsync.transports.fork import forget_after_fork
 from weightsync.wiring import Wiring
 
@@ -49,6 +49,10 @@ class Side(abc.ABC):
     def close(self) -> None:
         """Close for good."""
 
+    @abc.abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Close for good, since ``error`` was raised: what `with` does when an exception leaves its block."""
+
     def set_context(self, context: Any, model_id: str | None = None) -> None:
         """Say where models are found (held weakly), and which one is meant.
 
@@ -57,7 +61,7 @@ class Side(abc.ABC):
         """
         if model_id is not None and model_id != self._model_id:
             if self.state is not State.UNINITIALIZED:
-                raise StateError(type(self).__name__, self.state.value, "set_context(model_id=...)", ["CLOSE"])
+                raise self._driver.refused("set_context", f"the links are laid for model {self._model_id!r} already.")
             self._model_id = self._driver.model_id = model_id
         self._context = held(context)
 
@@ -79,7 +83,10 @@ class Side(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None or is_clean(error):
+            self.close()
+        else:
+            self.fail(error)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"scheme": self._scheme, "model_id": self._model_id, "own": self._travelling()}
@@ -101,6 +108,11 @@ class Side(abc.ABC):
     def forget(self) -> None:
         """Become a copy: called in a forked child, which says no Bye and closes nothing of its parent's."""
         self._start_over()
+
+
+def is_clean(error: BaseException) -> bool:
+    """Whether an exception ends a program or a generator as it should: nothing failed."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def pipes_travel() -> bool:

@@ -31,7 +31,7 @@ SMALL = {
     "two versions": _bounds("async deadline interrupt abandon refuse", max_version=2),
     "crashes": _bounds("crash async", max_version=2, max_link=2),
     "losses": _bounds("wrong break refuse", max_version=2, max_link=2),
-    "ends": _bounds("remove bye close abandon broken async", max_link=2),
+    "ends": _bounds("remove bye close abandon broken async fail", max_link=2),
     "lingering": _bounds("wrong async", "Lingers", max_version=2, max_link=2),
     "cut off": _bounds("crash wrong cut bye refuse", "Lingers", max_link=2),
     "reordered": _bounds("refuse abandon async", "Reorders", max_version=2),

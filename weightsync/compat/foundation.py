@@ -13,6 +13,7 @@ from weightsync.compat.wiring import FacadeWiring
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
+from weightsync.side import is_clean
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Timeout
 from weightsync.transports.base import Link
@@ -156,6 +157,9 @@ class Foundation(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not is_clean(error):
+            for receiver in list(self._receivers.values()):
+                receiver.fail(error)
         self.close()
 
     def _require_open(self, asked: str) -> None:

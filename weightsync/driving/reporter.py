@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
+from weightsync.driving.hints import workers_text
 from weightsync.driving.sender import SenderDriver
-from weightsync.errors import WorkerLostError
-from weightsync.protocol.sender import Standing
+from weightsync.errors import RefusedError, WorkerLostError
+from weightsync.protocol.sender import Standing, ended
 from weightsync.report import Outcome, OutcomeKind, SyncReport
 from weightsync.timing import Stopwatch
 
@@ -49,7 +50,7 @@ class Reporter:
     def concluded(self, version: int) -> SyncReport:
         """What became of a version that `is_over`; tells it once."""
         concluded = self._driver.concluded.pop(version)
-        report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up)
+        report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up, concluded.left)
         told = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
         self._given_up = {w: versions for w, versions in self._given_up.items() if w not in told}
         return report
@@ -61,7 +62,8 @@ class Reporter:
             if outstanding is None:
                 return self.empty()
             owed = {worker: self._owing(owing, worker) for worker in outstanding.owed}
-            return self._report(outstanding.version, {**outstanding.outcomes, **owed}, {})
+            left = self._driver.data.left
+            return self._report(outstanding.version, {**outstanding.outcomes, **owed}, {}, left)
 
     def empty(self) -> SyncReport:
         """The report of a send to nobody."""
@@ -83,9 +85,10 @@ class Reporter:
         previous, self._previous = self._previous, None
         return previous
 
-    def all_lost(self, error: WorkerLostError) -> WorkerLostError:
-        """``error``, which refused a send since every target is lost already, with the report of that."""
-        outcomes = {worker: Outcome(kind=OutcomeKind.LOST, reason=reason) for worker, reason in error.lost.items()}
+    def all_ended(self, error: WorkerLostError | RefusedError) -> WorkerLostError | RefusedError:
+        """``error``, which refused a send since every target is lost or has refused, with the report of that."""
+        roll, told = self._driver.data.roll, error.lost if isinstance(error, WorkerLostError) else error.refused
+        outcomes = {worker: ended(roll[worker]) for worker in told if worker in roll}
         error.report = replace(self.empty(), outcomes=outcomes)
         self._driver.told(error.report)
         return error
@@ -104,7 +107,11 @@ class Reporter:
         return Outcome(kind=owing, reason="; ".join(parts))
 
     def _report(
-        self, version: int, outcomes: Mapping[int, Outcome], not_caught_up: Mapping[int, Outcome]
+        self,
+        version: int,
+        outcomes: Mapping[int, Outcome],
+        not_caught_up: Mapping[int, Outcome],
+        left: Mapping[int, str],
     ) -> SyncReport:
         packed, seconds = self._driver.packed(version), self._dispatched.seconds
         connecting = self._connecting(outcomes)
@@ -121,6 +128,7 @@ class Reporter:
             superseded={w: versions for w, versions in self._given_up.items() if w in outcomes},
             not_caught_up=not_caught_up,
             previous=self._tell_previous(),
+            left=left,
         )
         self._driver.told(report)
         return report
@@ -130,12 +138,6 @@ class Reporter:
         roll, hearing = self._driver.data.roll, self._driver.hearing
         links = [roll[worker].link for worker in outcomes if worker in roll and roll[worker].standing in _LIVE]
         return max((hearing.connected_after(link, self._dispatched) for link in links), default=0.0)
-
-
-def workers_text(workers: Collection[int]) -> str:
-    """Workers by their ids, for messages to people."""
-    numbers = ", ".join(map(str, workers))
-    return f"worker {numbers}" if len(workers) == 1 else f"workers {numbers}"
 
 
 _LIVE = frozenset({Standing.EXPECTED, Standing.UP})

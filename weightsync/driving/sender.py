@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from itertools import chain
 from operator import itemgetter
 
-from weightsync._tables import RefusalKind, SenderInput, State
+from weightsync._tables import SenderInput, State
 from weightsync.driving.adapters import close, flush, mishandled, read, watch
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.base import Driver
 from weightsync.driving.hearing import Hearing
+from weightsync.driving.hints import sender_hint
 from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.machine import SenderMachine
@@ -68,7 +69,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 if self.data.version < version:
                     self._release(version)
                 raise
-            self.layout = packed.layout
             return version
 
     def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
@@ -91,6 +91,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def told(self, report: SyncReport) -> None:
         """A caller is told this. Nothing changes; it is recorded where anybody records."""
+
+    def _hint(self, asked: str) -> str:
+        return sender_hint(self.machine.state, self.data, asked)
 
     # ------------------------------------------------------------------------------------------ effects
 
@@ -260,7 +263,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _listens(self, worker: int, number: int) -> bool:
         """Whether a link is in force. One that is lost amid a step is closed behind it."""
         entry = self.data.roll.get(worker)
-        return entry is not None and entry.link == number and entry.standing is not pure.Standing.LOST
+        return entry is not None and entry.link == number and entry.open
 
     def _last_words(self, worker: int, number: int, reason: str) -> Iterator[pure.Event]:
         """The events of a link that cannot be written to any more: what it said before its death, then its death."""
@@ -275,14 +278,14 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 yield pure.Answer(worker, number, message)
             case Ack() | Refusal():
                 self._verify(message)
+                packed, stale = self._packed.get(message.version), self.data.stale
                 yield pure.Answer(worker, number, message)
+                # Handshakes tell a layout that somebody took, not one that was only sent.
+                if isinstance(message, Ack) and packed is not None and self.data.stale == stale:
+                    self.layout = packed.layout
                 self._catch_up(worker, number, message)
-            case Bye() if message.incarnation > self.data.incarnation:
-                yield pure.Answer(worker, number, self._fenced(message))
             case Bye():
-                if message.incarnation == self.data.incarnation:
-                    state, reason = self.machine.state, f"said goodbye: {message.reason}"
-                    yield from pure.removal(state, self.data, worker, reason)
+                yield from self._goodbye(worker, number, message)
             case Update():
                 raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
 
@@ -294,16 +297,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self._update(worker, link, waiting)
                 self._finish()
 
-    def _fenced(self, bye: Bye) -> Refusal:
-        """A worker that goes over to a newer sender names that one in its last word to us."""
-        return Refusal(
-            model_id=self.model_id,
-            incarnation=self.data.incarnation,
-            version=0,
-            kind=RefusalKind.FENCED,
-            reason="this worker has met a newer sender",
-            fence=bye.incarnation,
-        )
+    def _goodbye(self, worker: int, number: int, bye: Bye) -> tuple[pure.Event, ...]:
+        events = pure.leaving(self.machine.state, self.data, worker, number, bye)
+        if events:
+            logger.warning("model %r: worker %d said goodbye and left: %s", self.model_id, worker, bye.reason)
+        return events
 
     def _verify(self, message: Ack | Refusal) -> None:
         """An ack must name the digest of what we sent as that version."""

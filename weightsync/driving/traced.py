@@ -59,7 +59,8 @@ class TracedSenderDriver(SenderDriver):
                 return
             self._last_told = spoken
             told = {"version": report.version, "incarnation": report.incarnation, "outcomes": report.outcomes}
-            self._tell(What.TOLD, **told, superseded=report.superseded, not_caught_up=report.not_caught_up)
+            beside = {"not_caught_up": report.not_caught_up, "left": report.left}
+            self._tell(What.TOLD, **told, superseded=report.superseded, **beside)
 
     def _step(self, event: sending.Event) -> Step[SenderInput, sending.SenderData, sending.Effect]:
         before = self.machine.state
@@ -136,14 +137,6 @@ class TracedReceiverDriver(ReceiverDriver):
                 self._tell(What.LINK, link=self._last_link + 1, delivery=delivery, peer=link.peer)
             super().add_link(link)
 
-    def break_down(self) -> None:
-        """Close for good, since the model holds no whole version any more."""
-        with self.lock:
-            links = list(self._links)
-            super().break_down()
-            for link in links:
-                self._tell(What.CLOSED, link=link, incarnation=self.data.fence)
-
     def hold(self) -> None:
         """Hold back the answer to the version that is about to be APPLIED: it is handed on first."""
         self._tell(What.HELD)
@@ -170,11 +163,16 @@ class TracedReceiverDriver(ReceiverDriver):
         self._tell(What.RECEIVED, link=number, message=received.message)
         super()._heard(number, link, received)
 
-    def _down(self, link: int, reason: str, ended_as: type[TransportError] = TransportError) -> None:
-        self._tell(What.FAILED, link=link, reason=reason)
-        super()._down(link, reason, ended_as)
+    def _say_last(self, link: int, message: Message) -> None:
+        if link in self._links:
+            self._tell(What.SENT, link=link, message=message)
+        super()._say_last(link, message)
+
+    def _ended(self, event: receiving.LinkDown, reason: str, ended_as: type[TransportError] = TransportError) -> None:
+        self._tell(What.FAILED, link=event.link, reason=reason)
+        super()._ended(event, reason, ended_as)
 
     def _close_link(self, link: int) -> None:
         if link in self._links:
-            self._tell(What.CLOSED, link=link, incarnation=self.data.fence)
+            self._tell(What.CLOSED, link=link)
         super()._close_link(link)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any, Self
 
 import torch.nn
@@ -18,6 +19,7 @@ from weightsync.schemes.registry import WeightSyncBackend, scheme_of
 from weightsync.schemes.sources import checked, given_or_found, model_for_worker, processes_of
 from weightsync.schemes.wired import Wired
 from weightsync.sender import WeightSender
+from weightsync.side import is_clean
 from weightsync.strategy import WeightStrategy
 from weightsync.transports.fork import forget_after_fork
 
@@ -184,7 +186,11 @@ class WeightSyncScheme(Wired):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not is_clean(error):
+            self._fail(error)
         self.close()
 
     # --------------------------------------------------------------------------------------------- copies

@@ -70,6 +70,12 @@ class Sides:
             if side is not None:
                 side.close()
 
+    def _fail(self, error: BaseException) -> None:
+        """The block of code that used the scheme was left by an exception: workers' senders are told."""
+        for side in (self._sender, self._receiver):
+            if side is not None:
+                side.fail(error)
+
     def _start_over(self) -> None:
         self._meetings = {"sender": Meeting.AHEAD, "receiver": Meeting.AHEAD}
         self._successive: Successive | None = None

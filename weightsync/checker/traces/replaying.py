@@ -224,8 +224,8 @@ _FIELDS: dict[What, dict[str, type]] = {
     What.SENT: {"link": int, "message": dict},
     What.RECEIVED: {"link": int, "message": dict},
     What.FAILED: {"link": int},
-    What.CLOSED: {"link": int, "incarnation": int},
-    What.TOLD: {"outcomes": dict, "superseded": dict, "not_caught_up": dict},
+    What.CLOSED: {"link": int},
+    What.TOLD: {"outcomes": dict, "superseded": dict, "not_caught_up": dict, "left": dict},
 }
 
 
@@ -235,6 +235,8 @@ def _require_fields(line: Line) -> None:
             raise ValueError(f"its {name} is {line.said.get(name)!r}")
     if line.what is What.LINK and line.said["delivery"] not in Delivery.__members__:
         raise ValueError(f"nothing is delivered {line.said['delivery']}")
+    if line.what is What.CLOSED and line.said["role"] == "sender" and type(line.said.get("incarnation")) is not int:
+        raise ValueError("it names no incarnation")
     if line.what is What.LINK and line.said["role"] == "sender" and type(line.said.get("worker")) is not int:
         raise ValueError("it names no worker")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, TransportError
-from weightsync.messages import Message, Update
+from weightsync.messages import Bye, Message, Update
 from weightsync.transports.base import Received
 from weightsync.transports.distributed.exchange import Exchange
 from weightsync.transports.distributed.letters import Letter, Side
-from weightsync.transports.distributed.store import StoreEnd
+from weightsync.transports.distributed.store import Client, StoreEnd
 from weightsync.transports.memory import Buffer
 from weightsync.transports.woken import WokenLink
 
@@ -24,6 +24,7 @@ class StoreLink(WokenLink):
 
     Raises:
         ConfigurationError: the backend is not to be had here.
+        TransportError: no descriptor or thread is left.
     """
 
     delivery = Delivery.ORDERED
@@ -31,7 +32,12 @@ class StoreLink(WokenLink):
     def __init__(self, meeting: StoreEnd, name: str, side: Side) -> None:
         super().__init__(side.peer)
         self._rank, self._hints = meeting.rank, meeting.hints
-        self._exchange = Exchange(meeting, name, side, self._waker)
+        self._side = side
+        try:
+            self._exchange = Exchange(meeting, name, side, self._waker)
+        except BaseException:
+            self._waker.close()
+            raise
 
     # ------------------------------------------------------------------------------- called by the driver
 
@@ -49,7 +55,8 @@ class StoreLink(WokenLink):
         if payload is not None:
             payload.pin(token)
         done = _nothing if payload is None else lambda: payload.unpin(token)
-        self._exchange.post(Letter(frame, carried, self._hints.of(message, self._rank), done))
+        before = self._side.before_goodbye if isinstance(message, Bye) else _nothing_first
+        self._exchange.post(Letter(frame, carried, self._hints.of(message, self._rank), done, before))
 
     def flush(self) -> bool:
         """Whether the writing thread has written all; if not, a waitable tells once it has: see `Link.flush`."""
@@ -90,4 +97,8 @@ class StoreLink(WokenLink):
 
 
 def _nothing() -> None:
+    return None
+
+
+def _nothing_first(_: Client) -> None:
     return None
