@@ -61,15 +61,15 @@ Steps == <<
     At(Nothing, 1, "outstanding", 2, <<"PENDING", "PENDING">>, {})),
   \* Send: incarnation[s] # 0
   S(New, At(Nothing, 0, "outstanding", 1, <<"PENDING", "PENDING">>, {})),
-  \* Send: lost \subseteq targets
+  \* Send: lost \cup refused \subseteq targets
   S(Ready, At(Nothing, 1, "outstanding", 1, <<"LOST", "NONE">>, {})),
-  \* Send: lost # targets
+  \* Send: lost \cup refused # targets
   S(Ready, At(Nothing, 1, "waited", 1, <<"LOST", "LOST">>, {})),
   \* Send: version' = [version EXCEPT ![s] = @ + 1]
   S(Ready, At(Nothing, 1, "outstanding", 2, <<"PENDING", "PENDING">>, {})),
   \* Send: phase' = [phase EXCEPT ![s] = how]
   S(Ready, At(Nothing, 1, "idle", 1, <<"PENDING", "PENDING">>, {})),
-  \* Send: outcome' = [outcome EXCEPT ![s] = [w \in Workers |-> IF w \in lost THEN "LOST" ELSE IF w \in targets THEN "PENDING" ELSE "NONE"]]
+  \* Send: outcome' = [outcome EXCEPT ![s] = [w \in Workers |-> CASE w \in lost -> "LOST" [] w \in refused -> "REFUSED" [] w \in targets \ (lost \cup refused) -> "PENDING" [] OTHER -> "NONE"]]
   S(Ready, At(Nothing, 1, "outstanding", 1, <<"PENDING", "APPLIED">>, {})),
   \* Send: did' = [did EXCEPT ![s] = {}]
   S(Ready, At(Nothing, 1, "outstanding", 1, <<"PENDING", "PENDING">>, {2})),

@@ -17,6 +17,7 @@ PROMISE, STEPS = "WeightSync", "MCPromise"
 #: Clauses that follow from others: no step is refused by them alone.
 IMPLIED = {
     ("Connect", "incarnation'[s] # 0"): "with incarnation[s] = 0 and the rest unchanged, 0 again changes nothing",
+    ("Send", "lost \\cap refused = {}"): "of one that is in both the outcome says LOST, as if it were in lost alone",
     ("Serve", "incarnation[s] # 0"): "who has no incarnation has sent nothing, and v <= version[s] refuses it",
 }
 
@@ -38,7 +39,7 @@ def _conjuncts(library: Library, action: str) -> Iterator[str]:
     body = re.sub(r"(?s)^.*?\bIN\n", "\n", found.body, count=1) if "LET" in found.body else found.body
     for conjunct in re.split(r"\n  /\\ ", body)[1:]:
         text = " ".join(conjunct.split())
-        whole = re.match(r"\\A|\\E|.*\bIF\b|UNCHANGED", text)
+        whole = re.match(r"\\A|\\E|.*\b(IF|CASE)\b|UNCHANGED", text)
         yield from [text] if whole else (re.sub(r"^\((.*)\)$", r"\1", part) for part in text.split(" /\\ "))
 
 
