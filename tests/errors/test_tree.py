@@ -29,6 +29,7 @@ EXAMPLES = [
     errors.LayoutError("differs", ["a"], ["b"], {"c": "shape"}),
     errors.ProtocolError("broken", b"\x00"),
     errors.TransportError("cut"),
+    errors.AuthenticationError("another key"),
 ]
 
 #: The types that the reference documents stay bases of ours.
@@ -42,6 +43,7 @@ BASES = {
     errors.MissingExtraError: (ImportError,),
     errors.LayoutError: (KeyError, ValueError),
     errors.TransportError: (ConnectionError,),
+    errors.AuthenticationError: (errors.TransportError,),
 }
 
 

@@ -44,6 +44,8 @@ class Letter:
     hint: tuple[str, str] | None
     #: Called once nobody reads the payload any more.
     done: Callable[[], None]
+    #: The payload's SHA-256, asked for where there is a key.
+    digest: Callable[[], bytes] = bytes
 
     @property
     def needs_the_peer(self) -> bool:

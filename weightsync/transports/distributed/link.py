@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from weightsync import wire
@@ -9,7 +10,9 @@ from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.messages import Ack, Message, Update
 from weightsync.transports.base import Received
+from weightsync.transports.digests import sent_digest
 from weightsync.transports.distributed.exchange import Exchange
+from weightsync.transports.distributed.guards import Guard
 from weightsync.transports.distributed.letters import Letter, Side
 from weightsync.transports.distributed.store import StoreEnd
 from weightsync.transports.memory import Buffer
@@ -27,6 +30,7 @@ class StoreLink(WokenLink):
         meeting: the store, and the worker's rank.
         name: of the link, the same at both ends and used for no other.
         side: which end this is.
+        guard: what its letters are sealed and opened by.
 
     Raises:
         ConfigurationError: the backend is not to be had here.
@@ -34,10 +38,19 @@ class StoreLink(WokenLink):
 
     delivery = Delivery.ORDERED
 
-    def __init__(self, meeting: StoreEnd, name: str, side: Side) -> None:
+    def __init__(self, meeting: StoreEnd, name: str, side: Side, guard: Guard) -> None:
         super().__init__(side.peer)
         self._rank = meeting.rank
-        self._exchange = Exchange(meeting, name, side, self._waker)
+        self._exchange = Exchange(meeting, name, side, guard, self._waker)
+
+    def when_admitted(self, accept: Callable[[StoreLink], None], turn_away: Callable[[StoreLink], None]) -> None:
+        """Have one of the two called, from whichever thread, once it is known whether the peer is who it says."""
+        self._exchange.when_admitted(lambda: (accept if self._exchange.admits else turn_away)(self))
+
+    @property
+    def failure(self) -> str:
+        """Why nothing more will come; empty: something may."""
+        return str(self._exchange.failed or "")
 
     # ------------------------------------------------------------------------------- called by the driver
 
@@ -51,11 +64,17 @@ class StoreLink(WokenLink):
             if payload is None or payload.nbytes < message.nbytes:
                 raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
             carried = payload.view[: message.nbytes]
+        if payload is None or not isinstance(message, Update):
+            self._exchange.post(Letter(frame, carried, self._hint(message), _nothing))
+            return
         token = object()
-        if payload is not None:
-            payload.pin(token)
-        done = _nothing if payload is None else lambda: payload.unpin(token)
-        self._exchange.post(Letter(frame, carried, self._hint(message), done))
+        payload.pin(token)
+        letter = Letter(
+            *(frame, carried, self._hint(message)),
+            done=lambda: payload.unpin(token),
+            digest=lambda: sent_digest(message, payload),
+        )
+        self._exchange.post(letter)
 
     def _hint(self, message: Message) -> tuple[str, str] | None:
         if isinstance(message, Update):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -10,11 +11,15 @@ from weightsync.errors import TransportError
 from weightsync.messages import Message
 from weightsync.transports.base import Link, Received, Waker
 from weightsync.transports.distributed import pulse
-from weightsync.transports.distributed.announcing import base_key, taken, worker_link
+from weightsync.transports.distributed.announcing import Announced, base_key, taken, worker_link
+from weightsync.transports.distributed.link import StoreLink
 from weightsync.transports.distributed.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.distributed.threads import start
 from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.memory import Buffer
+from weightsync.transports.sealing import TURNED_AWAY
+
+logger = logging.getLogger("weightsync")
 
 _NOBODY = "nobody"
 
@@ -24,6 +29,7 @@ class _Listener:
 
     def __init__(self, meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> None:
         self._meeting = meeting
+        self._model_id = model_id
         self._base = base_key(model_id, meeting.rank)
         self._accept = accept
         self._over = threading.Event()
@@ -31,6 +37,8 @@ class _Listener:
         #: Wakes the thread from what blocks on the other one.
         self._bell: Client | None = None
         self._next = 0
+        #: Links whose senders have not proved yet that they have the key.
+        self._unproven: set[StoreLink] = set()
         self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose))
         forget_after_fork(self)
         start(self, self._listen)
@@ -45,9 +53,10 @@ class _Listener:
             self._bell = Client(self._meeting.store)
             client = self._client = Client(self._meeting.store)
             while not self._over.is_set():
-                name = client.await_value(f"{self._base}/door/{self._next}").decode("ascii", "replace")
-                if not self._over.is_set() and name != _NOBODY and taken(client, name):
-                    self._accept(worker_link(self._meeting, name))
+                written = client.await_value(f"{self._base}/door/{self._next}").decode("ascii", "replace")
+                announced = Announced.of(written)
+                if not self._over.is_set() and announced is not None:
+                    self._meet(client, announced)
                 self._next += 1
         except TransportError as error:
             if not self._over.is_set():
@@ -57,6 +66,29 @@ class _Listener:
             for opened in (self._client, self._bell):
                 if opened is not None:
                     opened.close()
+
+    def _meet(self, client: Client, announced: Announced) -> None:
+        """Take a link, or turn it away: then no receiver ever hears of it."""
+        refused = announced.why_refused(self._meeting, self._model_id)
+        if refused is not None:
+            logger.warning("model %r: a sender was turned away: %s.", self._model_id, TURNED_AWAY[refused])
+            announced.refuse(client, refused)
+        elif taken(client, announced.name):
+            link = worker_link(self._meeting, self._model_id, announced.name)
+            self._unproven.add(link)
+            link.when_admitted(self._let_in, self._turn_away)
+            if self._over.is_set() and link in self._unproven:
+                link.close()
+
+    def _let_in(self, link: StoreLink) -> None:
+        self._unproven.discard(link)
+        self._accept(link)
+
+    def _turn_away(self, link: StoreLink) -> None:
+        self._unproven.discard(link)
+        if not self._over.is_set():
+            logger.warning("model %r: a sender was turned away before it was heard: %s", self._model_id, link.failure)
+        link.close()
 
     def _lose(self, _: str) -> None:
         self.cut()
@@ -70,6 +102,8 @@ class _Listener:
         """Take no further link. The thread ends soon."""
         if not self._over.is_set():
             self._over.set()
+            for link in tuple(self._unproven):
+                link.close()
             start(self, self._wake)
 
     def _wake(self) -> None:
@@ -127,4 +161,5 @@ def listen(meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> 
     Returns:
         What ends it.
     """
+    meeting.tell_if_exposed()
     return _Listener(meeting, model_id, accept).close
