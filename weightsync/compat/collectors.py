@@ -17,6 +17,7 @@ from torch.distributed import rpc
 
 from weightsync._tables import RefusalKind
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.keys import SharedKey
 from weightsync.layout import Layout
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.presenting import present_as
@@ -56,14 +57,14 @@ class Collector:
     kind: Any = None
 
 
-def link_to(collector: Collector, model_id: str, peer: str, presenter: Presenter) -> Link:
-    """A link to a worker.
+def link_to(collector: Collector, model_id: str, peer: str, presenter: Presenter, key: SharedKey | None = None) -> Link:
+    """A link to a worker; ``key`` is shared with it.
 
     Raises:
         ConfigurationError: it is not said who that is, RPC is not initialised, or it knows nobody of that name.
     """
     worker = worker_named(_worker_of(collector, peer), peer)
-    ours = RpcCourier(worker, model_id, peer)
+    ours = RpcCourier(worker, model_id, peer, key)
     if collector.rref is None and collector.kind is None:
         return CallLink(ours, peer)
     plain = CollectorCourier(calling(collector, worker, peer), peer, presenter)

@@ -253,7 +253,8 @@ class WorkerSeal:
         if envelope.kind is Kind.PROVEN:
             envelope.verify(self._session.down)
             self.proven = True
-        elif envelope.kind is Kind.EARLY and not self.proven:
+        elif envelope.kind is Kind.EARLY:
+            # Also behind a proof, which may have overtaken it: it is that sender's, whoever delivers it.
             envelope.verify(self._early)
         else:
             raise AuthenticationError("The sender said what no sender says here: it was not believed.")
