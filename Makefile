@@ -17,10 +17,11 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test verify verify-quick demo check check-all lint format generate clean
+.PHONY: help install test test-loaded verify verify-quick demo check check-all lint format generate clean
 
 help:
 	@echo 'make test       lint, types, and the tests that need no model checker: 10 minutes'
+	@echo 'make test-loaded  the same tests on a machine that is busy with twice as many processes as it has cores'
 	@echo 'make verify-quick  all proofs again, the second checker, the tests with TLC: 15 minutes'
 	@echo 'make verify     and the large graphs, and the mutants of model and code: 38 minutes'
 	@echo 'make demo       train CartPole while workers act with the synchronised policy'
@@ -44,6 +45,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 test: lint
 	$(PYTEST) -m 'not slow and not tlc'
+
+test-loaded: $(INSTALLED)
+	$(BIN)/python tests/busy.py $(PYTEST) -m 'not slow and not tlc'
 
 verify-quick: $(INSTALLED)
 	$(BIN)/weightsync check --all --second quick

@@ -17,6 +17,7 @@ from assurancegen.pages import keep
 from assurancegen.sources import Guarantee
 from assurancegen.traces import Recorded
 
+from weightsync.checker.checked import OF_THE_PROTOCOL, Checked, proofs
 from weightsync.checker.manifest import Configuration, Manifest, Purpose
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,10 +32,13 @@ def render(root: Path = ROOT) -> str:
     """
     manifest = Manifest.read(root / "tla")
     guarantees, recorded = sources.read(root), Recorded(root)
+    of_the_protocol = proofs(manifest, OF_THE_PROTOCOL)
     lines = [*_HEAD.splitlines(), "", *rungs.table(root, manifest), ""]
+    lines += ["## The promise", "", *_PROMISE.splitlines(), "", *_promise(of_the_protocol), ""]
     for guarantee in guarantees:
-        lines += _section(guarantee, manifest, recorded)
-    lines += ["## Bounds", "", *manifest.bounds.splitlines(), "", "## The proofs", "", *_counts(manifest), ""]
+        lines += _section(guarantee, manifest, of_the_protocol, recorded)
+    lines += ["## Bounds", "", *manifest.bounds.splitlines(), "", *_LEAST.splitlines(), "", *_least(root), ""]
+    lines += ["## The proofs", "", *_counts(manifest), ""]
     lines += ["## The graphs", "", *_GRAPHS.splitlines(), "", *rungs.graphs(root), ""]
     return "\n".join(lines)
 
@@ -47,8 +51,23 @@ What is proved of each guarantee, by what, within what bounds, and what is not p
 but the words in `spec/assurance.toml`: counts and scores are those of the committed files that each rung keeps, and CI
 compares the page. `make verify` does all of it again, `make verify-quick` all but the long runs.
 
+Where a property was checked, and with what constants, is read from the configuration files that TLC is given
+(`tla/*.cfg`). A configuration in which a property could not fail, since nothing that it speaks of can happen there, is
+not counted for it.
+
 A proof here is a search: TLC and the code's own search visited every state *within the stated bounds*. Beyond them
 there are arguments and tests, and no proof."""
+
+
+_PROMISE = """\
+`tla/WeightSync.tla` says what a user is promised, without messages, links or acks. `RefinesWeightSync` says that every
+step of the protocol is a step of that promise, or changes nothing in it. Each clause of the promise refuses a step in
+`tla/MCPromise.tla` that the others allow."""
+
+
+_LEAST = """\
+No proof may shrink unseen: for each line there is a configuration that checks the properties named, has at least these
+constants, and allows at least these features, over links that misbehave just so."""
 
 
 _GRAPHS = """\
@@ -56,9 +75,10 @@ The shipped machines, wired by a model network, reach exactly these nodes by exa
 the model in TLC. Each small one is also examined by the second checker: safety, action properties, liveness."""
 
 
-def _section(guarantee: Guarantee, manifest: Manifest, recorded: Recorded) -> Iterator[str]:
+def _section(
+    guarantee: Guarantee, manifest: Manifest, of_the_protocol: Sequence[Checked], recorded: Recorded
+) -> Iterator[str]:
     of = [each for each in manifest.configurations if guarantee.id in each.guarantees]
-    proofs = [each for each in of if each.purpose is Purpose.PROOF]
     taken_out = [each for each in of if each.purpose in (Purpose.REVERT, Purpose.UNFAIR)]
     yield f"## {guarantee.id} {guarantee.name}"
     yield ""
@@ -66,8 +86,8 @@ def _section(guarantee: Guarantee, manifest: Manifest, recorded: Recorded) -> It
     yield ""
     yield "| | |"
     yield "|---|---|"
-    yield f"| properties | {_code(guarantee.properties)}, and every step is one of the promise (`RefinesWeightSync`) |"
-    yield f"| proved in | {_proofs(proofs)} |"
+    for name in guarantee.properties:
+        yield f"| `{name}` checked in | {_checked_in(name, guarantee.needs, of_the_protocol)} |"
     yield f"| taken out, TLC objects | {_reverts(taken_out)} |"
     yield f"| planted in the code | `{guarantee.plant}`: {guarantee.planted}; its check turns red |"
     yield f"| tests | {'<br>'.join(f'`{test}`' for test in guarantee.tests)} |"
@@ -77,21 +97,48 @@ def _section(guarantee: Guarantee, manifest: Manifest, recorded: Recorded) -> It
     yield ""
 
 
+def _promise(of_the_protocol: Sequence[Checked]) -> Iterator[str]:
+    yield "| | |"
+    yield "|---|---|"
+    yield f"| `RefinesWeightSync` checked in | {_checked_in('RefinesWeightSync', (), of_the_protocol)} |"
+
+
+def _checked_in(name: str, needs: Sequence[str], of_the_protocol: Sequence[Checked]) -> str:
+    """Where a property is checked, and where not, by what TLC is given."""
+    speaking = [each for each in of_the_protocol if each.allows(needs)]
+    holding = [each for each in speaking if name in each.properties]
+    others = [each for each in speaking if name not in each.properties]
+    states, all_states = (sum(each.states for each in of) for of in (holding, speaking))
+    among = f" with {' or '.join(needs)}" if needs else ""
+    head = (
+        f"{len(holding)} of {len(speaking)} proofs of AckProtocol{among}, {states:,} of {all_states:,} distinct states"
+    )
+    if not others:
+        return head
+    if len(others) < len(holding):
+        return f"{head}: all but {_code(each.name for each in others)}"
+    return f"{head}: {_code(each.name for each in holding)}"
+
+
 def _code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _proofs(proofs: Sequence[Configuration]) -> str:
-    states = sum(each.pinned.distinct for each in proofs if each.pinned)
-    return f"{len(proofs)} configurations, {states:,} distinct states: {_code(each.name for each in proofs)}"
+def _least(root: Path) -> Iterator[str]:
+    yield "| properties | at least |"
+    yield "|---|---|"
+    for least in sources.least(root):
+        yield f"| {_code(least.properties)} | {least.bounds.words} |"
 
 
 def _counts(manifest: Manifest) -> Iterator[str]:
-    yield "| configuration | bounds | distinct states | depth |"
-    yield "|---|---|---|---|"
-    for each in manifest.configurations:
-        if each.purpose is Purpose.PROOF and each.pinned:
-            yield f"| `{each.name}` | {each.why} | {each.pinned.distinct:,} | {each.pinned.depth} |"
+    yield "| configuration | constants | what is in it | distinct states | depth |"
+    yield "|---|---|---|---|---|"
+    for each in proofs(manifest):
+        pinned = each.configuration.pinned
+        if pinned:
+            why = each.configuration.why
+            yield f"| `{each.name}` | {each.bounds.words} | {why} | {pinned.distinct:,} | {pinned.depth} |"
 
 
 def _reverts(reverts: Iterable[Configuration]) -> str:

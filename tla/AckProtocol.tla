@@ -39,6 +39,7 @@ AllFeatures == {
   "bye",        \* a receiver is closed and says so
   "refuse",     \* an update does not fit
   "broken",     \* a swap fails half way
+  "fail",       \* something fails at a worker, which says so: at a link of its own, or it is closed for it
   "misfit",     \* a handshake does not fit
   "crash",      \* a worker's process dies; one not yet started again is one that has not yet read anything
   "wrong",      \* a sender gives up a worker that is well
@@ -53,13 +54,13 @@ AllRules == {
   "VersionsNeverReused", "RefusalsRemembered", "LexicographicOrder", "FenceKept", "SameLink", "WaitSettled",
   "IdleLinksWatched", "UnsentAnswerEndsLink", "LiveTarget", "CloseWakesCaller", "SwapIsOneStep",
   "PendingNeverEndsItself", "NamesIncarnation", "WholeSwap", "CopyStartsEmpty", "OnlyTargets", "ClosedIsClosed",
-  "JoinCatchesUp", "OneOutstanding", "RefusalIsNoAck"
+  "JoinCatchesUp", "OneOutstanding", "RefusalIsNoAck", "FailureIsNoGoodbye", "MisfitIsRefused"
 }
 
 ASSUME Features \subseteq AllFeatures
 ASSUME Without \subseteq AllRules
 ASSUME \E d \in Deliveries : d.reorders = Reorders /\ d.duplicates = Duplicates /\ d.loses = Loses
-ASSUME RefusalKinds = {"REFUSED", "SUPERSEDED", "STALE", "FENCED"}
+ASSUME RefusalKinds = {"REFUSED", "SUPERSEDED", "STALE", "FENCED", "FAILED"}
 
 VARIABLES
   sstate,   \* sstate[s]: control state
@@ -92,7 +93,8 @@ SameKey(a, b) == a[2] = b[2] /\ (a[1] = b[1] \/ ~Rule("LexicographicOrder"))
 Less(a, b) ==
   IF Rule("LexicographicOrder") THEN a[1] < b[1] \/ (a[1] = b[1] /\ a[2] < b[2]) ELSE a[2] < b[2]
 
-Standings == {"NONE", "EXPECTED", "UP", "LOST"}   \* NONE: not on the roll
+Standings == {"NONE", "EXPECTED", "UP", "LOST", "REFUSED"}   \* NONE: not on the roll
+Ended == {"LOST", "REFUSED"}   \* the link is closed; its worker stays on the roll
 Outcomes == {"NONE", "PENDING", "APPLIED", "REFUSED", "LOST", "ABANDONED"}   \* NONE: no target
 
 Entry(link, standing, served, due, catching, fence) ==
@@ -203,7 +205,7 @@ Join(s, w) ==
       greeting == {Letter(s, w, entry.link + 1, 0, 0)}
       update == IF due # 0 /\ Rule("JoinCatchesUp") THEN {Letter(s, w, entry.link + 1, due, serial)} ELSE {} IN
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], "JOIN")
-  /\ entry.standing \in {"NONE", "LOST"} /\ entry.link < MaxLink
+  /\ entry.standing \in {"NONE"} \cup Ended /\ entry.link < MaxLink
   /\ SenderTo(s, SenderNext(sstate[s], "JOIN"))
   /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link + 1, "EXPECTED", 0, due, due, 0)]
   /\ letters' = IF Connected(s) /\ rstate[w] # Final THEN letters \cup greeting \cup update ELSE letters
@@ -214,7 +216,7 @@ Join(s, w) ==
 Remove(s, w) ==
   LET entry == sdata[s].roll[w] IN
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], "REMOVE")
-  /\ entry.standing = "LOST" \/ (entry.standing = "EXPECTED" /\ ~Connected(s))
+  /\ entry.standing \in Ended \/ (entry.standing = "EXPECTED" /\ ~Connected(s))
   /\ SenderTo(s, SenderNext(sstate[s], "REMOVE"))
   /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0)]
   /\ UNCHANGED <<slife, blocked, receiver, letters, answers, gone>>
@@ -222,8 +224,8 @@ Remove(s, w) ==
 \* Dispatch the next version to the targets. What is written to a link whose other end is gone goes nowhere.
 Dispatch(s, targets, all, input) ==
   LET data == sdata[s]
-      live == {w \in targets : data.roll[w].standing # "LOST"}
-      reached == IF Rule("OnlyTargets") THEN live ELSE {w \in OnRoll(s) : data.roll[w].standing # "LOST"}
+      live == {w \in targets : data.roll[w].standing \notin Ended}
+      reached == IF Rule("OnlyTargets") THEN live ELSE {w \in OnRoll(s) : data.roll[w].standing \notin Ended}
       version == data.version + 1 IN
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], input)
   /\ targets # {} /\ targets \subseteq OnRoll(s)
@@ -242,7 +244,7 @@ Dispatch(s, targets, all, input) ==
        ![s].out = [version |-> version,
                    owed |-> [w \in Workers |-> IF w \in live THEN data.roll[w].link ELSE 0],
                    outcomes |-> [w \in Workers |-> IF w \in live THEN "PENDING"
-                                                   ELSE IF w \in targets THEN "LOST" ELSE "NONE"],
+                                                   ELSE IF w \in targets THEN data.roll[w].standing ELSE "NONE"],
                    did |-> {}]]
   /\ letters' = letters \cup
        {Letter(s, w, data.roll[w].link, version, data.serial + 1) : w \in {x \in reached : ~gone[s][x]}}
@@ -324,13 +326,15 @@ Settled(s, w, k, outcome, input) ==
         outcomes |-> [x \in Workers |-> IF x = w THEN outcome ELSE out.outcomes[x]],
         did |-> IF input = "SETTLED" THEN {} ELSE out.did]
 
-\* The link is closed at once, and owes nothing any more.
-Lose(s, w, k, fence, input) ==
+\* The link is closed at once, and owes nothing any more. It was lost, or its worker refused the handshake.
+End(s, w, k, standing, fence, input) ==
   LET entry == sdata[s].roll[w] IN
   /\ Took(s, input)
-  /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "LOST", entry.served, entry.due, 0, fence),
-                            ![s].out = Settled(s, w, k, "LOST", input)]
+  /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, standing, entry.served, entry.due, 0, fence),
+                            ![s].out = Settled(s, w, k, standing, input)]
   /\ gone' = [gone EXCEPT ![s][w] = FALSE]
+
+Lose(s, w, k, input) == End(s, w, k, "LOST", 0, input)
 
 \* The driver finds the other end closed; over an ordered link, once it has read what came before.
 Notice(s, w) ==
@@ -338,7 +342,7 @@ Notice(s, w) ==
   /\ Open(s, w, k) /\ gone[s][w]
   /\ Reorders \/ {m \in answers : m.s = s /\ m.w = w /\ m.k = k} = {}
   /\ Rule("IdleLinksWatched") \/ Owes(s, w)
-  /\ Lose(s, w, k, 0, Settling(s, w, k, "LOST"))
+  /\ Lose(s, w, k, Settling(s, w, k, "LOST"))
   /\ answers' = AnswersLeft(s, {w})
   /\ letters' = LettersLeft(s, {w})
   /\ UNCHANGED <<slife, receiver>>
@@ -347,7 +351,7 @@ Notice(s, w) ==
 GiveUp(s, w) ==
   LET k == sdata[s].roll[w].link IN
   /\ Open(s, w, k) /\ ~gone[s][w]
-  /\ Lose(s, w, k, 0, Settling(s, w, k, "LOST"))
+  /\ Lose(s, w, k, Settling(s, w, k, "LOST"))
   /\ answers' = AnswersLeft(s, {w})
   /\ letters' = LettersLeft(s, {w})
   /\ UNCHANGED <<slife, receiver>>
@@ -398,13 +402,15 @@ AnswerRefusal(s, w, k, v, kind) ==
     /\ answers' = Taken(answers, m)
     /\ UNCHANGED <<slife, receiver, letters, gone>>
 
-\* The handshake was rejected: the worker will take nothing from this sender over this link.
+\* The handshake was refused, something failed at the worker, or it has met a newer sender: it takes nothing more from
+\* this sender over this link.
 AnswerRejected(s, w, k, kind) ==
   \E m \in answers :
     LET input == NameAnswer(s, m) IN
     /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = 0 /\ m.kind = kind /\ AnswerDue(m)
     /\ IF input = "STALE" THEN Took(s, input) /\ UNCHANGED <<sdata, gone>>
-       ELSE Lose(s, w, k, IF kind = "FENCED" THEN m.fence ELSE 0, input)
+       ELSE End(s, w, k, IF kind = "REFUSED" /\ Rule("MisfitIsRefused") THEN "REFUSED" ELSE "LOST",
+                IF kind = "FENCED" THEN m.fence ELSE 0, input)
     /\ answers' = IF input = "STALE" THEN Taken(answers, m) ELSE AnswersLeft(s, {w}) \ {m}
     /\ letters' = IF input = "STALE" THEN letters ELSE LettersLeft(s, {w})
     /\ UNCHANGED <<slife, receiver>>
@@ -437,6 +443,13 @@ NameHello(w, s, k) ==
     [] Link(w) = <<s, k>> /\ sdata[s].incarnation = rdata[w].fence -> "DUPLICATE"
     [] OTHER -> "TAKEOVER"
 
+\* A worker's last word over the link in force: goodbye, or why nothing more is taken.
+LastWord(w, kind, fence) ==
+  Word(Link(w)[1], w, Link(w)[2], <<rdata[w].fence, 0, MaxVersion + 1>>,
+       IF kind = "FAILED" /\ ~Rule("FailureIsNoGoodbye") THEN "BYE" ELSE kind,
+       IF kind = "FAILED" /\ ~Rule("FailureIsNoGoodbye") THEN 0 ELSE fence)
+Parted(w, kind, fence) == IF Link(w) = NoLink THEN answers ELSE Posted(answers, LastWord(w, kind, fence))
+
 Rejection(w, s, k, kind) == Word(s, w, k, <<sdata[s].incarnation, 0, 0>>, kind, rdata[w].fence)
 
 HelloArrived(w, s, k) ==
@@ -458,7 +471,8 @@ HelloArrived(w, s, k) ==
             /\ rdata' = [rdata EXCEPT ![w].link = <<s, k>>, ![w].fence = incarnation, ![w].met = Max(@, incarnation),
                                       ![w].pending = NoPayload]
             /\ letters' = Taken({n \in letters : ~(n.w = w /\ <<n.s, n.k>> = Link(w))}, m)
-            /\ answers' = Posted(answers, Word(s, w, k, <<incarnation, 0, 0>>, "HELLO", 0))
+            /\ answers' = Posted(IF rdata[w].fence < incarnation THEN Parted(w, "FENCED", incarnation) ELSE answers,
+                                  Word(s, w, k, <<incarnation, 0, 0>>, "HELLO", 0))
             /\ gone' = Gone({old})
   /\ UNCHANGED <<sender>>
 
@@ -530,8 +544,9 @@ Broken(w) ==
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload, ![w].served = NoPayload,
                             ![w].live = <<NoPayload, NoPayload>>]
   /\ letters' = {m \in letters : m.w # w}
+  /\ answers' = Parted(w, "FAILED", rdata[w].fence)
   /\ gone' = Gone(AllEnds(w))
-  /\ UNCHANGED <<sender, answers>>
+  /\ UNCHANGED <<sender>>
 
 \* The answer to what was decided, as it leaves.
 OwnAnswer(w) ==
@@ -562,15 +577,33 @@ LinkDown(w, s, k) ==
   /\ gone' = Gone({<<s, w, k>>})
   /\ UNCHANGED <<sender, answers>>
 
-CloseReceiver(w) ==
+\* Something fails at the worker's end of the link in force, and its sender can still be told.
+LinkFailed(w, s, k) ==
+  /\ Link(w) = <<s, k>> /\ Open(s, w, k)
+  /\ ReceiverMay(rstate[w], "LINK_DOWN")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
+  /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
+  /\ letters' = LettersBut(w, s, k)
+  /\ answers' = Parted(w, "FAILED", rdata[w].fence)
+  /\ gone' = Gone({<<s, w, k>>})
+  /\ UNCHANGED <<sender>>
+
+\* Closed, and its last word over the link in force is `kind`.
+EndReceiver(w, kind, fence) ==
   /\ ReceiverMay(rstate[w], "CLOSE")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "CLOSE"))
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
   /\ letters' = {m \in letters : m.w # w}
-  /\ answers' = IF Link(w) = NoLink THEN answers
-                ELSE Posted(answers, Word(Link(w)[1], w, Link(w)[2], <<rdata[w].fence, 0, MaxVersion + 1>>, "BYE", 0))
+  /\ answers' = Parted(w, kind, fence)
   /\ gone' = Gone(AllEnds(w))
   /\ UNCHANGED <<sender>>
+
+CloseReceiver(w) == /\ TRUE
+                    /\ EndReceiver(w, "BYE", 0)
+
+\* It is closed because something failed, such as the code that used it.
+FailReceiver(w) == /\ TRUE
+                   /\ EndReceiver(w, "FAILED", rdata[w].fence)
 
 (* The receiver: lives *)
 
@@ -669,7 +702,7 @@ IfNot(rule, set) == IF Rule(rule) THEN {} ELSE set
 IfLossy(set) == IF Loses THEN set ELSE {}
 Others == If("copy", Senders)
 Refusals == {"SUPERSEDED", "STALE"} \cup If("refuse", {"REFUSED"})
-Rejections == If("misfit", {"REFUSED"}) \cup If("copy", {"FENCED"})
+Rejections == If("misfit", {"REFUSED"}) \cup If("copy", {"FENCED"}) \cup If("fail", {"FAILED"}) \cup If("broken", {"FAILED"})
 
 Next ==
   \/ \E s \in Others, t \in Others : Copy(s, t)
@@ -701,7 +734,9 @@ Next ==
   \/ \E w \in If("broken", Workers) : Broken(w)
   \/ \E w \in Workers : Answered(w)
   \/ \E w \in Workers, s \in Senders, k \in Links : LinkDown(w, s, k)
+  \/ \E w \in If("fail", Workers), s \in Senders, k \in Links : LinkFailed(w, s, k)
   \/ \E w \in If("bye", Workers) : CloseReceiver(w)
+  \/ \E w \in If("fail", Workers) : FailReceiver(w)
   \/ \E w \in If("crash", Workers) : CrashReceiver(w)
   \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion : LoseLetter(s, w, k, v)
   \/ \E s \in IfLossy(Senders), w \in Workers, k \in Links, v \in 0..MaxVersion,
@@ -806,7 +841,7 @@ SenderBooks ==
          /\ e.standing # "NONE" => e.link # 0 /\ d.dueAll <= e.due /\ e.due <= d.version
          /\ e.standing # "LOST" => e.fence = 0
          /\ e.standing = "EXPECTED" => e.served = 0
-         /\ e.standing = "LOST" => e.catching = 0
+         /\ e.standing \in Ended => e.catching = 0
          /\ e.fence # 0 => e.fence > d.incarnation
          /\ e.served <= e.due /\ e.catching <= e.due /\ (e.catching # 0 => e.served < e.catching)
          /\ d.out.owed[w] # 0 => d.out.owed[w] = e.link /\ e.due = d.version
@@ -843,11 +878,15 @@ AnswersSayWhatHappened ==
            decided == Key(m) = old.decided /\ new.decided = old.decided /\ m.kind = old.answer IN
        /\ Open(m.s, m.w, m.k)
        /\ m.kind \in {"HELLO", "ACK", "BYE"} => m.fence = 0
-       /\ m.kind \in RefusalKinds => m.fence = old.fence
+       /\ m.kind \in RefusalKinds => m.fence = new.fence
        /\ CASE m.kind = "HELLO" -> m.v = 0 /\ m.p = 0 /\ new.link = <<m.s, m.k>> /\ old.link # new.link
             [] m.kind = "ACK" -> decided /\ old.link = <<m.s, m.k>>
-            [] m.kind = "BYE" -> m.v = 0 /\ rstate'[m.w] = Final /\ old.link = <<m.s, m.k>>
-            [] m.kind = "FENCED" -> m.v = 0 /\ m.p = 0 /\ m.inc < m.fence
+            [] m.kind = "BYE" -> m.v = 0 /\ old.link = <<m.s, m.k>> /\ CloseReceiver(m.w)
+            [] m.kind = "FAILED" -> m.v = 0 /\ old.link = <<m.s, m.k>> /\ new.link = NoLink /\ m.inc = m.fence
+            [] m.kind = "FENCED" ->
+                 /\ m.v = 0 /\ m.inc < m.fence
+                 /\ \/ m.p = 0 /\ old = new
+                    \/ old.link = <<m.s, m.k>> /\ new.link \notin {old.link, NoLink}
             [] m.kind = "SUPERSEDED" -> Key(m) = old.pending /\ Lower(old.pending, new.pending)
             [] m.kind = "STALE" -> m.v # 0 /\ (Lower(Key(m), old.decided) \/ Lower(Key(m), old.pending))
             [] m.kind = "REFUSED" ->
@@ -865,10 +904,14 @@ NothingIsLeftUnsaid ==
        /\ rstate[w] = "awaiting_ack" /\ rstate'[w] = "ready" /\ new.link = old.link => Said(old.answer, old.decided)
        /\ old.pending # NoPayload /\ new.pending # NoPayload /\ old.pending # new.pending =>
             Said("SUPERSEDED", old.pending)
-       /\ rstate[w] \in {"ready", "awaiting_ack"} /\ rstate'[w] = Final => Said("BYE", NoPayload)
+       /\ rstate[w] # Final /\ rstate'[w] = Final => Said("BYE", NoPayload) \/ Said("FAILED", NoPayload)
+       /\ old.served # NoPayload /\ new.served = NoPayload /\ new # NewReceiver => Said("FAILED", NoPayload)
+       /\ old.link # NoLink /\ new.link = NoLink /\ new # NewReceiver /\ ~May("break") =>
+            Said("BYE", NoPayload) \/ Said("FAILED", NoPayload)
        /\ new.link # old.link /\ new.link # NoLink =>
             /\ new.fence = sdata[t].incarnation /\ new.fence >= old.fence /\ new.pending = NoPayload
             /\ Open(t, w, new.link[2]) => Heard(t, w, new.link[2], "HELLO")
+            /\ old.link # NoLink /\ old.fence < new.fence => Said("FENCED", <<old.fence, 0, MaxVersion + 1>>)
        /\ new.link # old.link /\ heard => gone'[s][w]
        /\ new.fence < old.fence => new = NewReceiver]_vars
 
@@ -935,7 +978,7 @@ FarEndsCloseForAReason ==
          \/ May("break") \/ rstate'[w] = Final
          \/ old # NewReceiver /\ new = NewReceiver
          \/ old.link = <<s, k>> /\ new.link # old.link /\ new.link # NoLink
-         \/ \E m \in answers' : OverLink(m) = <<s, w, k>> /\ m.v = 0 /\ m.kind \in {"FENCED", "REFUSED"}]_vars
+         \/ \E m \in answers' : OverLink(m) = <<s, w, k>> /\ m.v = 0 /\ m.kind \in {"FENCED", "REFUSED", "FAILED"}]_vars
 
 \* A dispatch is owed by each live target over its link, lost to the others, and on its way to whoever can be reached.
 DispatchesReachTheirTargets ==
@@ -951,7 +994,7 @@ DispatchesReachTheirTargets ==
             /\ new.due = IF w \in targets THEN e.version ELSE old.due
             /\ e.out.owed[w] = IF e.out.outcomes[w] = "PENDING" THEN old.link ELSE 0
             /\ e.out.outcomes[w] =
-                 CASE w \notin targets -> "NONE" [] old.standing = "LOST" -> "LOST" [] OTHER -> "PENDING"
+                 CASE w \notin targets -> "NONE" [] old.standing \in Ended -> old.standing [] OTHER -> "PENDING"
             /\ e.out.outcomes[w] = "PENDING" /\ ~gone[s][w] =>
                  \E m \in letters' : OverLink(m) = <<s, w, old.link>> /\ m.v = e.version /\ m.p = e.serial]_vars
 
@@ -964,7 +1007,7 @@ LinksBeginWhole ==
            Sent(v) == \E m \in letters' : OverLink(m) = <<s, w, f.link>> /\ m.v = v IN
        slife'[s] = "alive" =>
        /\ f.link # e.link =>
-            /\ f.link = e.link + 1 /\ f.standing = "EXPECTED" /\ e.standing \in {"NONE", "LOST"}
+            /\ f.link = e.link + 1 /\ f.standing = "EXPECTED" /\ e.standing \in {"NONE"} \cup Ended
             /\ f.due = Max(sdata[s].dueAll, e.due) /\ f.catching = f.due /\ f.served = 0 /\ f.fence = 0
        /\ sdata'[s].incarnation # sdata[s].incarnation => OnRoll(s) # {}
        /\ begins \/ opens => IF rstate[w] = Final THEN gone'[s][w] ELSE Sent(0) /\ ~gone'[s][w]
@@ -978,23 +1021,32 @@ LinksBeginWhole ==
 LinksEndWhole ==
   [][\A s \in Senders, w \in Workers :
        LET e == sdata[s].roll[w] f == sdata'[s].roll[w] out == sdata'[s].out
-           ends == Open(s, w, e.link) /\ f.standing \in {"LOST", "NONE"} IN
+           ends == Open(s, w, e.link) /\ f.standing \in {"NONE"} \cup Ended
+           Comes(kind) == \E m \in answers : OverLink(m) = <<s, w, e.link>> /\ m.v = 0 /\ m.kind = kind
+                                             /\ m.inc = sdata[s].incarnation IN
        Keeps(s) =>
          /\ ends => out.owed[w] = 0 /\ ~gone'[s][w]
-         /\ ends /\ sdata[s].out.owed[w] # 0 => out.outcomes[w] = "LOST"
+         /\ ends /\ sdata[s].out.owed[w] # 0 => out.outcomes[w] = IF f.standing = "REFUSED" THEN "REFUSED" ELSE "LOST"
+         \* Its last word says how it ends: only a goodbye takes a worker off the roll by itself.
+         /\ ends /\ f.standing = "NONE" => Comes("BYE")
+         /\ f.standing = "REFUSED" /\ e.standing # "REFUSED" => ends /\ Comes("REFUSED")
+         /\ ends /\ ~Reorders /\ ~May("wrong") =>
+              /\ Comes("BYE") => f.standing = "NONE"
+              /\ Comes("REFUSED") => f.standing = "REFUSED"
+              /\ Comes("FAILED") => f.standing = "LOST"
          /\ ends /\ ~Lingers => ~\E m \in letters' \cup answers' : m.s = s /\ m.w = w
-         /\ ends /\ f.standing = "LOST" => f.link = e.link /\ f.due = e.due /\ f.served = e.served
-         /\ ends /\ f.standing = "NONE" => \E m \in answers : OverLink(m) = <<s, w, e.link>> /\ m.kind = "BYE"
+         /\ ends /\ f.standing \in Ended => f.link = e.link /\ f.due = e.due /\ f.served = e.served
          /\ ends /\ ~gone[s][w] /\ ~May("wrong") =>
               \E m \in answers \ answers' : OverLink(m) = <<s, w, e.link>> /\ m.v = 0
-                                             /\ m.kind \in {"BYE", "REFUSED", "FENCED"}
+                                             /\ m.kind \in {"BYE", "REFUSED", "FENCED", "FAILED"}
          /\ f.fence # e.fence /\ f.fence # 0 => \E m \in answers : OverLink(m) = <<s, w, e.link>> /\ m.kind = "FENCED"
                                                                    /\ m.fence = f.fence
          /\ ~ends /\ f.link = e.link /\ f.standing = e.standing =>
               f.fence = e.fence /\ (f.served # e.served => f.standing = "UP")
-         /\ e.standing = "LOST" => f.standing \in {"LOST", "EXPECTED", "NONE"}
+         /\ e.standing \in Ended => f.standing \in {e.standing, "EXPECTED", "NONE"}
          /\ ends /\ gone[s][w] /\ ~Reorders =>
-              \A m \in answers : OverLink(m) = <<s, w, e.link>> => m.kind \in {"BYE", "REFUSED", "FENCED"} /\ m.v = 0
+              \A m \in answers : OverLink(m) = <<s, w, e.link>> =>
+                m.kind \in {"BYE", "REFUSED", "FENCED", "FAILED"} /\ m.v = 0
          /\ gone[s][w] /\ ~gone'[s][w] => ends]_vars
 
 \* Who is not born or has died does nothing, and is heard of no more but by what it has sent.
@@ -1016,14 +1068,15 @@ CallsArePossible ==
        /\ sstate[s] # Final => ENABLED CloseSender(s)
        /\ \A w \in Workers :
             LET e == sdata[s].roll[w] IN
-            /\ sstate[s] # Final /\ e.standing \in {"NONE", "LOST"} /\ e.link < MaxLink => ENABLED Join(s, w)
-            /\ sstate[s] # Final /\ e.standing = "LOST" => ENABLED Remove(s, w)
+            /\ sstate[s] # Final /\ e.standing \in {"NONE"} \cup Ended /\ e.link < MaxLink => ENABLED Join(s, w)
+            /\ sstate[s] # Final /\ e.standing \in Ended => ENABLED Remove(s, w)
             /\ Open(s, w, e.link) /\ ~gone[s][w] => ENABLED GiveUp(s, w)
             /\ gone[s][w] /\ ~(\E m \in answers : OverLink(m) = <<s, w, e.link>>) => ENABLED Notice(s, w)
   /\ \A w \in Workers :
        /\ rstate[w] = "pending_async" => (ENABLED Applied(w)) /\ (ENABLED Refused(w)) /\ (ENABLED Broken(w))
        /\ rstate[w] = "awaiting_ack" => ENABLED Answered(w)
-       /\ rstate[w] # Final => ENABLED CloseReceiver(w)
+       /\ rstate[w] # Final => (ENABLED CloseReceiver(w)) /\ (ENABLED FailReceiver(w))
+       /\ Link(w) # NoLink /\ Open(Link(w)[1], w, Link(w)[2]) => ENABLED LinkFailed(w, Link(w)[1], Link(w)[2])
        /\ rstate[w] # Final /\ rdata[w].link # NoLink /\ ~Open(rdata[w].link[1], w, rdata[w].link[2]) =>
             ENABLED LinkDown(w, rdata[w].link[1], rdata[w].link[2])
   /\ \A m \in letters : (\A n \in letters : OverLink(n) = OverLink(m) => m.p <= n.p) =>
@@ -1041,12 +1094,18 @@ CallsArePossible ==
 (* The guarantees *)
 
 Counted(s, w) == sdata[s].out.outcomes[w] = "PENDING" /\ sdata'[s].out.outcomes[w] \in {"APPLIED", "REFUSED"}
+\* An outcome counts by the answer to that version; of a handshake that was refused, by that refusal.
+Rejected(s, w) ==
+  /\ sdata[s].roll[w].standing # "REFUSED" /\ sdata'[s].roll[w].standing = "REFUSED"
+  /\ sdata'[s].out.outcomes[w] = "REFUSED"
+  /\ \E m \in answers : OverLink(m) = <<s, w, sdata[s].roll[w].link>> /\ m.inc = sdata[s].incarnation
+                         /\ m.v = 0 /\ m.kind = "REFUSED"
 Acked(s, w) == sdata'[s].roll[w].served # sdata[s].roll[w].served /\ sdata'[s].roll[w].served # 0
 
 \* G1. An answer counts only for the (incarnation, version), and the weights, that it names.
 AckNamesItsVersion ==
   [][\A s \in Senders, w \in Workers :
-       /\ Counted(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.inc = sdata[s].incarnation
+       /\ Counted(s, w) => Rejected(s, w) \/ \E m \in answers : m.s = s /\ m.w = w /\ m.inc = sdata[s].incarnation
                                               /\ m.v = sdata[s].out.version /\ m.p = sdata[s].serial
        /\ Acked(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.inc = sdata[s].incarnation
                                             /\ m.v = sdata'[s].roll[w].served]_vars

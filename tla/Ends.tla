@@ -127,11 +127,15 @@ GreetingCloses(w, s, k) ==
 
 Misfitting(w, s, k) == R!Misfit(w, s, k) /\ UNCHANGED heard
 
-Dropping(w, s, k) == R!LinkDown(w, s, k) /\ UNCHANGED heard
+Dropping(w, s, k) ==
+  /\ \/ R!LinkDown(w, s, k)
+     \/ \E x \in S!If("fail", {w}) : R!LinkFailed(x, s, k)
+  /\ UNCHANGED heard
 
 Falling(w) ==
   /\ \/ \E x \in S!If("broken", {w}) : R!Broken(x)
      \/ \E x \in S!If("bye", {w}) : R!CloseReceiver(x)
+     \/ \E x \in S!If("fail", {w}) : R!FailReceiver(x)
      \/ \E x \in S!If("crash", {w}) : R!CrashReceiver(x)
   /\ UNCHANGED heard
 =============================================================================

@@ -30,7 +30,8 @@ EntryOK(e) ==
   /\ e.standing # "NONE" => e.link # 0
   /\ e.standing = "EXPECTED" => e.served = 0
   /\ e.fence # 0 => e.standing = "LOST" /\ May("copy")
-  /\ e.standing = "LOST" => e.catching = 0
+  /\ e.standing \in Ended => e.catching = 0
+  /\ e.standing = "REFUSED" => May("misfit")
   /\ e.served <= e.due /\ e.catching <= e.due
 
 Entries == {e \in [link : 0..MaxLink, standing : Standings, served : 0..MaxVersion, due : 0..MaxVersion,
@@ -149,7 +150,8 @@ AnswerOK(m) ==
   /\ m.inc = sdata[m.s].incarnation /\ m.fence \in Met
   /\ CASE m.kind = "HELLO" -> m.v = 0 /\ m.p = 0 /\ m.fence = 0
        [] m.kind = "BYE" -> m.v = 0 /\ m.p = MaxVersion + 1 /\ m.fence = 0 /\ ~here
-       [] m.kind = "FENCED" -> m.v = 0 /\ m.p = 0 /\ m.fence > m.inc /\ ~here
+       [] m.kind = "FAILED" -> m.v = 0 /\ m.p = MaxVersion + 1 /\ ~here
+       [] m.kind = "FENCED" -> m.v = 0 /\ m.p \in {0, MaxVersion + 1} /\ m.fence > m.inc /\ ~here
        [] m.kind = "REFUSED" /\ m.v = 0 -> m.p = 0 /\ ~here
        [] m.kind = "ACK" -> m.v # 0 /\ Dispatched(key) /\ m.fence = 0 /\ Noted(m.w, key)
        [] m.kind = "REFUSED" ->

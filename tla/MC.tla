@@ -44,6 +44,10 @@ NoPartialDispatch == ~PartialDispatch
 MisfitSaid == \E m \in answers : m.kind = "REFUSED" /\ m.v = 0
 NoMisfit == ~MisfitSaid
 
+\* A link ends because something failed at its worker, which says so.
+FailureSaid == \E m \in answers : m.kind = "FAILED"
+NothingFails == ~FailureSaid
+
 \* ABANDONED means unknown: that version is applied all the same.
 AbandonedApplied == \E s \in Senders, w \in Workers :
   Outcome(s, w) = "ABANDONED" /\ Serves(w, s, sdata[s].out.version)
@@ -132,6 +136,12 @@ OnlyTheLatestSendChanges == [][~WiderSend]_vars
 \* A receiver says Bye, and leaves the roll of a sender that is waiting for it.
 ByeWhileOwing == \E s \in Senders, w \in Workers : Owes(s, w) /\ sdata'[s].roll[w].standing = "NONE"
 NoBye == [][~ByeWhileOwing]_vars
+
+\* A worker that said that it failed is LOST, stays on the roll, and comes back on a new link.
+BackAfterFailure == \E s \in Senders, w \in Workers :
+  /\ Outcome(s, w) = "LOST" /\ sdata[s].roll[w].link = 2 /\ ~May("break") /\ ~May("wrong") /\ ~May("crash")
+  /\ sdata[s].roll[w].standing = "EXPECTED" /\ sdata'[s].roll[w].standing = "UP"
+NobodyIsBackAfterFailure == [][~BackAfterFailure]_vars
 
 \* TLC must say no to this.
 Impossible == sstate # sstate

@@ -45,6 +45,8 @@ SituationsSeen ==
   /\ See(25, "UnsentAnswer", UnsentAnswer)
   /\ See(26, "WiderSend", WiderSend)
   /\ See(27, "ByeWhileOwing", ByeWhileOwing)
+  /\ See(28, "FailureSaid", FailureSaid)
+  /\ See(29, "BackAfterFailure", BackAfterFailure)
 
 \* The rows of a sender's table, by what they do to its data.
 SenderRowsSeen == \A s \in Senders :
@@ -66,6 +68,7 @@ SenderRowsSeen == \A s \in Senders :
                                           /\ new.served = 0)
             /\ SeeIn(55, "REPLY", from, d.out.owed[w] # 0 /\ e.out.owed[w] = 0 /\ new.standing = "UP" /\ stays)
             /\ SeeIn(60, "LOST", from, old.standing \in {"EXPECTED", "UP"} /\ new.standing = "LOST" /\ stays)
+            /\ SeeIn(195, "a handshake is refused", from, old.standing \in {"EXPECTED", "UP"} /\ new.standing = "REFUSED")
             /\ SeeIn(65, "JOIN", from, new.link # old.link /\ stays)
             /\ SeeIn(70, "CAUGHT_UP", from, old.catching # 0 /\ new.catching = 0 /\ new.standing = "UP" /\ stays
                                             /\ e.out = d.out)
@@ -107,12 +110,15 @@ ReceiverRowsSeen == \A w \in Workers :
   /\ SeeIn(125, "DUPLICATE", from, stays /\ ~Loses /\ e = d /\ Read(1) # {} /\ New("STALE") = {} /\ d.link # NoLink)
   /\ SeeIn(130, "STALE for a receiver", from, New("STALE") # {})
   /\ SeeIn(135, "LINK_DOWN", from, d.link # NoLink /\ e.link = NoLink /\ e # NewReceiver /\ rstate'[w] # Final)
-  /\ SeeIn(140, "CLOSE of a receiver", from, ~stays /\ rstate'[w] = Final)
+  /\ SeeIn(140, "CLOSE of a receiver", from, ~stays /\ rstate'[w] = Final /\ New("FAILED") = {})
+  /\ SeeIn(185, "CLOSE of a receiver, failed", from, ~stays /\ rstate'[w] = Final /\ e.served = d.served
+                                                      /\ New("FAILED") # {})
+  /\ SeeIn(190, "LINK_DOWN, failed", from, rstate'[w] = "uninitialized" /\ New("FAILED") # {})
   /\ See(146, "LINK_DOWN before any Hello", from = "uninitialized" /\ stays /\ ~Loses /\ Read(0) # {})
   /\ See(147, "LINK_DOWN of a link that is late", d.link # NoLink /\ stays /\ ~Loses /\ e = d /\ Read(0) # {}
                                                    /\ answers' = answers)
-  /\ See(148, "BROKEN", from = "pending_async" /\ rstate'[w] = Final /\ New("BYE") = {}
-                         /\ Open(d.link[1], w, d.link[2]))
+  /\ See(148, "BROKEN", from = "pending_async" /\ rstate'[w] = Final /\ New("FAILED") # {}
+                         /\ d.served # NoPayload /\ e.served = NoPayload)
   /\ See(149, "what was pending is dropped with its link", d.pending # NoPayload /\ e.pending = NoPayload
                                                             /\ e.link = NoLink)
   /\ See(150, "serves on after its link", d.link = NoLink /\ d.served # NoPayload /\ e.link # NoLink)

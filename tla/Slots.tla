@@ -168,6 +168,7 @@ Read(w, s, k) ==
      \/ \E x \in If("misfit", {w}) : Misfit(x, s, k)
      \/ \E v \in Versions : UpdateArrived(w, s, k, v)
      \/ LinkDown(w, s, k)
+     \/ \E x \in If("fail", {w}) : LinkFailed(x, s, k)
   /\ UNCHANGED memory
 
 \* The swap waits for a forward to end.
@@ -177,6 +178,7 @@ Decide(w) ==
      \/ seen[w] = <<>> /\ \E x \in If("broken", {w}) : Broken(x)
      \/ Answered(w)
      \/ \E x \in If("bye", {w}) : CloseReceiver(x)
+     \/ \E x \in If("fail", {w}) : FailReceiver(x)
   /\ UNCHANGED memory
 
 Crash(w) ==

@@ -2,7 +2,7 @@
 \* Generated from spec/protocol.toml by spec/generate.py. Do not edit.
 \* In AckProtocol.tla control state moves only through these rows.
 
-ProtocolVersion == 2
+ProtocolVersion == 3
 Initial == "uninitialized"
 Final == "closed"
 
@@ -129,7 +129,8 @@ RefusalKinds == {
   "REFUSED",
   "SUPERSEDED",
   "STALE",
-  "FENCED"
+  "FENCED",
+  "FAILED"
 }
 
 \* What an adapter declares of its links.

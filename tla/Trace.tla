@@ -39,7 +39,9 @@ Acts(e) ==
     [] e.a = "Broken"         -> Broken(e.w)
     [] e.a = "Answered"       -> Answered(e.w)
     [] e.a = "LinkDown"       -> LinkDown(e.w, e.s, e.k)
+    [] e.a = "LinkFailed"     -> LinkDown(e.w, e.s, e.k) \/ LinkFailed(e.w, e.s, e.k)
     [] e.a = "CloseReceiver"  -> CloseReceiver(e.w)
+    [] e.a = "FailReceiver"   -> FailReceiver(e.w)
     [] e.a = "CrashReceiver"  -> CrashReceiver(e.w)
 
 \* What a worker's entry on the roll must be: standing, link, served, due, catching, fence.

@@ -43,12 +43,16 @@ Connect(s) ==
   /\ UNCHANGED <<served, phase, version, outcome, did>>
 
 \* G5, G11: nothing is outstanding; a version never used before; somebody may yet answer.
-Send(s, targets, lost, how) ==
-  /\ phase[s] = "idle" /\ incarnation[s] # 0 /\ lost \subseteq targets /\ lost # targets
+Send(s, targets, lost, refused, how) ==
+  /\ phase[s] = "idle" /\ incarnation[s] # 0
+  /\ lost \cup refused \subseteq targets /\ lost \cup refused # targets /\ lost \cap refused = {}
   /\ version' = [version EXCEPT ![s] = @ + 1]
   /\ phase' = [phase EXCEPT ![s] = how]
   /\ outcome' = [outcome EXCEPT ![s] =
-       [w \in Workers |-> IF w \in lost THEN "LOST" ELSE IF w \in targets THEN "PENDING" ELSE "NONE"]]
+       [w \in Workers |-> CASE w \in lost -> "LOST"
+                            [] w \in refused -> "REFUSED"
+                            [] w \in targets \ (lost \cup refused) -> "PENDING"
+                            [] OTHER -> "NONE"]]
   /\ did' = [did EXCEPT ![s] = {}]
   /\ UNCHANGED <<served, incarnation>>
 
@@ -106,8 +110,8 @@ Die(s) ==
 
 Next ==
   \/ \E s \in Senders : Connect(s) \/ Wait(s) \/ StopWaiting(s) \/ Die(s)
-  \/ \E s \in Senders, how \in {"outstanding", "waited"}, targets \in SUBSET Workers, lost \in SUBSET Workers :
-       Send(s, targets, lost, how)
+  \/ \E s \in Senders, how \in {"outstanding", "waited"}, targets \in SUBSET Workers, lost \in SUBSET Workers,
+        refused \in SUBSET Workers : Send(s, targets, lost, refused, how)
   \/ \E s \in Senders, to \in {"idle", "closed"} : GiveUp(s, to)
   \/ \E s \in Senders, w \in Workers, o \in {"APPLIED", "REFUSED", "LOST"} : Answer(s, w, o)
   \/ \E w \in Workers, s \in Senders, v \in 1..MaxVersion : Serve(w, s, v)

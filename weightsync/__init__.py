@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from weightsync.errors import ModelPathError as ModelPathError
     from weightsync.errors import ProtocolError as ProtocolError
     from weightsync.errors import RefusedError as RefusedError
+    from weightsync.errors import SenderClosed as SenderClosed
     from weightsync.errors import StateError as StateError
     from weightsync.errors import SyncError as SyncError
     from weightsync.errors import TransportError as TransportError
@@ -99,6 +100,7 @@ _HOMES = {
     "ModelPathError": "errors",
     "ProtocolError": "errors",
     "RefusedError": "errors",
+    "SenderClosed": "errors",
     "StateError": "errors",
     "SyncError": "errors",
     "TransportError": "errors",

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 #: What a Hello says it speaks.
-PROTOCOL_VERSION: Final[int] = 2
+PROTOCOL_VERSION: Final[int] = 3
 
 
 class State(Enum):
@@ -64,7 +64,7 @@ class SenderInput(Enum):
     WAIT_SETTLED = "WAIT_SETTLED"
     #: An ack or refusal of the outstanding version from a worker that owed it.
     REPLY = "REPLY"
-    #: A link died or was given up: it is closed at once, and owes nothing any more.
+    #: A link died, failed, was refused or was given up: it is closed at once, and owes nothing any more.
     LOST = "LOST"
     #: The last that owed has answered or is lost.
     SETTLED = "SETTLED"
@@ -110,13 +110,13 @@ class ReceiverInput(Enum):
     APPLIED = "APPLIED"
     #: It did not fit: nothing was changed.
     REFUSED = "REFUSED"
-    #: The swap failed half way and could not be undone: no answer, the link closes, nothing is served.
+    #: The swap failed half way and could not be undone: the link ends as failed, nothing is served.
     BROKEN = "BROKEN"
     #: The answer left.
     ANSWERED = "ANSWERED"
-    #: The link is gone, with whatever answer was owed; the version served stays.
+    #: The link is gone or has failed, with whatever answer was owed; the version served stays.
     LINK_DOWN = "LINK_DOWN"
-    #: The model keeps the version it serves.
+    #: Closed, or left by an exception: says goodbye, or what failed; the model keeps the version it serves.
     CLOSE = "CLOSE"
 
 
@@ -129,8 +129,10 @@ class RefusalKind(Enum):
     SUPERSEDED = "SUPERSEDED"
     #: A newer version was decided already, or a newer sender has been met.
     STALE = "STALE"
-    #: The handshake of a sender older than the newest this worker has met.
+    #: The sender is older than the newest this worker has met.
     FENCED = "FENCED"
+    #: Something failed at the worker: it takes nothing more over this link.
+    FAILED = "FAILED"
 
 
 class Delivery(Enum):

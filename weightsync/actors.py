@@ -17,21 +17,24 @@ from weightsync.layout import Layout
 from weightsync.messages import Update, WeightsForm
 from weightsync.options import option
 from weightsync.pickles import portable
-from weightsync.presenting import present_as
+from weightsync.presenting import form_taken, present_as
+from weightsync.transports.asking import AskingCourier, NoCourier
 from weightsync.transports.base import Link
 from weightsync.transports.calls import CallLink
-from weightsync.transports.ray import ActorCourier, PlainCourier
+from weightsync.transports.ray import ActorCourier, CalledThrough, PlainCourier, ask_attended
 from weightsync.transports.ray_session import require_ray
 from weightsync.transports.ray_store import Rows, Shelf
 
 #: The method of a `WeightSyncActor` that senders call.
 CALL: Final = "_weightsync_call"
+#: Ray's own, of every actor: it runs a function there.
+RUN: Final = "__ray_call__"
 POLICY_METHOD: Final = "update_policy_weights_"
 TENSORDICT_METHOD: Final = "_update_weights_tensordict"
 STATE_DICT_METHOD: Final = "_update_weights_state_dict"
 #: The methods of plain actors that are known, and the name under which each takes the weights.
 ARGUMENTS: Final = {POLICY_METHOD: "policy_or_weights", TENSORDICT_METHOD: "params", STATE_DICT_METHOD: "state_dict"}
-#: What those take that take one form only; the others take what the sender was given.
+#: What those take that take one form only.
 _FORMS: Final = {TENSORDICT_METHOD: WeightsForm.TENSORDICT, STATE_DICT_METHOD: WeightsForm.FLAT}
 
 
@@ -79,24 +82,34 @@ class ActorLinks:
             self._flat = Rows(shelf, CALL, _tensor, _tensor_transport=transport.value)
         else:
             self._flat = Rows(shelf, CALL, _array)
-        self._plain = {method: Rows(shelf, method, present.for_method(method)) for method in ARGUMENTS}
+        forms = (None, *WeightsForm)
+        self._plain = {form: Rows(shelf, f"as {form}", present.in_form(form)) for form in forms}
 
     def lay(self, actor: Any, methods: Sequence[str], model_id: str, peer: str) -> Link:
-        """A link to an actor, by the first of the methods that it has.
+        """A link to an actor: by the first of the methods that it has, unless a scheme of ours listens in it.
 
         Raises:
             MissingExtraError: Ray is not installed.
-            ConfigurationError: it has none.
+            ConfigurationError: it is no actor.
         """
         require_ray("A link to an actor")
         name, method = method_of(actor, methods, peer)
         if name == CALL:
             return CallLink(ActorCourier(method, model_id, peer, self._flat, SharedKey.given(self._key)), peer)
-        return CallLink(PlainCourier(_calling(name, method), peer, self._plain[name]), peer)
+        form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
+        plain = PlainCourier(_calling(name, method), peer, self._plain[form])
+        handle = _handle_of(actor)
+        if handle is None:
+            return CallLink(plain, peer)
+        ours = ActorCourier(CalledThrough(handle), model_id, peer, self._flat, SharedKey.given(self._key))
+        without = plain if name != RUN else NoCourier(_no_method(actor, methods, peer))
+        return CallLink(AskingCourier(lambda: ask_attended(handle, model_id, peer), ours, without), peer)
 
 
 def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, Any]:
     """The first of the methods that an actor has, by what its handle knows of it: its name, and itself.
+
+    An actor that has none of them may have a scheme of ours in it: then it is called by Ray's own ``__ray_call__``.
 
     Args:
         endpoint: the actor's handle, or an object whose ``._actor`` is that.
@@ -104,18 +117,34 @@ def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, An
         peer: who it is, for messages to people.
 
     Raises:
-        ConfigurationError: it has none.
+        ConfigurationError: it is no actor, and has none of them.
     """
-    for actor in (endpoint, optional(endpoint, "_actor")):
-        for name in methods if actor is not MISSING else ():
-            method = optional(actor, name)
+    for name in (*methods, RUN):
+        for actor in (endpoint, optional(endpoint, "_actor")):
+            method = MISSING if actor is MISSING else optional(actor, name)
             if method is not MISSING:
                 return name, method
+    raise ConfigurationError(f"{_no_method(endpoint, methods, peer)} Nothing was sent.")
+
+
+def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:
     known = ", ".join(name for name in methods if name != CALL)
-    raise ConfigurationError(
+    return (
         f"{peer} is a {type(endpoint).__name__} without a method that takes weights: derive its class from "
-        f"WeightSyncActor, or give it {known}. Nothing was sent."
+        f"WeightSyncActor, give it {known}, or initialise a RayWeightSyncScheme in it before weights are sent."
     )
+
+
+def _handle_of(endpoint: Any) -> Any:
+    """The actor's handle; None: what is given is none of Ray's."""
+    handles = (each for each in (endpoint, optional(endpoint, "_actor")) if each is not MISSING)
+    return next((handle for handle in handles if optional(handle, RUN) is not MISSING), None)
+
+
+def _parameters(method: Any) -> set[str]:
+    """The names of a remote method's parameters, as far as its handle knows them."""
+    known = optional(method, "_signature")
+    return set() if known is MISSING else {parameter.name for parameter in known or ()}
 
 
 def _calling(name: str, method: Any) -> Callable[[Any], Any]:
@@ -136,9 +165,9 @@ class _Presenter:
     def __init__(self) -> None:
         self._layouts: dict[bytes, Layout] = {}
 
-    def for_method(self, method: str) -> Callable[[Update, memoryview], Any]:
-        """As one method takes them."""
-        return lambda update, payload: self._weights(update, payload, _FORMS.get(method, update.form))
+    def in_form(self, form: WeightsForm | None) -> Callable[[Update, memoryview], Any]:
+        """In one form; None: as the sender's caller gave them."""
+        return lambda update, payload: self._weights(update, payload, form or update.form)
 
     def _weights(self, update: Update, payload: memoryview, form: WeightsForm) -> Any:
         if update.layout:

@@ -13,6 +13,7 @@
       ProtocolError                      a peer broke the protocol, or speaks another version of it; .unread bytes
       TransportError(ConnectionError)    a link failed; a foreign exception is its __cause__
         AuthenticationError              a peer has another key, or none; nothing of it was believed
+        SenderClosed                     in a worker: the trainer closed the link, in good order
 
 Each can be pickled, since errors cross processes, and each message says what happened, to which worker and
 version, and what to do next.
@@ -195,3 +196,7 @@ class TransportError(WeightSyncError, ConnectionError):
 
 class AuthenticationError(TransportError):
     """A peer has another key, or none, or what came over a link was changed on its way. Nothing of it was believed."""
+
+
+class SenderClosed(TransportError):
+    """In a worker: the sender closed its link in good order. A sender that crashed is a `TransportError` alone."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weightsync.errors import LayoutError, ProtocolError
 from weightsync.layout import extra_state_name, is_sane
-from weightsync.tensors import DTYPE_NAMES, DTYPES, bits_of, why_unsupported
+from weightsync.tensors import DTYPE_NAMES, DTYPES, PLAIN, bits_of, why_uncopied, why_unsupported
 
 #: What a module's extra state may be: ``None | bool | int | float | complex | str | bytes | Tensor``, and lists,
 #: tuples and dicts (keys str or int) of them.
@@ -96,7 +96,8 @@ def _encoded(value: ExtraState, depth: int) -> bytes:
 
 
 def _encoded_tensor(tensor: Tensor) -> bytes:
-    why = why_unsupported(tensor)
+    # A subclass of Tensor may raise anything when it is copied.
+    why = why_unsupported(tensor) if type(tensor) in PLAIN else why_uncopied(tensor)
     if why:
         raise _UnsupportedError(f"a tensor that {why}")
     dtype = DTYPE_NAMES[tensor.dtype].encode()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 from types import MappingProxyType
 
 import xxhash
@@ -180,6 +181,12 @@ class Layout:
             raise ProtocolError("Not a layout in canonical form.", unread=data)
         return layout
 
+    def summary(self) -> str:
+        """What is in the layout, for an error that names two: how many tensors of which dtypes, and the first names."""
+        counts = ", ".join(f"{group.last - group.first} {group.dtype}" for group in self.groups)
+        names = listed([quoted(entry.name) for entry in sorted(self.entries, key=attrgetter("name"))])
+        return f"{len(self.entries)} tensors ({counts}): {names}" if self.entries else "no tensors"
+
     def difference(self, other: Layout) -> LayoutError | None:
         """How weights of the layout `other` fail to fit a destination of this one; None if they fit."""
         if self == other:
@@ -192,11 +199,7 @@ class Layout:
             for name in sorted(wanted.keys() & given.keys())
             if wanted[name] != given[name]
         }
-        told = [
-            _listed("missing", [f"'{name}'" for name in missing]),
-            _listed("unexpected", [f"'{name}'" for name in unexpected]),
-            _listed("mismatched", [f"'{name}' ({how})" for name, how in mismatched.items()]),
-        ]
+        told = [_counted("missing", missing), _counted("unexpected", unexpected), _differing(mismatched)]
         message = f"The weights do not fit the destination: {'; '.join(filter(None, told))}."
         return LayoutError(message + _hint(missing, unexpected), missing, unexpected, mismatched)
 
@@ -272,11 +275,40 @@ def _mismatch(wanted: tuple[tuple[int, ...], str] | None, given: tuple[tuple[int
     return ", ".join(told)
 
 
-def _listed(kind: str, items: Sequence[str], most: int = 10) -> str:
-    if not items:
+#: How many names an error lists in full; of more it gives the number and the first few.
+MOST_LISTED = 5
+_FIRST_FEW = 3
+
+
+def listed(items: Sequence[str]) -> str:
+    """The items of a list that an error is to show: all of a short one, the first few of a long one."""
+    if len(items) <= MOST_LISTED:
+        return ", ".join(items)
+    return f"{', '.join(items[:_FIRST_FEW])} and {len(items) - _FIRST_FEW} more"
+
+
+def _counted(kind: str, names: Sequence[str]) -> str:
+    if not names:
         return ""
-    rest = f" and {len(items) - most} more" if len(items) > most else ""
-    return f"{kind} {', '.join(items[:most])}{rest}"
+    count = f"{len(names)} names: " if len(names) > MOST_LISTED else ""
+    return f"{kind} {count}{listed([quoted(name) for name in names])}"
+
+
+def quoted(name: str) -> str:
+    """A tensor's name as errors quote it."""
+    return f"'{name}'"
+
+
+def _differing(mismatched: Mapping[str, str]) -> str:
+    """The tensors of another shape or dtype; of many that differ in one way (a cast model) that is said once."""
+    if len(mismatched) <= MOST_LISTED:
+        items = [f"{quoted(name)} ({how})" for name, how in mismatched.items()]
+        return f"mismatched {listed(items)}" if items else ""
+    ways: dict[str, list[str]] = {}
+    for name, how in mismatched.items():
+        ways.setdefault(how, []).append(quoted(name))
+    items = [f"{how} (in {len(names)}: {listed(names)})" for how, names in ways.items()]
+    return f"mismatched {len(mismatched)} names: {listed(items)}"
 
 
 def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from weightsync._tables import RECEIVER_ROWS, ReceiverInput, State
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.traced import receiver_driver
-from weightsync.errors import ConfigurationError, TransportError
+from weightsync.errors import ConfigurationError
 from weightsync.machine import next_state
 from weightsync.messages import Ack
 from weightsync.paths import _resolve_model
@@ -59,7 +59,7 @@ class Listening(Side):
 
     # ------------------------------------------------------------------------------------------- wiring
 
-    def register_model(self, model: Any) -> None:
+    def register_model(self, model: Any = None, *, model_ref: Any = None) -> None:
         """Say what the weights are applied to.
 
         A model set anew serves the version of the one before only if it holds the very same weights; otherwise
@@ -68,7 +68,14 @@ class Listening(Side):
         Args:
             model: an `nn.Module`, a TensorDict, a dict of tensors, or a path such as ``"env.transform[0]"``. A path
                 is resolved on the context whenever the model is needed: what stands there now is a model set anew.
+            model_ref: the same, by TorchRL's older name.
+
+        Raises:
+            ConfigurationError: neither is given, or both.
         """
+        if (model is None) == (model_ref is None):
+            raise ConfigurationError("register_model() takes a model: once, as model= or by its older name model_ref=.")
+        model = model_ref if model is None else model
         self._path = model if isinstance(model, str) else None
         self._set_model(model)
 
@@ -87,18 +94,22 @@ class Listening(Side):
         answer = self._driver.data.answer
         return answer.digest if isinstance(answer, Ack) and answer.digest else None
 
-    def register_worker_transport(self, pipe_or_context: Any) -> None:
+    def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:
         """Listen on a link: the first, or one over which a sender makes a new handshake.
 
         Args:
             pipe_or_context: our end of a duplex `multiprocessing.Pipe`, or an object whose ``.pipe`` is that; other
                 transports take what their scheme's `listen` says.
+            pipe: the same, by TorchRL's older name.
 
         Raises:
             StateError: the receiver is closed.
-            ConfigurationError: no link can be made of it.
+            ConfigurationError: no link can be made of it, or both are given.
         """
         next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
+        if pipe is not None and pipe_or_context is not None:
+            raise ConfigurationError("pipe= is an older name of pipe_or_context=: give one of them.")
+        pipe_or_context = pipe if pipe_or_context is None else pipe_or_context
         self._endpoint = pipe_or_context
         self._listening.append(self._scheme.listen(pipe_or_context, self._model_id, self._accept))
 
@@ -119,13 +130,14 @@ class Listening(Side):
 
         Raises:
             StateError: the receiver is closed, or has no link yet.
+            SenderClosed: the sender closed the link in good order.
             TransportError: the sender is gone.
         """
         if self.state is State.CLOSED:
             next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
         if not self._driver.links() and (self._driver.ended or not self._listening):
             if self._driver.ended:
-                raise TransportError(
+                raise self._driver.ended_as(
                     f"model {self._model_id!r} has no sender any more: {self._driver.ended.rstrip('.')}. It keeps "
                     f"version {self.version}; register_worker_transport() gives it a new link."
                 )

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 
+import torch
 from torch import Tensor, nn
 
-from weightsync.errors import LayoutError
+from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.layout import Layout
 from weightsync.sharing import Sharing, agrees, same_bits, sharing_of
-from weightsync.weights import Weights, layout_of, ordered, read_live
+from weightsync.tensors import PLAIN
+from weightsync.weights import Weights, are_formed, layout_of, ordered, read_live
+
+Places = tuple[list[int], list[tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +25,7 @@ class Live:
     Attributes:
         weights: what was read: holds the owners of the extra state.
         tensors: in the layout's order.
-        addresses: of the tensors' memory.
+        places: addresses and strides of the tensors in memory.
         sharing: who shares memory with whom.
         mappable: parameters that may be made views of other memory, with the one whose view they take: their own,
             or that of the first of those they are tied to.
@@ -31,7 +35,7 @@ class Live:
     weights: Weights
     layout: Layout
     tensors: list[Tensor]
-    addresses: list[int]
+    places: Places
     sharing: Sharing
     mappable: dict[int, int]
     given: list[Tensor] | None = None
@@ -77,20 +81,27 @@ def look_at(destination: object, before: Live | None = None) -> Live:
 
     Raises:
         ConfigurationError: the destination, or a value in it, is of an unsupported type.
-        LayoutError: a tensor in it cannot be received (quantised, sparse, uninitialised ...).
+        LayoutError: a tensor in it cannot be received (quantised, sparse, uninitialised, freed ...), or a module in it
+            keeps state elsewhere.
     """
     weights = read_live(destination)
     same = _again(weights, before) if before else None
     if same is not None:
         return same
-    # Tensor by tensor: the quick way leaves it to the copy to find that one is sparse or on the meta device.
+    # Tensor by tensor: the quick way does not see that one is on the meta device, where writing does nothing.
     layout = layout_of(weights)
     if before and before.layout == layout:
         layout = before.layout
     tensors = ordered(weights, layout)
     sharing = sharing_of(tensors)
+    _refuse_raising(layout, tensors, sharing)
     mappable = _mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
-    return Live(weights, layout, tensors, list(map(Tensor.data_ptr, tensors)), sharing, mappable)
+    return Live(weights, layout, tensors, places_of(tensors), sharing, mappable)
+
+
+def places_of(tensors: Sequence[Tensor]) -> Places:
+    """Where tensors lie in memory: each one's address, and each one's strides."""
+    return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors))
 
 
 def look_again(destination: object, before: Live) -> Live | None:
@@ -101,12 +112,37 @@ def look_again(destination: object, before: Live) -> Live | None:
 def _again(weights: Weights, before: Live) -> Live | None:
     if weights.tensors.keys() != before.weights.tensors.keys() or weights.slots.keys() != before.weights.slots.keys():
         return None
-    # A tensor that gets another shape or dtype without moving (by resize_() or set_()) is not noticed here; copying
-    # into it then fails aloud.
+    # The address tells of a storage that was freed or shrunk, too: its memory moves.
     tensors = ordered(weights, before.layout)
-    if all(map(is_, tensors, before.tensors)) and list(map(Tensor.data_ptr, tensors)) == before.addresses:
+    same = all(map(is_, tensors, before.tensors)) and are_formed(tensors, before.layout)
+    if same and places_of(tensors) == before.places:
         return replace(before, weights=weights)
     return None
+
+
+def refuse_fleeting(destination: object, live: Live) -> None:
+    """Raise ConfigurationError if the destination makes its tensors anew whenever it is read: nothing would arrive."""
+    tensors = ordered(read_live(destination), live.layout)
+    for entry, tensor, address in zip(live.layout.entries, tensors, live.places[0], strict=True):
+        if tensor.data_ptr() != address:
+            raise ConfigurationError(
+                f"'{entry.name}' is made anew whenever the {type(destination).__name__} is read, so that weights "
+                "written into it would be lost: make it a dict of tensors."
+            )
+
+
+def _refuse_raising(layout: Layout, tensors: list[Tensor], sharing: Sharing) -> None:
+    """Raise LayoutError for a tensor of a subclass that cannot be copied into; tried with its own values."""
+    for index, tensor in enumerate(tensors):
+        if type(tensor) in PLAIN or index in sharing.expanded:
+            continue
+        name = layout.entries[index].name
+        try:
+            with torch.inference_mode():
+                torch._foreach_copy_([tensor], [tensor.detach().clone()])
+        except Exception as error:
+            why = f"is a {type(tensor).__name__}, which cannot be written ({error!r})"
+            raise LayoutError(f"'{name}' of the destination {why}.", mismatched={name: why}) from error
 
 
 def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.extras import encode_extras
 from weightsync.layout import Layout
-from weightsync.tensors import DTYPES, address_of, borrowed, why_unsupported
+from weightsync.tensors import DTYPES, address_of, borrowed, why_uncopied
 from weightsync.weights import Weights, layout_of, ordered, read_weights
 
 #: How many bytes are gathered on a device, or packed for `digest_of`, at a time; one tensor may be more.
@@ -32,7 +32,8 @@ def pack(weights: Weights, layout: Layout, view: memoryview) -> None:
 
     Raises:
         ConfigurationError: the view is too small, read-only or not contiguous; nothing was written.
-        LayoutError: a tensor has no bytes to copy (sparse, meta); it is named. The buffer is then undefined.
+        LayoutError: a tensor cannot be copied (sparse, meta, a subclass that raises); it is named. The buffer is then
+            undefined.
     """
     if view.readonly or not view.c_contiguous or view.nbytes < layout.nbytes:
         raise ConfigurationError(f"{layout.nbytes} contiguous, writable bytes are needed to pack {layout!r}.")
@@ -150,17 +151,21 @@ def _copy(layout: Layout, first: int, into: list[Tensor], tensors: list[Tensor])
     try:
         with torch.inference_mode():
             torch._foreach_copy_(into, tensors)
-    except RuntimeError as error:
+    except Exception as error:
         for entry, tensor in zip(layout.entries[first:], tensors, strict=False):
-            why = why_unsupported(tensor)
+            why = why_uncopied(tensor)
             if why:
                 raise LayoutError(f"'{entry.name}' {why}.", mismatched={entry.name: why}) from error
         raise
 
 
 def _on_one_device(tensors: list[Tensor]) -> bool:
-    # The first decides quickly that nothing is; a mix goes tensor by tensor.
-    return bool(tensors) and not tensors[0].is_cpu and len({tensor.device for tensor in tensors}) == 1
+    # The first decides quickly that nothing is; a mix goes tensor by tensor, and so does what has no data.
+    return (
+        bool(tensors)
+        and not (tensors[0].is_cpu or tensors[0].is_meta)
+        and len({tensor.device for tensor in tensors}) == 1
+    )
 
 
 def _gaps(layout: Layout) -> Iterator[tuple[int, int]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Container, Mapping
+from typing import Any, Final
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
@@ -16,6 +16,9 @@ from weightsync.messages import WeightsForm
 from weightsync.packing import views
 from weightsync.strategy import WeightStrategy
 from weightsync.tensors import DTYPES, address_of, borrowed
+
+#: A parameter of ``update_policy_weights_`` that all of TorchRL's collectors have.
+_OF_COLLECTORS: Final = "worker_ids"
 
 
 def present(
@@ -56,6 +59,15 @@ def form_of(weights: object) -> WeightsForm:
         return WeightsForm.FLAT
     inner = (value for name, value in weights.items() if not is_extra_state(str(name)))
     return WeightsForm.NESTED if any(isinstance(v, Mapping | TensorDictBase) for v in inner) else WeightsForm.FLAT
+
+
+def form_taken(parameters: Container[str]) -> WeightsForm | None:
+    """The form in which a collector's own method takes weights: TorchRL's takes TensorDicts; None: whatever is given.
+
+    Args:
+        parameters: the names of the method's parameters.
+    """
+    return WeightsForm.TENSORDICT if _OF_COLLECTORS in parameters else None
 
 
 def present_as(form: WeightsForm, layout: Layout, payload: memoryview, extras: bytes) -> TensorDict | dict[str, Any]:

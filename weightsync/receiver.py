@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -45,7 +46,9 @@ class WeightReceiver(ByHand):
         Raises:
             ConfigurationError: no model is registered.
             StateError: the receiver is closed, or has no link yet.
-            TransportError: the sender is gone. The model keeps the version it serves; a new link may be registered.
+            SenderClosed: (a TransportError) the sender closed the link in good order. The model keeps the version it
+                serves; a new link may be registered.
+            TransportError: the sender is gone without a word. Else the same.
             ProtocolError: the peer broke the protocol; its link is down.
         """
         if self._attendant is not None:
@@ -144,11 +147,24 @@ class WeightReceiver(ByHand):
 
     def close(self) -> None:
         """Close for good. The model keeps the version it serves; the sender takes us off its roll."""
+        self._end(self._driver.close)
+
+    def fail(self, error: BaseException) -> None:
+        """Close for good, since ``error`` was raised: no goodbye, the sender is told what failed.
+
+        This worker stays on the sender's roll, LOST in each report, until it joins again or is removed. Leaving a
+        ``with receiver:`` block by an exception does this.
+        """
+        told = "".join(traceback.format_exception_only(error)).strip()
+        trace = "".join(traceback.format_exception(error))
+        self._end(lambda: self._driver.fail(told, trace))
+
+    def _end(self, close: Callable[[], None]) -> None:
         if self._attendant is not None:
             self._attendant.stop()
         with Shield(self._driver.waker.fire):
             self._deafen()
-            self._driver.close()
+            close()
             self._staged = None
 
     def _are_of(self, pending: Pending, weights: Any) -> bool:

@@ -91,7 +91,10 @@ class SyncReport:
     nbytes: int = 0
     #: Seconds spent extracting and packing.
     preparing: float = 0.0
-    #: Seconds from the first dispatch to this report.
+    #: Seconds from the dispatch until the last of the targets that were not connected yet had connected; until this
+    #: report, if one of them has not.
+    connect_s: float = 0.0
+    #: Seconds from the dispatch to this report, less `connect_s`.
     transferring: float = 0.0
     #: The longest time, in seconds, that any worker spent applying.
     applying: float = 0.0
@@ -99,11 +102,22 @@ class SyncReport:
     superseded: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     #: Joiners that refused the version they were to catch up with, since the last report.
     not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)
+    #: What became of the update that was waited for before this one was sent (``on_pending="wait"``); None: there was
+    #: none, or an earlier report of this version has told of it.
+    previous: SyncReport | None = None
+    #: Workers that closed their receiver since the last report, by id, and what they said: they are no longer members.
+    left: Mapping[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         sent = f"version {self.version} of" if self.version else "nothing sent of"
-        told = ", ".join(f"worker {worker}: {outcome}" for worker, outcome in self.outcomes.items())
-        return f"{sent} {self.model_id!r} [{told}] {self.nbytes} bytes in {self.preparing + self.transferring:.3f} s"
+        told = [f"worker {worker}: {outcome}" for worker, outcome in self.outcomes.items()]
+        told += [f"worker {worker} did not catch up: {outcome}" for worker, outcome in self.not_caught_up.items()]
+        told += [f"worker {worker} left: {goodbye}" for worker, goodbye in self.left.items()]
+        took = self.preparing + self.transferring
+        text = f"{sent} {self.model_id!r} [{', '.join(told)}] {self.nbytes} bytes in {took:.3f} s"
+        if self.connect_s:
+            text += f", after {self.connect_s:.3f} s until the workers had connected"
+        return text if self.previous is None else f"{text}; before it: {self.previous}"
 
     def __getitem__(self, worker_id: int) -> Outcome:
         return self.outcomes[worker_id]
@@ -129,7 +143,7 @@ class SyncReport:
         return tuple(worker for worker, outcome in self.outcomes.items() if not outcome.fine)
 
     def raise_on_failure(self, advice: Mapping[OutcomeKind, str] | None = None) -> None:
-        """Raise if any worker failed.
+        """Raise if any worker failed, of this update or of the `previous` one.
 
         Args:
             advice: as for `error`.
@@ -140,18 +154,20 @@ class SyncReport:
             RefusedError: all failures are REFUSED.
             SyncError: failures of several kinds, or ABANDONED.
         """
-        if self.failed:
+        if any(report.failed for report in self._history()):
             raise self.error(advice)
 
     def error(self, advice: Mapping[OutcomeKind, str] | None = None) -> SyncError:
-        """The exception that tells of this report's failures.
+        """The exception that tells of this report's failures, and of those of the `previous` one.
 
         Args:
             advice: what to do next about each kind of failure; None: what a sender's caller can do.
         """
-        failures = {worker: self.outcomes[worker] for worker in self.failed}
-        kinds = {outcome.kind for outcome in failures.values()}
-        message = self._message(failures, kinds, _ADVICE if advice is None else advice)
+        failures: dict[int, Outcome] = {}
+        for report in reversed(self._history()):
+            failures |= report._failures()
+        kinds = {outcome.kind for report in self._history() for outcome in report._failures().values()}
+        message = self._message(kinds, _ADVICE if advice is None else advice)
         told = {worker: outcome.reason for worker, outcome in failures.items()}
         if kinds == {OutcomeKind.TIMED_OUT}:
             return AckTimeoutError(message, self, tuple(failures))
@@ -163,13 +179,28 @@ class SyncReport:
             return RefusedError(message, self, full)
         return SyncError(message, self)
 
-    def _message(
-        self, failures: Mapping[int, Outcome], kinds: set[OutcomeKind], advice: Mapping[OutcomeKind, str]
-    ) -> str:
-        head = f"version {self.version} of {self.model_id!r} did not reach {len(failures)} of {len(self)} workers"
-        lines = [f"  worker {worker}: {outcome}" for worker, outcome in failures.items()]
+    def _history(self) -> tuple[SyncReport, ...]:
+        """This report, and those of the updates before it, newest first."""
+        return (self,) if self.previous is None else (self, *self.previous._history())
+
+    def _failures(self) -> dict[int, Outcome]:
+        return {worker: self.outcomes[worker] for worker in self.failed}
+
+    def _message(self, kinds: set[OutcomeKind], advice: Mapping[OutcomeKind, str]) -> str:
         told = [advice[kind] for kind in OutcomeKind if kind in kinds and kind in advice]
-        return "\n".join([f"{head}:", *lines, *told])
+        return "\n".join([*self._lines(), *told])
+
+    def _lines(self) -> list[str]:
+        """What failed of this update and of those before it."""
+        failures, what = self._failures(), f"version {self.version} of {self.model_id!r}"
+        if failures and self.version is None:
+            lines = [f"nothing was sent of {self.model_id!r}:"]
+        elif failures:
+            lines = [f"{what} did not reach {len(failures)} of {len(self)} workers:"]
+        else:
+            lines = [f"{what} was sent, but an update before it did not reach everybody:"]
+        lines += [f"  worker {worker}: {outcome}" for worker, outcome in failures.items()]
+        return lines if self.previous is None or not self.previous.failed else [*lines, *self.previous._lines()]
 
 
 def _applied(outcome: Outcome) -> bool:

@@ -15,6 +15,7 @@ from weightsync.machine import next_state
 from weightsync.protocol import sender as pure
 from weightsync.side import Side, pipes_travel, require_worker_id
 from weightsync.timing import new_incarnation
+from weightsync.transports.awaited import AwaitedProcess
 from weightsync.transports.base import Link
 from weightsync.transports.user import UserMessages
 
@@ -29,7 +30,7 @@ class Roster(Side):
         self._driver = sender_driver(self._model_id)
         self._packer = self._scheme.packer
 
-    def add_worker(self, worker_id: int, pipe_or_context: Any) -> None:
+    def add_worker(self, worker_id: int, pipe_or_context: Any, *, process: Any = None) -> None:
         """Put a worker on the roll, or give one that is on it a new link. Never waits.
 
         A joiner gets the newest version that is due to it right behind the handshake.
@@ -37,17 +38,21 @@ class Roster(Side):
         Args:
             worker_id: its id, 0 or more.
             pipe_or_context: our end of a duplex `multiprocessing.Pipe`, or an object whose ``.pipe`` is that.
+            process: the worker's process on this host, if there is one: a `multiprocessing` process or a
+                `subprocess.Popen`, started or not yet, or a process id. Its death is then noticed before it has
+                connected too.
 
         Raises:
             StateError: the sender is closed.
-            ConfigurationError: no link can be made of it.
+            ConfigurationError: no link can be made of it, or ``process`` is no process.
         """
         next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
         worker_id = require_worker_id(worker_id)
+        awaited = None if process is None else AwaitedProcess(process)
         link = self._scheme.lay_link(pipe_or_context, self._model_id, f"worker {worker_id}")
         self._endpoints[worker_id] = pipe_or_context
         with Shield(self._driver.waker.fire):
-            self._driver.join(worker_id, link)
+            self._driver.join(worker_id, link, awaited)
 
     def remove_worker(self, worker_id: int) -> None:
         """Take a worker off the roll and close its link; if it owed, its outcome is LOST.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from weightsync._tables import SENDER_ROWS, SenderInput, State
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packed
 from weightsync.driving.reporter import Reporter
-from weightsync.errors import StateError, WorkerLostError
+from weightsync.errors import RefusedError, StateError, WorkerLostError
 from weightsync.machine import next_state
 from weightsync.options import OnFailure, OnPending, option
 from weightsync.protocol import sender as pure
@@ -19,6 +19,9 @@ from weightsync.roster import Roster
 from weightsync.side import require_worker_id
 from weightsync.timing import Deadline, Stopwatch, Timeout
 from weightsync.transports.base import wait
+
+#: Seconds between two looks at processes that have not started yet.
+STARTS: Final = 0.5
 
 
 class WeightSender(Roster):
@@ -54,7 +57,9 @@ class WeightSender(Roster):
             worker_ids: one or several ids on the roll; None: all.
             timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
             on_failure: "raise", or "report": return the report whatever is in it.
-            on_pending: "raise", "wait" or "supersede", if an update is outstanding.
+            on_pending: "raise", "wait" or "supersede", if an update is outstanding. With "wait" the report's
+                `previous` tells what became of that one, and its failures are raised once this one was sent. If it is
+                still outstanding when time is up, nothing is sent.
 
         Returns:
             What became of it, worker by worker. With an empty roll: an empty report; nothing happened.
@@ -69,11 +74,12 @@ class WeightSender(Roster):
         deadline, failing, stopwatch = Deadline(timeout), option(OnFailure, on_failure), Stopwatch()
         targets = worker_ids_of(worker_ids)
         packed = self._prepare(SenderInput.SEND, weights, targets, deadline, option(OnPending, on_pending))
-        if packed is None:
-            return self._reporter.empty()
+        if isinstance(packed, SyncReport):
+            return _told(packed, failing)
         with Shield(self._driver.waker.fire) as shield:
             version = self._dispatch(pure.Send(targets), packed, stopwatch.seconds)
-            return self._wait_for(version, deadline, failing, shield)
+            report = self._wait_for(version, deadline, shield)
+        return _told(report, failing)
 
     def send_async(
         self,
@@ -90,24 +96,28 @@ class WeightSender(Roster):
         Args:
             weights: as for `send`.
             worker_ids: as for `send`.
-            on_pending: "raise", "wait" or "supersede", if an update is outstanding.
+            on_pending: as for `send`.
             timeout: seconds that ``on_pending="wait"`` may wait; otherwise unused, since nothing is waited for.
 
         Returns:
             The report so far: PENDING for each worker that owes an answer.
 
         Raises:
-            As `send`, but for the outcomes.
+            SyncError: the update that ``on_pending="wait"`` waited for did not reach everybody. This one was dispatched
+                all the same, unless time was up (`AckTimeoutError`). Otherwise as `send`, but for the outcomes.
         """
         deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), worker_ids_of(worker_ids)
         self._refuse_blocking(targets)
         packed = self._prepare(SenderInput.SEND_ASYNC, weights, targets, deadline, option(OnPending, on_pending))
-        if packed is None:
-            return self._reporter.empty()
+        if isinstance(packed, SyncReport):
+            return _told(packed, OnFailure.RAISE)
         # In one: another thread may close the sender, or give the version up, as soon as it is dispatched.
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._dispatch(pure.SendAsync(targets), packed, stopwatch.seconds)
-            return self._reporter.so_far(OutcomeKind.PENDING)
+            report = self._reporter.so_far(OutcomeKind.PENDING)
+        if report.previous is not None and report.previous.failed:
+            raise report.error()
+        return report
 
     def wait_async(
         self,
@@ -126,12 +136,7 @@ class WeightSender(Roster):
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as for `send`.
         """
         deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
-        with Shield(self._driver.waker.fire) as shield:
-            with self._driver.lock:
-                self._driver.pump()
-                self._driver.take(pure.Wait())
-                version = self.version
-            return self._wait_for(version, deadline, failing, shield)
+        return _told(self._wait(deadline), failing)
 
     def update_weights(self, weights: Any) -> SyncReport:
         """Send weights to all workers: the older name of ``send(weights=weights)``."""
@@ -173,6 +178,10 @@ class WeightSender(Roster):
             self._packer.close()
             self._endpoints.clear()
 
+    def fail(self, error: BaseException) -> None:  # noqa: ARG002 - workers are told that the sender closed, and no more
+        """Close for good, since ``error`` was raised: as `close`."""
+        self.close()
+
     def digest(self) -> bytes:
         """The xxh3-128 digest of the newest version's weights as they travelled, 16 bytes; empty: none is kept."""
         packed = self._driver.packed(self.version)
@@ -187,21 +196,24 @@ class WeightSender(Roster):
         targets: tuple[int, ...] | None,
         deadline: Deadline,
         pending: OnPending,
-    ) -> Packed | None:
-        """Check that the call is allowed, pack the weights and make way for them; None: the roll is empty."""
+    ) -> Packed | SyncReport:
+        """Check that the call is allowed, make way and pack the weights; a report: nothing is to be sent."""
         with Shield(self._driver.waker.fire):
             self._driver.pump()
         unlaid = self.state is State.UNINITIALIZED and bool(self._endpoints)
         in_the_way = self.state is State.PENDING_ASYNC and pending is not OnPending.RAISE
         next_state(SENDER_ROWS, State.READY if in_the_way or unlaid else self.state, asked)
         if targets is None and not self._driver.data.roll:
-            return None
+            return self._reporter.empty()
         with self._reported():
             pure.targets_of(self._driver.data, targets)
         if unlaid:
             self.connect()
         if in_the_way and pending is OnPending.WAIT:
-            self.wait_async(timeout=deadline.remaining)
+            previous = self._wait(deadline)
+            self._reporter.follows(previous)
+            if previous.of(OutcomeKind.TIMED_OUT):
+                return self._reporter.not_sent(targets)
         return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
 
     def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
@@ -236,18 +248,27 @@ class WeightSender(Roster):
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
-        """Give a send that is refused since all are lost already its report."""
+        """Give a send that is refused since all are lost or have refused already its report."""
         try:
             yield
-        except WorkerLostError as error:
-            raise self._reporter.all_lost(error) from None
+        except (WorkerLostError, RefusedError) as error:
+            raise self._reporter.all_ended(error) from None
 
-    def _wait_for(self, version: int, deadline: Deadline, failing: OnFailure, shield: Shield) -> SyncReport:
+    def _wait(self, deadline: Deadline) -> SyncReport:
+        """Wait for what is outstanding."""
+        with Shield(self._driver.waker.fire) as shield:
+            with self._driver.lock:
+                self._driver.pump()
+                self._driver.take(pure.Wait())
+                version = self.version
+            return self._wait_for(version, deadline, shield)
+
+    def _wait_for(self, version: int, deadline: Deadline, shield: Shield) -> SyncReport:
         try:
             seen = self._driver.waker.fired
             while not self._reporter.is_over(version) and not deadline.passed:
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
+                wait(self._driver.waker, self._driver.links(), self._nap(deadline), seen)
                 seen = self._driver.waker.fired
                 self._driver.pump()
         except BaseException:
@@ -255,13 +276,22 @@ class WeightSender(Roster):
             raise
         with self._driver.lock:
             if self._reporter.is_over(version):
-                report = self._reporter.concluded(version)
-            else:
-                self._driver.take(pure.Deadline(version))
-                report = self._reporter.so_far(OutcomeKind.TIMED_OUT)
-        if failing is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED):
-            report.raise_on_failure()
-        return report
+                return self._reporter.concluded(version)
+            self._driver.take(pure.Deadline(version))
+            return self._reporter.so_far(OutcomeKind.TIMED_OUT)
+
+    def _nap(self, deadline: Deadline) -> float | None:
+        """How long to sleep before the deadline, and processes that have yet to start, are looked at again."""
+        if not self._driver.awaits_processes:
+            return deadline.nap
+        return STARTS if deadline.nap is None else min(deadline.nap, STARTS)
+
+
+def _told(report: SyncReport, failing: OnFailure) -> SyncReport:
+    """The report, for the caller. That the update was given up while it was waited for is always raised."""
+    if failing is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED):
+        report.raise_on_failure()
+    return report
 
 
 def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | None:

@@ -49,6 +49,10 @@ class Side(abc.ABC):
     def close(self) -> None:
         """Close for good."""
 
+    @abc.abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Close for good, since ``error`` was raised: what `with` does when an exception leaves its block."""
+
     def set_context(self, context: Any, model_id: str | None = None) -> None:
         """Say where models are found (held weakly), and which one is meant.
 
@@ -79,7 +83,10 @@ class Side(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None or is_clean(error):
+            self.close()
+        else:
+            self.fail(error)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"scheme": self._scheme, "model_id": self._model_id, "own": self._travelling()}
@@ -101,6 +108,11 @@ class Side(abc.ABC):
     def forget(self) -> None:
         """Become a copy: called in a forked child, which says no Bye and closes nothing of its parent's."""
         self._start_over()
+
+
+def is_clean(error: BaseException) -> bool:
+    """Whether an exception ends a program or a generator as it should: nothing failed."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def pipes_travel() -> bool:

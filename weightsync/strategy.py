@@ -15,7 +15,7 @@ from weightsync.extras import encode_extras
 from weightsync.layout import extra_state_name
 from weightsync.packing import pack, views
 from weightsync.target import Mode, Target
-from weightsync.tensors import why_unsupported
+from weightsync.tensors import PLAIN, why_unsupported
 from weightsync.weights import Weights, layout_of, ordered, read_live, read_weights
 
 #: The formats in which weights are extracted.
@@ -94,10 +94,20 @@ class WeightStrategy:
 
 
 def _detached(name: str, tensor: Tensor) -> Tensor:
-    if is_lazy(tensor):
-        why = why_unsupported(tensor)
-        raise LayoutError(f"'{name}' {why}.", mismatched={name: why})
+    # Whatever a plain tensor is, it can be detached; what a subclass does is its own.
+    if type(tensor) not in PLAIN:
+        why = why_unsupported(tensor) if is_lazy(tensor) else _why_undetached(tensor)
+        if why:
+            raise LayoutError(f"'{name}' {why}.", mismatched={name: why})
     return tensor.detach()
+
+
+def _why_undetached(tensor: Tensor) -> str:
+    try:
+        tensor.detach()
+    except Exception as error:  # noqa: BLE001 - a subclass of Tensor may raise anything
+        return f"is a {type(tensor).__name__}, which cannot be detached ({error!r})"
+    return ""
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

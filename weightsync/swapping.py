@@ -98,24 +98,26 @@ class Swapping(Listening):
         ready, stopwatch = self._staged, Stopwatch()
         assert ready is not None
         try:
+            # Asked before the swap: nothing of a user's runs between it and APPLIED.
+            hands_on = self._attendant is not None and self._attendant.hands_on()
             target.swap(ready.staged)
         except SwapBroken as error:
-            raise self._break_down(ready, error) from error
+            raise self._break_down(ready, error, traceback.format_exc()) from error
         except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
             self._refuse(ready.pending, str(error), traceback.format_exc())
             return False
         self._staged = None
-        if self._attendant is not None and self._attendant.hands_on():
+        if hands_on:
             self._driver.hold()
         self._driver.take(pure.Applied(self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)))
         self._decided()
         return True
 
-    def _break_down(self, ready: Ready, error: SwapBroken) -> WeightSyncError:
+    def _break_down(self, ready: Ready, error: SwapBroken, remote_traceback: str) -> WeightSyncError:
         self.broken = broken = self._broken(ready.pending, error)
         self._staged = None
         self._deafen()
-        self._driver.break_down()
+        self._driver.break_down(str(broken), remote_traceback)
         self._decided()
         return broken
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.extras import ExtraState, decode_extras, encode_extras
 from weightsync.layout import ALIGNMENT, Layout
-from weightsync.live import Live, look_again, look_at
+from weightsync.live import Live, look_again, look_at, places_of, refuse_fleeting
 from weightsync.packing import digest_of, kept_views, pack, scatter, views
 from weightsync.tensors import address_of, borrowed, owning
 from weightsync.weights import ExtraSlot, layout_of, read_weights
@@ -57,8 +57,10 @@ class Target:
         mode: see `Mode`.
 
     Raises:
-        ConfigurationError: the destination, or a value in it, is of an unsupported type.
-        LayoutError: a tensor in it cannot be received (quantised, sparse, uninitialised ...).
+        ConfigurationError: the destination, or a value in it, is of an unsupported type, or it makes its tensors anew
+            whenever it is read.
+        LayoutError: a tensor in it cannot be received (quantised, sparse, uninitialised, freed ...), or a module in it
+            keeps state elsewhere.
     """
 
     #: Of how many payloads the views may be kept (mode MAP), for when they come round again; slots do.
@@ -68,6 +70,8 @@ class Target:
         self.destination = destination
         self.mode = mode
         self._live = look_at(destination)
+        if not isinstance(destination, nn.Module):
+            refuse_fleeting(destination, self._live)
         self._mapped: OrderedDict[tuple[int, Layout], list[Tensor] | None] = OrderedDict()
 
     @property
@@ -122,7 +126,7 @@ class Target:
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
         if given:
-            live = replace(live, addresses=list(map(Tensor.data_ptr, live.tensors)), given=given)
+            live = replace(live, places=places_of(live.tensors), given=given)
         self._live = live
 
     def apply(self, weights: object) -> None:

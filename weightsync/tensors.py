@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy
@@ -26,7 +26,14 @@ PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 
 def why_unsupported(tensor: Tensor) -> str:
-    """Why this tensor cannot be sent, as the end of "'name' ..."; empty if it can."""
+    """Why this tensor cannot be sent or received, as the end of "'name' ..."; empty if it can."""
+    try:
+        return _why_unsupported(tensor)
+    except Exception as error:  # noqa: BLE001 - a subclass of Tensor may raise anything, whatever it is asked
+        return f"is a {type(tensor).__name__}, which cannot be read as a plain tensor ({error!r})"
+
+
+def _why_unsupported(tensor: Tensor) -> str:
     if is_lazy(tensor):
         return "is not initialised: run a forward pass first, so that its shape is known"
     if tensor.is_nested:
@@ -41,7 +48,63 @@ def why_unsupported(tensor: Tensor) -> str:
         return f"is a {type(tensor).__name__}, which wraps other tensors: send those"
     if tensor.dtype not in DTYPE_NAMES:
         return f"has the dtype {tensor.dtype}, which cannot be sent"
+    return _why_unbacked(tensor)
+
+
+def why_uncopied(tensor: Tensor) -> str:
+    """Why copying this tensor failed, as the end of "'name' ..."; empty if it can be copied."""
+    why = why_unsupported(tensor)
+    if why or type(tensor) in PLAIN:
+        return why
+    try:
+        bits_of(tensor)
+    except Exception as error:  # noqa: BLE001 - a subclass of Tensor may raise anything
+        return f"is a {type(tensor).__name__}, which cannot be copied ({error!r})"
     return ""
+
+
+def _why_unbacked(tensor: Tensor) -> str:
+    needed = _bytes_needed(tensor)
+    if not needed or tensor.device.type not in _WITH_STORAGE:
+        return ""
+    storage = tensor.untyped_storage()
+    if storage.device.type == "meta":
+        return f"is a {type(tensor).__name__}, which has no data"
+    if storage.nbytes() < needed:
+        freed = "was freed or shrunk: its storage"
+        return f"{freed} has {storage.nbytes()} bytes, but its shape and strides need {needed}"
+    if not tensor.data_ptr():
+        return f"is a {type(tensor).__name__}, which has no memory of its own: send what it wraps"
+    return ""
+
+
+#: Kinds of device whose tensors lie in a storage that can be asked for its size; others may be opaque.
+_WITH_STORAGE = frozenset({"cpu", "cuda"})
+
+
+def _bytes_needed(tensor: Tensor) -> int:
+    """Where in its storage the tensor ends."""
+    count = tensor.numel()
+    if not count:
+        return 0
+    if not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + count) * tensor.itemsize
+
+
+def are_backed(tensors: Sequence[Tensor], sizes: list[int]) -> bool:
+    """Whether plain tensors of these sizes all lie within their storages; quick where they fill them.
+
+    On the meta device they do, too; copying from there raises.
+    """
+    try:
+        held = list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
+    except RuntimeError:  # sparse ones, for one, have no storage
+        return False
+    filled = held == sizes and not any(map(Tensor.storage_offset, tensors))
+    if filled and all(map(Tensor.is_contiguous, tensors)):
+        return True
+    return all(_bytes_needed(tensor) <= nbytes for tensor, nbytes in zip(tensors, held, strict=True))
 
 
 def bits_of(tensor: Tensor) -> Tensor:

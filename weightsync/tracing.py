@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weightsync._tables import PROTOCOL_VERSION
+from weightsync.errors import ConfigurationError
 from weightsync.timing import clock_id, now_ns
 
 logger = logging.getLogger("weightsync")
@@ -40,7 +41,7 @@ logger = logging.getLogger("weightsync")
 #: Names the folder to which a process and its children record.
 ENVIRONMENT: Final = "WEIGHTSYNC_TRACE"
 #: The version of the format.
-FORMAT: Final = 1
+FORMAT: Final = 2
 #: How trace files are named, for a search.
 PATTERN: Final = "trace-*.jsonl"
 #: Bytes longer than this (layouts, extra state) are recorded as a digest of theirs.
@@ -79,6 +80,8 @@ class What(enum.Enum):
     RELEASED = "released"
     #: Other weights were written by hand: no version is served.
     SPOILED = "spoiled"
+    #: A caller is told what became of a version, or is known of it so far: returned, or raised with an error.
+    TOLD = "told"
 
 
 def plain(value: object) -> Any:
@@ -176,7 +179,11 @@ class Recorder:
         self._lives = itertools.count(1)
 
     def born(self, role: str, model_id: str) -> Life:
-        """A machine begins."""
+        """A machine begins.
+
+        Raises:
+            ConfigurationError: no file can be made in the folder.
+        """
         if os.getpid() != self._pid:
             self._start_over()
         return Life(self, f"{self._token}.{next(self._lives)}", role, model_id)
@@ -211,8 +218,14 @@ class Recorder:
             self._append(line)
 
     def _opened(self) -> int:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigurationError(
+                f"Nothing can be recorded to {self.folder}: {error.strerror}. Give tracing.record() or {ENVIRONMENT} a "
+                "folder that can be written to, or record nothing."
+            ) from error
 
     def _path(self) -> Path:
         return self.folder / PATTERN.replace("*", f"{self._pid}-{self._token}")

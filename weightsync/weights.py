@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.extras import ExtraState
-from weightsync.layout import EXTRA_STATE, Layout, is_extra_state
-from weightsync.tensors import DTYPE_NAMES, DTYPES, PLAIN, why_unsupported
+from weightsync.hidden import has_own_state_dict, refuse_hidden_state
+from weightsync.layout import EXTRA_STATE, Layout, extra_state_name, is_extra_state
+from weightsync.tensors import DTYPE_NAMES, DTYPES, PLAIN, are_backed, why_unsupported
 
 #: A module, a TensorDict, or a dict, flat dotted or nested.
 Source = nn.Module | TensorDictBase | Mapping[str, Any]
@@ -58,6 +59,7 @@ def read_weights(source: object) -> Weights:
 
     Raises:
         ConfigurationError: the source or a value in it is of an unsupported type, or two values have one name.
+        LayoutError: a module's state dict has what is neither a parameter, a persistent buffer nor extra state.
     """
     if isinstance(source, nn.Module) and isinstance(source, _Mergeable):
         source = copy.deepcopy(source).merge_and_unload()
@@ -79,7 +81,10 @@ def _read(source: object, weights: Weights) -> None:
     if isinstance(source, TensorDictBase):
         _read_tensordict(source, "", weights)
     elif isinstance(source, nn.Module):
-        _read_module(source, "", weights)
+        peculiar: dict[str, nn.Module] = {}
+        _read_module(source, "", weights, peculiar)
+        if peculiar:
+            refuse_hidden_state(source, peculiar, weights.tensors, set(map(extra_state_name, weights.slots)))
     elif isinstance(source, Mapping):
         _read_mapping(source, "", weights)
     else:
@@ -89,7 +94,7 @@ def _read(source: object, weights: Weights) -> None:
         )
 
 
-def _read_module(module: nn.Module, prefix: str, into: Weights) -> None:
+def _read_module(module: nn.Module, prefix: str, into: Weights, peculiar: dict[str, nn.Module]) -> None:
     # By hand, since state_dict() costs ten times as much and named_parameters() leaves tied names out.
     tensors = into.tensors
     for name, parameter in module._parameters.items():
@@ -102,11 +107,13 @@ def _read_module(module: nn.Module, prefix: str, into: Weights) -> None:
                 tensors[prefix + name] = buffer
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         into.slots[prefix[:-1]] = ExtraSlot(module.get_extra_state, module.set_extra_state)
+    if has_own_state_dict(module):
+        peculiar[prefix[:-1]] = module
     for name, child in module._modules.items():
         if type(child) is TensorDictParams:
             _read_tensordict(child, f"{prefix}{name}.", into)
         elif child is not None:
-            _read_module(child, f"{prefix}{name}.", into)
+            _read_module(child, f"{prefix}{name}.", into, peculiar)
 
 
 def _read_tensordict(source: TensorDictBase, prefix: str, into: Weights) -> None:
@@ -189,13 +196,15 @@ class _Plan:
     known: frozenset[str]
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
+    sizes: list[int]
 
 
 @lru_cache(maxsize=64)
 def _plan(layout: Layout) -> _Plan:
     names = tuple(entry.name for entry in layout.entries)
     shapes = [entry.shape for entry in layout.entries]
-    return _Plan(names, frozenset(names), shapes, [DTYPES[entry.dtype] for entry in layout.entries])
+    dtypes = [DTYPES[entry.dtype] for entry in layout.entries]
+    return _Plan(names, frozenset(names), shapes, dtypes, [entry.nbytes for entry in layout.entries])
 
 
 def ordered(weights: Weights, layout: Layout) -> list[Tensor]:
@@ -207,7 +216,8 @@ def layout_of(weights: Weights, known: Layout | None = None) -> Layout:
     """The layout of these weights: the very object `known` if that is it, which is quick to find out.
 
     Raises:
-        LayoutError: a tensor cannot be sent (quantised, sparse, nested, meta, uninitialised); it is named.
+        LayoutError: a tensor cannot be sent (quantised, sparse, nested, meta, uninitialised, without memory); it is
+            named.
     """
     if known is not None and _fits(weights, known):
         return known
@@ -229,9 +239,14 @@ def _fits(weights: Weights, known: Layout) -> bool:
     if weights.tensors.keys() != plan.known or tuple(sorted(weights.slots)) != known.extras:
         return False
     tensors = ordered(weights, known)
-    # Whatever is not plain takes the long way; what no dtype or shape shows (sparse, meta) fails in the copy.
-    return (
-        PLAIN.issuperset(map(type, tensors))
-        and list(map(_shape, tensors)) == plan.shapes
-        and list(map(_dtype, tensors)) == plan.dtypes
-    )
+    # Whatever is not plain, or has less memory than its shape needs, takes the long way, which names it.
+    return PLAIN.issuperset(map(type, tensors)) and are_formed(tensors, known) and are_backed(tensors, plan.sizes)
+
+
+def are_formed(tensors: list[Tensor], layout: Layout) -> bool:
+    """Whether tensors, in the order of the layout, have its shapes and dtypes."""
+    plan = _plan(layout)
+    try:
+        return list(map(_dtype, tensors)) == plan.dtypes and list(map(_shape, tensors)) == plan.shapes
+    except RuntimeError:  # nested tensors have no shape
+        return False

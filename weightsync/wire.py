@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from math import isfinite
 from typing import Final
 
 import xxhash
@@ -55,6 +56,10 @@ _DIGEST_SIZES: Final = (0, 16)
 _REFUSALS: Final = tuple(RefusalKind)
 _EVIDENCE: Final = tuple(Evidence)
 _FORMS: Final = tuple(WeightsForm)
+#: Process ids are signed 32-bit numbers, and what is asked for another one raises anything.
+_MAX_PID: Final = 2**31 - 1
+#: Sizes of memory are signed 64-bit numbers.
+_MAX_NBYTES: Final = 2**63 - 1
 
 
 def inline_nbytes(message: Message) -> int:
@@ -82,6 +87,7 @@ def encode(message: Message, descriptors: int = 0) -> bytes:
 
 
 def _encode(message: Message, descriptors: int) -> bytes:
+    _require_ranges(message)
     kind, version, digest, body = _body_of(message, message.model_id.encode())
     if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
         raise ValueError(f"its body takes {len(body)} bytes, its digest {len(digest)}")
@@ -116,6 +122,21 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
             return 5, 0, b"", b"".join((_BYE.pack(len(name), len(reason)), name, reason))
 
 
+def _require_ranges(message: Message) -> None:
+    """Refuse numbers that fit their field and mean nothing.
+
+    Raises:
+        ValueError: there is one.
+    """
+    match message:
+        case Hello() if not 0 <= message.pid <= _MAX_PID:
+            raise ValueError(f"a process id of {message.pid}")
+        case Update() if not 0 <= message.nbytes <= _MAX_NBYTES:
+            raise ValueError(f"a payload of {message.nbytes} bytes")
+        case Ack() if not isfinite(message.seconds) or message.seconds < 0:
+            raise ValueError(f"a duration of {message.seconds} s")
+
+
 def _prose(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
@@ -131,6 +152,9 @@ def decode(data: Readable) -> Message:
         ProtocolError: it is truncated, too long, corrupted, not ours, or of another protocol version (which
             the error names); ``.unread`` holds its bytes.
     """
+    # What a call brings is of whatever type its caller made it.
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise malformed(f"A {type(data).__name__} came where a frame belongs", b"")
     return decode_with(peek(data), data)
 
 
@@ -145,6 +169,7 @@ def decode_with(head: Head, data: Readable) -> Message:
         if head.digest_nbytes not in _DIGEST_SIZES or head.pad:
             raise ValueError(f"a digest of {head.digest_nbytes} bytes")
         message = _READERS[head.kind](head, covered[COVERED.size :])
+        _require_ranges(message)
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
         raise malformed(f"A frame's fields are malformed: {error}", data) from error
     if head.payload_nbytes != inline_nbytes(message):

@@ -37,6 +37,12 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
         f"{kinds[Purpose.REVERT]} rules and {kinds[Purpose.UNFAIR]} fairness conditions, each taken out alone",
     )
     yield (
+        "planted steps (`tla/MCPlant.tla`, `tla/MCPromise.tla`)",
+        "a property, or a clause of the promise, that says nothing",
+        f"{kinds[Purpose.PLANTED]} properties that no rule taken out violates, each with a wrong step that it finds; "
+        "for each clause of the promise a step that it refuses",
+    )
+    yield (
         "canaries",
         "a proof that is true for no reason, a checker that says yes to all",
         f"{kinds[Purpose.CANARY]} situations that must be reached, {kinds[Purpose.CHECKER]} runs that must fail",

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weightsync.checker.second.bounds import Bounds
+
 _NAMED = re.compile(r"test_(g\d+)[a-z]?_")
 _PLANTED = Path("tests/planted/test_planted.py")
 
@@ -28,6 +30,7 @@ class Guarantee:
         name: its name in the charter.
         meaning: in words.
         properties: its names in the model.
+        needs: features of which one must be possible, or its properties could not fail; none: always.
         tests: node ids.
         plant: the function that plants a fault against it.
         planted: what that fault is, in words.
@@ -39,11 +42,51 @@ class Guarantee:
     name: str
     meaning: str
     properties: tuple[str, ...]
+    needs: tuple[str, ...]
     tests: tuple[str, ...]
     plant: str
     planted: str
     assumed: str
     unproved: str
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """What some configuration must check at the least.
+
+    Attributes:
+        properties: all of them, in one configuration or in several.
+        bounds: the constants that each of these has at the least.
+    """
+
+    properties: tuple[str, ...]
+    bounds: Bounds
+
+
+def least(root: Path) -> tuple[Least, ...]:
+    """The bounds below which no property of a group may be checked only.
+
+    Raises:
+        SourceError: a group of properties is named that does not exist.
+    """
+    document = _toml(root / "spec" / "assurance.toml")
+    groups = document["groups"]
+    try:
+        return tuple(Least(tuple(groups[entry["of"]]), _bounds(entry)) for entry in document["least"])
+    except KeyError as error:
+        raise SourceError(f"a [[least]] names a group of properties that is not in [groups]: {error}") from error
+
+
+def _bounds(entry: Mapping[str, Any]) -> Bounds:
+    return Bounds(
+        senders=entry.get("senders", 1),
+        workers=entry.get("workers", 1),
+        max_version=entry.get("versions", 1),
+        max_link=entry.get("links", 1),
+        max_clock=entry.get("clocks", 1),
+        features=frozenset(entry.get("features", ())),
+        links=frozenset(entry.get("network", ())),
+    )
 
 
 def read(root: Path) -> tuple[Guarantee, ...]:
@@ -83,6 +126,7 @@ def _guarantee(
         named["name"],
         named["meaning"],
         tuple(entry["properties"]),
+        tuple(entry.get("needs", ())),
         (*own, *further),
         *plants[id],
         _flat(entry["assumed"]),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, small
+from fleet import PATIENCE
 from hours import hours
 
 from weightsync import (
@@ -200,11 +200,3 @@ def test_a_process_ends_although_a_transport_of_its_own_never_returns() -> None:
     )
 
     assert "TIMED_OUT\n" == done.stdout
-
-
-def test_a_receiver_over_a_users_transport_says_what_to_call_instead() -> None:
-    receiver = Scheme().create_receiver()
-    receiver.register_model(small())
-
-    with pytest.raises(ConfigurationError, match="receive_weights"):
-        receiver.register_worker_transport(Postbox())

@@ -13,10 +13,13 @@ import warnings
 from typing import Any
 
 import pytest
+from documented_forms import FORMS, Form, X, given
 from missing import not_tested
 from reviewed_differences import ADDED, DIFFERENCES, MISSING, REASONS
 
 import weightsync
+from weightsync.messages import WeightsForm
+from weightsync.presenting import form_taken
 
 pytestmark = pytest.mark.torchrl
 
@@ -29,6 +32,14 @@ UPDATERS = (
 )
 #: Names with an underscore that TorchRL's documentation has users override.
 OVERRIDDEN = ("_get_server_weights", "_maybe_map_weights", "_sync_weights_with_worker", "_skip_update")
+#: What users write and we call, and not the other way round.
+UNCALLED = (
+    "WeightSyncScheme.create_transport",
+    "TransportBackend.send_weights",
+    "TransportBackend.receive_weights",
+    "WeightUpdaterBase._maybe_map_weights",
+    "RemoteModuleWeightUpdater._maybe_map_weights",
+)
 SIMPLE = inspect.Parameter.empty
 
 
@@ -115,7 +126,38 @@ def differing(signatures: dict[str, tuple[str, str]]) -> dict[str, tuple[str, st
 
 
 def test_what_differs_is_in_the_reviewed_table(signatures: dict[str, tuple[str, str]]) -> None:
-    assert set(differing(signatures)) - set(ADDED) - set(DIFFERENCES) == set()
+    assert set(differing(signatures)) - set(ADDED) - set(DIFFERENCES) - set(FORMS) == set()
+
+
+def test_every_call_of_theirs_is_taken() -> None:
+    """Whatever TorchRL's own signature takes, by position or by name, ours takes too."""
+    refused = {}
+    for name, theirs in classes().items():
+        for member in members(theirs):
+            known = inspect.getattr_static(theirs, member, None)
+            if inspect.isfunction(known) and f"{name}.{member}" not in {*MISSING, *UNCALLED}:
+                ours = inspect.signature(getattr(getattr(weightsync, name), member))
+                refused |= {f"{name}.{member}": call for call in calls_of(known) if not takes(ours, call)}
+
+    assert refused == {}
+
+
+def calls_of(function: Any) -> list[Form]:
+    """All that a function takes, as far as possible by position, and as far as possible by name."""
+    first, *rest = inspect.signature(function).parameters.values()
+    places = [each for each in rest if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    keywords = {each.name: X for each in rest if each.kind is each.KEYWORD_ONLY}
+    by_name = {each.name: X for each in places}
+    return [given(*[first, *places], **keywords), given(first, **by_name, **keywords)]
+
+
+def takes(signature: inspect.Signature, call: Form) -> bool:
+    positional, keywords = call
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError:
+        return False
+    return True
 
 
 def test_what_is_said_to_have_only_keywords_added_has_only_those(signatures: dict[str, tuple[str, str]]) -> None:
@@ -180,3 +222,12 @@ def parameters(text: str) -> dict[str, str]:
         name, _, default = part.partition("=")
         found[name] = f"{kind} {len(found) if kind == 'any' else ''}{'=' + default if default else ''}"
     return found
+
+
+def test_the_method_of_each_of_torchrls_collectors_is_known_by_its_parameters() -> None:
+    """It takes TensorDicts: given a dict, theirs fails (``form_taken``)."""
+    _, collectors = torchrl_modules()
+    kinds = [getattr(collectors, name) for name in ("Collector", "AsyncCollector", "MultiSyncCollector")]
+    for kind in [*kinds, collectors.MultiAsyncCollector]:
+        parameters = inspect.signature(kind.update_policy_weights_).parameters
+        assert form_taken(parameters) is WeightsForm.TENSORDICT

@@ -91,6 +91,44 @@ def test_initial_weights_need_no_signalling_by_the_caller(store: Any) -> None:
     assert (received["a"] == 4.0).all()
 
 
+@pytest.mark.parametrize("form", ["A", "B"])
+def test_initial_weights_are_not_told_in_torchrls_keys(store: Any, form: str) -> None:
+    """A loop written for the reference would take them for an update, and stand still."""
+    given = {} if form == "A" else {"weights_buffer": weights(0.0)}
+    trainer, worker = (DistributedTransport(store=store, rank=1, **given) for _ in range(2))
+    with trainer, worker:
+        thread = threading.Thread(target=trainer.send_initial_weights, args=(weights(4.0),))
+        thread.start()
+        store.set("NODE_1_in", "an instruction of the caller's own")
+        received = worker.receive_initial_weights()
+        thread.join(PATIENCE)
+        assert (received["a"] == 4.0).all()
+        assert b"an instruction of the caller's own" == store.get("NODE_1_in")
+        assert not store.check(["NODE_1_out"])
+
+        store.delete_key("NODE_1_in")
+        trainer.send_weights_async(weights(5.0))
+        assert b"update_weights" == store.get("NODE_1_in")
+
+
+def test_the_first_weights_of_connect_are_not_told_in_torchrls_keys(store: Any) -> None:
+    trainer, worker, model = DistributedWeightSyncScheme(), DistributedWeightSyncScheme(), large()
+    with trainer, worker:
+        worker.init_on_receiver(model_id="policy", store=store, rank=1, model=model)
+        trainer.init_on_sender(model_id="policy", store=store, num_workers=1, model=large(2.0))
+        thread = threading.Thread(target=worker.connect, kwargs={"timeout": PATIENCE})
+        thread.start()
+        trainer.connect(timeout=PATIENCE)
+        thread.join(PATIENCE)
+        assert {2.0} == constants(model)
+        assert not store.check(["NODE_1_in"])
+        assert not store.check(["NODE_1_out"])
+
+        assert trainer.send(large(3.0), timeout=PATIENCE).ok
+        assert b"update_weights" == store.get("NODE_1_in")
+        assert b"updated" == store.get("NODE_1_out")
+
+
 def test_the_setup_methods_do_nothing(store: Any) -> None:
     transport = DistributedTransport(store, 1)
 

@@ -30,6 +30,7 @@ EXAMPLES = [
     errors.ProtocolError("broken", b"\x00"),
     errors.TransportError("cut"),
     errors.AuthenticationError("another key"),
+    errors.SenderClosed("said goodbye"),
 ]
 
 #: The types that the reference documents stay bases of ours.
@@ -44,6 +45,7 @@ BASES = {
     errors.LayoutError: (KeyError, ValueError),
     errors.TransportError: (ConnectionError,),
     errors.AuthenticationError: (errors.TransportError,),
+    errors.SenderClosed: (errors.TransportError, ConnectionError),
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import xxhash
 from fleet import PATIENCE, Pair, constants, filled, large, raw, small
 from torch import nn
 
@@ -107,6 +108,11 @@ def hello(**changes: Any) -> Hello:
     return Hello(**{"model_id": "policy", "incarnation": 1, **changes})
 
 
+def sealed(data: bytes) -> bytes:
+    """The same, with the checksum that fits it."""
+    return data[:8] + struct.pack("!Q", xxhash.xxh3_64_intdigest(data[16:])) + data[16:]
+
+
 def damaged() -> dict[str, bytes]:
     whole = wire.encode(hello())
     other = bytearray(whole)
@@ -115,6 +121,7 @@ def damaged() -> dict[str, bytes]:
     flipped[-1] ^= 1
     kind = bytearray(whole)
     kind[6] = 77
+    beyond = wire.encode(hello(pid=2**31 - 1)).replace(struct.pack("!Q", 2**31 - 1), struct.pack("!Q", 2**31))
     huge = bytearray(whole)
     huge[12:16] = b"\xff" * 4
     return {
@@ -127,6 +134,7 @@ def damaged() -> dict[str, bytes]:
         "too long": framed(whole + b"x"),
         "a body that claims 4 GiB": framed(bytes(huge)),
         "a negative length": struct.pack("!i", -2),
+        "a process id that no process has": framed(sealed(beyond)),
     }
 
 

@@ -30,7 +30,7 @@ SMALL = {
     "two versions": _bounds("async deadline interrupt abandon refuse", max_version=2),
     "crashes": _bounds("crash async", max_version=2, max_link=2),
     "losses": _bounds("wrong break refuse", max_version=2, max_link=2),
-    "ends": _bounds("remove bye close abandon broken async", max_link=2),
+    "ends": _bounds("remove bye close abandon broken async fail", max_link=2),
     "lingering": _bounds("wrong async", "Lingers", max_version=2, max_link=2),
     "cut off": _bounds("crash wrong cut bye refuse", "Lingers", max_link=2),
     "reordered": _bounds("refuse abandon async", "Reorders", max_version=2),
@@ -61,15 +61,7 @@ CONFIGURATIONS = SMALL | LARGE
 
 def in_words(bounds: Bounds) -> str:
     """What a configuration has, for people."""
-    counts = {
-        "sender": bounds.senders,
-        "worker": bounds.workers,
-        "version": bounds.max_version,
-        "link": bounds.max_link,
-    }
-    many = ", ".join(f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items())
-    links = f"; links: {', '.join(sorted(bounds.links)).lower()}" if bounds.links else ""
-    return f"{many}; {', '.join(sorted(bounds.features))}{links}"
+    return bounds.words
 
 
 def committed() -> dict[str, Any]:

@@ -23,14 +23,14 @@ from network import (
 
 from weightsync._tables import State
 from weightsync.checker.second.words import Letter, Out, Word
-from weightsync.errors import ConfigurationError, ProtocolError, StateError, WorkerLostError
+from weightsync.errors import ConfigurationError, ProtocolError, StateError, SyncError
 from weightsync.messages import Ack, Refusal
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.report import Outcome, OutcomeKind
 
 #: How the shipped code says no.
-REFUSED_BY_THE_CODE = (StateError, ConfigurationError, WorkerLostError, ProtocolError)
+REFUSED_BY_THE_CODE = (StateError, ConfigurationError, SyncError, ProtocolError)
 
 
 class RefusedError(Exception):
@@ -66,12 +66,13 @@ def _took(trainer: Trainer, event: sending.Event) -> tuple[Trainer, sending.Step
 
 def _told(data: sending.SenderData) -> sending.SenderData:
     """The data without what is only told to people: counters, reasons, who did not catch up."""
-    roll = {w: replace(entry, reason="") for w, entry in sorted(data.roll.items())}
+    roll = {w: replace(entry, reason="", remote_traceback="") for w, entry in sorted(data.roll.items())}
     outstanding = data.outstanding
     if outstanding is not None:
         outcomes = {w: Outcome(kind=outcome.kind) for w, outcome in sorted(outstanding.outcomes.items())}
         outstanding = replace(outstanding, owed=Frozen(sorted(outstanding.owed.items())), outcomes=Frozen(outcomes))
-    return replace(data, roll=Frozen(roll), outstanding=outstanding, not_caught_up=Frozen(), stale=0, late=0)
+    told = {"not_caught_up": Frozen(), "left": Frozen(), "stale": 0, "late": 0}
+    return replace(data, roll=Frozen(roll), outstanding=outstanding, **told)
 
 
 def _noted(outstanding: sending.Outstanding, did: frozenset[int], workers: int) -> Out:
@@ -171,6 +172,12 @@ def _executed(world: World, w: int, effect: receiving.Effect, before: Worker) ->
             return posted(world, Word(s, w, k, world.worker(w).data.fence, 0, 0, "HELLO", 0))
         case receiving.Reject(_, incarnation, kind, _):
             return posted(world, Word(s, w, k, incarnation, 0, 0, kind.name, before.data.fence))
+        case receiving.Disown(_, incarnation, kind):
+            fence = world.worker(w).data.fence
+            return posted(world, Word(s, w, k, incarnation, 0, world.bounds.max_version + 1, kind.name, fence))
+        case receiving.Leave():
+            bye = Word(s, w, k, before.data.fence, 0, world.bounds.max_version + 1, "BYE", 0)
+            return closing_ends(without_letters(posted(world, bye), w, s, k), {(s, w, k)})
         case receiving.Tell(_, key, kind):
             serial = before.pending_p if key == before.data.pending else key[1]
             return posted(world, Word(s, w, k, *key, serial, kind.name, before.data.fence))

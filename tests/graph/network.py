@@ -36,7 +36,7 @@ class Interned(type):
 
 def new_data(incarnation: int = 0, version: int = 0) -> sending.SenderData:
     """What a new sender remembers, or a dead one's messages still name."""
-    return sending.SenderData(incarnation, version, roll=Frozen(), not_caught_up=Frozen())
+    return sending.SenderData(incarnation, version, roll=Frozen(), not_caught_up=Frozen(), left=Frozen())
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ def is_open(world: World, s: int, w: int, k: int) -> bool:
     return (
         entry is not None
         and entry.link == k
-        and entry.standing is not sending.Standing.LOST
+        and entry.open
         and trainer.data.incarnation != 0
         and trainer.life == "alive"
         and trainer.state is not State.CLOSED

@@ -23,7 +23,7 @@ from network import (
 from senders import MODEL, Attempt
 
 from weightsync._tables import RefusalKind, State
-from weightsync.checker.second.words import Letter, Word
+from weightsync.checker.second.words import Letter
 from weightsync.messages import Ack, Refusal
 from weightsync.protocol import receiver as receiving
 
@@ -62,6 +62,8 @@ def _downs(world: World, w: int) -> Iterator[Attempt]:
         broke = "break" in world.bounds.features and (s, w) not in world.gone
         if broke or not is_open(world, s, w, k):
             yield ("LinkDown", w, s, k), lambda s=s, k=k: _link_down(world, w, s, k)
+        if "fail" in world.bounds.features and link_of(world.worker(w)) == (s, k) and is_open(world, s, w, k):
+            yield ("LinkFailed", w, s, k), lambda s=s, k=k: _link_down(world, w, s, k, "no memory")
 
 
 def _hello(world: World, m: Letter, misfit: str) -> World:
@@ -85,8 +87,8 @@ def _update(world: World, m: Letter) -> World:
     return world.with_worker(m.w, replace(worker, pending_p=m.p)) if arrived else world
 
 
-def _link_down(world: World, w: int, s: int, k: int) -> World:
-    event = receiving.LinkDown(number(s, k))
+def _link_down(world: World, w: int, s: int, k: int, failure: str = "") -> World:
+    event = receiving.LinkDown(number(s, k), failure)
     if named_down(world.worker(w), event):
         world = heard(world, w, event)
         world = world.with_worker(w, replace(world.worker(w), pending_p=0))
@@ -103,7 +105,9 @@ def _results(world: World, w: int) -> Iterator[Attempt]:
         yield ("Broken", w), lambda: _ended(world, w, receiving.Broken())
     yield ("Answered", w), lambda: _answered(world, w)
     if may("bye"):
-        yield ("CloseReceiver", w), lambda: _close_receiver(world, w)
+        yield ("CloseReceiver", w), lambda: _ended(world, w, receiving.Close())
+    if may("fail"):
+        yield ("FailReceiver", w), lambda: _ended(world, w, receiving.Fail("an exception"))
     if may("crash") and (worker.data, worker.met) != (_NEW, 0):
         yield ("CrashReceiver", w), lambda: _crash(world, w)
 
@@ -147,14 +151,6 @@ def _ended(world: World, w: int, event: receiving.Event) -> World:
     served = world.worker(w).served_p if world.worker(w).data.served else 0
     world = world.with_worker(w, replace(world.worker(w), pending_p=0, served_p=served))
     return closing_ends(letters_read(world, w), ends)
-
-
-def _close_receiver(world: World, w: int) -> World:
-    worker = world.worker(w)
-    s, k = link_of(worker)
-    # Behind all else on its link.
-    bye = Word(s, w, k, worker.data.fence, 0, world.bounds.max_version + 1, "BYE", 0)
-    return _ended(posted(world, bye) if s else world, w, receiving.Close())
 
 
 def _crash(world: World, w: int) -> World:

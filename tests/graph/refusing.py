@@ -12,7 +12,7 @@ from network import number
 
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, RefusalKind, SenderInput, State
 from weightsync.checker.second import Bounds
-from weightsync.errors import ConfigurationError, ProtocolError, StateError, WorkerLostError
+from weightsync.errors import ConfigurationError, ProtocolError, RefusedError, StateError, WorkerLostError
 from weightsync.messages import Ack, Hello, Refusal
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
@@ -37,6 +37,7 @@ _OWN_RESULTS = {
     receiving.Broken: _R.BROKEN,
     receiving.Answered: _R.ANSWERED,
     receiving.Close: _R.CLOSE,
+    receiving.Fail: _R.CLOSE,
 }
 
 
@@ -82,7 +83,9 @@ def receiver_events(bounds: Bounds) -> list[receiving.Event]:
         receiving.Broken(),
         receiving.Answered(),
         receiving.Close(),
+        receiving.Fail("an exception"),
         *map(receiving.LinkDown, links),
+        *(receiving.LinkDown(k, "no memory") for k in links),
         *(receiving.HelloArrived(k, i, misfit) for k, i, misfit in product(links, incarnations, ("", "another"))),
         *(receiving.UpdateArrived(k, i, v) for k, i, v in product(links, incarnations, versions)),
     ]
@@ -106,8 +109,10 @@ def _dispatching(data: sending.SenderData, targets: tuple[int, ...] | None) -> t
     chosen = list(data.roll) if targets is None else targets
     if not chosen or not set(chosen) <= set(data.roll):
         return ConfigurationError
-    lost = all(data.roll[worker].standing is sending.Standing.LOST for worker in chosen)
-    return WorkerLostError if lost else None
+    standings = {data.roll[worker].standing for worker in chosen}
+    if standings & {sending.Standing.EXPECTED, sending.Standing.UP}:
+        return None
+    return RefusedError if standings == {sending.Standing.REFUSED} else WorkerLostError
 
 
 def _sender_input(state: State, data: sending.SenderData, event: sending.Event) -> SenderInput | None:
@@ -130,7 +135,8 @@ def _sender_input(state: State, data: sending.SenderData, event: sending.Event) 
 
 def _stands(data: sending.SenderData, worker: int, link: int) -> bool:
     entry = data.roll.get(worker)
-    return entry is not None and (entry.link, entry.standing is sending.Standing.LOST) == (link, False)
+    ended = (sending.Standing.LOST, sending.Standing.REFUSED)
+    return entry is not None and entry.link == link and entry.standing not in ended
 
 
 def _ending(state: State, owed: dict[int, int], worker: int, link: int, otherwise: SenderInput) -> SenderInput:

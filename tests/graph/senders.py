@@ -13,7 +13,7 @@ from network import Trainer, World, emptied, first, is_open, new_data, no_report
 from weightsync._tables import RefusalKind, State
 from weightsync.checker.second import Bounds, Label
 from weightsync.checker.second.words import Word
-from weightsync.messages import Ack, Hello, Refusal
+from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import sender as sending
 
 MODEL = "policy"
@@ -117,7 +117,7 @@ def _connect(world: World, s: int, clock: int) -> World | None:
 def _join(world: World, bounds: Bounds, s: int, w: int) -> World | None:
     trainer = world.trainer(s)
     entry, k = trainer.data.roll.get(w), trainer.laid[w - 1] + 1
-    if k > bounds.max_link or (entry is not None and entry.standing is not sending.Standing.LOST):
+    if k > bounds.max_link or (entry is not None and entry.open):
         return None  # a link still open is lost first: that step is GiveUp
     laid = (*trainer.laid[: w - 1], k, *trainer.laid[w:])
     return did(world.with_trainer(s, replace(trainer, laid=laid)), s, sending.Join(w, k))
@@ -126,7 +126,7 @@ def _join(world: World, bounds: Bounds, s: int, w: int) -> World | None:
 def _remove(world: World, s: int, w: int) -> World | None:
     data = world.trainer(s).data
     entry = data.roll.get(w)
-    if entry is None or (entry.standing is not sending.Standing.LOST and data.incarnation):
+    if entry is None or (entry.open and data.incarnation):
         return None  # a link still open is lost first: that step is GiveUp
     return did(world, s, sending.Remove(w))
 
@@ -189,7 +189,8 @@ def _told(world: World, m: Word, message: Hello | Ack | Refusal) -> World:
 def _bye(world: World, m: Word) -> World:
     world = world._replace(answers=world.answers - {m})
     trainer = world.trainer(m.s)
-    for event in sending.removal(trainer.state, trainer.data, m.w, ""):
+    bye = Bye(model_id=MODEL, incarnation=m.inc)
+    for event in sending.leaving(trainer.state, trainer.data, m.w, m.k, bye):
         world = did(world, m.s, event)
     return world
 

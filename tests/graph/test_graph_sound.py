@@ -140,8 +140,8 @@ FAULTS = {
     "AckNamesItsVersion": (_patched(sending, "_advance", _version_used_again), "two versions"),
     "LateJoinerCatchesUp": (_patched(sending, "_join", _joiner_gets_nothing), "crashes"),
     "OnlyTargetsChange": (_patched(sending, "_dispatch", _everybody_is_sent_to), "two workers"),
-    "EverybodyIsToldTheTruth": (_patched(sending, "_lost", _lost_counts_as_abandoned), "losses"),
-    "RefinesWeightSync": (_patched(sending, "_lost", _lost_counts_as_abandoned), "losses"),
+    "EverybodyIsToldTheTruth": (_patched(sending, "ended", _lost_counts_as_abandoned), "losses"),
+    "RefinesWeightSync": (_patched(sending, "ended", _lost_counts_as_abandoned), "losses"),
     "Consistent": (_patched(sending, "_advance", _closing_forgets_to_settle), "ends"),
 }
 

@@ -134,12 +134,34 @@ def test_a_wrappers_prefix_is_pointed_out() -> None:
     assert "by the prefix 'module.' of the destination" in str(wrapped.difference(plain))
 
 
-def test_long_lists_are_cut_in_the_message_and_whole_in_the_error() -> None:
-    error = Layout([(f"p{i:03}", "float32", ()) for i in range(300)]).difference(Layout([]))
+def test_many_names_are_counted_in_the_message_and_whole_in_the_error() -> None:
+    model = Layout([(f"p{i:04}", "float32", (i % 2 + 1,)) for i in range(1200)])
+    renamed = Layout([(f"q{i:04}", "float32", (i % 2 + 1,)) for i in range(1200)])
+    cast = Layout([(f"p{i:04}", "bfloat16", (i % 2 + 1,)) for i in range(1200)])
+    reshaped = Layout([(f"p{i:04}", "float32", (i,)) for i in range(1200)])
 
-    assert error is not None
-    assert "and 290 more" in str(error)
-    assert len(error.missing) == 300
+    fewer, other, dtype, shape = (model.difference(found) for found in (Layout([]), renamed, cast, reshaped))
+
+    assert None not in (fewer, other, dtype, shape)
+    assert str(fewer) == (
+        "The weights do not fit the destination: missing 1200 names: 'p0000', 'p0001', 'p0002' and 1197 more."
+    )
+    assert len(fewer.missing) == len(other.unexpected) == len(dtype.mismatched) == 1200
+    assert "missing 1200 names: 'p0000'" in str(other)
+    assert "unexpected 1200 names: 'q0000'" in str(other)
+    assert str(dtype) == (
+        "The weights do not fit the destination: mismatched 1200 names: dtype bfloat16 where float32 is wanted "
+        "(in 1200: 'p0000', 'p0001', 'p0002' and 1197 more)."
+    )
+    assert "mismatched 1200 names: shape (0,) where (1,) is wanted (in 1: 'p0000'), " in str(shape)
+    assert max(len(str(error)) for error in (fewer, other, dtype, shape)) < 400
+
+
+def test_a_layout_is_summed_up_in_a_line() -> None:
+    layout = Layout([*((f"p{i}", "float32", (2,)) for i in range(9)), ("n", "int64", ())])
+
+    assert layout.summary() == "10 tensors (1 int64, 9 float32): 'n', 'p0', 'p1' and 7 more"
+    assert Layout([]).summary() == "no tensors"
 
 
 def test_a_name_that_occurs_twice_is_refused() -> None:

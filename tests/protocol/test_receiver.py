@@ -136,8 +136,39 @@ def test_a_takeover_closes_the_old_link_drops_what_was_pending_and_keeps_what_is
 
     step = receiver.take(pure.HelloArrived(2, 6))
 
-    assert (step.input, step.effects) == (ReceiverInput.TAKEOVER, (pure.CloseLink(1), pure.Greet(2)))
+    fenced = pure.Disown(1, 5, RefusalKind.FENCED, "this worker has met a newer sender")
+    assert (step.input, step.effects) == (ReceiverInput.TAKEOVER, (fenced, pure.CloseLink(1), pure.Greet(2)))
     assert (receiver.data.pending, receiver.data.served) == (None, (5, 1))
+
+
+def test_a_sender_that_comes_on_a_new_link_is_not_fenced_over_its_old_one(receiver: Receiver) -> None:
+    assert receiver.take(pure.HelloArrived(2, 5)).effects == (pure.CloseLink(1), pure.Greet(2))
+
+
+@pytest.mark.parametrize(
+    ("event", "to"),
+    [
+        (pure.LinkDown(1, "no memory"), State.UNINITIALIZED),
+        (pure.Fail("no memory", "line 1"), State.CLOSED),
+        (pure.Broken("no memory", "line 1"), State.CLOSED),
+    ],
+)
+def test_what_fails_says_so_and_never_goodbye(receiver: Receiver, event: pure.Event, to: State) -> None:
+    receiver.take(pure.UpdateArrived(1, 5, 1))
+
+    step = receiver.take(event)
+
+    trace = "" if isinstance(event, pure.LinkDown) else "line 1"
+    assert step.effects == (pure.Disown(1, 5, RefusalKind.FAILED, "no memory", trace), pure.CloseLink(1))
+    assert (step.to, receiver.data.pending) == (to, None)
+
+
+def test_only_a_close_says_goodbye(receiver: Receiver) -> None:
+    assert receiver.take(pure.Close()).effects == (pure.Leave(1),)
+
+
+def test_a_link_that_the_other_end_closed_is_closed_without_a_word(receiver: Receiver) -> None:
+    assert receiver.take(pure.LinkDown(1)).effects == (pure.CloseLink(1),)
 
 
 def test_a_misfit_is_rejected_with_its_reason(receiver: Receiver) -> None:
@@ -173,7 +204,7 @@ def test_broken_serves_nothing_and_is_final(receiver: Receiver) -> None:
 
     step = receiver.take(pure.Broken())
 
-    assert (step.to, step.effects, receiver.data.served) == (State.CLOSED, (pure.CloseLink(1),), None)
+    assert (step.to, step.effects[-1], receiver.data.served) == (State.CLOSED, pure.CloseLink(1), None)
     with pytest.raises(StateError):
         receiver.take(pure.UpdateArrived(1, 5, 3))
 

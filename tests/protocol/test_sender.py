@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from weightsync._tables import RefusalKind, SenderInput, State
-from weightsync.errors import ConfigurationError, StateError, WorkerLostError
-from weightsync.messages import Ack, Hello, Refusal
+from weightsync.errors import ConfigurationError, RefusedError, StateError, WorkerLostError
+from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import sender as pure
 from weightsync.report import OutcomeKind
 
@@ -170,6 +170,78 @@ def test_no_send_without_a_live_target(sender: Sender) -> None:
 
     assert caught.value.lost == {0: "died", 1: "died"}
     assert (sender.state, sender.data.version) == (State.READY, 0)
+
+
+def test_a_refused_handshake_is_refused_in_this_report_and_the_next(sender: Sender) -> None:
+    sender.take(pure.Join(2, 3))
+    sender.take(pure.Send((0, 2)))
+
+    step = sender.hears(2, refusal(0))
+
+    assert (step.input, sender.data.roll[2].standing) == (SenderInput.LOST, pure.Standing.REFUSED)
+    assert sender.data.outstanding is not None
+    told = sender.data.outstanding.outcomes[2]
+    assert (told.kind, told.reason) == (OutcomeKind.REFUSED, "it refused the handshake: why")
+    sender.hears(0, ack(1))
+    sender.take(pure.Send((0, 2)))
+    assert sender.data.outstanding.outcomes[2] == told
+
+
+def test_no_send_to_those_who_all_refused_the_handshake(sender: Sender) -> None:
+    for worker in (0, 1):
+        sender.hears(worker, refusal(0))
+
+    with pytest.raises(RefusedError) as caught:
+        sender.take(pure.Send(None))
+
+    assert set(caught.value.refused) == {0, 1}
+    assert (sender.state, sender.data.version) == (State.READY, 0)
+
+
+def test_a_worker_that_failed_is_lost_for_its_reason_and_stays_on_the_roll(sender: Sender) -> None:
+    sender.take(pure.Send((0,)))
+
+    step = sender.hears(0, replace(refusal(0, RefusalKind.FAILED), remote_traceback="line 1"))
+
+    assert step.input is SenderInput.SETTLED
+    concluded = step.effects[-1]
+    assert isinstance(concluded, pure.Conclude)
+    told = concluded.outstanding.outcomes[0]
+    assert (told.kind, told.reason, told.remote_traceback) == (OutcomeKind.LOST, "it failed: why", "line 1")
+    assert sender.data.roll[0].standing is pure.Standing.LOST
+    assert concluded.left == {}
+
+
+def test_a_goodbye_takes_a_worker_off_the_roll_and_is_in_the_report_that_it_ends(sender: Sender) -> None:
+    sender.take(pure.Send((0,)))
+
+    bye = Bye(model_id="policy", incarnation=INCARNATION, reason="done")
+    steps = [sender.take(event) for event in pure.leaving(sender.state, sender.data, 0, 1, bye)]
+
+    assert [step.input for step in steps] == [SenderInput.SETTLED, SenderInput.REMOVE]
+    concluded = steps[0].effects[-1]
+    assert isinstance(concluded, pure.Conclude)
+    assert (concluded.left, concluded.outstanding.outcomes[0].kind) == ({0: "done"}, OutcomeKind.LOST)
+    assert list(sender.data.roll) == [1]
+
+
+@pytest.mark.parametrize(("link", "incarnation"), [(1, INCARNATION + 1), (1, INCARNATION - 1), (9, INCARNATION)])
+def test_a_goodbye_to_another_sender_or_over_another_link_changes_nothing(
+    sender: Sender, link: int, incarnation: int
+) -> None:
+    bye = Bye(model_id="policy", incarnation=incarnation)
+
+    assert pure.leaving(sender.state, sender.data, 0, link, bye) == ()
+
+
+def test_a_send_to_nobody_says_who_left(sender: Sender) -> None:
+    for worker in (0, 1):
+        bye = Bye(model_id="policy", incarnation=INCARNATION, reason=f"done {worker}")
+        for event in pure.leaving(sender.state, sender.data, worker, worker + 1, bye):
+            sender.take(event)
+
+    with pytest.raises(ConfigurationError, match=r"nobody is on the roll.*Worker 0 left: done 0.*Worker 1 left"):
+        sender.take(pure.Send(None))
 
 
 @pytest.mark.parametrize("targets", [(), (5,), (0, 5)])

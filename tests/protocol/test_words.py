@@ -82,12 +82,13 @@ def test_a_send_to_some_is_due_to_those() -> None:
 def test_what_is_given_up_says_why(event: sender.Event, reason: str) -> None:
     applied = Outcome(kind=OutcomeKind.APPLIED)
     data = replace(SENT, outstanding=sender.Outstanding(1, {1: 2}, {0: applied}), not_caught_up={0: applied})
+    data = replace(data, left={7: "done"})
     step = sender.step(State.PENDING_ASYNC, data, event)
 
     given_up = Outcome(kind=OutcomeKind.ABANDONED, reason=reason)
-    concluded = sender.Conclude(sender.Outstanding(1, {}, {0: applied, 1: given_up}), {0: applied})
+    concluded = sender.Conclude(sender.Outstanding(1, {}, {0: applied, 1: given_up}), {0: applied}, {7: "done"})
     assert step.effects[-1] == concluded
-    assert (step.data.outstanding, step.data.not_caught_up) == (None, {})
+    assert (step.data.outstanding, step.data.not_caught_up, step.data.left) == (None, {}, {})
 
 
 def test_closing_closes_the_links_that_are_not_lost() -> None:
@@ -295,7 +296,10 @@ def test_a_handshake_that_is_rejected(incarnation: int, misfit: str, kind: Refus
     assert (step.input, step.to, step.data) == (ReceiverInput.REJECTED, State.READY, SERVING)
 
 
-@pytest.mark.parametrize(("link", "old"), [(1, ()), (5, (receiver.CloseLink(1),))])
+TAKEN_OVER = receiver.Disown(1, 7, RefusalKind.FENCED, "this worker has met a newer sender")
+
+
+@pytest.mark.parametrize(("link", "old"), [(1, ()), (5, (TAKEN_OVER, receiver.CloseLink(1)))])
 def test_a_newer_sender_may_speak_over_the_link_of_the_one_before(link: int, old: tuple[receiver.Effect, ...]) -> None:
     step = receiver.step(State.READY, replace(SERVING, pending=(7, 3)), receiver.HelloArrived(link, 8))
 

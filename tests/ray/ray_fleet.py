@@ -136,6 +136,17 @@ class Plain(Bench):
         return "whatever it returns"
 
 
+class Collector(Bench):
+    """An actor whose method is that of TorchRL's collectors: it takes TensorDicts."""
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None, **_: Any) -> None:
+        TensorDict.from_module(self.policy).data.update_(policy_or_weights.data)
+
+
+class Stranger(Bench):
+    """An actor without any method that takes weights."""
+
+
 class Module:
     """An actor as TorchRL's RayModuleTransform makes it, without our receiver."""
 

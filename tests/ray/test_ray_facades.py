@@ -119,14 +119,26 @@ def test_create_transport_gives_torchrls_transport(plain: Any) -> None:
 # ------------------------------------------------------------------------------- one actor that many share
 
 
-@pytest.mark.parametrize("how", ["context", "handle", "actor_refs", "set_transform"])
+PATH = "env.transform[0]"
+WAYS = ["context", "handle", "actor_refs", "set_transform", "path", "path to the actor", "path and actor_refs"]
+
+
+@pytest.mark.parametrize("how", WAYS)
 def test_the_module_scheme_finds_its_one_actor(module: Any, how: str) -> None:
-    context = {"context": SimpleNamespace(_actor=module), "handle": module}.get(how)
+    transform = SimpleNamespace(_actor=module)
+    contexts = {
+        "context": transform,
+        "handle": module,
+        "path": context_with(transform),
+        "path to the actor": context_with(module),
+        "path and actor_refs": context_with(transform, actor_refs=[module]),
+    }
+    context = contexts.get(how)
     with RayModuleTransformScheme() as scheme:
         if how == "set_transform":
             scheme._set_transform(SimpleNamespace(_actor=module))
         given = {"actor_refs": [module]} if how == "actor_refs" else {}
-        scheme.init_on_sender("module", context, model=small(6.0), **given)
+        scheme.init_on_sender(PATH if "path" in how else "module", context, model=small(6.0), **given)
         sender = scheme.get_sender()
         assert isinstance(sender, RayModuleTransformSender)
         sender.register_worker(3, "whatever")
@@ -140,6 +152,50 @@ def test_the_module_scheme_finds_its_one_actor(module: Any, how: str) -> None:
         assert _shown(module) == {8.0}
         with pytest.raises(ValueError, match="1"):
             sender.send(worker_ids=[1])
+
+
+def context_with(transform: Any, **more: Any) -> SimpleNamespace:
+    """A collector whose environment has a transform."""
+    return SimpleNamespace(env=SimpleNamespace(transform=[transform]), **more)
+
+
+def test_a_path_to_an_actor_is_no_source_of_weights(module: Any) -> None:
+    context = context_with(SimpleNamespace(_actor=module), actor_refs=[module])
+    with RayModuleTransformScheme() as scheme:
+        scheme.init_on_sender(PATH, context)
+        with pytest.raises(ConfigurationError, match="no model is registered"):
+            scheme.get_sender().send(timeout=PATIENCE)
+        assert scheme.get_sender().send(small(4.0), timeout=PATIENCE).ok
+        assert scheme.model is None
+
+    assert _shown(module) == {4.0}
+
+
+def test_a_module_at_the_path_is_what_is_sent(module: Any) -> None:
+    """A local transform has the methods of the remote one, and is no actor."""
+    context = context_with(Local(small(2.0)), actor_refs=[module])
+    with RayModuleTransformScheme() as scheme:
+        scheme.init_on_sender(f"{PATH}.module", context)
+        assert scheme.get_sender().send(timeout=PATIENCE).ok
+
+    assert _shown(module) == {2.0}
+
+
+class Local:
+    """A transform of this process, as TorchRL's ``ModuleTransform``."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def _update_weights_tensordict(self, params: Any) -> None: ...
+
+
+def test_the_module_schemes_transport_calls_the_actors_own_methods(module: Any) -> None:
+    for strategy, fill in (("tensordict", 3.0), ("state_dict", 5.0)):
+        with RayModuleTransformScheme(strategy).create_transport(module) as transport:
+            assert isinstance(transport, RayActorTransport)
+            assert transport.send_weights("module", small(fill)).ok
+            assert _shown(module) == {fill}
 
 
 def test_the_module_scheme_wants_one_actor(seats: list[Any]) -> None:

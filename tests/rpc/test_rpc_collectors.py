@@ -49,6 +49,14 @@ class Raising(Collector):
         raise ValueError("the collector does not want them")
 
 
+class Theirs(Collector):
+    """Its method is that of TorchRL's collectors: it takes TensorDicts."""
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None, **_: Any) -> None:
+        self.kind = type(policy_or_weights).__name__
+        TensorDict.from_module(self.model).data.update_(policy_or_weights.data)
+
+
 class Keeping(Collector):
     """It only keeps what it is given."""
 
@@ -100,6 +108,34 @@ def test_a_collector_gets_the_format_of_the_strategy(trainer: Any) -> None:
     assert trainer.do(send, 3.0).ok
 
     assert trainer.do(shown) == ("TensorDict", {3.0})
+
+
+@pytest.mark.parametrize("told", [("infos", "class"), ()], ids=["class", "reference_alone"])
+def test_a_method_like_that_of_torchrls_collectors_is_given_a_tensordict(trainer: Any, told: tuple[str, ...]) -> None:
+    trainer.do(command_collectors, Theirs, ["w0"], "state_dict", told)
+    for fill in (3.0, 4.0):
+        assert trainer.do(send, fill).ok
+        assert trainer.do(shown) == ("TensorDict", {fill})
+
+
+def over_the_documented_transport(seat: Seat, kind: Any, name: str, fill: float, registered: bool) -> Any:
+    """By ``(collector_info, collector_rref, collector_class)``: the transport itself, or a sender given the tuple."""
+    scheme, rref = RPCWeightSyncScheme(), rpc.remote(name, kind)
+    seat.kept["rrefs"], three = [rref], (rpc.get_worker_info(name), rref, kind)
+    if registered:
+        with scheme.create_sender() as sender:
+            sender._register_worker(0, three)
+            return sender.send(small(fill), timeout=PATIENCE)
+    with scheme.create_transport(three) as transport:
+        return transport.send_weights("policy", small(fill), timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_info_rref_and_class_address_a_collector(trainer: Any, registered: bool) -> None:
+    report = trainer.do(over_the_documented_transport, Collector, "w0", 6.0, registered)
+
+    assert report.ok
+    assert trainer.do(shown) == ("dict", {6.0})
 
 
 def test_a_method_that_takes_the_reference_gets_it(trainer: Any) -> None:

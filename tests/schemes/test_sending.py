@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from weightsync import (
     OnPending,
     OutcomeKind,
     RefusedError,
+    SenderClosed,
     State,
     StateError,
     SyncError,
@@ -27,6 +32,7 @@ from weightsync import (
 )
 from weightsync.driving.reporter import Reporter
 from weightsync.protocol.sender_values import Standing
+from weightsync.testing import FakeClock
 
 
 class Thread(threading.Thread):
@@ -649,3 +655,210 @@ def test_nothing_becomes_live_inside_ones_own_serving_block(pair: Pair) -> None:
 
     assert pair.receiver.receive(timeout=0)
     assert pair.receiver.version == 2
+
+
+# --------------------------------------------------------------- what on_pending="wait" waited for is told too
+
+
+def with_one_lost(three: Pair) -> None:
+    """Version 1 is outstanding; worker 1 is gone, the others have applied it."""
+    three.sender.send_async()
+    three.receivers[1]._driver._links[1].close()
+    for index in (0, 2):
+        three.receivers[index].receive(timeout=0)
+
+
+def serve_the_survivors(three: Pair) -> list[Any]:
+    return [three.receivers[index].receive(timeout=0) for index in (0, 2)]
+
+
+def test_g11_a_send_that_waited_first_serves_the_survivors_and_reports_both(three: Pair) -> None:
+    with_one_lost(three)
+    report = three.sender.send(on_pending="wait", on_failure="report", timeout=0)
+
+    assert (report.version, three.sender.version) == (2, 2)
+    assert report.previous is not None
+    assert [report.previous[i].kind.name for i in range(3)] == ["APPLIED", "LOST", "APPLIED"]
+    assert [report[i].kind.name for i in range(3)] == ["TIMED_OUT", "LOST", "TIMED_OUT"]
+    assert serve_the_survivors(three) == [True, True]
+    assert three.sender.wait_async(on_failure="report").previous is None
+
+
+def test_g11_a_send_that_waited_first_raises_for_both_once_the_survivors_are_served(three: Pair) -> None:
+    with_one_lost(three)
+    with ThreadPoolExecutor(2) as beside:
+        serving = [beside.submit(three.receivers[index].receive, PATIENCE) for index in (0, 2)]
+        with pytest.raises(WorkerLostError) as lost:
+            three.sender.send(on_pending="wait", timeout=PATIENCE)
+
+        assert [each.result(PATIENCE) for each in serving] == [True, True]
+    assert lost.value.report.version == 2
+    assert "version 1 of 'policy' did not reach 1 of 3" in str(lost.value)
+    assert "version 2 of 'policy' did not reach 1 of 3" in str(lost.value)
+
+
+def test_g11_a_send_async_that_waited_first_raises_for_the_one_before_once_it_is_dispatched(three: Pair) -> None:
+    three.receivers[1].model.more = small()
+    three.sender.send_async()
+    for receiver in three.receivers:
+        receiver.receive(timeout=0)
+    with pytest.raises(RefusedError, match="version 2 of 'policy' was sent, but an update before it did not"):
+        three.sender.send_async(on_pending="wait", timeout=PATIENCE)
+
+    assert serve_the_survivors(three) == [True, True]
+
+
+def test_g5_a_send_whose_time_is_up_while_it_waits_sends_nothing_and_says_so(pair: Pair) -> None:
+    pair.sender.send_async()
+    report = pair.sender.send(on_pending="wait", on_failure="report", timeout=0)
+
+    assert (report.version, report.ok, pair.sender.version) == (None, False, 1)
+    assert report[0].reason == "not sent: time was up while version 1 still awaited worker 0"
+    assert report.previous is not None
+    assert report.previous[0].kind is OutcomeKind.TIMED_OUT
+
+
+# ---------------------------------------------------------------------------- what a report says of the waiting
+
+
+def test_the_time_until_a_worker_connects_is_told_apart(pair: Pair) -> None:
+    with FakeClock() as clock:
+        pair.sender.send_async()
+        clock.advance(17)
+        pair.receiver.receive(timeout=0)
+        pair.sender.poll()
+        clock.advance(1)
+        report = pair.sender.wait_async()
+        pair.sender.send_async()
+        clock.advance(2)
+        pair.receiver.receive(timeout=0)
+        later = pair.sender.wait_async()
+
+    assert (report.connect_s, report.transferring) == (pytest.approx(17), pytest.approx(1))
+    assert "in 1.000 s, after 17.000 s until the workers had connected" in str(report)
+    assert (later.connect_s, later.transferring) == (0, pytest.approx(2))
+
+
+def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
+    with FakeClock() as clock:
+        never = pair.sender.send(timeout=0, on_failure="report")[0].reason
+        pair.receiver.receive(timeout=0)
+        assert pair.sender.wait_async().ok
+        clock.advance(5)
+        unread = pair.sender.send(timeout=0, on_failure="report")[0].reason
+        with pair.receiver.serving():
+            pair.receiver.receive(timeout=0)
+            read = pair.sender.wait_async(timeout=0, on_failure="report")[0].reason
+
+    assert never == (
+        "never connected; no version of ours is known to be served; it was never heard from; "
+        "it has not read all that was sent to it"
+    )
+    answered = "connected, but has not answered; it last served version 1; it was last heard from 5.0 s ago; "
+    assert unread == answered + "it has not read all that was sent to it"
+    assert read == answered + "it has read the update"
+
+
+# ------------------------------------------------------- a worker that dies before it has connected is noticed
+
+
+def process_of(code: str) -> subprocess.Popen[bytes]:
+    """A process that has not the other end of any pipe: its death shows nowhere else."""
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def unconnected(scheme_class: Any, processes: Any) -> Any:
+    """A scheme whose worker never connects; this process holds the worker's end too."""
+    scheme, (ours, theirs) = scheme_class(), multiprocessing.Pipe()
+    scheme.init_on_sender("policy", pipes=[ours], model=small(), processes=processes)
+    return scheme, theirs
+
+
+@pytest.mark.parametrize("by", [lambda process: [process], lambda process: {0: process.pid}], ids=["object", "pid"])
+def test_g10_a_worker_that_dies_before_it_has_connected_ends_the_send(scheme_class: Any, by: Any) -> None:
+    with process_of("import time; time.sleep(3600)") as process:
+        scheme, theirs = unconnected(scheme_class, by(process))
+        scheme.get_sender().send_async()
+        process.kill()
+        report = scheme.get_sender().wait_async(timeout=None, on_failure="report")
+
+    assert report[0].kind is OutcomeKind.LOST
+    assert f"process {process.pid}" in report[0].reason
+    scheme.close()
+    theirs.close()
+
+
+def test_g10_a_process_may_be_started_after_the_send_and_be_dead_before_the_wait(scheme_class: Any) -> None:
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+    scheme, theirs = unconnected(scheme_class, [process])
+    scheme.get_sender().send_async()
+    assert scheme.get_sender().poll()[0].kind is OutcomeKind.PENDING
+    process.start()
+    process.join()
+    report = scheme.get_sender().wait_async(timeout=None, on_failure="report")
+
+    assert report[0].reason == f"its process {process.pid} has ended with exit code 3"
+    scheme.close()
+    theirs.close()
+
+
+def test_g10_a_process_that_starts_and_dies_during_a_wait_is_noticed(scheme_class: Any) -> None:
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+    scheme, theirs = unconnected(scheme_class, [process])
+    machine, waiting = scheme.get_sender()._driver.machine, threading.Event()
+    machine.observe(lambda _before, _taken, after: after is State.AWAITING_ACK and waiting.set())
+    starting = threading.Thread(target=lambda: waiting.wait(PATIENCE) and process.start())
+    starting.start()
+    report = scheme.get_sender().send(timeout=None, on_failure="report")
+    starting.join(PATIENCE)
+    process.join(PATIENCE)
+
+    assert report[0].kind is OutcomeKind.LOST
+    scheme.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("processes", [5, "0", [], [None], [0], [True], {3: 1}, ["pid"], [1, 2]])
+def test_processes_that_are_none_or_of_others_are_refused(scheme_class: Any, processes: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    scheme = scheme_class()
+    with pytest.raises(ConfigurationError, match="process"):
+        scheme.init_on_sender("policy", pipes=[ours], model=small(), processes=processes)
+
+    scheme.init_on_sender("policy", pipes=[ours], model=small())
+    scheme.close()
+    theirs.close()
+
+
+# ------------------------------------------------------------------------ a worker is told how its trainer ended
+
+
+def end_of(receiver: Any) -> TransportError:
+    with pytest.raises(TransportError) as ended:
+        receiver.receive(timeout=PATIENCE)
+    return ended.value
+
+
+def test_a_clean_end_of_the_trainer_is_told_from_a_crash(pair: Pair, scheme_class: Any) -> None:
+    pair.sync()
+    pair.sender.close()
+    closed = end_of(pair.receiver)
+    crashed_pair = Pair(scheme_class)
+    crashed_pair.sync()
+    crashed_pair.sender._driver._links[1][1].close()
+    crashed = end_of(crashed_pair.receiver)
+    crashed_pair.close()
+
+    assert isinstance(closed, SenderClosed)
+    assert not isinstance(crashed, SenderClosed)
+    assert "version 1" in str(closed)
+
+
+def test_a_receiver_with_a_new_link_forgets_how_the_last_sender_ended(pair: Pair) -> None:
+    pair.sender.close()
+    assert isinstance(end_of(pair.receiver), SenderClosed)
+    ours, theirs = multiprocessing.Pipe()
+    pair.receiver.register_worker_transport(theirs)
+    ours.close()
+
+    assert not isinstance(end_of(pair.receiver), SenderClosed)

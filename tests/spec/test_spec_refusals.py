@@ -161,7 +161,7 @@ PLANTED = {
         "sender.row 3: 'from' must be a list of names, at least one",
     ),
     "a version that is no number": (
-        "version = 2\n",
+        "version = 3\n",
         'version = "1"\n',
         "protocol: 'version' must be a whole number from 1",
     ),

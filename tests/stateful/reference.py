@@ -72,16 +72,29 @@ class Report(NamedTuple):
     not_caught_up: dict[int, str]
     #: The fences of workers lost to newer senders.
     fences: dict[int, int]
+    #: What became of the update that was waited for first.
+    previous: Report | None = None
+    #: Who said goodbye.
+    left: tuple[int, ...] = ()
 
     def judged(self, raises: bool) -> Report:
         """Itself, or raised if it tells of failures."""
-        kinds = {kind for kind in self.outcomes.values() if kind not in ("APPLIED", "PENDING")}
-        if not kinds or not (raises or "ABANDONED" in kinds):
+        if not (self.kinds() and raises) and "ABANDONED" not in self.outcomes.values():
             return self
+        kinds = self.kinds()
         one = {"TIMED_OUT": "AckTimeoutError", "LOST": "WorkerLostError", "REFUSED": "RefusedError"}
         kind = one.get(next(iter(kinds)), "SyncError") if len(kinds) == 1 else "SyncError"
-        fence = max(self.fences.values(), default=0) if kind == "WorkerLostError" else 0
+        fence = max(self.all_fences().values(), default=0) if kind == "WorkerLostError" else 0
         raise Raised(kind, self, fence or None)
+
+    def kinds(self) -> set[str]:
+        """The kinds of failures that it tells of, of this update and of those before it."""
+        before = self.previous.kinds() if self.previous else set()
+        return before | {kind for kind in self.outcomes.values() if kind not in ("APPLIED", "PENDING")}
+
+    def all_fences(self) -> dict[int, int]:
+        """The newest told fence of each worker."""
+        return {**(self.previous.all_fences() if self.previous else {}), **self.fences}
 
 
 class Wire:
@@ -190,6 +203,10 @@ class Seat:
     catching: int = 0
     fence: int = 0
 
+    @property
+    def open(self) -> bool:
+        return self.standing in ("expected", "up")
+
 
 @dataclass
 class Sender:
@@ -210,7 +227,10 @@ class Sender:
     concluded: dict[int, Report] = field(default_factory=dict)
     stale: int = 0
     not_caught_up: dict[int, str] = field(default_factory=dict)
+    left: list[int] = field(default_factory=list)
     given_up: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    #: What became of the update that was waited for, until somebody is told.
+    before: Report | None = None
     contents: dict[int, Content] = field(default_factory=dict)
     #: Open wires in the order they were laid, and whose they are.
     open: list[tuple[int, Wire]] = field(default_factory=list)
@@ -265,13 +285,16 @@ class Sender:
         if not unlaid and not in_the_way:
             self._allow("ready")
         if targets is None and not self.seats:
-            return Report(None, {}, {}, {}, {})
+            return self._nothing_sent({}, {})
         self._chosen(targets)
         if unlaid:
             self.connect(incarnation())
         if self.state == "pending_async" and on_pending == "wait":
             left = None if deadline is None else max(0.0, deadline - self.now())
-            yield from self.wait(timeout=left, raises=True)
+            self.before = yield from self.waited(timeout=left)
+            if "TIMED_OUT" in self.before.outcomes.values():
+                chosen = self.seats if targets is None else targets
+                return self._nothing_sent(dict.fromkeys(chosen, "TIMED_OUT"), {}).judged(raises)
         elif self.state == "pending_async" and on_pending == "supersede":
             given_up = self.abandon()
             for worker, kind in given_up.outcomes.items():
@@ -280,16 +303,21 @@ class Sender:
         self._allow("ready")
         self._dispatch(to, targets, content)
         if to == "pending_async":
-            return self._so_far("PENDING")
-        return (yield from self._block(self.version, deadline, raises))
+            report = self._so_far("PENDING")
+            return report.judged(report.previous is not None and bool(report.previous.kinds()))
+        return (yield from self._block(self.version, deadline)).judged(raises)
 
     def _chosen(self, targets: list[int] | None) -> list[int]:
         chosen = list(dict.fromkeys(self.seats if targets is None else targets))
         if not chosen or any(worker not in self.seats for worker in chosen):
             raise Raised("ConfigurationError")
-        if all(self.seats[worker].standing == "lost" for worker in chosen):
-            report = Report(None, dict.fromkeys(chosen, "LOST"), {}, {}, {})
-            raise Raised("WorkerLostError", report, max(self.seats[worker].fence for worker in chosen) or None)
+        seats = {worker: self.seats[worker] for worker in chosen}
+        if not any(seat.open for seat in seats.values()):
+            fences = {worker: seat.fence for worker, seat in seats.items()}
+            report = self._nothing_sent({worker: seat.standing.upper() for worker, seat in seats.items()}, fences)
+            if set(report.outcomes.values()) == {"REFUSED"}:
+                raise Raised("RefusedError", report)
+            raise Raised("WorkerLostError", report, max(fences.values()) or None)
         return chosen
 
     def _dispatch(self, to: str, targets: list[int] | None, content: Content) -> None:
@@ -303,22 +331,25 @@ class Sender:
         for worker in chosen:
             seat = self.seats[worker]
             seat.due = self.version
-            if seat.standing == "lost":
-                self.outcomes[worker], self.fences[worker] = "LOST", seat.fence
+            if not seat.open:
+                self.outcomes[worker], self.fences[worker] = seat.standing.upper(), seat.fence
             else:
                 self.owed[worker] = seat.wire
         for worker, wire in list(self.owed.items()):
             self._update(worker, wire, self.version)
 
     def wait(self, *, timeout: float | None, raises: bool) -> Generator[None, None, Report]:
+        return (yield from self.waited(timeout=timeout)).judged(raises)
+
+    def waited(self, *, timeout: float | None) -> Generator[None, None, Report]:
         deadline = self._deadline(timeout)
         self.pump()
         self._allow("pending_async")
         self.state = "awaiting_ack"
         self._settle()
-        return (yield from self._block(self.version, deadline, raises))
+        return (yield from self._block(self.version, deadline))
 
-    def _block(self, version: int, deadline: float | None, raises: bool) -> Generator[None, None, Report]:
+    def _block(self, version: int, deadline: float | None) -> Generator[None, None, Report]:
         while version not in self.concluded and (deadline is None or self.now() < deadline):
             try:
                 yield
@@ -328,11 +359,9 @@ class Sender:
                 raise
             self.pump()
         if version in self.concluded:
-            report = self._hand_out(version)
-        else:
-            self.state = "pending_async"
-            report = self._so_far("TIMED_OUT")
-        return report.judged(raises)
+            return self._hand_out(version)
+        self.state = "pending_async"
+        return self._so_far("TIMED_OUT")
 
     def poll(self) -> Report | None:
         self._allow("uninitialized", "ready", "pending_async", "awaiting_ack")
@@ -367,12 +396,20 @@ class Sender:
     def _so_far(self, owing: str) -> Report:
         outcomes = {**self.outcomes, **dict.fromkeys(self.owed, owing)}
         superseded = {worker: versions for worker, versions in self.given_up.items() if worker in outcomes}
-        return Report(self.version, outcomes, superseded, {}, self.fences)
+        return Report(self.version, outcomes, superseded, {}, self.fences, self._tell_before(), tuple(self.left))
+
+    def _nothing_sent(self, outcomes: dict[int, str], fences: dict[int, int]) -> Report:
+        return Report(None, outcomes, {}, {}, fences, self._tell_before())
+
+    def _tell_before(self) -> Report | None:
+        before, self.before = self.before, None
+        return before
 
     def _conclude(self, owing: str) -> None:
         outcomes = {**self.outcomes, **dict.fromkeys(self.owed, owing)}
-        self.concluded[self.version] = Report(self.version, outcomes, {}, self.not_caught_up, self.fences)
-        self.outstanding, self.owed, self.outcomes, self.not_caught_up = None, {}, {}, {}
+        left = tuple(self.left)
+        self.concluded[self.version] = Report(self.version, outcomes, {}, self.not_caught_up, self.fences, left)
+        self.outstanding, self.owed, self.outcomes, self.not_caught_up, self.left = None, {}, {}, {}, []
 
     def _hand_out(self, version: int) -> Report:
         report = self.concluded.pop(version)
@@ -380,7 +417,7 @@ class Sender:
         for worker, kind in report.outcomes.items():
             if kind != "ABANDONED":
                 self.given_up.pop(worker, None)
-        return report._replace(superseded=superseded)
+        return report._replace(superseded=superseded, previous=self._tell_before())
 
     def _settle(self) -> None:
         if self.state == "awaiting_ack" and not self.owed:
@@ -425,15 +462,15 @@ class Sender:
 
     def _give_up(self, worker: int) -> None:
         seat = self.seats[worker]
-        if seat.standing != "lost":
+        if seat.open:
             self._lose(worker, seat.wire)
 
-    def _lose(self, worker: int, wire: Wire, fence: int = 0) -> None:
+    def _lose(self, worker: int, wire: Wire, fence: int = 0, standing: str = "lost") -> None:
         seat = self.seats[worker]
-        seat.standing, seat.fence, seat.catching = "lost", fence, 0
+        seat.standing, seat.fence, seat.catching = standing, fence, 0
         if self.owed.get(worker) is wire:
             self.fences[worker] = fence
-            self._answered(worker, "LOST")
+            self._answered(worker, standing.upper())
         self._close_wire(worker, wire)
 
     def _close_wire(self, worker: int, wire: Wire) -> None:
@@ -468,9 +505,8 @@ class Sender:
         assert seat.wire is wire, "only current links are open"
         if message.kind == "Bye":
             if message.incarnation == self.incarnation:
+                self.left = [*(other for other in self.left if other != worker), worker]
                 self.remove(worker)
-            elif message.incarnation > self.incarnation:
-                self._lose(worker, wire, message.incarnation)
         elif message.incarnation != self.incarnation:
             self.stale += 1
         elif message.kind == "Hello":
@@ -484,7 +520,8 @@ class Sender:
     def _hear_answer(self, worker: int, seat: Seat, message: Message) -> None:
         kind = "APPLIED" if message.kind == "Ack" else "REFUSED"
         if message.kind == "Refusal" and (message.version == 0 or message.fence > self.incarnation):
-            self._lose(worker, seat.wire, message.fence if message.fence > self.incarnation else 0)
+            newer = message.fence if message.fence > self.incarnation else 0
+            self._lose(worker, seat.wire, newer, "refused" if message.why == "REFUSED" and not newer else "lost")
             return
         owing = self.owed.get(worker) is seat.wire and message.version == self.outstanding
         catching_up = message.version == seat.catching and seat.catching != 0
@@ -577,7 +614,7 @@ class Receiver:
         if self.state != "closed":
             self.state, self.wire, self.pending = "closed", None, None
         for wire in list(self.open):
-            self._close_wire(wire)
+            self._close_wire(wire, Message("Bye", self.fence))
 
     # -------------------------------------------------------------------------------------------- the swap
 
@@ -588,9 +625,10 @@ class Receiver:
             return False
         if self.mood == "breaks":
             self.code, self.served, self.broken = None, None, True
+            if self.wire is not None:
+                self._close_wire(self.wire, self._failed())
             for wire in list(self.open):
-                self.open.remove(wire)
-                wire.close(WORKER, None)
+                self._close_wire(wire)
             self.close()
             raise Raised("WeightSyncError")
         assert self.pending is not None
@@ -627,16 +665,20 @@ class Receiver:
             if gone and wire is self.wire and self.state == "awaiting_ack":
                 self.state = "ready"
 
-    def _down(self, wire: Wire) -> None:
+    def _down(self, wire: Wire, failed: bool = True) -> None:
         self.ended = True
-        if wire is self.wire:
+        ours = self.wire in (wire, None)
+        if ours:
             self.state, self.wire, self.pending = "uninitialized", None, None
-        self._close_wire(wire)
+        self._close_wire(wire, self._failed() if ours and failed else None)
 
-    def _close_wire(self, wire: Wire) -> None:
+    def _failed(self) -> Message:
+        return Message("Refusal", self.fence, 0, "FAILED", self.fence)
+
+    def _close_wire(self, wire: Wire, word: Message | None = None) -> None:
         if wire in self.open:
             self.open.remove(wire)
-            wire.close(WORKER, Message("Bye", self.fence))
+            wire.close(WORKER, word)
 
     # --------------------------------------------------------------------------------------- what comes in
 
@@ -668,7 +710,7 @@ class Receiver:
         elif message.kind == "Update":
             self._offered(wire, (message.incarnation, message.version), parcel.content)
         elif message.kind == "Bye" and (message.incarnation == self.fence or wire is not self.wire):
-            self._down(wire)
+            self._down(wire, failed=False)
 
     def _greeted(self, wire: Wire, incarnation: int, sample: Content | None) -> None:
         old = incarnation < self.fence
@@ -678,9 +720,10 @@ class Receiver:
             if wire is not self.wire:
                 self._close_wire(wire)
         elif wire is not self.wire or incarnation != self.fence:
-            self.fence = incarnation
+            before, self.fence = self.fence, incarnation
             if self.wire is not None and self.wire is not wire:
-                self._close_wire(self.wire)
+                fenced = Message("Refusal", before, 0, "FENCED", incarnation) if before < incarnation else None
+                self._close_wire(self.wire, fenced)
             self.state, self.wire, self.pending = "ready", wire, None
             serves = self.served[1] if self.served and self.served[0] == incarnation else 0
             self._say(wire, Message("Hello", incarnation, serves, "", incarnation))

@@ -569,9 +569,10 @@ def _told(found: Any) -> Any:
         case SyncReport():
             outcomes = {worker: outcome.kind.name for worker, outcome in found.outcomes.items()}
             not_caught_up = {worker: outcome.kind.name for worker, outcome in found.not_caught_up.items()}
-            return found.version, outcomes, dict(found.superseded), not_caught_up
+            previous = _told(found.previous)
+            return found.version, outcomes, dict(found.superseded), not_caught_up, previous, set(found.left)
         case reference.Report():
-            return found[:4]
+            return *found[:4], _told(found.previous), set(found.left)
         case _:
             return found
 

@@ -11,6 +11,8 @@ from weightsync.checker import Manifest, Purpose, find_model
 from weightsync.checker.text import Config, Library, config_traps, traps
 
 _FEWEST_CANARIES = 12
+#: Watches over TLC's own search, not over the protocol.
+_WATCHES = {"NothingWasLeftOut"}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,37 @@ def test_each_guarantee_is_proved_by_the_property_of_its_name(model: Manifest) -
             proved |= {each for each in found.guarantees if GUARANTEES[each].name in checked}
 
     assert proved == set(GUARANTEES)
+
+
+def test_each_property_of_a_proof_is_the_one_that_some_configuration_must_find_violated(model: Manifest) -> None:
+    checked, objects = set[str](), set[str]()
+    for found in model.configurations:
+        config = Config.read(model.folder / found.config)
+        if found.purpose is Purpose.PROOF:
+            checked |= {*config.invariants, *config.properties}
+        elif found.violates:
+            objects.add(found.violates)
+
+    assert checked - objects - _WATCHES == set(), (
+        "a property that nothing violates may say nothing: plant a wrong step in tla/MCPlant.tla, "
+        "and give it a configuration of kind planted"
+    )
+
+
+def test_a_planted_step_is_found_by_its_property_alone(model: Manifest) -> None:
+    for found in model.configurations:
+        if found.purpose is Purpose.PLANTED:
+            config = Config.read(model.folder / found.config)
+            assert (*config.invariants, *config.properties) == (found.violates,), found.name
+
+
+def test_each_planted_step_is_taken_by_some_configuration(model: Manifest, library: Library) -> None:
+    planted = library.resolve("MCPlant", "Planted")
+    assert planted is not None
+    configs = [Config.read(model.folder / f.config) for f in model.configurations if f.module == "MCPlant"]
+    chosen = {word.strip('"') for config in configs for word in config.entries["CONSTANT"][-1:]}
+
+    assert chosen == set(re.findall(r'Plant = "(\w+)"', planted.body))
 
 
 def test_there_are_canaries_enough(model: Manifest) -> None:

@@ -131,6 +131,7 @@ SILENT = {
     "note",
     "end",
     "failed",  # the loss that follows is an event of its own
+    "told",  # what is told changes nothing; behind a deadline or an abandon it is missed (below)
 }
 
 
@@ -174,8 +175,13 @@ def test_two_lines_of_a_machine_swapped_are_refused_though_all_is_sealed_anew(fi
 
 
 #: What commutes: a link that is laid and a step over another; a step that says nothing and what comes next; a link's
-#: failure and the loss that follows.
+#: failure and the loss that follows; what is told of a version that is over, and what changes nothing of it.
 HARMLESS = {
+    ("told", "refused", None),
+    ("told", "step", "CLOSE"),
+    ("told", "step", "SEND_ASYNC"),
+    ("sent", "told", None),
+    ("step", "told", None),
     ("step", "link", None),
     ("link", "received", None),
     ("step", "received", None),
@@ -263,6 +269,49 @@ def _with(line: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, 
         place = place[name]
     place[path[-1]] = value
     return changed
+
+
+def told_in(lines: Lines) -> list[int]:
+    """The places of reports."""
+    return [number for number, line in enumerate(lines) if line["what"] == "told"]
+
+
+def test_a_report_with_another_outcome_is_refused_at_its_line(file: Path) -> None:
+    lines = lines_of(file)
+    kinds = {"APPLIED", "REFUSED", "TIMED_OUT", "LOST", "ABANDONED", "PENDING"}
+    forged_kinds = set()
+    for number in told_in(lines):
+        for worker, outcome in lines[number]["outcomes"].items():
+            forged_kinds.add(outcome["kind"])
+            for kind in kinds - {outcome["kind"]}:
+                changed = copy.copy(lines)
+                changed[number] = _with(lines[number], ("outcomes", worker, "kind"), kind)
+                assert first(judged(write(file, changed))) == number + 1, (outcome, kind)
+    assert forged_kinds >= {"APPLIED", "REFUSED", "TIMED_OUT", "ABANDONED", "PENDING"}
+
+
+def test_a_worker_left_out_of_a_report_is_missed_at_its_line(file: Path) -> None:
+    lines = lines_of(file)
+    for number in told_in(lines):
+        changed = copy.copy(lines)
+        changed[number] = _with(lines[number], ("outcomes",), dict(list(lines[number]["outcomes"].items())[1:]))
+        assert first(judged(write(file, changed))) == number + 1
+
+
+def test_a_deadline_or_an_abandon_of_which_the_caller_is_not_told_is_refused(file: Path) -> None:
+    lines = lines_of(file)
+    ends = [n for n, line in enumerate(lines) if line.get("event", {}).get("is") in ("Deadline", "Abandon")]
+    assert {lines[number]["event"]["is"] for number in ends} == {"Deadline", "Abandon"}
+    for number in ends:
+        told = next(n for n in told_in(lines) if n > number)
+        assert _dropped(file, lines, told)
+
+
+def test_what_became_of_a_version_is_told_once(file: Path) -> None:
+    lines = lines_of(file)
+    [number] = [n for n in told_in(lines) if {each["kind"] for each in lines[n]["outcomes"].values()} == {"ABANDONED"}]
+
+    assert first(judged(write(file, [*lines[: number + 1], *lines[number:]]))) == number + 2
 
 
 def test_traces_are_named_as_the_search_for_them_expects(good: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Ack, Bye, Update
+from weightsync.transports import mailbox
 from weightsync.transports.base import Payloads, Waker, wait
 from weightsync.transports.channel import Channel
 from weightsync.transports.mailbox import MAX_STRAYS
@@ -163,10 +164,45 @@ def test_frames_for_models_that_nobody_registers_are_bounded(laid, ends):
     nobody = PipeLink(ends[0], "nobody")
     for version in range(MAX_STRAYS + 1):
         nobody.send(ack(version, "nobody"))
-    with pytest.raises(ProtocolError, match=f"More than {MAX_STRAYS} messages .*'nobody'"):
+    with pytest.raises(ProtocolError, match=f"{MAX_STRAYS} messages .*'nobody'"):
         second.receive()
     nobody.close()
     first.close()
+
+
+@pytest.mark.parametrize("bound", [{"MAX_STRAYS": 3}, {"MAX_KEPT_NBYTES": 2000}], ids=["count", "bytes"])
+def test_what_is_kept_for_models_without_a_link_is_bounded_by_count_and_by_bytes(laid, ends, monkeypatch, bound):
+    for name, value in bound.items():
+        monkeypatch.setattr(mailbox, name, value)
+    _, second = laid("policy", ends)
+    nobody = PipeLink(ends[0], "nobody")
+    buffer = Buffer(1000)
+    for version in range(1, 5):
+        nobody.send(Update(model_id="nobody", incarnation=1, version=version, layout_digest=b"", nbytes=1000), buffer)
+
+    with pytest.raises(ProtocolError, match="another came"):
+        second.receive()
+    nobody.close()
+
+
+@pytest.mark.parametrize("bound", [{"MAX_FOREIGN": 3}, {"MAX_KEPT_NBYTES": 3000}], ids=["count", "bytes"])
+def test_the_users_messages_that_nobody_reads_are_bounded_and_those_kept_still_come_out(laid, ends, monkeypatch, bound):
+    for name, value in bound.items():
+        monkeypatch.setattr(mailbox, name, value)
+    first, second = laid("policy", ends)
+    for number in range(6):  # three are kept, read, and make room for three more
+        first.user.send_bytes(bytes([number]) * 1000)
+        if number == 2:
+            assert second.receive() == []
+            assert [second.user.recv_bytes()[0] for _ in range(3)] == [0, 1, 2]
+    assert second.receive() == []
+    first.user.send_bytes(b"one too many")
+
+    with pytest.raises(TransportError, match=r"3 messages of your own \(3000 bytes\) lie here unread.*pipe"):
+        second.receive()
+    assert [second.user.recv_bytes()[0] for _ in range(3)] == [3, 4, 5]
+    with pytest.raises(EOFError):
+        second.user.recv_bytes()
 
 
 def test_frames_for_a_model_whose_link_was_closed_are_dropped(laid, ends):

@@ -13,6 +13,7 @@ import torch
 from weightsync import ConfigurationError, ProtocolError, RPCWeightSyncScheme, TransportError, wire
 from weightsync.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Waker, wait
+from weightsync.transports.door_links import MAX_AHEAD
 from weightsync.transports.doors import Door, Parcel, decoded
 from weightsync.transports.liveness import own_identity
 from weightsync.transports.rpc import door_of
@@ -218,6 +219,16 @@ def test_a_call_that_will_never_come_is_waited_for_no_longer(opened: Any) -> Non
 
     assert versions(links[0]) == [2]
     assert not door.awaits_turn(parcel(2))
+
+
+def test_calls_far_ahead_of_those_before_them_are_refused_and_not_kept(opened: Any) -> None:
+    door, links = opened
+    door.knock(parcel(0))
+    with pytest.raises(ProtocolError, match="call 1 is awaited"):
+        door.knock(parcel(MAX_AHEAD + 1))
+    door.knock(parcel(1))
+
+    assert versions(links[0]) == [0, 1]
 
 
 def test_a_receivers_words_carry_no_payload(opened: Any) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import gc
 import mmap
 import os
+import stat
 
 import pytest
 from hypothesis import settings
@@ -48,6 +49,7 @@ def test_a_segment_has_no_name_and_no_permission_to_change():
     with pytest.raises(PermissionError):
         mmap.mmap(segment.fd, LARGE, flags=mmap.MAP_SHARED)
     assert not os.get_inheritable(segment.fd)
+    assert stat.S_IMODE(os.fstat(segment.fd).st_mode) == 0o600
 
 
 def test_a_segments_pages_exist_before_the_first_write():

@@ -316,6 +316,52 @@ def test_malformed_frames_are_a_protocol_error_behind_what_came_before(laid, how
     assert first.receive()[0].message.reason == "a last word"
 
 
+SLOTTED = Update(
+    model_id="policy", incarnation=1, version=1, layout_digest=b"", nbytes=100_000, slot=SlotRef(segment=1)
+)
+STRAY_DESCRIPTORS = {
+    "with a handshake": (wire.encode(HELLO, 1), 1),
+    "with an update without a slot": (wire.encode(update(1, 0), 1), 1),
+    "two with one slot": (wire.encode(SLOTTED, 2), 2),
+    "with the user's own message": (b"the user's", 9),
+}
+
+
+@pytest.mark.parametrize("how", list(STRAY_DESCRIPTORS))
+def test_descriptors_that_no_slot_claims_are_closed_and_take_the_link_down(laid, how):
+    first, second = laid()
+    content, count = STRAY_DESCRIPTORS[how]
+    with open(os.devnull) as null:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(count if count > 2 else 1):
+            framed = struct.pack("!i", len(content)) + content
+            with socket.socket(fileno=os.dup(first._channel.connection.fileno())) as raw:
+                socket.send_fds(raw, [framed], [null.fileno()] * min(count, 2))
+        with pytest.raises(ProtocolError, match="descriptors"):
+            _read(second, count)
+
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _read(link: PipeLink, times: int) -> None:
+    for _ in range(times):
+        link.receive()
+
+
+def test_descriptors_that_no_frame_claims_are_closed_with_the_channel(laid):
+    first, second = laid()
+    with open(os.devnull) as null, socket.socket(fileno=os.dup(first._channel.connection.fileno())) as raw:
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(raw, [struct.pack("!i", 100)], [null.fileno()] * 3)
+        assert second.receive() == []
+        assert len(os.listdir("/proc/self/fd")) == before + 3
+        closing = len(second.waitables())
+        second.close()
+
+        # Its own socket and waker, the connection, and the three.
+        assert len(os.listdir("/proc/self/fd")) == before - closing - 1
+
+
 def test_another_protocol_version_is_a_protocol_error_that_names_both(laid):
     first, second = laid()
     data = bytearray(frame(HELLO))

@@ -11,6 +11,7 @@ from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
 model_ids = st.text(max_size=20)
 wide = st.integers(0, 2**128 - 1)
 numbers = st.integers(0, 2**64 - 1)
+sizes = st.integers(0, 2**63 - 1)
 digests = st.sampled_from([b"", bytes(range(16))]) | st.binary(min_size=16, max_size=16)
 blobs = st.binary(max_size=200)
 prose = st.text(max_size=60)
@@ -23,7 +24,7 @@ hellos = st.builds(
     layout_digest=blobs,
     layout=blobs,
     host=blobs,
-    pid=numbers,
+    pid=st.integers(0, 2**31 - 1),
     started=numbers,
     fence=wide,
 )
@@ -35,7 +36,7 @@ updates = st.builds(
     layout_digest=blobs,
     layout=blobs,
     digest=digests,
-    nbytes=numbers,
+    nbytes=sizes,
     extras=blobs,
     slot=st.none() | st.builds(SlotRef, segment=numbers),
 )
@@ -64,7 +65,7 @@ acks = st.builds(
     incarnation=wide,
     version=numbers,
     digest=digests,
-    seconds=st.floats(allow_nan=False),
+    seconds=st.floats(0, allow_nan=False, allow_infinity=False),
     evidence=st.sampled_from(Evidence),
     nested=st.none() | reports,
 )

@@ -38,6 +38,7 @@ class Purpose(Enum):
     CANARY = "canary"  #: a situation that must be reachable, so that proofs speak of something
     CHECKER = "checker"  #: TLC itself must say no
     REVERT = "revert"  #: a rule is taken out, and TLC must find what it prevents
+    PLANTED = "planted"  #: a wrong step is planted, and TLC must find that a property refuses it
     UNFAIR = "unfair"  #: a fairness conjunct is taken out, and TLC must find a caller who waits for ever
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from weightsync.errors import ConfigurationError
@@ -53,6 +54,29 @@ def model_and_weights(model_id: Any, weights: Any) -> tuple[str, Any]:
             "send_weights(weights). Nothing was sent."
         )
     return model_id, weights
+
+
+def one_by_one(names: Sequence[str], packed: Any, apart: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that TorchRL's first generation takes as one tuple, and its second one by one.
+
+    Args:
+        names: theirs, in the tuple's order.
+        packed: the tuple, or the first of them alone, or None.
+        apart: those given by name; None: not given.
+
+    Raises:
+        ConfigurationError: the tuple has another length, or something is given twice.
+    """
+    whole = isinstance(packed, tuple | list)
+    values = list(packed) if whole else [packed]
+    if whole and len(values) != len(names):
+        raise ConfigurationError(f"({', '.join(names)}) is meant, but {len(values)} values were given.")
+    found = {name: value for name, value in zip(names, values, strict=False) if value is not None}
+    named = {name: value for name, value in apart.items() if value is not None}
+    twice = sorted(found.keys() & named.keys())
+    if twice:
+        raise ConfigurationError(f"{', '.join(twice)}: given twice.")
+    return dict.fromkeys(names) | found | named
 
 
 def _named(weights: Any) -> str:

@@ -6,7 +6,6 @@ import functools
 import inspect
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,14 +15,17 @@ import torch
 from torch.distributed import rpc
 
 from weightsync._tables import RefusalKind
+from weightsync.compat.arguments import one_by_one
+from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.layout import Layout
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
-from weightsync.presenting import present_as
+from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update, WeightsForm
+from weightsync.presenting import form_taken, present_as
 from weightsync.report import Evidence
+from weightsync.transports.asking import AskingCourier, hand_on
 from weightsync.transports.base import Link
-from weightsync.transports.calls import Answers, CallLink, Courier
+from weightsync.transports.calls import Answers, CallLink
 from weightsync.transports.memory import Buffer
 from weightsync.transports.rpc import (
     ENDLESS,
@@ -38,6 +40,8 @@ from weightsync.transports.rpc import (
 
 #: The method of a collector that takes weights.
 METHOD: Final = "update_policy_weights_"
+#: How TorchRL addresses a collector.
+COLLECTOR: Final = ("collector_info", "collector_rref", "collector_class")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,17 @@ class Collector:
     kind: Any = None
 
 
+def collector_of(endpoint: Any) -> Collector:
+    """How a worker is reached: a `Collector`, TorchRL's ``(collector_info, collector_rref, collector_class)``, or who.
+
+    Raises:
+        ConfigurationError: a tuple of another length.
+    """
+    if isinstance(endpoint, Collector):
+        return endpoint
+    return Collector(*one_by_one(COLLECTOR, endpoint, {}).values())
+
+
 def link_to(collector: Collector, model_id: str, peer: str, presenter: Presenter, key: SharedKey | None = None) -> Link:
     """A link to a worker; ``key`` is shared with it.
 
@@ -67,8 +82,10 @@ def link_to(collector: Collector, model_id: str, peer: str, presenter: Presenter
     ours = RpcCourier(worker, model_id, peer, key)
     if collector.rref is None and collector.kind is None:
         return CallLink(ours, peer)
-    plain = CollectorCourier(calling(collector, worker, peer), peer, presenter)
-    return CallLink(AskingCourier(lambda: ask_listening(worker, model_id, peer), ours, plain), peer)
+    kind = Kind(collector)
+    plain = CollectorCourier(calling(collector, worker, peer), peer, presenter, kind.form)
+    asking = AskingCourier(lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
+    return CallLink(asking, peer)
 
 
 def _worker_of(collector: Collector, peer: str) -> Any:
@@ -123,6 +140,39 @@ def _takes_self(kind: Any) -> bool:
     return next(iter(inspect.signature(method).parameters), "") == "self"
 
 
+class Kind:
+    """A collector's class: the one that was given, or the one of what its reference leads to, which is asked there.
+
+    Args:
+        collector: the collector.
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        self._kind = collector.kind
+        self._asked: Any = None if collector.kind is not None else collector.rref._get_type(ENDLESS, blocking=False)
+
+    def form(self) -> WeightsForm | None:
+        """The form in which its method takes weights; None: whatever is given."""
+        kind = self._kind if self._asked is None else self._asked.value()
+        method = optional(kind, METHOD)
+        return None if method is MISSING else form_taken(inspect.signature(method).parameters)
+
+    def before(self, ask: Callable[[], Future[bool]]) -> Future[bool]:
+        """Ask something else once the class is known."""
+        if self._asked is None:
+            return ask()
+        found: Future[bool] = Future()
+        self._asked.add_done_callback(lambda _: _passed_on(found, ask))
+        return found
+
+
+def _passed_on(found: Future[bool], ask: Callable[[], Future[bool]]) -> None:
+    try:
+        ask().add_done_callback(functools.partial(hand_on, found))
+    except TransportError as error:
+        found.set_exception(error)
+
+
 # ---------------------------------------------------------------------------------------- what is sent, and said
 
 
@@ -139,11 +189,14 @@ class Presenter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._layouts: dict[bytes, Layout] = {}
-        self._made: weakref.WeakValueDictionary[tuple[str, int, int], _Made] = weakref.WeakValueDictionary()
+        self._made: weakref.WeakValueDictionary[tuple[str, int, int, WeightsForm], _Made] = (
+            weakref.WeakValueDictionary()
+        )
 
-    def make(self, update: Update, payload: Buffer | None) -> _Made:
-        """The weights of an update; the payload may be written again afterwards."""
-        key = update.model_id, update.incarnation, update.version
+    def make(self, update: Update, payload: Buffer | None, form: WeightsForm | None) -> _Made:
+        """The weights of an update, in a form (None: as they were given). The payload may be written again then."""
+        form = form or update.form
+        key = update.model_id, update.incarnation, update.version, form
         with self._lock:
             if update.layout:
                 self._layouts[update.layout_digest] = Layout.decode(update.layout)
@@ -151,7 +204,7 @@ class Presenter:
             if made is None:
                 view = memoryview(b"") if payload is None else payload.view[: update.nbytes]
                 layout = self._layouts[update.layout_digest]
-                made = self._made[key] = _Made(present_as(update.form, layout, view, update.extras))
+                made = self._made[key] = _Made(present_as(form, layout, view, update.extras))
             return made
 
 
@@ -162,10 +215,18 @@ class CollectorCourier:
         call: calls the method with weights.
         peer: who is at the other end, for messages to people.
         presenter: makes the weights.
+        form: gives the form that the method takes; None: whatever is given.
     """
 
-    def __init__(self, call: Callable[[Any], torch.futures.Future[Any]], peer: str, presenter: Presenter) -> None:
+    def __init__(
+        self,
+        call: Callable[[Any], torch.futures.Future[Any]],
+        peer: str,
+        presenter: Presenter,
+        form: Callable[[], WeightsForm | None],
+    ) -> None:
         self._call = call
+        self._form = form
         self._peer = peer
         self._presenter = presenter
 
@@ -175,7 +236,7 @@ class CollectorCourier:
             case Hello():
                 return done(Hello(model_id=message.model_id, incarnation=message.incarnation))
             case Update():
-                made = self._presenter.make(message, payload)
+                made = self._presenter.make(message, payload, self._form())
                 return begin(self._peer, lambda: self._call(made.weights), lambda over: self._said(message, made, over))
             case Bye():
                 return done()
@@ -212,67 +273,3 @@ def done(*messages: Message) -> Answers:
     answers: Answers = Future()
     answers.set_result(messages)
     return answers
-
-
-class AskingCourier:
-    """Finds out at the first message whether a receiver of ours listens, and carries all in that one's way.
-
-    Args:
-        ask: asks.
-        ours: for a process with our receiver.
-        plain: for one without.
-    """
-
-    def __init__(self, ask: Callable[[], Future[bool]], ours: Courier, plain: Courier) -> None:
-        self._ask = ask
-        self._ours, self._plain = ours, plain
-        self._lock = threading.RLock()
-        self._asked = False
-        self._chosen: Courier | None = None
-        self._failure: BaseException | None = None
-        self._waiting: deque[tuple[Message, Buffer | None, Answers]] = deque()
-
-    def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call that carries a message, once it is known how: see `Courier.start`."""
-        with self._lock:
-            if self._failure is not None:
-                raise TransportError(str(self._failure)) from self._failure
-            if self._chosen is not None:
-                return self._chosen.start(message, payload)
-            answers: Answers = Future()
-            self._waiting.append((message, payload, answers))
-            if not self._asked:
-                self._asked = True
-                self._ask().add_done_callback(self._found)
-        return answers
-
-    def _found(self, found: Future[bool]) -> None:
-        with self._lock:
-            waiting, self._waiting = list(self._waiting), deque()
-            self._failure = found.exception()
-            if self._failure is None:
-                self._chosen = self._ours if found.result() else self._plain
-            begun = [(answers, self._begin(message, payload)) for message, payload, answers in waiting]
-        for answers, inner in begun:
-            inner.add_done_callback(functools.partial(_hand_on, answers))
-
-    def _begin(self, message: Message, payload: Buffer | None) -> Answers:
-        try:
-            return self.start(message, payload)
-        except Exception as failure:  # noqa: BLE001 - told to whoever waits for the answers
-            failed: Answers = Future()
-            failed.set_exception(failure)
-            return failed
-
-    def close(self) -> None:
-        """No further call will be begun: see `Courier.close`."""
-        self._ours.close()
-        self._plain.close()
-
-
-def _hand_on(answers: Answers, over: Answers) -> None:
-    error = over.exception()
-    if error is None:
-        answers.set_result(over.result())
-    else:
-        answers.set_exception(error)

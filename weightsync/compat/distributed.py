@@ -15,7 +15,7 @@ from weightsync.strategy import WeightStrategy
 from weightsync.timing import Deadline, Timeout
 from weightsync.transports.base import Link
 from weightsync.transports.distributed import StoreEnd, listen, sender_link
-from weightsync.transports.distributed.link import HINT
+from weightsync.transports.distributed.hints import HINT, Hints
 
 _IN_FLIGHT: Final = 4
 #: Seconds after which a wait without end looks for an instruction of another kind.
@@ -58,14 +58,19 @@ class DistributedTransport(TransportFacade):
         self._backend = backend
         self._key = key if key is None or isinstance(key, SharedKey) else SharedKey(key)
 
+    _live = (*TransportFacade._live, "_hints")
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._hints = Hints()
+
     def _meeting(self) -> StoreEnd:
         if self.store is None or self.rank is None:
             raise ConfigurationError(
                 "DistributedTransport was given no store or no rank: it reaches nobody. Nothing was sent."
             )
-        return StoreEnd(
-            self.store, self.rank, self._backend, 1 if self.sync else _IN_FLIGHT, SharedKey.given(self._key)
-        )
+        in_flight = 1 if self.sync else _IN_FLIGHT
+        return StoreEnd(self.store, self.rank, self._backend, in_flight, SharedKey.given(self._key), self._hints)
 
     def _endpoints(self) -> Mapping[int, Any]:
         meeting = self._meeting()
@@ -131,17 +136,24 @@ class DistributedTransport(TransportFacade):
     # -------------------------------------------------------------------------------------- initial weights
 
     def send_initial_weights(self, weights: Any) -> Any:
-        """Send the first weights: as `send_weights`, of the model "policy"."""
-        return self.send_weights(POLICY, weights)
+        """Send the first weights: as `send_weights`, of "policy", but without a word in TorchRL's own keys."""
+        with self._hints.withheld():
+            return self.send_weights(POLICY, weights)
 
     def receive_initial_weights(self) -> Any:
-        """Wait for the first weights, and ack them: generation A's tuple, or B's weights, as `receive_weights`.
+        """Wait for the first weights, and ack them. TorchRL's own keys are neither read nor written.
+
+        Returns:
+            The weights; in generation B what they were received into, as by `receive_weights`.
 
         Raises:
             As `receive_weights`.
         """
-        found = self.receive_weights(None)
-        self.send_ack()
+        found = super().receive_weights(None, weights=self._buffer)
+        with self._hints.withheld():
+            self.send_ack()
+        if self._buffer is not None:
+            return self._buffer
         return found[1] if self._form is Form.A else found
 
     def setup_connection_and_weights_on_sender(self) -> None:

@@ -13,6 +13,7 @@ from weightsync.compat.wiring import FacadeWiring
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
+from weightsync.side import is_clean
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Timeout
 from weightsync.transports.base import Link
@@ -101,6 +102,38 @@ class Foundation(abc.ABC):
     def check_connection(self) -> bool:
         """Whether the transport can be used now."""
 
+    # ------------------------------------------------------------------------------ for schemes that made it
+
+    def link(self, model_id: str, peer: str) -> Link:
+        """A link to the worker that this transport reaches.
+
+        Raises:
+            ConfigurationError: the transport was not told whom it reaches, or reaches several.
+        """
+        endpoints = list(self._endpoints().values())
+        if len(endpoints) != 1:
+            raise ConfigurationError(
+                f"{type(self).__name__} reaches {len(endpoints)} workers: a scheme's create_transport() makes one "
+                "transport for each."
+            )
+        return self._lay_link(endpoints[0], model_id, peer)
+
+    def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Have ``accept`` called with each link by which a sender reaches us; what is returned ends that.
+
+        Raises:
+            ConfigurationError: the transport was not told where, or does not receive.
+        """
+        return self._listen(model_id, accept)
+
+    def user_messages(self) -> UserMessages:
+        """The user's own messages on the transport's pipe.
+
+        Raises:
+            ConfigurationError: it has none.
+        """
+        return self._user_messages()
+
     # -------------------------------------------------------------------------------------------- ending
 
     def close(self) -> None:
@@ -124,6 +157,9 @@ class Foundation(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not is_clean(error):
+            for receiver in list(self._receivers.values()):
+                receiver.fail(error)
         self.close()
 
     def _require_open(self, asked: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from weightsync.compat.arguments import UNSET, Unset, model_and_weights
+from weightsync.byhand import UPDATED
+from weightsync.compat.arguments import POLICY, UNSET, Unset, model_and_weights
 from weightsync.compat.mp import MPTransport, connection_of
 from weightsync.errors import ConfigurationError, LayoutError, StateError
 from weightsync.layout import extra_state_name
@@ -50,7 +51,8 @@ class SharedMemTransport(MPTransport):
         super().__init__(None, strategy=strategy)
         self.timeout = timeout
         self._policy_weights: MutableMapping[str, Any] = {} if policy_weights is None else policy_weights
-        self._auto_register = auto_register
+        #: Whether a model may be sent that was not registered.
+        self.auto_register = auto_register
         self._pipes: list[Any] = []
         self._params_map: dict[int, Any] = {}
         self._per_worker = False
@@ -78,29 +80,40 @@ class SharedMemTransport(MPTransport):
             for sender in self._senders.values():
                 sender.add_worker(len(self._pipes) - 1, pipe)
 
-    def register_weights(self, model_id: Any, weights: Any = None, per_worker: bool = False, **given: Any) -> None:
+    def register_weights(
+        self,
+        model_id: Any = None,
+        weights: Any = None,
+        per_worker: bool = False,
+        *,
+        params_map: Mapping[int, Any] | None = None,
+        init_queues: Mapping[int, Any] | None = None,
+    ) -> None:
         """Register a copy target (generation A), or one a worker (generation B).
 
         Args:
-            model_id: the model's id; B: ``params_map``, worker id to a TensorDict.
-            weights: the TensorDict or dict to be filled; B: ``init_queues``, worker id to the queue on which
-                `setup_connection_and_weights_on_sender` puts the worker's buffer.
+            model_id: the model's id; B: the ``params_map``.
+            weights: the TensorDict or dict to be filled; B: the ``init_queues``.
             per_worker: B: whether workers may be sent different weights.
-            **given: ``init_queues`` by its name.
+            params_map: B: worker id to a TensorDict.
+            init_queues: B: worker id to the queue on which `setup_connection_and_weights_on_sender` puts the worker's
+                buffer; none: nothing is put.
 
         Raises:
             ConfigurationError: neither form.
         """
-        weights = given.pop("init_queues", weights)
-        if given or not isinstance(model_id, str | Mapping) or weights is None:
+        named = model_id if isinstance(model_id, str) else None
+        maps = [each for each in (params_map, model_id) if each is not None and each is not named]
+        if named is not None and weights is not None and not maps and init_queues is None:
+            read_weights(weights)
+            self._policy_weights[named] = weights
+        elif named is None and len(maps) == 1 and isinstance(maps[0], Mapping) and None in (weights, init_queues):
+            self._params_map, self._per_worker = dict(maps[0]), per_worker
+            self._init_queues = dict(weights or init_queues or {})
+        else:
             raise ConfigurationError(
                 "register_weights() takes (model_id, weights), or (params_map, init_queues, per_worker)."
             )
-        if isinstance(model_id, str):
-            read_weights(weights)
-            self._policy_weights[model_id] = weights
-        else:
-            self._params_map, self._init_queues, self._per_worker = dict(model_id), dict(weights), per_worker
 
     @property
     def unique_weights(self) -> list[Any]:
@@ -196,7 +209,7 @@ class SharedMemTransport(MPTransport):
     def _registered(self, model_id: Any, weights: Any) -> tuple[str, Any]:
         """The model and its weights, if it may be sent."""
         model_id, weights = model_and_weights(model_id, weights)
-        if not self._auto_register:
+        if not self.auto_register:
             require_registered(model_id, self._policy_weights)
         return model_id, self._wiring.prepare_weights(weights, model_id, self._wiring.strategy)
 
@@ -204,29 +217,39 @@ class SharedMemTransport(MPTransport):
         with self._lock:
             self._require_open("send_weights")
             self._published(model_id, weights)
-        return SyncReport(model_id=model_id, version=None, incarnation=0, outcomes={})
+        return _nobody(model_id)
 
     def _fill(self, weights: Any, worker_ids: Sequence[int] | None) -> SyncReport:
         """Generation B: write the buffers in place; a dict by worker id brings each its own weights."""
         if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
+            self._require_buffers(list(weights))
             for worker_id, own in weights.items():
                 self._fill(own, [worker_id])
-            return SyncReport(model_id="policy", version=None, incarnation=0, outcomes={})
-        if worker_ids is not None and not self._per_worker:
+            return _nobody(POLICY)
+        if worker_ids is not None:
+            self._require_buffers(worker_ids)
+        chosen = self._params_map if worker_ids is None else {id_: self._params_map[id_] for id_ in worker_ids}
+        for target in {id(target): target for target in chosen.values()}.values():
+            self._wiring.strategy.apply_weights(target, weights)
+        return _nobody(POLICY)
+
+    def _require_buffers(self, worker_ids: Sequence[int]) -> None:
+        """Refuse a write to workers who have no buffer of their own.
+
+        Raises:
+            ConfigurationError: nothing was written.
+        """
+        if not self._per_worker:
             raise ConfigurationError(
                 f"The workers share their buffers: a send to {list(worker_ids)} would change others, too. Register "
                 "them with per_worker=True. Nothing was written."
             )
-        unknown = [worker_id for worker_id in worker_ids or () if worker_id not in self._params_map]
+        unknown = [worker_id for worker_id in worker_ids if worker_id not in self._params_map]
         if unknown:
             raise ConfigurationError(
                 f"No buffer is registered for workers {unknown}: known are {sorted(self._params_map)}. Nothing was "
                 "written."
             )
-        chosen = self._params_map if worker_ids is None else {id_: self._params_map[id_] for id_ in worker_ids}
-        for target in {id(target): target for target in chosen.values()}.values():
-            self._wiring.strategy.apply_weights(target, weights)
-        return SyncReport(model_id="policy", version=None, incarnation=0, outcomes={})
 
     def _published(self, model_id: str, weights: Any) -> None:
         """Copy a version into the model's buffer, which is made if it has none.
@@ -238,6 +261,37 @@ class SharedMemTransport(MPTransport):
             self._wiring.strategy.apply_weights(self._policy_weights[model_id], weights)
         else:
             self._policy_weights[model_id] = shared_copy(weights)
+
+    # ----------------------------------------------------------------------------------------- receiving
+
+    def receive_weights(
+        self,
+        timeout: float | Unset | None = UNSET,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any:
+        """The weights of the next update: see `ReceivingHalf.receive_weights`.
+
+        Without a pipe nothing comes: then it applies ``weights``, a shared buffer, to the model if all three are given,
+        and returns them; else None.
+        """
+        if self._pipes:
+            return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
+        if weights is None or model is None or strategy is None:
+            return None
+        strategy.apply_weights(model, weights)
+        return weights
+
+    def send_ack(self, message: str = UPDATED) -> None:
+        """Ack the update that was received last: see `ReceivingHalf.send_ack`. Without a pipe: nothing."""
+        if self._pipes:
+            super().send_ack(message)
+
+    def check_ack(self, message: str = UPDATED) -> SyncReport:
+        """Wait for the ack: see `SendingHalf.check_ack`. Without a pipe there is none: the report is empty."""
+        return super().check_ack(message) if self._pipes else _nobody(POLICY)
 
     # ---------------------------------------------------------------------------------------- the facade
 
@@ -258,6 +312,11 @@ class SharedMemTransport(MPTransport):
                 "register_pipe() with this worker's end."
             )
         return self._pipes[0]
+
+
+def _nobody(model_id: str) -> SyncReport:
+    """Of a send that reaches buffers alone."""
+    return SyncReport(model_id=model_id, version=None, incarnation=0, outcomes={})
 
 
 def require_registered(model_id: str, known: Mapping[str, Any]) -> None:

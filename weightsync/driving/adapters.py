@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 
 from weightsync.errors import ProtocolError, TransportError
+from weightsync.messages import Hello
 from weightsync.transports.base import Link, Received
+from weightsync.transports.liveness import own_host
 
 logger = logging.getLogger("weightsync")
 
@@ -42,6 +44,37 @@ def flush(link: Link) -> bool:
         raise
     except Exception as error:
         raise _fault(link, error) from error
+
+
+def watch(link: Link, hello: Hello) -> None:
+    """Notice the death of the process that said ``hello``, if it runs on this host: see `Link.watch`.
+
+    Raises:
+        TransportError: it cannot be watched.
+        AdapterFault: it raised anything else.
+    """
+    if hello.host != own_host():
+        return
+    try:
+        link.watch(hello.pid, hello.started)
+    except TransportError:
+        raise
+    except Exception as error:
+        raise _fault(link, error) from error
+
+
+def close(link: Link) -> None:
+    """Give a link up, whatever its adapter raises: see `Link.close`."""
+    try:
+        link.close()
+    except Exception as error:  # noqa: BLE001 - nothing more is asked of this link; the others go on
+        _fault(link, error)
+
+
+def mishandled(link: Link, error: Exception) -> str:
+    """Log what handling a message of that link raised, against all expectation; the reason for which it is lost."""
+    logger.error("a message over the link to %s could not be handled", link.peer, exc_info=error)
+    return f"a message from {link.peer} could not be handled: {error!r}"
 
 
 def _fault(link: Link, error: Exception) -> AdapterFault:

@@ -19,6 +19,11 @@ class Backlog:
         self._unanswered: set[int] = set()
         self._waiting = 0
 
+    @property
+    def waits(self) -> bool:
+        """Whether a version waits here."""
+        return bool(self._waiting)
+
     def admit(self, version: int) -> bool:
         """Whether a version may leave now; otherwise it waits, in place of an older one."""
         if len(self._unanswered) >= MAX_UNANSWERED:

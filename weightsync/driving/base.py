@@ -13,6 +13,7 @@ from weightsync.layout import Layout
 from weightsync.machine import Input, RoleMachine
 from weightsync.protocol.steps import Data, Effect, Step
 from weightsync.transports.base import Waker
+from weightsync.transports.liveness import own_host
 
 Event = TypeVar("Event")
 
@@ -25,6 +26,9 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         machine: where it stands.
         data: what its pure half knows.
         pure_step: the pure half.
+
+    Raises:
+        TransportError: no file descriptor is left.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         self.machine: RoleMachine[Input] = machine
         self.data = data
         self.waker = Waker()
+        own_host()  # read once, before a link needs it: later there may be no descriptor left to read it with
         #: The layout of the newest version, or the model's; None: neither is known yet.
         self.layout: Layout | None = None
         self._pure_step: Callable[[State, Data, Event], Step[Input, Data, Effect]] = pure_step

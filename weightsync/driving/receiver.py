@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
-from weightsync.driving.adapters import AdapterFault, flush, read
+from weightsync._tables import ReceiverInput, RefusalKind, State
+from weightsync.driving.adapters import close, flush, mishandled, read, watch
 from weightsync.driving.base import Driver
-from weightsync.errors import ProtocolError, StateError, TransportError
+from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
 from weightsync.layout import Layout
-from weightsync.machine import ReceiverMachine, next_state
+from weightsync.machine import ReceiverMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
 from weightsync.report import SyncReport
@@ -36,7 +36,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     """One receiver's machine, data and links.
 
     Its methods take the lock and never block. A link whose peer breaks the protocol goes down, and the
-    `ProtocolError` is raised.
+    `ProtocolError` is raised unless it happened beside the link in force.
 
     Args:
         model_id: the model whose weights are received.
@@ -47,6 +47,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.pending: Pending | None = None
         #: Why the last link ended; empty: none has.
         self.ended = ""
+        #: What a caller is raised then.
+        self.ended_as: type[TransportError] = TransportError
+        #: The link that could not be written to last.
+        self._unwritable = 0
         #: The sender's word in the handshake that was made last; None: none was.
         self.greeting: Hello | None = None
         #: Whether answers to applied versions are held back until `release`.
@@ -70,26 +74,30 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def close(self) -> None:
         """Close for good: every link says Bye and closes, a caller who waits is woken."""
-        self._end(pure.Close())
-
-    def break_down(self) -> None:
-        """Close for good, since the model holds no whole version any more.
-
-        Without a goodbye, which would take this worker off the roll: it stays there, LOST, and is told of.
-        """
         with self.lock:
-            next_state(RECEIVER_ROWS, self.machine.state, ReceiverInput.BROKEN)
-            while self._links:
-                self._links.popitem()[1].close()
-            self._end(pure.Broken())
+            self.take(pure.Close())
+            for number in list(self._links):
+                self._leave(number)
+            self._silence()
 
-    def _end(self, event: pure.Close | pure.Broken) -> None:
+    def fail(self, reason: str, remote_traceback: str) -> None:
+        """Close for good, since something failed: the sender keeps this worker on its roll, LOST, with the reason."""
+        self._end(pure.Fail(reason, remote_traceback))
+
+    def break_down(self, reason: str, remote_traceback: str) -> None:
+        """Close for good, since the model holds no whole version any more: LOST to the sender, with the reason."""
+        self._end(pure.Broken(reason, remote_traceback))
+
+    def _end(self, event: pure.Fail | pure.Broken) -> None:
         with self.lock:
             self.take(event)
             for number in list(self._links):
                 self._close_link(number)
-            self.pending = None
-            self.waker.close()
+            self._silence()
+
+    def _silence(self) -> None:
+        self.pending = None
+        self.waker.close()
 
     def hold(self) -> None:
         """Hold back the answer to the version that is about to be APPLIED: it is handed on first."""
@@ -120,8 +128,11 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self._write(link, self._hello(link))
             case pure.Reject(link, incarnation, kind, reason):
                 logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
-                self.ended = f"its handshake was refused: {reason}"
+                self.ended, self.ended_as = f"its handshake was refused: {reason}", TransportError
                 self._write(link, self._refusal((incarnation, 0), kind, reason))
+            case pure.Disown(link, incarnation, kind, reason, trace):
+                said = self._refusal((incarnation, 0), kind, reason)
+                self._say_last(link, replace(said, remote_traceback=trace))
             case pure.Tell(link, key, kind):
                 self._write(link, self._refusal(key, kind, _REASONS[kind]))
             case pure.Reply() if self.holding and effect.answer is self.data.answer:
@@ -131,6 +142,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self.flush()
             case pure.CloseLink(link):
                 self._close_link(link)
+            case pure.Leave(link):
+                self._leave(link)
 
     def _hello(self, link: int) -> Hello:
         pid, started = own_identity()
@@ -163,31 +176,40 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         try:
             self._links[link].send(message)
         except Exception as error:  # noqa: BLE001 - however a link fails, the others go on
+            self._unwritable = link
             self._down(link, str(error) or repr(error))
 
-    def _down(self, link: int, reason: str) -> None:
-        """The link is gone: a loss of the one in force is the machine's, another is only closed."""
-        self.ended = reason
-        step = self._step(pure.LinkDown(link))
-        if step.input is None:
-            self._close_link(link)
-
-    def _close_link(self, link: int) -> None:
+    def _say_last(self, link: int, message: Message) -> None:
+        """Say the last word over a link that closes next, as far as it can still be said."""
         if link not in self._links:
             return
-        closing = self._links.pop(link)
         try:
-            closing.send(
-                Bye(
-                    model_id=self.model_id,
-                    incarnation=self.data.fence,
-                    reason="the receiver closed this link",
-                )
-            )
+            self._links[link].send(message)
         except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
-            logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
-        finally:
-            closing.close()
+            logger.debug("no last word over a link of %r: %s", self.model_id, error)
+
+    def _down(self, link: int, reason: str) -> None:
+        """The link has failed: that of the one in force is the machine's, another is only closed."""
+        self._ended(pure.LinkDown(link, reason), reason)
+
+    def _ended(self, event: pure.LinkDown, reason: str, ended_as: type[TransportError] = TransportError) -> None:
+        self.ended, self.ended_as = reason, ended_as
+        step = self._step(event)
+        if step.input is not None:
+            return
+        if event.failure:
+            self._say_last(event.link, self._refusal((self.data.fence, 0), RefusalKind.FAILED, event.failure))
+        self._close_link(event.link)
+
+    def _leave(self, link: int) -> None:
+        """Say goodbye over a link, and close it."""
+        reason = "the receiver was closed"
+        self._say_last(link, Bye(model_id=self.model_id, incarnation=self.data.fence, reason=reason))
+        self._close_link(link)
+
+    def _close_link(self, link: int) -> None:
+        if link in self._links:
+            close(self._links.pop(link))
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -217,7 +239,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         """Write what waits, take in what has arrived. The link in force is not read while an answer is owed.
 
         Raises:
-            ProtocolError: a peer broke the protocol; its link is down.
+            ProtocolError: the peer of the link in force, or of the only one, broke the protocol; its link is down.
         """
         with self.lock:
             if self.machine.state is State.CLOSED:
@@ -235,21 +257,23 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 if number in self._links:
                     self._heard(number, link, received)
                     self._finish()
-        except AdapterFault as error:
-            self._give_up(number, str(error))
+                elif number == self._unwritable and isinstance(received.message, Bye):
+                    # It had said goodbye already when we answered what came before that.
+                    self.ended, self.ended_as = _goodbye(received.message), SenderClosed
         except TransportError as error:
             self._down(number, str(error))
         except (ProtocolError, StateError) as error:
-            self._give_up(number, str(error))
+            beside = number != self.data.link and len(self._links) > 1
+            self._down(number, str(error))
+            if beside:
+                logger.error("a link of %r to %s broke the protocol: %s", self.model_id, link.peer, error)
+                return
             unread = error.unread if isinstance(error, ProtocolError) else b""
             raise ProtocolError(str(error), unread) from error
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this link's failure and nobody else's
+            self._down(number, mishandled(link, error))
         finally:
             self._finish()
-
-    def _give_up(self, number: int, reason: str) -> None:
-        """Take a link down that still works, and tell its sender why."""
-        self._write(number, self._refusal((self.data.fence, 0), RefusalKind.REFUSED, reason))
-        self._down(number, reason)
 
     def _forget(self) -> None:
         if self.data.pending is None:
@@ -259,8 +283,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         message = received.message
         match message:
             case Hello():
-                if message.host == own_host():
-                    link.watch(message.pid, message.started)
+                watch(link, message)
                 step = self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
                 if step.input is not ReceiverInput.REJECTED:
                     self.greeting = message
@@ -268,7 +291,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self._update(number, message, received)
             case Bye():
                 if message.incarnation == self.data.fence or number != self.data.link:
-                    self._down(number, f"the sender said goodbye: {message.reason}")
+                    self._ended(pure.LinkDown(number), _goodbye(message), SenderClosed)
             case Ack() | Refusal():
                 raise ProtocolError(f"a sender sent {type(message).__name__}; only receivers send it.")
 
@@ -279,17 +302,29 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         return str(difference) if difference else ""
 
     def _update(self, number: int, update: Update, received: Received) -> None:
+        event = pure.UpdateArrived(number, update.incarnation, update.version)
+        if update.incarnation < self.data.fence:
+            self.take(event)  # STALE whatever it names: an older sender's layout is remembered no more
+            return
+        layout = self._layout_of(update)
+        before = self.data.pending
+        self.take(event)
+        if self.data.pending not in (None, before):
+            payload = received.payload if received.payload is not None else memoryview(b"")
+            self.pending = Pending(update, layout, payload, received.refresh)
+
+    def _layout_of(self, update: Update) -> Layout:
         if update.layout:
             told = Layout.decode(update.layout)
             self._layouts = {told.digest: told}
         layout = self._layouts.get(update.layout_digest)
         if layout is None or layout.nbytes != update.nbytes:
             raise ProtocolError(f"version {update.version} names a layout or a size that this link has not carried.")
-        before = self.data.pending
-        self.take(pure.UpdateArrived(number, update.incarnation, update.version))
-        if self.data.pending not in (None, before):
-            payload = received.payload if received.payload is not None else memoryview(b"")
-            self.pending = Pending(update, layout, payload, received.refresh)
+        return layout
+
+
+def _goodbye(bye: Bye) -> str:
+    return f"the sender said goodbye: {bye.reason}"
 
 
 _REASONS = {

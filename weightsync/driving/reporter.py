@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from weightsync.driving.sender import SenderDriver
-from weightsync.errors import WorkerLostError
-from weightsync.protocol.sender import Standing
+from weightsync.errors import RefusedError, WorkerLostError
+from weightsync.protocol.sender import Standing, ended
 from weightsync.report import Outcome, OutcomeKind, SyncReport
 from weightsync.timing import Stopwatch
 
@@ -24,6 +24,12 @@ class Reporter:
         self._preparing = 0.0
         self._dispatched = Stopwatch()
         self._given_up: dict[int, tuple[int, ...]] = {}
+        #: What became of the update before, until a report has told of it.
+        self._previous: SyncReport | None = None
+
+    def follows(self, previous: SyncReport) -> None:
+        """The next update was made to wait for that of ``previous``: the next report tells of both."""
+        self._previous = previous
 
     def dispatched(self, preparing: float) -> None:
         """A version has just been dispatched, after ``preparing`` seconds of packing."""
@@ -43,7 +49,7 @@ class Reporter:
     def concluded(self, version: int) -> SyncReport:
         """What became of a version that `is_over`; tells it once."""
         concluded = self._driver.concluded.pop(version)
-        report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up)
+        report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up, concluded.left)
         told = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
         self._given_up = {w: versions for w, versions in self._given_up.items() if w not in told}
         return report
@@ -55,38 +61,93 @@ class Reporter:
             if outstanding is None:
                 return self.empty()
             owed = {worker: self._owing(owing, worker) for worker in outstanding.owed}
-            return self._report(outstanding.version, {**outstanding.outcomes, **owed}, {})
+            left = self._driver.data.left
+            return self._report(outstanding.version, {**outstanding.outcomes, **owed}, {}, left)
 
     def empty(self) -> SyncReport:
         """The report of a send to nobody."""
-        incarnation = self._driver.data.incarnation
-        return SyncReport(model_id=self._driver.model_id, version=None, incarnation=incarnation, outcomes={})
+        incarnation, previous = self._driver.data.incarnation, self._tell_previous()
+        return SyncReport(
+            model_id=self._driver.model_id, version=None, incarnation=incarnation, outcomes={}, previous=previous
+        )
 
-    def all_lost(self, error: WorkerLostError) -> WorkerLostError:
-        """``error``, which refused a send since every target is lost already, with the report of that."""
-        outcomes = {worker: Outcome(kind=OutcomeKind.LOST, reason=reason) for worker, reason in error.lost.items()}
+    def not_sent(self, targets: tuple[int, ...] | None) -> SyncReport:
+        """The report of an update that was not sent, since time was up before the one before it was answered."""
+        assert self._previous is not None
+        before, owing = self._previous.version, self._previous.of(OutcomeKind.TIMED_OUT)
+        reason = f"not sent: time was up while version {before} still awaited {workers_text(owing)}"
+        chosen = self._driver.data.roll if targets is None else targets
+        outcomes = {worker: Outcome(kind=OutcomeKind.TIMED_OUT, reason=reason) for worker in chosen}
+        return replace(self.empty(), outcomes=outcomes)
+
+    def _tell_previous(self) -> SyncReport | None:
+        previous, self._previous = self._previous, None
+        return previous
+
+    def all_ended(self, error: WorkerLostError | RefusedError) -> WorkerLostError | RefusedError:
+        """``error``, which refused a send since every target is lost or has refused, with the report of that."""
+        roll, told = self._driver.data.roll, error.lost if isinstance(error, WorkerLostError) else error.refused
+        outcomes = {worker: ended(roll[worker]) for worker in told if worker in roll}
         error.report = replace(self.empty(), outcomes=outcomes)
+        self._driver.told(error.report)
         return error
 
     def _owing(self, owing: OutcomeKind, worker: int) -> Outcome:
         if owing is OutcomeKind.PENDING:
             return Outcome(kind=owing)
-        expected = self._driver.data.roll[worker].standing is Standing.EXPECTED
-        return Outcome(kind=owing, reason="never connected" if expected else "connected, but has not answered")
+        entry = self._driver.data.roll[worker]
+        silent = self._driver.hearing.silent_for(worker)
+        parts = [
+            "never connected" if entry.standing is Standing.EXPECTED else "connected, but has not answered",
+            f"it last served version {entry.served}" if entry.served else "no version of ours is known to be served",
+            "it was never heard from" if silent is None else f"it was last heard from {silent:.1f} s ago",
+            _READ[self._driver.has_read(worker)],
+        ]
+        return Outcome(kind=owing, reason="; ".join(parts))
 
     def _report(
-        self, version: int, outcomes: Mapping[int, Outcome], not_caught_up: Mapping[int, Outcome]
+        self,
+        version: int,
+        outcomes: Mapping[int, Outcome],
+        not_caught_up: Mapping[int, Outcome],
+        left: Mapping[int, str],
     ) -> SyncReport:
-        packed = self._driver.packed(version)
-        return SyncReport(
+        packed, seconds = self._driver.packed(version), self._dispatched.seconds
+        connecting = self._connecting(outcomes)
+        report = SyncReport(
             model_id=self._driver.model_id,
             version=version,
             incarnation=self._driver.data.incarnation,
             outcomes=dict(sorted(outcomes.items())),
             nbytes=packed.nbytes if packed else 0,
             preparing=self._preparing,
-            transferring=self._dispatched.seconds,
+            connect_s=min(connecting, seconds),
+            transferring=max(0.0, seconds - connecting),
             applying=max((outcome.seconds for outcome in outcomes.values()), default=0.0),
             superseded={w: versions for w, versions in self._given_up.items() if w in outcomes},
             not_caught_up=not_caught_up,
+            previous=self._tell_previous(),
+            left=left,
         )
+        self._driver.told(report)
+        return report
+
+    def _connecting(self, outcomes: Mapping[int, Outcome]) -> float:
+        """Seconds from the dispatch until all targets that are not lost had connected."""
+        roll, hearing = self._driver.data.roll, self._driver.hearing
+        links = [roll[worker].link for worker in outcomes if worker in roll and roll[worker].standing in _LIVE]
+        return max((hearing.connected_after(link, self._dispatched) for link in links), default=0.0)
+
+
+def workers_text(workers: Collection[int]) -> str:
+    """Workers by their ids, for messages to people."""
+    numbers = ", ".join(map(str, workers))
+    return f"worker {numbers}" if len(workers) == 1 else f"workers {numbers}"
+
+
+_LIVE = frozenset({Standing.EXPECTED, Standing.UP})
+_READ = {
+    True: "it has read the update",
+    False: "it has not read all that was sent to it",
+    None: "whether it has read the update is unknown",
+}

@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from operator import itemgetter
 
-from weightsync._tables import RefusalKind, SenderInput, State
-from weightsync.driving.adapters import flush, read
+from weightsync._tables import SenderInput, State
+from weightsync.driving.adapters import close, flush, mishandled, read, watch
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.base import Driver
+from weightsync.driving.hearing import Hearing
 from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.machine import SenderMachine
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import sender as pure
-from weightsync.transports.base import Link
+from weightsync.report import SyncReport
+from weightsync.transports.awaited import AwaitedProcess
+from weightsync.transports.base import Link, TellsWhatIsRead
 from weightsync.transports.calls import BlockingLink
 from weightsync.transports.liveness import own_host, own_identity
 from weightsync.transports.memory import Buffer
@@ -38,7 +42,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         super().__init__(model_id, SenderMachine(), pure.SenderData(), pure.step)
         #: What became of updates that nobody has asked about since they ended.
         self.concluded: dict[int, pure.Conclude] = {}
+        #: When the workers spoke.
+        self.hearing = Hearing()
         self._links: dict[int, tuple[int, Link]] = {}
+        self._awaited: dict[int, AwaitedProcess] = {}
         self._told: dict[int, bytes] = {}
         self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
         self._packed: dict[int, Packed] = {}
@@ -64,12 +71,14 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             self.layout = packed.layout
             return version
 
-    def join(self, worker: int, link: Link) -> None:
-        """Put a worker on the roll on a new link, or give it a new one."""
+    def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
+        """Put a worker on the roll on a new link, or give it a new one; its process is watched from the start."""
         with self.lock:
             self._last_link += 1
             events = pure.joining(self.machine.state, self.data, worker, self._last_link)
             self._links[self._last_link] = (worker, link)
+            if process is not None:
+                self._awaited[self._last_link] = process
             for event in events:
                 self.take(event)
 
@@ -78,6 +87,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         with self.lock:
             for event in pure.removal(self.machine.state, self.data, worker, reason):
                 self.take(event)
+            self.hearing.forget(worker)
+
+    def told(self, report: SyncReport) -> None:
+        """A caller is told this. Nothing changes; it is recorded where anybody records."""
 
     # ------------------------------------------------------------------------------------------ effects
 
@@ -151,13 +164,15 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         _, closing = self._links.pop(link)
         self._told.pop(link, None)
         self._backlogs.pop(link, None)
+        self.hearing.closed(link)
+        self._awaited.pop(link, None)
         bye = Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link")
         try:
             closing.send(bye)
         except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
             logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
-            closing.close()
+            close(closing)
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -171,6 +186,15 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         with self.lock:
             return dict(sorted(self._links.values(), key=itemgetter(0)))
 
+    def has_read(self, worker: int) -> bool | None:
+        """Whether a worker has read all that was sent to it; None: that is not known."""
+        with self.lock:
+            entry = self.data.roll[worker]
+            if entry.standing is pure.Standing.EXPECTED or self._backlogs[entry.link].waits:
+                return False
+            _, link = self._links[entry.link]
+            return link.all_read() if isinstance(link, TellsWhatIsRead) else None
+
     def blocking(self, targets: tuple[int, ...] | None) -> list[int]:
         """Those of the targets (None: all) that only a caller who waits can be sent to."""
         with self.lock:
@@ -183,8 +207,35 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             if self.machine.state in (State.UNINITIALIZED, State.CLOSED):
                 return
             for number, (worker, link) in list(self._links.items()):
-                for event in self._hear(worker, number, link):
-                    self.take(event)
+                for event in chain(self._look_after(worker, number, link), self._hear(worker, number, link)):
+                    self._happen(worker, number, link, event)
+
+    def _happen(self, worker: int, number: int, link: Link, event: pure.Event) -> None:
+        """Take what a link says. If that fails it is this link's failure, and nobody else's."""
+        try:
+            self.take(event)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other links are still served
+            self.take(pure.LinkLost(worker, number, mishandled(link, error)))
+
+    @property
+    def awaits_processes(self) -> bool:
+        """Whether a process that is to be watched has not started yet: nothing wakes us when it does."""
+        return bool(self._awaited)
+
+    def _look_after(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
+        """Watch the worker's process once it has started; its death if it is dead already."""
+        process = self._awaited.get(number)
+        if process is None:
+            return
+        identity, end = process.identity, process.end
+        if end:
+            yield from self._last_words(worker, number, end)
+        elif identity is not None:
+            del self._awaited[number]
+            try:
+                link.watch(*identity)
+            except TransportError as error:
+                yield pure.LinkLost(worker, number, str(error))
 
     def _hear(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
         """The events that a link has for us now, its death last."""
@@ -199,14 +250,17 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         try:
             for received in read(link):
                 if self._listens(worker, number):
+                    self.hearing.heard(worker, number)
                     yield from self._events(worker, number, link, received.message)
         except (TransportError, ProtocolError) as error:
             yield pure.LinkLost(worker, number, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other links are still served
+            yield pure.LinkLost(worker, number, mishandled(link, error))
 
     def _listens(self, worker: int, number: int) -> bool:
         """Whether a link is in force. One that is lost amid a step is closed behind it."""
         entry = self.data.roll.get(worker)
-        return entry is not None and entry.link == number and entry.standing is not pure.Standing.LOST
+        return entry is not None and entry.link == number and entry.open
 
     def _last_words(self, worker: int, number: int, reason: str) -> Iterator[pure.Event]:
         """The events of a link that cannot be written to any more: what it said before its death, then its death."""
@@ -217,19 +271,14 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def _events(self, worker: int, number: int, link: Link, message: Message) -> Iterator[pure.Event]:
         match message:
             case Hello():
-                if message.host == own_host():
-                    link.watch(message.pid, message.started)
+                watch(link, message)
                 yield pure.Answer(worker, number, message)
             case Ack() | Refusal():
                 self._verify(message)
                 yield pure.Answer(worker, number, message)
                 self._catch_up(worker, number, message)
-            case Bye() if message.incarnation > self.data.incarnation:
-                yield pure.Answer(worker, number, self._fenced(message))
             case Bye():
-                if message.incarnation == self.data.incarnation:
-                    state, reason = self.machine.state, f"said goodbye: {message.reason}"
-                    yield from pure.removal(state, self.data, worker, reason)
+                yield from self._goodbye(worker, number, message)
             case Update():
                 raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
 
@@ -241,16 +290,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self._update(worker, link, waiting)
                 self._finish()
 
-    def _fenced(self, bye: Bye) -> Refusal:
-        """A worker that goes over to a newer sender names that one in its last word to us."""
-        return Refusal(
-            model_id=self.model_id,
-            incarnation=self.data.incarnation,
-            version=0,
-            kind=RefusalKind.FENCED,
-            reason="this worker has met a newer sender",
-            fence=bye.incarnation,
-        )
+    def _goodbye(self, worker: int, number: int, bye: Bye) -> tuple[pure.Event, ...]:
+        events = pure.leaving(self.machine.state, self.data, worker, number, bye)
+        if events:
+            logger.warning("model %r: worker %d said goodbye and left: %s", self.model_id, worker, bye.reason)
+        return events
 
     def _verify(self, message: Ack | Refusal) -> None:
         """An ack must name the digest of what we sent as that version."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from weightsync._tables import ReceiverInput, SenderInput, State
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
+from weightsync.errors import TransportError
 from weightsync.messages import Message
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol.steps import Step
 from weightsync.report import SyncReport
 from weightsync.tracing import Life, Recorder, What, recorder
+from weightsync.transports.awaited import AwaitedProcess
 from weightsync.transports.base import Link, Received
 from weightsync.transports.memory import Buffer
 
@@ -40,12 +43,25 @@ class TracedSenderDriver(SenderDriver):
     def __init__(self, model_id: str, records: Recorder) -> None:
         super().__init__(model_id)
         self._life: Life = records.born("sender", model_id)
+        #: What was told last, until the next step: a caller who polls is told the same again and again.
+        self._last_told: SyncReport | None = None
 
     def _tell(self, what: What, **said: object) -> None:
         self._life.tell(what, self.model_id, **said)
 
+    def told(self, report: SyncReport) -> None:
+        """A caller is told this."""
+        with self.lock:
+            spoken = replace(report, nbytes=0, preparing=0.0, transferring=0.0, applying=0.0)
+            if spoken == self._last_told:
+                return
+            self._last_told = spoken
+            told = {"version": report.version, "incarnation": report.incarnation, "outcomes": report.outcomes}
+            self._tell(What.TOLD, **told, superseded=report.superseded, not_caught_up=report.not_caught_up)
+
     def _step(self, event: sending.Event) -> Step[SenderInput, sending.SenderData, sending.Effect]:
         before = self.machine.state
+        self._last_told = None
         try:
             step = super()._step(event)
         except Exception as error:
@@ -56,12 +72,12 @@ class TracedSenderDriver(SenderDriver):
         self._tell(What.STEP, **told, data=self.data, effects=step.effects)
         return step
 
-    def join(self, worker: int, link: Link) -> None:
-        """Put a worker on the roll on a new link, or give it a new one."""
+    def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
+        """Put a worker on the roll on a new link, or give it a new one; its process is watched from the start."""
         with self.lock:
             delivery = link.delivery.name
             self._tell(What.LINK, link=self._last_link + 1, worker=worker, delivery=delivery, peer=link.peer)
-            super().join(worker, link)
+            super().join(worker, link, process)
 
     def _write(self, worker: int, link: int, message: Message, payload: Buffer | None = None) -> None:
         if link in self._links:
@@ -118,14 +134,6 @@ class TracedReceiverDriver(ReceiverDriver):
                 self._tell(What.LINK, link=self._last_link + 1, delivery=delivery, peer=link.peer)
             super().add_link(link)
 
-    def break_down(self) -> None:
-        """Close for good, since the model holds no whole version any more."""
-        with self.lock:
-            links = list(self._links)
-            super().break_down()
-            for link in links:
-                self._tell(What.CLOSED, link=link, incarnation=self.data.fence)
-
     def hold(self) -> None:
         """Hold back the answer to the version that is about to be APPLIED: it is handed on first."""
         self._tell(What.HELD)
@@ -152,11 +160,16 @@ class TracedReceiverDriver(ReceiverDriver):
         self._tell(What.RECEIVED, link=number, message=received.message)
         super()._heard(number, link, received)
 
-    def _down(self, link: int, reason: str) -> None:
-        self._tell(What.FAILED, link=link, reason=reason)
-        super()._down(link, reason)
+    def _say_last(self, link: int, message: Message) -> None:
+        if link in self._links:
+            self._tell(What.SENT, link=link, message=message)
+        super()._say_last(link, message)
+
+    def _ended(self, event: receiving.LinkDown, reason: str, ended_as: type[TransportError] = TransportError) -> None:
+        self._tell(What.FAILED, link=event.link, reason=reason)
+        super()._ended(event, reason, ended_as)
 
     def _close_link(self, link: int) -> None:
         if link in self._links:
-            self._tell(What.CLOSED, link=link, incarnation=self.data.fence)
+            self._tell(What.CLOSED, link=link)
         super()._close_link(link)

@@ -73,7 +73,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The swap failed half way and could not be undone."""
+    """The swap failed half way and could not be undone; ``reason`` tells the sender."""
+
+    reason: str = ""
+    remote_traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +86,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """A link is gone."""
+    """A link is gone. ``failure`` says what failed at our end; empty: the other end closed it, or died."""
 
     link: int
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,15 @@ class Close:
     """The user closes the receiver."""
 
 
-Event = HelloArrived | UpdateArrived | Applied | Refused | Broken | Answered | LinkDown | Close
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The receiver is closed because something failed, such as the block of code that used it."""
+
+    reason: str
+    remote_traceback: str = ""
+
+
+Event = HelloArrived | UpdateArrived | Applied | Refused | Broken | Answered | LinkDown | Close | Fail
 
 # ----------------------------------------------------------------------------------------------- effects
 
@@ -116,6 +128,17 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True)
+class Disown:
+    """Say that nothing more is taken over the link that was in force: FENCED or FAILED, with the reason."""
+
+    link: int
+    incarnation: int
+    kind: RefusalKind
+    reason: str
+    remote_traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Refuse a version without ever having applied it."""
 
@@ -134,12 +157,19 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """Close the link."""
+    """Close the link, without a word."""
 
     link: int
 
 
-Effect = Greet | Reject | Tell | Reply | CloseLink
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Say goodbye over the link, and close it."""
+
+    link: int
+
+
+Effect = Greet | Reject | Disown | Tell | Reply | CloseLink | Leave
 
 
 class Step(steps.Step[ReceiverInput, ReceiverData, Effect]):
@@ -162,7 +192,7 @@ def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None
             return _name_hello(state, data, event)
         case UpdateArrived():
             return _name_update(state, data, event)
-        case LinkDown(link):
+        case LinkDown(link=link):
             ours = data.link in (link, None) and state is not State.CLOSED
             return ReceiverInput.LINK_DOWN if ours else None
         case _:
@@ -175,6 +205,7 @@ _OWN = {
     Broken: ReceiverInput.BROKEN,
     Answered: ReceiverInput.ANSWERED,
     Close: ReceiverInput.CLOSE,
+    Fail: ReceiverInput.CLOSE,
 }
 
 
@@ -235,12 +266,15 @@ def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[Re
             return served, _reply(data, answer)
         case Refused(answer):
             return replace(data, pending=None, decided=data.pending, answer=answer), _reply(data, answer)
-        case Broken():
-            return replace(data, link=None, pending=None, served=None), _close(data)
-        case LinkDown(link):
-            return replace(data, link=None, pending=None), (CloseLink(link),)
+        case Broken(reason, trace):
+            return replace(data, link=None, pending=None, served=None), _fail(data, data.link, reason, trace)
+        case LinkDown(link, failure):
+            ended = _fail(data, link, failure, "") if failure else (CloseLink(link),)
+            return replace(data, link=None, pending=None), ended
         case Close():
-            return replace(data, link=None, pending=None), _close(data)
+            return replace(data, link=None, pending=None), () if data.link is None else (Leave(data.link),)
+        case Fail(reason, trace):
+            return replace(data, link=None, pending=None), _fail(data, data.link, reason, trace)
         case Answered():
             return data, ()
 
@@ -252,7 +286,7 @@ def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tup
         case ReceiverInput.DUPLICATE:
             return data, ()
         case _:
-            old = _close(data) if data.link != event.link else ()
+            old = _taken_over(data, event) if data.link != event.link else ()
             after = replace(data, link=event.link, fence=event.incarnation, pending=None)
             return after, (*old, Greet(event.link))
 
@@ -260,7 +294,7 @@ def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tup
 def _reject(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
     fenced = event.incarnation < data.fence
     kind = RefusalKind.FENCED if fenced else RefusalKind.REFUSED
-    reason = "this worker has met a newer sender" if fenced else event.misfit
+    reason = _NEWER if fenced else event.misfit
     rejection = Reject(event.link, event.incarnation, kind, reason)
     return (rejection,) if event.link == data.link else (rejection, CloseLink(event.link))
 
@@ -283,8 +317,22 @@ def _reply(data: ReceiverData, answer: Ack | Refusal) -> tuple[Effect, ...]:
     return () if data.link is None else (Reply(data.link, answer),)
 
 
-def _close(data: ReceiverData) -> tuple[Effect, ...]:
-    return () if data.link is None else (CloseLink(data.link),)
+def _taken_over(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
+    """The old link closes. An older sender is told that it is fenced; our own has replaced that link itself."""
+    if data.link is None:
+        return ()
+    told = (Disown(data.link, data.fence, RefusalKind.FENCED, _NEWER),) if data.fence < event.incarnation else ()
+    return (*told, CloseLink(data.link))
+
+
+_NEWER = "this worker has met a newer sender"
+
+
+def _fail(data: ReceiverData, link: int | None, reason: str, trace: str) -> tuple[Effect, ...]:
+    """The link ends because something failed: its sender is told what."""
+    if link is None:
+        return ()
+    return Disown(link, data.fence, RefusalKind.FAILED, reason, trace), CloseLink(link)
 
 
 def spoiled(data: ReceiverData) -> ReceiverData:

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from weightsync._tables import SENDER_ROWS, RefusalKind, SenderInput, State
 from weightsync.machine import next_state
-from weightsync.messages import Ack, Hello, Refusal
+from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import steps
-from weightsync.protocol.sender_guards import ends_link, known, name, owes, targets_of
+from weightsync.protocol.sender_guards import current, ends_link, known, name, owes, targets_of
 from weightsync.protocol.sender_values import (
     Abandon,
     Answer,
@@ -63,8 +63,10 @@ __all__ = [
     "Standing",
     "Step",
     "Wait",
+    "ended",
     "joining",
     "known",
+    "leaving",
     "name",
     "removal",
     "step",
@@ -87,7 +89,7 @@ def step(state: State, data: SenderData, event: Event) -> Step:
     Raises:
         StateError: the table has no row for it.
         ConfigurationError: a worker id that is not on the roll, or none.
-        WorkerLostError: every target is lost already.
+        WorkerLostError, RefusedError: every target is lost already, or has refused the handshake.
         In each case nothing has changed.
     """
     named = name(state, data, event)
@@ -96,8 +98,8 @@ def step(state: State, data: SenderData, event: Event) -> Step:
     to = next_state(SENDER_ROWS, state, named)
     after, effects = _advance(named, data, event)
     if named in _ENDS and after.outstanding is not None:
-        effects = (*effects, Conclude(after.outstanding, after.not_caught_up))
-        after = replace(after, outstanding=None, not_caught_up={})
+        effects = (*effects, Conclude(after.outstanding, after.not_caught_up, after.left))
+        after = replace(after, outstanding=None, not_caught_up={}, left={})
     return Step(named, to, after, effects)
 
 
@@ -117,12 +119,13 @@ def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[Sender
             rest = {w: e for w, e in data.roll.items() if w != worker}
             return replace(data, roll=rest), _closing(worker, known(data, worker))
         case Close():
-            links = [CloseLink(w, e.link) for w, e in data.roll.items() if e.standing is not Standing.LOST]
+            links = [CloseLink(w, e.link) for w, e in data.roll.items() if e.open]
             return _abandon(data, "the sender was closed"), tuple(links)
         case Abandon():
             return _abandon(data, "given up by the caller"), ()
-        case LinkLost(worker, link, reason):
-            return _lose(data, worker, link, reason, 0)
+        case LinkLost(worker, link, reason, goodbye):
+            data = replace(data, left={**data.left, worker: goodbye}) if goodbye else data
+            return _lose(data, worker, link, replace(data.roll[worker], standing=Standing.LOST, reason=reason))
         case Answer() if named is SenderInput.STALE:
             return replace(data, stale=data.stale + 1), ()
         case Answer():
@@ -133,22 +136,28 @@ def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[Sender
 
 def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[SenderData, tuple[Effect, ...]]:
     entries = targets_of(data, targets)
-    lost = {worker: entry for worker, entry in entries.items() if entry.standing is Standing.LOST}
+    closed = {worker: entry for worker, entry in entries.items() if not entry.open}
     version = data.version + 1
-    owed = {worker: entry.link for worker, entry in entries.items() if worker not in lost}
+    owed = {worker: entry.link for worker, entry in entries.items() if worker not in closed}
     roll = {w: replace(e, due=version) if w in entries else e for w, e in data.roll.items()}
     after = replace(
         data,
         version=version,
         due_all=version if targets is None else data.due_all,
         roll=roll,
-        outstanding=Outstanding(version, owed, {worker: _lost(entry) for worker, entry in lost.items()}),
+        outstanding=Outstanding(version, owed, {worker: ended(entry) for worker, entry in closed.items()}),
     )
     return after, tuple(Dispatch(worker, link, version) for worker, link in owed.items())
 
 
-def _lost(entry: Entry) -> Outcome:
-    return Outcome(kind=OutcomeKind.LOST, reason=entry.reason, fence=entry.fence)
+def ended(entry: Entry) -> Outcome:
+    """What a report says of a worker whose link is lost or was refused."""
+    return Outcome(
+        kind=OutcomeKind.REFUSED if entry.standing is Standing.REFUSED else OutcomeKind.LOST,
+        reason=entry.reason,
+        remote_traceback=entry.remote_traceback,
+        fence=entry.fence,
+    )
 
 
 def _join(data: SenderData, worker: int, link: int) -> tuple[SenderData, tuple[Effect, ...]]:
@@ -161,7 +170,7 @@ def _join(data: SenderData, worker: int, link: int) -> tuple[SenderData, tuple[E
 
 def _closing(worker: int, entry: Entry | None) -> tuple[Effect, ...]:
     """Before CONNECT a link that is replaced or given up cannot be LOST, but it closes all the same."""
-    return () if entry is None or entry.standing is Standing.LOST else (CloseLink(worker, entry.link),)
+    return () if entry is None or not entry.open else (CloseLink(worker, entry.link),)
 
 
 def _abandon(data: SenderData, reason: str) -> SenderData:
@@ -171,10 +180,9 @@ def _abandon(data: SenderData, reason: str) -> SenderData:
     return replace(data, outstanding=Outstanding(data.version, {}, {**data.outstanding.outcomes, **given_up}))
 
 
-def _lose(data: SenderData, worker: int, link: int, reason: str, fence: int) -> tuple[SenderData, tuple[Effect, ...]]:
-    entry = replace(data.roll[worker], standing=Standing.LOST, reason=reason, fence=fence, catching=0)
-    after = replace(data, roll={**data.roll, worker: entry})
-    return _settle(after, worker, link, _lost(entry)), (CloseLink(worker, link),)
+def _lose(data: SenderData, worker: int, link: int, entry: Entry) -> tuple[SenderData, tuple[Effect, ...]]:
+    after = replace(data, roll={**data.roll, worker: replace(entry, catching=0)})
+    return _settle(after, worker, link, ended(entry)), (CloseLink(worker, link),)
 
 
 def _settle(data: SenderData, worker: int, link: int, outcome: Outcome) -> SenderData:
@@ -188,9 +196,7 @@ def _settle(data: SenderData, worker: int, link: int, outcome: Outcome) -> Sende
 def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[SenderData, tuple[Effect, ...]]:
     message, worker, link = event.message, event.worker, event.link
     if isinstance(message, Refusal) and ends_link(message):
-        reason = message.reason or message.kind.name
-        newer = message.fence if message.fence > message.incarnation else 0
-        return _lose(data, worker, link, f"{message.kind.name}: {reason}", newer)
+        return _lose(data, worker, link, _told_to_go(data.roll[worker], message))
     entry = replace(data.roll[worker], standing=Standing.UP)
     if isinstance(message, Hello):
         return replace(data, roll={**data.roll, worker: entry}), ()
@@ -205,6 +211,29 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
     if isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED:
         after = replace(after, not_caught_up={**after.not_caught_up, worker: outcome})
     return after, ()
+
+
+def _told_to_go(entry: Entry, message: Refusal) -> Entry:
+    """The entry of a worker that takes nothing more over this link, by its own word."""
+    newer = message.fence if message.fence > message.incarnation else 0
+    refused = message.kind is RefusalKind.REFUSED and not newer
+    reason = message.reason or message.kind.name
+    return replace(
+        entry,
+        standing=Standing.REFUSED if refused else Standing.LOST,
+        reason=_WORDS[message.kind].format(reason),
+        remote_traceback=message.remote_traceback,
+        fence=newer,
+    )
+
+
+_WORDS = {
+    RefusalKind.REFUSED: "it refused the handshake: {}",
+    RefusalKind.SUPERSEDED: "SUPERSEDED: {}",
+    RefusalKind.STALE: "STALE: {}",
+    RefusalKind.FENCED: "FENCED: {}",
+    RefusalKind.FAILED: "it failed: {}",
+}
 
 
 def _outcome(message: Ack | Refusal) -> Outcome:
@@ -241,8 +270,21 @@ def removal(state: State, data: SenderData, worker: int, reason: str) -> tuple[E
     return (*_losing(state, data, worker, reason), Remove(worker))
 
 
+def leaving(state: State, data: SenderData, worker: int, link: int, bye: Bye) -> tuple[Event, ...]:
+    """The events of a worker's goodbye over its link: the link is lost, then the worker leaves the roll.
+
+    None where it was said to another sender, or over a link that is no longer the worker's.
+    """
+    if state in (State.UNINITIALIZED, State.CLOSED) or not current(data, worker, link):
+        return ()
+    if bye.incarnation != data.incarnation:
+        return ()
+    goodbye = bye.reason or "it gave no reason"
+    return LinkLost(worker, link, f"said goodbye: {goodbye}", goodbye), Remove(worker)
+
+
 def _losing(state: State, data: SenderData, worker: int, reason: str) -> tuple[Event, ...]:
     entry = data.roll.get(worker)
-    if entry is None or entry.standing is Standing.LOST or state in (State.UNINITIALIZED, State.CLOSED):
+    if entry is None or not entry.open or state in (State.UNINITIALIZED, State.CLOSED):
         return ()
     return (LinkLost(worker, entry.link, reason),)

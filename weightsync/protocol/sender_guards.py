@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weightsync._tables import SenderInput, State
-from weightsync.errors import ConfigurationError, WorkerLostError
+from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError
 from weightsync.messages import Hello, Refusal
 from weightsync.protocol.sender_values import (
     Abandon,
@@ -80,14 +80,17 @@ def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput |
 
 
 def ends_link(refusal: Refusal) -> bool:
-    """Whether a refusal tells that the worker will take nothing more from us: not the handshake, or a newer sender."""
+    """Whether a refusal tells that the worker takes nothing more over this link.
+
+    The handshake was refused, something failed at the worker, or it has met a newer sender.
+    """
     return refusal.version == 0 or refusal.fence > refusal.incarnation
 
 
 def current(data: SenderData, worker: int, link: int) -> bool:
     """Whether that link is the worker's own, and not lost."""
     entry = data.roll.get(worker)
-    return entry is not None and entry.link == link and entry.standing is not Standing.LOST
+    return entry is not None and entry.link == link and entry.open
 
 
 def owes(data: SenderData, worker: int, link: int) -> bool:
@@ -121,19 +124,37 @@ def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, E
     Raises:
         ConfigurationError: a worker id that is not on the roll, or none.
         WorkerLostError: every target is lost already.
+        RefusedError: every target has refused the handshake.
     """
     chosen = dict.fromkeys(data.roll if targets is None else targets)
     if not chosen:
-        raise ConfigurationError("no worker to send to: worker_ids is empty. Nothing was sent or changed.")
+        raise _nobody(data, targets)
     entries = {worker: known(data, worker) for worker in chosen}
-    if all(entry.standing is Standing.LOST for entry in entries.values()):
-        raise _all_lost(entries)
+    if not any(entry.open for entry in entries.values()):
+        raise _all_ended(entries)
     return entries
 
 
-def _all_lost(lost: Mapping[int, Entry]) -> WorkerLostError:
-    told = {worker: entry.reason for worker, entry in lost.items()}
-    fence = max(entry.fence for entry in lost.values())
+def _nobody(data: SenderData, targets: tuple[int, ...] | None) -> ConfigurationError:
+    if targets is not None:
+        return ConfigurationError("no worker to send to: worker_ids is empty. Nothing was sent or changed.")
+    left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
+    return ConfigurationError(
+        f"no worker to send to: nobody is on the roll.{left} Nothing was sent, no version was used. add_worker() puts "
+        "a worker on the roll; send(allow_empty=True) sends to nobody without an error."
+    )
+
+
+def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
+    told = {worker: entry.reason for worker, entry in ended.items()}
+    if all(entry.standing is Standing.REFUSED for entry in ended.values()):
+        return RefusedError(
+            f"every target has refused the handshake: {told}. Nothing was sent, no version was used. Send weights of "
+            "the layout that the workers' models have, or give the workers that model and add_worker() them again.",
+            None,
+            told,
+        )
+    fence = max(entry.fence for entry in ended.values())
     return WorkerLostError(
         f"every target is lost already: {told}. Nothing was sent, no version was used. add_worker() brings a worker "
         "back on a new link, remove_worker() takes it off the roll.",

@@ -19,6 +19,8 @@ class Standing(enum.Enum):
     UP = "up"
     #: It is closed; what its worker serves is unknown.
     LOST = "lost"
+    #: It is closed: its worker refused the handshake.
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,10 @@ class Entry:
     #: The number of its newest link; never used twice by one sender.
     link: int
     standing: Standing = Standing.EXPECTED
-    #: Why the link is lost.
+    #: Why the link is lost or was refused.
     reason: str = ""
+    #: The worker's own traceback, where it said that it failed and raised.
+    remote_traceback: str = ""
     #: The fence the worker reported, if it was lost to a newer sender.
     fence: int = 0
     #: The version it last acked over this link; 0: none.
@@ -38,6 +42,11 @@ class Entry:
     due: int = 0
     #: The version that went behind the Hello of this link and is not answered yet; 0: none.
     catching: int = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether its link is neither lost nor refused."""
+        return self.standing in (Standing.EXPECTED, Standing.UP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,8 @@ class SenderData:
     outstanding: Outstanding | None = None
     #: Joiners that did not catch up, to be told in the next report.
     not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)
+    #: Workers that said goodbye and why, to be told in the next report.
+    left: Mapping[int, str] = field(default_factory=dict)
     #: Answers that nobody was owed.
     stale: int = 0
     #: The driver's own results that were no longer current.
@@ -127,7 +138,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """A worker leaves the roll. Its link is lost first: see `removal`."""
+    """A worker leaves the roll. Its link is lost first: see `removal` and `leaving`."""
 
     worker: int
 
@@ -153,6 +164,8 @@ class LinkLost:
     worker: int
     link: int
     reason: str
+    #: What its worker said if it ended the link with a goodbye; empty: it did not.
+    goodbye: str = ""
 
 
 Event = Connect | Send | SendAsync | Wait | Deadline | Interrupted | Abandon | Join | Remove | Close | Answer | LinkLost
@@ -192,6 +205,7 @@ class Conclude:
 
     outstanding: Outstanding
     not_caught_up: Mapping[int, Outcome]
+    left: Mapping[int, str]
 
 
 Effect = Greet | Dispatch | CloseLink | Conclude

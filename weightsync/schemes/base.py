@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any, Self
 
 import torch.nn
@@ -14,9 +16,10 @@ from weightsync.options import Verify, option
 from weightsync.receiver import WeightReceiver
 from weightsync.schemes.fleet import Fleet, fleet
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of
-from weightsync.schemes.sources import checked, given_or_found, model_for_worker
+from weightsync.schemes.sources import checked, given_or_found, model_for_worker, processes_of
 from weightsync.schemes.wired import Wired
 from weightsync.sender import WeightSender
+from weightsync.side import is_clean
 from weightsync.strategy import WeightStrategy
 from weightsync.transports.fork import forget_after_fork
 
@@ -94,11 +97,12 @@ class WeightSyncScheme(Wired):
         workers = fleet(given, context, self._strategy)
         given = workers.counted(given)
         endpoints = self._endpoints(given, context, model_id)
+        processes = processes_of(given.get("processes"), endpoints)
         sender = self.create_sender()
         self._given, self._context, self._fleet = given, held(context), workers
         sender.set_context(context, model_id)
         for worker_id, endpoint in endpoints.items():
-            sender.add_worker(worker_id, endpoint)
+            sender.add_worker(worker_id, endpoint, process=processes.get(worker_id))
         if not self._lays_links_at_connect(given, context):
             sender.connect(fence=given.get("fence"))
         self._sender = sender
@@ -182,10 +186,18 @@ class WeightSyncScheme(Wired):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not is_clean(error):
+            self._fail(error)
         self.close()
 
     # --------------------------------------------------------------------------------------------- copies
+
+    def _copy_uninitialized(self) -> Self:
+        """A copy, which carries the configuration only: TorchRL's name of `copy.copy`."""
+        return copy.copy(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

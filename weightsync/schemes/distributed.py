@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
+from weightsync.compat.arguments import one_by_one
 from weightsync.compat.distributed import DistributedTransport
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
@@ -14,16 +15,20 @@ from weightsync.keys import SharedKey
 from weightsync.options import Verify
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.strategy import WeightStrategy
+from weightsync.timing import Deadline
 from weightsync.transports.base import Link
 from weightsync.transports.distributed import StoreEnd, listen, sender_link
 from weightsync.transports.distributed.c10d import Store, TCPStore
 from weightsync.transports.distributed.group import require_backend
+from weightsync.transports.distributed.hints import Hints
 from weightsync.transports.distributed.store import base_of, hosted, keep_in_child
 
 #: Buckets of a payload that are on their way at once, with ``sync=False``.
 IN_FLIGHT: Final = 4
 #: TorchRL's collectors use ``tcp_port`` and the one after it themselves.
 _PORT_OFFSET: Final = 2
+#: How TorchRL says where a worker is met.
+_PAIR: Final = ("store", "rank")
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
@@ -69,6 +74,12 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, verify=verify)
         self.sync = sync
 
+    _left_behind = (*WeightSyncScheme._left_behind, "_hints")
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._hints = Hints()
+
     def get_store_info(self) -> dict[str, Any]:
         """Host and port of the trainer's store: what workers take as ``store_info``.
 
@@ -110,7 +121,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return self._meeting_at(store, rank)
 
     def _meeting_at(self, store: Any, rank: Any) -> StoreEnd:
-        return StoreEnd(store, rank, self.backend, 1 if self.sync else IN_FLIGHT, SharedKey.given(self._key))
+        in_flight = 1 if self.sync else IN_FLIGHT
+        return StoreEnd(store, rank, self.backend, in_flight, SharedKey.given(self._key), self._hints)
 
     def _make_store(self, base_port: Any) -> TCPStore:
         port = 0 if base_port in (MISSING, None) else int(base_port) + _PORT_OFFSET
@@ -138,9 +150,27 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     # ---------------------------------------------------------------------------------------------- links
 
     def create_transport(
-        self, store: Any = None, rank: int | None = None, *, weights_buffer: Any = None, sync: bool | None = None
+        self,
+        pipe_or_context: Any = None,
+        rank: int | None = None,
+        *,
+        store: Any = None,
+        weights_buffer: Any = None,
+        sync: bool | None = None,
     ) -> DistributedTransport:
-        """TorchRL's transport to one worker, or to the trainer; incomplete, it raises at its first send."""
+        """TorchRL's transport to one worker, or to the trainer; incomplete, it raises at its first send.
+
+        Args:
+            pipe_or_context: the tuple ``(store, rank)``, or the store.
+            rank: the worker's rank.
+            store: the store, by its name.
+            weights_buffer: see `DistributedTransport`.
+            sync: see `DistributedTransport`; default: the scheme's.
+
+        Raises:
+            ConfigurationError: something is given twice, or the tuple has another length.
+        """
+        store, rank = one_by_one(_PAIR, pipe_or_context, {"store": store, "rank": rank}).values()
         sync = self.sync if sync is None else sync
         if weights_buffer is None:
             return DistributedTransport(store, rank, sync, backend=self.backend, key=self._key)
@@ -166,12 +196,24 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     def _meeting(self, endpoint: Any) -> StoreEnd:
         if isinstance(endpoint, StoreEnd):
             return endpoint
-        if isinstance(endpoint, tuple):
-            return self._meeting_at(*endpoint)
+        if isinstance(endpoint, tuple | list):
+            return self._meeting_at(*one_by_one(_PAIR, endpoint, {}).values())
         store, rank = optional(endpoint, "store"), optional(endpoint, "rank")
         if store is MISSING or rank is MISSING:
             raise ConfigurationError(f"a worker is reached by (store, rank), not by a {type(endpoint).__name__}.")
         return self._meeting_at(store, rank)
+
+    def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
+        """Meet, without a word in TorchRL's own keys: a loop that waits on them would take it for an update."""
+        with self._hints.withheld():
+            super()._connect_sender(weights, deadline)
+
+    def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
+        """Meet; the ack of the first version is not told in TorchRL's own keys either."""
+        self._hints.withhold_next()
+        super()._connect_receiver(worker_idx, deadline)
+        if self.get_receiver().version is None:
+            self._hints.tell()
 
     def close(self) -> None:
         """Close whichever sides were initialised, and let go of the store if it was made here."""

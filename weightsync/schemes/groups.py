@@ -50,6 +50,7 @@ def together(reports: Sequence[SyncReport]) -> SyncReport:
         outcomes=dict(sorted(outcomes.items())),
         nbytes=sum(report.nbytes for report in reports),
         preparing=sum(report.preparing for report in reports),
+        connect_s=sum(report.connect_s for report in reports),
         transferring=sum(report.transferring for report in reports),
         applying=max(report.applying for report in reports),
         superseded={w: versions for report in reports for w, versions in report.superseded.items()},

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from weightsync.compat.mp import MPTransport, WorkerTransport, connection_of
-from weightsync.compat.user import user_link
+from weightsync.compat.mp import MPTransport, connection_of
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify
 from weightsync.protocol.sender import Standing
@@ -16,10 +15,7 @@ from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.sources import given_or_found
 from weightsync.side import pipes_travel, require_worker_id
 from weightsync.strategy import WeightStrategy
-from weightsync.transports.base import Link
 from weightsync.transports.channel import Channel
-from weightsync.transports.pipe import PipeLink
-from weightsync.transports.user import UserMessages
 
 
 class PipeScheme(WeightSyncScheme):
@@ -28,13 +24,17 @@ class PipeScheme(WeightSyncScheme):
     Without ``pipes`` it makes them itself. The workers' ends then travel in the scheme while a process is spawned with
     it, and are inherited by a forked one; each worker takes its own by its ``worker_idx`` and closes the others.
 
+    `init_on_sender` takes ``processes``: the workers' processes, started or not yet, in the order of ``pipes`` or by
+    worker id. A worker that dies before it has connected is then LOST at once; without them it is TIMED_OUT where
+    another process, as the trainer itself, still holds the worker's end of its pipe.
+
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
         sync: whether the scheme's own `send` waits for its answers. If not, the next `send`, or `shutdown`, tells.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
-    _sender_arguments = ("pipes",)
+    _sender_arguments = ("pipes", "processes")
     _worker_arguments = ("pipe",)
     _left_behind = (*WeightSyncScheme._left_behind, "_own")
     #: In a worker: its own of these.
@@ -156,27 +156,6 @@ class PipeScheme(WeightSyncScheme):
         """
         given = pipe if pipe_or_context is None else pipe_or_context
         return MPTransport(given, **queues) if given is not None else MPTransport(**queues)
-
-    def transport_of(self, receiver: Any, endpoint: Any) -> WorkerTransport:
-        """`MPTransport` over a receiver that listens on a pipe."""
-        return WorkerTransport(receiver, connection_of(endpoint))
-
-    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        """A link over a pipe's end, over the ``.pipe`` of a context, or over a transport of the user's own.
-
-        Raises:
-            ConfigurationError: it is no duplex pipe.
-        """
-        users = self._users_transport(endpoint)
-        return PipeLink(connection_of(endpoint), model_id, peer=peer) if users is None else user_link(users, peer)
-
-    def user_messages(self, endpoint: Any) -> UserMessages:
-        """The user's own messages on the pipe behind ``endpoint``.
-
-        Raises:
-            ConfigurationError: it is no duplex pipe.
-        """
-        return UserMessages(Channel.of(connection_of(endpoint)))
 
 
 class MultiProcessWeightSyncScheme(PipeScheme):

@@ -17,7 +17,7 @@ from weightsync.actors import (
     tensor_transport_of,
 )
 from weightsync.background import Background
-from weightsync.compat.ray import RayTransport
+from weightsync.compat.ray import RayActorTransport, RayTransport
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.keys import SharedKey
@@ -135,7 +135,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         remote_collector: Any = None,
         remote_actor: Any = None,
         worker_idx: int | None = None,
-    ) -> RayTransport:
+    ) -> RayTransport | RayActorTransport:
         """TorchRL's transport to one actor; without an actor the first send raises.
 
         Args:
@@ -145,10 +145,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: several actors are given.
         """
-        given = [each for each in (pipe_or_context, pipe, remote_collector, remote_actor) if each is not None]
-        if len(given) > 1:
-            raise ConfigurationError(f"create_transport() was given {len(given)} actors: a transport reaches one.")
-        return RayTransport(given[0] if given else None, self._tensor_transport, worker_idx=worker_idx)
+        given = only_actor(pipe_or_context, pipe, remote_collector, remote_actor)
+        return RayTransport(given, self._tensor_transport, worker_idx=worker_idx)
 
     def create_sender(self) -> ActorSender:
         """A sender without workers, whose copies carry the actors' handles."""
@@ -157,6 +155,18 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def create_receiver(self) -> ActorReceiver:
         """A receiver that the calls to this process's actor drive, once it listens."""
         return ActorReceiver(self)
+
+
+def only_actor(*names: Any) -> Any:
+    """The actor that was given by one of several names; None: by none.
+
+    Raises:
+        ConfigurationError: by several.
+    """
+    given = [each for each in names if each is not None]
+    if len(given) > 1:
+        raise ConfigurationError(f"create_transport() was given {len(given)} actors: a transport reaches one.")
+    return given[0] if given else None
 
 
 def only_module(context: Any, path: str) -> Any:

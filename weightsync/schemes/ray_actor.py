@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 from weightsync.actors import CALL
 from weightsync.errors import ConfigurationError
 from weightsync.receiver import WeightReceiver
 from weightsync.schemes.ray import RayWeightSyncScheme
 from weightsync.schemes.ray_desk import Desk, desk_of
-from weightsync.transports.doors import Frames, Parcel
+from weightsync.transports.doors import Frames
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -60,16 +58,7 @@ class WeightSyncActor:
         self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:
         """What senders call: see `weightsync.transports.ray.ActorCourier`."""
-        parcel = Parcel(link, number, frame, _bytes_of(payload))
-        return self._weightsync_desk(model_id).call(parcel, lost)
+        return self._weightsync_desk(model_id).take_in(link, number, frame, payload, lost)
 
 
 assert CALL in vars(WeightSyncActor)
-
-
-def _bytes_of(payload: Any) -> memoryview | None:
-    """Of what Ray brought: a flat array, or a flat tensor if NIXL did."""
-    if payload is None:
-        return None
-    found: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
-    return memoryview(found)

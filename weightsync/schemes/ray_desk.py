@@ -8,12 +8,15 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+
 from weightsync._tables import State
 from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, StateError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
 from weightsync.timing import Deadline
+from weightsync.transports import ray_callee
 from weightsync.transports.base import Link
 from weightsync.transports.doors import Door, Frames, Parcel
 from weightsync.transports.ray import WAY
@@ -54,12 +57,19 @@ class Desk:
         """Have ``accept`` called with each sender's link: see `Door.open`."""
         shut = self._door.open(accept, key)
         self._listening = True
+        ray_callee.attend(self.model_id, self.take_in)
 
         def stop() -> None:
             self._listening = False
+            ray_callee.leave(self.model_id)
             shut()
 
         return stop
+
+    def take_in(self, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()) -> Frames:
+        """Take a call in as Ray brings it: see `call`. The payload is a flat array, or a flat tensor if by NIXL."""
+        found: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
+        return self.call(Parcel(link, number, frame, None if payload is None else memoryview(found)), lost)
 
     def call(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
         """Take a parcel in, have it decided, and bring the answers home.
@@ -182,13 +192,14 @@ class ActorReceiver(WeightReceiver):
         scheme: the scheme that wires it.
     """
 
-    def register_worker_transport(self, pipe_or_context: Any = None) -> None:
+    def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:
         """Listen for senders' calls: see `WeightReceiver.register_worker_transport`.
 
         Args:
             pipe_or_context: the actor, or anything: a process holds one.
+            pipe: the same.
         """
-        super().register_worker_transport(pipe_or_context)
+        super().register_worker_transport(pipe_or_context, pipe=pipe)
         desk_of(self.model_id).receiver = self
 
     _register_worker_transport = register_worker_transport

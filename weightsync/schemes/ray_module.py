@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightsync.actors import Backend, TensorTransport
+from weightsync.compat.ray import RayActorTransport
 from weightsync.context import MISSING, optional
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.options import OnFailure, OnPending, Verify
+from weightsync.paths import _resolve_model
 from weightsync.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.schemes.ray import RayWeightSyncScheme, methods_for, only_module
+from weightsync.schemes.ray import RayWeightSyncScheme, methods_for, only_actor, only_module
 from weightsync.schemes.ray_desk import ActorReceiver, ActorSender
+from weightsync.schemes.sources import registered
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Timeout
 
@@ -23,8 +26,8 @@ ONLY = 0
 class RayModuleTransformSender(ActorSender):
     """Sends to the one actor behind a transform, which is found when it is first needed.
 
-    The actor is the context's ``._actor``, or the context itself; without a context, the single entry of
-    ``actor_refs``. Its id is 0.
+    It is sought, in this order, at the transform that was set, at the context, at the path ``model_id`` on the context
+    (each an actor, or an object whose ``._actor`` is one), and as the single entry of ``actor_refs``. Its id is 0.
 
     Args:
         scheme: the `RayModuleTransformScheme` that wires it.
@@ -83,7 +86,7 @@ class RayModuleTransformSender(ActorSender):
             ConfigurationError: (a ValueError) no actor is found.
         """
         if ONLY not in self.worker_ids and not self._endpoints:
-            self.add_worker(ONLY, self._scheme.actor(self._context()))
+            self.add_worker(ONLY, self._scheme.actor(self._context(), self._model_id))
 
 
 class RayModuleTransformReceiver(ActorReceiver):
@@ -134,21 +137,45 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     _set_transform = set_transform
 
-    def actor(self, context: Any) -> Any:
-        """The actor: of the transform that was set or given, of the context, or the single one of ``actor_refs``.
+    def actor(self, context: Any, model_id: str) -> Any:
+        """The one actor: see `RayModuleTransformSender`.
+
+        Args:
+            context: where it is sought.
+            model_id: its path there.
 
         Raises:
             ConfigurationError: (a ValueError) there is none, or there are several.
         """
-        for found in (self._transform, self._given.get("ray_transform"), context):
-            if found is not None and optional(found, "_actor") is not MISSING:
-                return found._actor
-        if any(optional(context, name) is not MISSING for name in methods_for(self.strategy)):
-            return context
-        actors = self._actors(self._given, context)
+        for found in (self._transform, self._given.get("ray_transform"), context, _at(context, model_id)):
+            actor = self._actor_behind(found)
+            if actor is not None:
+                return actor
+        actors = self._single(context, model_id)
         if len(actors) != 1:
             raise ConfigurationError(f"There are {len(actors)} actors, and a transform has one. Nothing was sent.")
         return actors[0]
+
+    def _single(self, context: Any, model_id: str) -> list[Any]:
+        try:
+            return self._actors(self._given, context)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"no actor is found for {model_id!r}: the context has none, neither is there one at that path on it. "
+                "Give init_on_sender() a context, ray_transform= or actor_refs=. Nothing was sent."
+            ) from error
+
+    def _actor_behind(self, found: Any) -> Any:
+        """The actor that something stands for: its ``_actor``, or itself if it takes weights; None: none."""
+        inner = optional(found, "_actor")
+        if inner is not MISSING and inner is not None:
+            return inner
+        taking = (optional(found, name) for name in methods_for(self.strategy))
+        return found if any(optional(method, "remote") is not MISSING for method in taking) else None
+
+    def _found(self, model_id: str, context: Any) -> Any:
+        """What a send without weights means: never the actor that the weights are for."""
+        return registered(self._given, context, model_id, lambda found: self._actor_behind(found) is not None)
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """None yet: the actor is found when it is first needed."""
@@ -166,6 +193,28 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         found = WeightSyncScheme._worker_model(self, given, context, model_id)
         return only_module(context, found) if isinstance(found, str) else found
 
+    def create_transport(
+        self,
+        pipe_or_context: Any = None,
+        *,
+        pipe: Any = None,
+        remote_collector: Any = None,
+        remote_actor: Any = None,
+        worker_idx: int | None = None,
+    ) -> RayActorTransport:
+        """TorchRL's transport to the actor; without one the first send raises.
+
+        Args:
+            pipe_or_context: the actor, or an object whose ``._actor`` is that; ``pipe``, ``remote_collector`` and
+                ``remote_actor`` are other names for it.
+            worker_idx: without effect: there is one actor.
+
+        Raises:
+            ConfigurationError: several actors are given.
+        """
+        given = only_actor(pipe_or_context, pipe, remote_collector, remote_actor)
+        return RayActorTransport(given, str(self.strategy), self._tensor_transport)
+
     def create_sender(self) -> RayModuleTransformSender:
         """A sender to the one actor."""
         return RayModuleTransformSender(self)
@@ -173,3 +222,13 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     def create_receiver(self) -> RayModuleTransformReceiver:
         """A receiver that the calls to this process's actor drive, once it listens."""
         return RayModuleTransformReceiver(self)
+
+
+def _at(context: Any, path: str) -> Any:
+    """What stands at a path on a context; None: nothing."""
+    if context is None:
+        return None
+    try:
+        return _resolve_model(context, path)
+    except ModelPathError:
+        return None

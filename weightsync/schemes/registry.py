@@ -64,7 +64,7 @@ def scheme_of(backend: str) -> type[Any]:
         return _registered[name]
     if name not in _HOMES:
         known = sorted({*_HOMES, *_ALIASES, *_registered})
-        raise ConfigurationError(f"There is no backend {backend!r}: choose one of {', '.join(known)}.")
+        raise ConfigurationError(f"Unsupported weight-sync backend {backend!r}: choose one of {', '.join(known)}.")
     module, scheme = _HOMES[name]
     found: type[Any] = getattr(importlib.import_module(module), scheme)
     return found

@@ -17,7 +17,6 @@ from weightsync.report import SyncReport
 from weightsync.schemes.fleet import grouped, is_per_worker, per_worker
 from weightsync.schemes.groups import send_to_groups
 from weightsync.schemes.sides import Sides
-from weightsync.schemes.sources import registered
 from weightsync.sender import worker_ids_of
 from weightsync.side import require_worker_id
 from weightsync.strategy import WeightStrategy
@@ -95,7 +94,7 @@ class Rendezvous(Sides):
         return self._groups(weights if weights is not None else self._fleet.weights or None, None)
 
     def _source(self) -> Any:
-        return registered(self._given, self._context(), self.get_sender().model_id)
+        return self._found(self.get_sender().model_id, self._context())
 
     def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
         receiver = self.get_receiver()

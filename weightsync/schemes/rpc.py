@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightsync.background import Background
-from weightsync.compat.collectors import Collector, Presenter, calling, link_to
+from weightsync.compat.arguments import one_by_one
+from weightsync.compat.collectors import COLLECTOR, Collector, Presenter, calling, collector_of, link_to
 from weightsync.compat.rpc import RPCTransport
 from weightsync.errors import ConfigurationError
 from weightsync.keys import SharedKey
@@ -75,7 +76,13 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         return found
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        """A link to a worker: its name, rank or `WorkerInfo`, an `RPCTransport`, or what `init_on_sender` makes of it.
+        """A link to a worker.
+
+        Args:
+            endpoint: its name, rank or `WorkerInfo`; the tuple ``(collector_info, collector_rref, collector_class)``;
+                an `RPCTransport`; or what `init_on_sender` makes of these.
+            model_id: the model.
+            peer: who is at the other end, for messages to people.
 
         Raises:
             ConfigurationError: RPC is not initialised, or knows nobody of that name.
@@ -85,23 +92,27 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     def create_transport(
         self,
         pipe_or_context: Any = None,
-        *,
-        collector_info: Any = None,
         collector_rref: Any = None,
         collector_class: Any = None,
+        *,
+        collector_info: Any = None,
         worker_rank: int | None = None,
     ) -> RPCTransport:
         """TorchRL's transport to one collector.
 
         Args:
-            pipe_or_context: the same as ``collector_info``.
-            collector_info: see `RPCTransport`, as for the others.
+            pipe_or_context: the tuple ``(collector_info, collector_rref, collector_class)``, or the first of these.
             collector_rref: a reference to the collector.
             collector_class: its class.
-            worker_rank: its rank.
+            collector_info: the worker, as its `WorkerInfo`, name or rank.
+            worker_rank: its rank: see `RPCTransport`.
+
+        Raises:
+            ConfigurationError: something is given twice, or the tuple has another length.
         """
-        info = collector_info if collector_info is not None else pipe_or_context
-        return RPCTransport(info, collector_rref, collector_class, worker_rank, strategy=self.strategy)
+        apart = {"collector_info": collector_info, "collector_rref": collector_rref, "collector_class": collector_class}
+        found = one_by_one(COLLECTOR, pipe_or_context, apart)
+        return RPCTransport(**found, worker_rank=worker_rank, strategy=self.strategy)
 
     # ---------------------------------------------------------------------------------------- the worker
 
@@ -141,9 +152,7 @@ def _asked(given: Mapping[str, Any], context: Any) -> Any:
 
 
 def _collector(endpoint: Any) -> Collector:
-    if isinstance(endpoint, Collector):
-        return endpoint
-    return endpoint.collector if isinstance(endpoint, RPCTransport) else Collector(endpoint)
+    return endpoint.collector if isinstance(endpoint, RPCTransport) else collector_of(endpoint)
 
 
 def _refuse_unreachable(collector: Collector, peer: str) -> None:

@@ -64,7 +64,8 @@ class SharedMemWeightSyncScheme(PipeScheme):
             raise ConfigurationError(f"strategy is {chosen}: choose 'tensordict' or 'state_dict'.")
         super().__init__(chosen, strategy if second and isinstance(strategy, bool) else sync, verify=verify)
         self._policy_weights = dict(policy_weights) if isinstance(policy_weights, Mapping) else {}
-        self._auto_register = second or bool(auto_register)
+        #: Whether a model may be sent that was not registered.
+        self.auto_register = second or bool(auto_register)
         self.per_worker_weights = bool(auto_register) if second and auto_register is not _TRUE else per_worker_weights
 
     @property
@@ -85,7 +86,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         """
         if queues:
             raise ConfigurationError(f"create_transport() of shared memory takes a pipe, not {', '.join(queues)}.")
-        transport = SharedMemTransport(self._policy_weights, self._auto_register, strategy=self.strategy)
+        transport = SharedMemTransport(self._policy_weights, self.auto_register, strategy=self.strategy)
         given = pipe if pipe_or_context is None else pipe_or_context
         if given is not None:
             transport.register_pipe(given)
@@ -101,7 +102,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         Raises:
             LayoutError: (a KeyError) the model is not registered and ``auto_register`` is off.
         """
-        if not self._auto_register:
+        if not self.auto_register:
             require_registered(model_id, self._policy_weights)
         return super().prepare_weights(weights, model_id, strategy, context)
 

@@ -70,6 +70,12 @@ class Sides:
             if side is not None:
                 side.close()
 
+    def _fail(self, error: BaseException) -> None:
+        """The block of code that used the scheme was left by an exception: workers' senders are told."""
+        for side in (self._sender, self._receiver):
+            if side is not None:
+                side.fail(error)
+
     def _start_over(self) -> None:
         self._meetings = {"sender": Meeting.AHEAD, "receiver": Meeting.AHEAD}
         self._successive: Successive | None = None
@@ -128,6 +134,10 @@ class Sides:
             raise StateError("scheme (receiver)", self._meetings["receiver"].value, asked, ["connect"])
         return self._receiver
 
+    def _found(self, model_id: str, context: Any) -> Any:
+        """What a send without weights means; None: nothing is registered."""
+        return registered(self._given, context, model_id)
+
     # ---------------------------------------------------------------------------------------------- properties
 
     @property
@@ -144,6 +154,11 @@ class Sides:
     def initialized_on_receiver(self) -> bool:
         """Whether `init_on_receiver` was called in this process."""
         return self._receiver is not None
+
+    #: Names that programs written for TorchRL read; who sets them is told that they are read-only.
+    _initialized_on_sender = initialized_on_sender
+    _initialized_on_worker = initialized_on_receiver
+    _initialized_on_receiver = initialized_on_receiver
 
     @property
     def synchronized_on_sender(self) -> bool:
@@ -199,7 +214,7 @@ class Sides:
             return _resolve_model(self.context, model) if isinstance(model, str) else model
         if self._sender is None:
             return None
-        return registered(self._given, self.context, self._sender.model_id)
+        return self._found(self._sender.model_id, self.context)
 
     @model.setter
     def model(self, model: Any) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.paths import _resolve_model
+from weightsync.transports.awaited import AwaitedProcess
 
 
 def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> dict[str, Any]:
@@ -28,6 +29,35 @@ def given_or_found(given: Mapping[str, Any], context: Any, name: str) -> Any:
     return None if found is MISSING else found
 
 
+def processes_of(given: Any, workers: Collection[int]) -> dict[int, Any]:
+    """The workers' processes by worker id, as ``processes=`` gives them.
+
+    Args:
+        given: a sequence in the order of the workers' ids, a mapping by worker id, or None.
+        workers: the ids of the workers.
+
+    Raises:
+        ConfigurationError: it is neither, is too long or too short, or names other workers.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        found = dict(given)
+    elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) == len(workers):
+        found = dict(zip(sorted(workers), given, strict=True))
+    else:
+        raise ConfigurationError(
+            f"processes= is {given!r}: give the process of each of the {len(workers)} workers, in the order of their "
+            "ids, or a mapping of worker ids to processes. Nothing has changed."
+        )
+    unknown = [worker for worker in found if worker not in workers]
+    if unknown:
+        raise ConfigurationError(f"processes= names workers {unknown}, but there are {sorted(workers)}.")
+    for process in found.values():
+        AwaitedProcess(process)
+    return found
+
+
 def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     """What a worker's weights are applied to: a model, or a path on the context.
 
@@ -45,11 +75,20 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
     return model_id
 
 
-def registered(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-    """What a send without weights means, the first that is found of the sources below; None: nothing."""
+def registered(
+    given: Mapping[str, Any], context: Any, model_id: str, unfit: Callable[[Any], bool] = lambda _: False
+) -> Any:
+    """What a send without weights means, the first that is found of the sources below; None: nothing.
+
+    Args:
+        given: by keyword.
+        context: the context.
+        model_id: the model.
+        unfit: whether what was found is no weights, though it is found where weights are.
+    """
     for source in _SOURCES:
         found = source(given, context, model_id)
-        if found is not None and found is not MISSING:
+        if found is not None and found is not MISSING and not unfit(found):
             return found
     return None
 

@@ -10,15 +10,15 @@ import torch.nn
 
 from weightsync.compat.base import BareTransport
 from weightsync.compat.facade import TransportFacade
-from weightsync.compat.none import NoTransport
+from weightsync.compat.mp import MPTransport, WorkerTransport, connection_of
 from weightsync.compat.user import user_link
+from weightsync.compat.user_receiving import hear
 from weightsync.driving.packing import Packer
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify
 from weightsync.paths import _resolve_model
 from weightsync.receiver import WeightReceiver
 from weightsync.schemes.rendezvous import Rendezvous
-from weightsync.schemes.sources import registered
 from weightsync.sender import WeightSender
 from weightsync.strategy import WeightStrategy
 from weightsync.target import Mode
@@ -59,36 +59,42 @@ class Wired(Rendezvous, abc.ABC):
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over ``endpoint`` for one model; ``peer`` says who is at the other end, for messages to people.
 
-        Here: over a transport of the user's own, which ``endpoint`` is, or which `create_transport` makes of it.
+        Here: over a transport, TorchRL's or of the user's own, which ``endpoint`` is, or which `create_transport` makes
+        of it.
 
         Raises:
             ConfigurationError: no link can be made of it.
         """
-        users = self._users_transport(endpoint)
-        if users is None:
+        transport = self._transport_for(endpoint)
+        if isinstance(transport, TransportFacade):
+            return transport.link(model_id, peer)
+        if transport is None:
             raise ConfigurationError(
                 f"{type(self).__name__} lays no links: give it a TransportBackend, have create_transport() return one, "
                 "or override lay_link() to return a Link of your own."
             )
-        return user_link(users, peer)
+        return user_link(transport, peer)
 
-    def _users_transport(self, endpoint: Any) -> BareTransport | None:
-        """The transport of the user's own by which an endpoint is reached; None: the scheme has links of its own."""
+    def _transport_for(self, endpoint: Any) -> TransportFacade | BareTransport | None:
+        """The transport by which an endpoint is reached, TorchRL's or of the user's own; None: there is none."""
         made = endpoint if isinstance(endpoint, BareTransport) else self.create_transport(endpoint)
-        ours = isinstance(made, TransportFacade | NoTransport) or not isinstance(made, BareTransport)
-        return None if ours else made
+        return made if isinstance(made, TransportFacade | BareTransport) else None
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Give ``accept`` the links by which senders reach us at ``endpoint``; here there is just one, at once.
 
+        A transport of the user's own, which ``endpoint`` is or which `create_transport` makes of it, is asked for
+        weights by a thread.
+
         Raises:
             ConfigurationError: no link can be made of the endpoint.
         """
-        if self._users_transport(endpoint) is not None:
-            raise ConfigurationError(
-                "A transport of your own brings weights by its own receive_weights(): call that in the worker, and "
-                "WeightStrategy.apply_weights()."
-            )
+        transport = self._transport_for(endpoint)
+        lays_links = type(self).lay_link is not Wired.lay_link
+        if isinstance(transport, TransportFacade) and not lays_links:
+            return transport.listen(model_id, accept)
+        if transport is not None and not isinstance(transport, TransportFacade):
+            return hear(transport, model_id, self.strategy, accept)
         accept(self.lay_link(endpoint, model_id, "the sender"))
         return _nothing
 
@@ -98,14 +104,22 @@ class Wired(Rendezvous, abc.ABC):
         Raises:
             ConfigurationError: this scheme has no pipes.
         """
+        transport = self._transport_for(endpoint)
+        if isinstance(transport, TransportFacade):
+            return transport.user_messages()
         raise ConfigurationError(f"{type(self).__name__} has no pipes that could carry messages of your own.")
 
     def transport_of(self, receiver: Any, endpoint: Any) -> Any:
-        """TorchRL's transport class over ``receiver``, which listens at ``endpoint``: its ``_transport``.
+        """The transport over ``receiver``, which listens at ``endpoint``: its ``_transport``, or the user's own.
 
         Raises:
             ConfigurationError: this scheme has none at the worker's end.
         """
+        transport = self._transport_for(endpoint)
+        if isinstance(transport, MPTransport):
+            return WorkerTransport(receiver, connection_of(transport))
+        if transport is not None and not isinstance(transport, TransportFacade):
+            return transport
         raise ConfigurationError(f"{type(self).__name__} has no transport at the worker's end: use the receiver.")
 
     def published(self, model_id: str, weights: Any) -> None:
@@ -134,7 +148,7 @@ class Wired(Rendezvous, abc.ABC):
         return strategy.extract_weights(found) if isinstance(found, torch.nn.Module) else found
 
     def _registered(self, model_id: str, context: Any) -> Any:
-        found = registered(self._given, context, model_id)
+        found = self._found(model_id, context)
         if found is not None:
             return found
         raise ConfigurationError(

@@ -41,6 +41,7 @@ class Acting(Troupe):
             "UpdateArrived": lambda w, s, k, v: self._read((s, w, k), v),
             "LinkDown": self._link_down, "Applied": self._apply, "Refused": self._decline, "Broken": self._break,
             "Answered": self._answer, "CloseReceiver": self._close, "CrashReceiver": self._crash,
+            "LinkFailed": self._link_failed, "FailReceiver": self._fail,
             "LoseLetter": self._lose_letter, "LoseAnswer": self._lose_answer,
         }  # fmt: skip
 
@@ -176,8 +177,17 @@ class Acting(Troupe):
         )
 
     def _break(self, w: int) -> None:
-        self._receivers[w].driver.break_down()
+        self._receivers[w].driver.break_down("the swap broke", "")
         self._receivers[w].served = None
+
+    def _link_failed(self, w: int, s: int, k: int) -> None:
+        receiver, gate, _ = self._far_end((s, w, k))
+        assert gate is receiver.in_force()
+        assert receiver.driver.data.link is not None
+        receiver.driver.take(receiving.LinkDown(receiver.driver.data.link, "no memory"))
+
+    def _fail(self, w: int) -> None:
+        self._receivers[w].driver.fail("an exception", "")
 
     def _close(self, w: int) -> None:
         self._receivers[w].driver.close()

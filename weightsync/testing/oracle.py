@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from weightsync._tables import RefusalKind, SenderInput, State
+from weightsync._tables import SenderInput, State
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
@@ -115,11 +115,9 @@ class SenderOracle:
             case Ack() | Refusal():
                 self.take(sending.Answer(worker, link, message))
                 self._catch_up(link, message)
-            case Bye() if message.incarnation > self.data.incarnation:
-                self.take(sending.Answer(worker, link, self._fenced(message)))
             case Bye():
-                if message.incarnation == self.data.incarnation and worker in self.data.roll:
-                    self.remove(worker, "said goodbye")
+                for event in sending.leaving(self.state, self.data, worker, link, message):
+                    self.take(event)
             case Update():
                 pass
 
@@ -128,15 +126,6 @@ class SenderOracle:
             waiting = self._backlogs[link].answered(message.version)
             if waiting:
                 self._update(link, waiting)
-
-    def _fenced(self, bye: Bye) -> Refusal:
-        return Refusal(
-            model_id=bye.model_id,
-            incarnation=self.data.incarnation,
-            version=0,
-            kind=RefusalKind.FENCED,
-            fence=bye.incarnation,
-        )
 
     def ended(self, link: int) -> None:
         """The link told that it is dead: a loss, once all that it said is taken in."""
@@ -183,12 +172,17 @@ class ReceiverOracle:
                 self._say(link, ("Hello", self.data.fence, version))
             case receiving.Reject(link, incarnation, _, _):
                 self._say(link, ("Refusal", incarnation, 0))
+            case receiving.Disown(link, incarnation):
+                if link in self.open:
+                    self.said[link].append(("Refusal", incarnation, 0))
             case receiving.Tell(link, key, _):
                 self._say(link, ("Refusal", *key))
             case receiving.Reply(link, answer):
                 self._say(link, (type(answer).__name__, answer.incarnation, answer.version))
             case receiving.CloseLink(link):
-                self.close(link)
+                self.open.discard(link)
+            case receiving.Leave(link):
+                self.leave(link)
 
     def _say(self, link: int, said: Said) -> None:
         if link in self.open:
@@ -196,7 +190,7 @@ class ReceiverOracle:
             if self._failed(link, len(self.said[link]) - 1):
                 self.ended(link)
 
-    def close(self, link: int) -> None:
+    def leave(self, link: int) -> None:
         """The link is closed, with a goodbye."""
         if link in self.open:
             self.open.remove(link)
@@ -205,7 +199,7 @@ class ReceiverOracle:
     def close_all(self) -> None:
         """Every link is closed."""
         for link in sorted(self.open):
-            self.close(link)
+            self.leave(link)
 
     def came(self, link: int, message: Message) -> None:
         """A message came out at our end."""
@@ -218,18 +212,15 @@ class ReceiverOracle:
                 self.take(receiving.UpdateArrived(link, message.incarnation, message.version))
             case Bye():
                 if message.incarnation == self.data.fence or link != self.data.link:
-                    self.ended(link)
+                    self.ended(link, "")
             case _:
                 pass
 
-    def ended(self, link: int) -> None:
-        """The link is dead."""
-        if link not in self.open:
-            return
-        before = self.data.link
-        self.take(receiving.LinkDown(link))
-        if before not in (link, None):
-            self.close(link)
+    def ended(self, link: int, failure: str = "dead") -> None:
+        """The link is dead, or its sender has left."""
+        if link in self.open:
+            self.take(receiving.LinkDown(link, failure))
+            self.open.discard(link)
 
     def answered(self) -> None:
         """The answer has left."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import select
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
 
 from weightsync._tables import Delivery
+from weightsync.errors import TransportError
 from weightsync.messages import Message
 from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.memory import Buffer
@@ -108,11 +110,22 @@ class Link(Protocol):
         """
 
 
+class TellsWhatIsRead(ABC):
+    """A link that can tell whether its peer has read what was sent."""
+
+    @abstractmethod
+    def all_read(self) -> bool | None:
+        """Whether the peer's process has read all that was sent; None: that is not known."""
+
+
 class Waker:
     """Ends a `wait` from another thread.
 
     Firing is remembered until a wait has seen it. A closed waker stays fired. In a forked child an inherited
     waker counts as closed, and firing it there wakes nobody in the parent.
+
+    Raises:
+        TransportError: no file descriptor is left.
     """
 
     def __init__(self) -> None:
@@ -123,7 +136,10 @@ class Waker:
         self._closed = False
         self._pid = os.getpid()
         self._fd: int | None = None
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            raise TransportError(f"Nothing can be waited for: {error.strerror}.") from error
         forget_after_fork(self)
 
     def fileno(self) -> int:

@@ -122,6 +122,8 @@ def decoded(frames: Sequence[bytes], peer: str = "the worker") -> list[Message]:
         AuthenticationError: the worker has a key.
         ProtocolError: a frame is malformed.
     """
+    if not isinstance(frames, list | tuple):
+        raise wire.malformed(f"A call brought home a {type(frames).__name__} where answers belong", b"")
     for frame in frames:
         if is_envelope(frame):
             raise without_key(frame, peer)

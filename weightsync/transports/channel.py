@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.transports.base import Waker
-from weightsync.transports.endpoint import Failure, broken, lost, socket_of
+from weightsync.transports.endpoint import Failure, broken, lost, socket_of, unread_nbytes
 from weightsync.transports.exposure import leaves_host, tell
 from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.inflow import Foreign, Frame, Inflow
@@ -122,6 +122,13 @@ class Channel:
         """The socket's descriptor while something is queued."""
         with self._lock:
             return self._socket.fileno() if self._outflow and self._socket else None
+
+    def all_read(self) -> bool | None:
+        """Whether the other end has read all that was put; None: only sockets of this host tell."""
+        with self._lock:
+            if self._socket is None or self._socket.family != socket.AF_UNIX:
+                return None
+            return not self._outflow and not unread_nbytes(self._socket)
 
     def waitables(self) -> list[int]:
         """Descriptors that are readable when there is something to read, or the peer is dead."""
@@ -241,6 +248,7 @@ class Channel:
 
     def _fail(self, why: Failure) -> None:
         self._deaf = why
+        self._inflow.close()
         self._sorter.signal_all()
 
     def _close(self) -> None:

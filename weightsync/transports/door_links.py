@@ -21,6 +21,8 @@ from weightsync.transports.woken import WokenLink
 Frames = list[bytes]
 #: How many calls that were answered are remembered, in case they come again.
 _REMEMBERED: Final = 8
+#: How far a call may be ahead of the ones before it, which are still on their way.
+MAX_AHEAD: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class DoorLink(WokenLink):
                 return self._open[number]
             if number in self._answered or number < self._next:
                 return _done(self._answered.get(number, []))
+            if number >= self._next + MAX_AHEAD:
+                raise wire.malformed(f"Call {number} came while call {self._next} is awaited", b"")
             answer = self._open[number] = Future()
             self._early[number] = received
             self._deliver()

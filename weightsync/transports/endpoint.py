@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
+import struct
+import termios
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -12,6 +15,8 @@ from typing import Any, Final
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError
 
 PLEASE: Final = "give one end of multiprocessing.Pipe(duplex=True)"
+
+_COUNT: Final = struct.Struct("i")
 
 #: Makes the error, given what the asker calls the peer: one instance raised twice would mix tracebacks.
 Failure = Callable[[str], WeightSyncError]
@@ -46,6 +51,14 @@ def socket_of(connection: Connection[Any, Any]) -> socket.socket:
         # Python has just made the shared descriptor non-blocking: it is the user's too.
         sock.settimeout(None)
     return sock
+
+
+def unread_nbytes(sock: socket.socket) -> int:
+    """How much memory holds what was written to a socket of this host and not read at its other end; 0: none."""
+    counted = bytearray(_COUNT.size)
+    fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, counted)
+    (nbytes,) = _COUNT.unpack(counted)
+    return int(nbytes)
 
 
 def lost(what: str, cause: Exception | None = None) -> Failure:

@@ -17,13 +17,14 @@ from typing import Final, NamedTuple
 
 from weightsync import wire
 from weightsync.errors import TransportError
-from weightsync.messages import Message
+from weightsync.messages import Message, Update
 from weightsync.transports.memory import anonymous
 
 _SHORT: Final = struct.Struct("!i")
 _LONG: Final = struct.Struct("!iQ")
 _CHUNK_NBYTES: Final = 64 * 1024
 _SPARE_LANDINGS: Final = 2
+#: Descriptors that have come and that no frame has claimed yet: a frame carries one, and is read before the next.
 _MAX_DESCRIPTORS: Final = 8
 # Plain numbers: flags of an enum take a microsecond to test.
 _RECEIVE_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
@@ -99,6 +100,7 @@ class Inflow:
             BlockingIOError: nothing to read now.
             EOFError: the peer's end is closed.
             OSError: the connection broke.
+            ProtocolError: more descriptors came than frames that name them.
         """
         if self._filling is not None:
             with self._filling.room() as room:
@@ -124,6 +126,9 @@ class Inflow:
                 descriptors = array.array("i")
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
                 self._descriptors.extend(descriptors)
+        if len(self._descriptors) > _MAX_DESCRIPTORS:
+            count = len(self._descriptors)
+            raise wire.malformed(f"The peer passed {count} descriptors that no frame of its own names", b"")
         if flags & _TRUNCATED:
             raise TransportError("A descriptor of shared memory was lost on its way: too many open files.")
         if nbytes == 0:
@@ -169,7 +174,7 @@ class Inflow:
         head = _checked(frame, nbytes)
         message = wire.decode_with(head, frame[: head.control_nbytes])
         payload = memoryview(bytearray(frame[head.control_nbytes :])) if head.payload_nbytes else None
-        return Frame(message, payload, self._claim(head, frame))
+        return Frame(message, payload, self._claim(head, message, frame))
 
     def _begin(self) -> bool:
         """Start on the frame at the head of the chunk, once enough of it is there to know what it is."""
@@ -206,16 +211,20 @@ class Inflow:
                 self._payload = self._land(self._head.payload_nbytes)
                 self._filling = _Filling(self._head.payload_nbytes, self._payload)
                 return None
-        frame = Frame(self._message, self._payload, self._claim(self._head, filled.grown))
+        frame = Frame(self._message, self._payload, self._claim(self._head, self._message, filled.grown))
         self._head = self._message = self._payload = None
         return frame
 
-    def _claim(self, head: wire.Head, control: wire.Readable) -> tuple[int, ...]:
+    def _claim(self, head: wire.Head, message: Message, control: wire.Readable) -> tuple[int, ...]:
+        """The descriptors that came with a frame: that of a segment, with the first update that lies there."""
         if not head.descriptors:
             return ()
+        if head.descriptors > 1 or not isinstance(message, Update) or message.slot is None:
+            kind = type(message).__name__
+            raise wire.malformed(f"The peer passed {head.descriptors} descriptors with a frame of {kind}", control)
         if head.descriptors > len(self._descriptors):
             raise wire.malformed(f"A frame came without its {head.descriptors} descriptors", control)
-        return tuple(self._descriptors.popleft() for _ in range(head.descriptors))
+        return (self._descriptors.popleft(),)
 
     def _land(self, nbytes: int) -> memoryview:
         """Memory for a payload: pages touched before, once nobody refers to them."""

@@ -16,14 +16,24 @@ from weightsync.transports.fork import forget_after_fork
 def own_identity() -> tuple[int, int]:
     """This process's id and its start in clock ticks since boot: what a Hello says of its speaker."""
     pid = os.getpid()
-    return pid, _own_start(pid)
+    try:
+        return pid, _own_start(pid)
+    except ProcessLookupError:
+        return pid, 0
 
 
 @lru_cache(maxsize=1)
 def own_host() -> bytes:
-    """What tells this machine and pid namespace from others, 16 bytes: a pid means something only there."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    namespace = os.readlink("/proc/self/ns/pid")
+    """What tells this machine and pid namespace from others, 16 bytes: a pid means something only there.
+
+    Raises:
+        TransportError: the kernel does not say, since no descriptor is left. Asked again later, it may.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError as error:
+        raise TransportError(f"This host's identity cannot be read: {error.strerror}.") from error
     return xxhash.xxh3_128_digest(f"{boot} {namespace}".encode())
 
 
@@ -36,7 +46,10 @@ def own_network() -> str:
 
 @lru_cache(maxsize=1)
 def _own_start(pid: int) -> int:
-    return started_at(pid) or 0
+    started = started_at(pid)
+    if started is None:
+        raise ProcessLookupError(pid)  # not kept: it may be readable when it is asked for again
+    return started
 
 
 def started_at(pid: int) -> int | None:
@@ -109,9 +122,11 @@ def watching(pid: int, started: int) -> ProcessWatch:
     """A watch of that process.
 
     Raises:
-        TransportError: it cannot be watched: no descriptor is left, or that is not allowed.
+        TransportError: it cannot be watched: no descriptor is left, that is not allowed, or no process can have that
+            number.
     """
     try:
         return ProcessWatch(pid, started)
-    except OSError as error:
-        raise TransportError(f"Process {pid} cannot be watched: {error.strerror}.") from error
+    except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise TransportError(f"Process {pid} cannot be watched: {why}.") from error

@@ -7,13 +7,17 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Update
 from weightsync.transports.base import Waker
 from weightsync.transports.inflow import Foreign, Frame
 
 #: Frames kept for models that nobody has registered yet.
 MAX_STRAYS: Final = 64
+#: Messages of the user's own that are kept until somebody reads them.
+MAX_FOREIGN: Final = 65_536
+#: Bytes of each of the two, over which nothing more is kept. A single message may be larger.
+MAX_KEPT_NBYTES: Final = 2**30
 
 
 class Mailbox:
@@ -53,7 +57,9 @@ class Sorter:
         self._boxes: dict[str, Mailbox] = {}
         self._strays: deque[Frame] = deque()
         self._left: set[str] = set()
+        self._strays_nbytes = 0
         self.foreign: deque[Foreign] = deque()
+        self._foreign_nbytes = 0
         self._user_waker: Waker | None = None
         # In which order the user's own messages came, and each model's newest update among them.
         self._sorted = 0
@@ -83,6 +89,7 @@ class Sorter:
         self._left.discard(model_id)
         box.frames.extend(frame for frame in self._strays if frame.message.model_id == model_id)
         self._strays = deque(frame for frame in self._strays if frame.message.model_id != model_id)
+        self._strays_nbytes = sum(map(_nbytes, self._strays))
         if box.frames:
             box.signal()
         return box
@@ -107,7 +114,9 @@ class Sorter:
         if not self.foreign:
             return None
         self._foreign_at.popleft()
-        return self.foreign.popleft()
+        taken = self.foreign.popleft()
+        self._foreign_nbytes -= len(taken.data)
+        return taken
 
     def foreign_comes_first(self, model_id: str) -> bool:
         """Whether the next message of the user's own came before the model's newest update."""
@@ -118,13 +127,11 @@ class Sorter:
 
         Raises:
             ProtocolError: too many frames for models that nobody has registered.
+            TransportError: too many messages of the user's own that nobody has read.
         """
         self._sorted += 1
         if isinstance(frame, Foreign):
-            self.foreign.append(frame)
-            self._foreign_at.append(self._sorted)
-            if self._user_waker is not None:
-                self._user_waker.fire()
+            self._keep_foreign(frame)
             return
         model_id = frame.message.model_id
         if isinstance(frame.message, Update):
@@ -136,13 +143,29 @@ class Sorter:
                 box.signal()
         elif model_id in self._left:
             discard([frame])
-        elif len(self._strays) < MAX_STRAYS:
+        elif len(self._strays) < MAX_STRAYS and self._strays_nbytes < MAX_KEPT_NBYTES:
             self._strays.append(frame)
+            self._strays_nbytes += _nbytes(frame)
             if self._user_waker is not None:
                 self._user_waker.fire()
         else:
             discard([frame])
-            raise ProtocolError(f"More than {MAX_STRAYS} messages came for models without a link here ({model_id!r}).")
+            raise ProtocolError(
+                f"{len(self._strays)} messages of {self._strays_nbytes} bytes lie here for models without a link, and "
+                f"another came (for {model_id!r})."
+            )
+
+    def _keep_foreign(self, frame: Foreign) -> None:
+        if len(self.foreign) >= MAX_FOREIGN or self._foreign_nbytes >= MAX_KEPT_NBYTES:
+            raise TransportError(
+                f"{len(self.foreign)} messages of your own ({self._foreign_nbytes} bytes) lie here unread: read them "
+                "from receiver.pipe or sender.pipe(worker_id)"
+            )
+        self.foreign.append(frame)
+        self._foreign_nbytes += len(frame.data)
+        self._foreign_at.append(self._sorted)
+        if self._user_waker is not None:
+            self._user_waker.fire()
 
     def signal_all(self) -> None:
         """Wake everybody: something concerns them all."""
@@ -157,8 +180,13 @@ class Sorter:
             self.leave(box)
         discard(self._strays)
         self._strays.clear()
+        self._strays_nbytes = 0
         if self._user_waker is not None:
             self._user_waker.close()
+
+
+def _nbytes(frame: Frame) -> int:
+    return frame.payload.nbytes if frame.payload is not None else 0
 
 
 def discard(frames: Iterable[Frame]) -> None:

@@ -65,6 +65,8 @@ class Segment:
     def _allocate(self) -> None:
         _require_memory(self.nbytes)
         self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # The kernel makes it readable by everybody, whoever may look into this process's descriptors.
+        os.fchmod(self.fd, 0o600)
         # Allocated now, a lack of memory is an error here and not a SIGBUS at the first write.
         os.posix_fallocate(self.fd, 0, self.nbytes)
         shared = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

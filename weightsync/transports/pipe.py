@@ -10,7 +10,7 @@ from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Message, SlotRef, Update
-from weightsync.transports.base import Payloads, Received
+from weightsync.transports.base import Payloads, Received, TellsWhatIsRead
 from weightsync.transports.channel import Channel
 from weightsync.transports.inflow import Frame
 from weightsync.transports.mailbox import discard
@@ -21,7 +21,7 @@ from weightsync.transports.sharing import Mapped, Named
 from weightsync.transports.user import UserMessages
 
 
-class PipeLink:
+class PipeLink(TellsWhatIsRead):
     """A link over one end of ``multiprocessing.Pipe(duplex=True)``. See `Link` for its contract.
 
     Links of several models may share one connection object; it is closed with its last link. Meanwhile it is
@@ -144,6 +144,10 @@ class PipeLink:
     def wants_write(self) -> int | None:
         """The descriptor to watch for room to write: see `Link.wants_write`."""
         return None if self._closed else self._channel.wants_write()
+
+    def all_read(self) -> bool | None:
+        """Whether the peer has read all that was sent over this connection: see `TellsWhatIsRead`."""
+        return None if self._closed else self._channel.all_read()
 
     def watch(self, pid: int, started: int) -> None:
         """Notice the death of the peer's process: see `Link.watch`."""

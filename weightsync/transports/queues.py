@@ -13,7 +13,7 @@ from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Message, Update
 from weightsync.transports.base import Received, Waker
-from weightsync.transports.liveness import ProcessWatch
+from weightsync.transports.liveness import ProcessWatch, watching
 from weightsync.transports.memory import Buffer
 
 AnyQueue = multiprocessing.queues.Queue
@@ -177,9 +177,10 @@ class QueueLink:
         """Notice the death of the peer's process: see `Link.watch`."""
         if not pid or self._closed or (self._watch is not None and self._watch.names(pid, started)):
             return
+        watch = watching(pid, started)
         if self._watch is not None:
             self._watch.close()
-        self._watch = ProcessWatch(pid, started)
+        self._watch = watch
 
     def close(self) -> None:
         """Give the link up: see `Link.close`. The queues are the user's."""

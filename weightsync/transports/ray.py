@@ -12,6 +12,7 @@ from weightsync.errors import TransportError
 from weightsync.keys import SharedKey
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.report import Evidence
+from weightsync.transports import ray_callee
 from weightsync.transports.call_seals import Challenged, seal_of
 from weightsync.transports.calls import Answers, GivenUp
 from weightsync.transports.memory import Buffer
@@ -66,25 +67,31 @@ class _Courier:
         self._calls.add(answers)
         answers.add_done_callback(self._calls.discard)
         VIGIL.attend(answers, self._peer)
-        raw.add_done_callback(lambda over: self._conclude(answers, over, said, again))
+        raw.add_done_callback(lambda over: self._ended(answers, over, said, again))
         return answers
 
-    def _conclude(
+    def _ended(
         self,
         answers: Answers,
         over: Future[Any],
         said: Callable[[Future[Any]], Sequence[Message]],
         again: Callable[[], Any] | None,
     ) -> None:
-        """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``."""
-        try:
-            messages = said(over)
-        except Challenged as error:
-            self._follow(answers, said, again, error)
-        except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
-            settle(answers, error=error)
+        challenged: list[Challenged] = []
+
+        def told(call: Future[Any]) -> Sequence[Message]:
+            try:
+                return said(call)
+            except Challenged as challenge:
+                challenged.append(challenge)
+                raise
+
+        inner: Answers = Future()
+        _conclude(inner, over, told)
+        if challenged:
+            self._follow(answers, said, again, challenged[0])
         else:
-            settle(answers, messages)
+            _hand_on(answers, inner)
 
     def _follow(
         self,
@@ -101,14 +108,14 @@ class _Courier:
         except TransportError as error:
             settle(answers, error=error)
             return
-        followed.add_done_callback(lambda over: _conclude(answers, over))
+        followed.add_done_callback(lambda over: _hand_on(answers, over))
 
     def _gone(self, error: BaseException) -> TransportError:
         if isinstance(error, _exceptions().RayTaskError):
             kind = GivenUp if isinstance(error.cause, GivenUp) else TransportError
             lost = kind(f"{self._peer} ended its link: {error.cause}")
         else:
-            lost = TransportError(f"The call to {self._peer} did not come back: {plain(str(error)) or repr(error)}")
+            return lost_call(self._peer, error)
         lost.__cause__ = error
         return lost
 
@@ -117,7 +124,17 @@ class _Courier:
         return _done(_refusal(update, f"Ray's object store did not take the weights: {plain(str(error))}"))
 
 
-def _conclude(answers: Answers, over: Answers) -> None:
+def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]], Sequence[Message]]) -> None:
+    """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``."""
+    try:
+        messages = said(over)
+    except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
+        settle(answers, error=error)
+    else:
+        settle(answers, messages)
+
+
+def _hand_on(answers: Answers, over: Answers) -> None:
     error = over.exception()
     if isinstance(error, Exception):
         settle(answers, error=error)
@@ -268,3 +285,52 @@ class PlainCourier(_Courier):
             trace = plain(str(error))
             return [_refusal(update, trace.splitlines()[-1] if trace else repr(error), trace, Evidence.CALL)]
         raise self._gone(error)
+
+
+def ask_attended(actor: Any, model_id: str, peer: str) -> Future[bool]:
+    """Ask an actor whether a receiver of ours listens in it. One that cannot be asked has none.
+
+    Raises:
+        TransportError: Ray took no call.
+    """
+    found: Future[bool] = Future()
+
+    def said(over: Future[Any]) -> Sequence[Message]:
+        error = over.exception()
+        if error is None or isinstance(error, _exceptions().RayTaskError):
+            settle(found, error is None and bool(over.result()))
+        else:
+            settle(found, error=lost_call(peer, error))
+        return ()
+
+    Session(peer).require()
+    try:
+        raw = actor.__ray_call__.remote(ray_callee.is_attended, model_id).future()
+    except Exception as error:
+        raise TransportError(f"Ray took no call for {peer}: {plain(str(error))}") from error
+    VIGIL.attend(found, peer)
+    raw.add_done_callback(lambda over: _conclude(Future(), over, said))
+    return found
+
+
+def lost_call(peer: str, error: BaseException) -> TransportError:
+    """A call that ended without an answer."""
+    found = TransportError(f"The call to {peer} did not come back: {plain(str(error)) or repr(error)}")
+    found.__cause__ = error
+    return found
+
+
+class CalledThrough:
+    """What senders call in an actor whose class is not ours: Ray's own way to run a function there.
+
+    Args:
+        actor: its handle.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        # A call that Ray made twice would be another message.
+        self._run = actor.__ray_call__.options(max_task_retries=0)
+
+    def remote(self, *arguments: Any) -> Any:
+        """Begin a call."""
+        return self._run.remote(ray_callee.call, *arguments)

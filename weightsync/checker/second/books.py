@@ -47,7 +47,7 @@ def _entry_fits(node: Node, s: int, w: int) -> bool:
         and sender.dueAll <= entry.due <= sender.version
         and (entry.standing == "LOST" or entry.fence == 0)
         and (entry.standing != "EXPECTED" or entry.served == 0)
-        and (entry.standing != "LOST" or entry.catching == 0)
+        and (entry.standing not in ("LOST", "REFUSED") or entry.catching == 0)
         and (entry.fence == 0 or entry.fence > sender.incarnation)
         and max(entry.served, entry.catching) <= entry.due
         and (entry.catching == 0 or entry.served < entry.catching)
@@ -92,7 +92,7 @@ def answers_say_what_happened(bounds: Bounds, step: Step) -> bool:
 
 
 def _true_fence(step: Step, m: Word) -> bool:
-    return m.fence == (step.old.receiver(m.w).fence if m.kind in _REFUSALS else 0)
+    return m.fence == (step.new.receiver(m.w).fence if m.kind in _REFUSALS else 0)
 
 
 def _true_word(step: Step, m: Word) -> bool:
@@ -105,9 +105,12 @@ def _true_word(step: Step, m: Word) -> bool:
         case "ACK":
             return decided
         case "BYE":
-            return m.v == 0 and step.new.rstate[m.w - 1] == _CLOSED and ours
+            return m.v == 0 and ours and ("CloseReceiver", m.w) in step.labels
+        case "FAILED":
+            return m.v == 0 and ours and new.link == NO_LINK and m.inc == m.fence
         case "FENCED":
-            return (m.v, m.p) == (0, 0) and m.inc < m.fence
+            rejected = m.p == 0 and old == new
+            return m.v == 0 and m.inc < m.fence and (rejected or (ours and new.link not in (old.link, NO_LINK)))
         case "SUPERSEDED":
             return key == old.pending and old.pending[:2] < new.pending[:2]
         case "STALE":
@@ -132,13 +135,29 @@ def _said(step: Step, w: int) -> bool:
         due.append((old.answer, old.decided) in words)
     if heard and NO_PAYLOAD not in (old.pending, new.pending) and old.pending != new.pending:
         due.append(("SUPERSEDED", old.pending) in words)
-    if heard and moved[0] in (_READY, _AWAITING) and moved[1] == _CLOSED:
-        due.append("BYE" in {kind for kind, _ in words})
+    due += _parted(step, w, {kind for kind, _ in words}) if heard else []
     if heard and new.link != old.link:
         due.append(step.new.is_gone(s, w))
     if new.link not in (old.link, NO_LINK):
         due.append(_met(step, w))
+        if heard and old.fence < new.fence:
+            due.append(("FENCED", old.fence) in {(kind, key[0]) for kind, key in words})
     return all(due) and (new.fence >= old.fence or new == NEW_RECEIVER)
+
+
+def _parted(step: Step, w: int, words: set[str]) -> list[bool]:
+    """A link in force that ends is told why, unless the worker's process died or the link broke."""
+    old, new = step.old.receiver(w), step.new.receiver(w)
+    if new == NEW_RECEIVER:
+        return []
+    due = []
+    closed = step.old.rstate[w - 1] != _CLOSED and step.new.rstate[w - 1] == _CLOSED
+    broke = {label[0] for label in step.labels} <= {"LinkDown"}
+    if closed or (new.link == NO_LINK and not broke):
+        due.append(bool(words & {"BYE", "FAILED"}))
+    if old.served != NO_PAYLOAD == new.served:
+        due.append("FAILED" in words)
+    return due
 
 
 def _met(step: Step, w: int) -> bool:

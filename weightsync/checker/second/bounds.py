@@ -70,6 +70,25 @@ class Bounds:
         return range(1, self.workers + 1)
 
     @property
+    def words(self) -> str:
+        """How many of what, and what may happen, as a reader of a table wants it."""
+        counts = [
+            _counted(self.senders, "sender"),
+            _counted(self.workers, "worker"),
+            _counted(self.max_version, "version"),
+            _counted(self.max_link, "link"),
+        ]
+        may = f"; {', '.join(sorted(self.features))}" if self.features else ""
+        links = f"; links: {', '.join(sorted(name.lower() for name in self.links))}" if self.links else ""
+        return ", ".join(counts) + may + links
+
+    def reaches(self, least: Bounds) -> bool:
+        """Whether they are no smaller than `least` in any respect, and links misbehave in just the same way."""
+        counts = ("senders", "workers", "max_version", "max_link", "max_clock")
+        larger = all(getattr(self, name) >= getattr(least, name) for name in counts)
+        return larger and self.features >= least.features and self.links == least.links
+
+    @property
     def text(self) -> str:
         """The constants as TLC reads them."""
         return "\n".join(
@@ -87,6 +106,10 @@ class Bounds:
                 "",
             ]
         )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _set(members: Iterable[str]) -> str:

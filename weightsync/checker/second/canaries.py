@@ -141,6 +141,21 @@ def _no_bye(bounds: Bounds, step: Step) -> bool:
     return not any(step.old.owed(s, w) and step.new.entry(s, w).standing == "NONE" for s, w in _pairs(bounds))
 
 
+def _nothing_fails(bounds: Bounds, node: Node) -> bool:
+    return all(m.kind != "FAILED" for m in node.answers)
+
+
+def _nobody_is_back_after_failure(bounds: Bounds, step: Step) -> bool:
+    if bounds.features & {"break", "wrong", "crash"}:
+        return True
+    return not any(
+        step.old.outcome(s, w) == "LOST"
+        and step.old.entry(s, w)[:2] == (2, "EXPECTED")
+        and step.new.entry(s, w).standing == "UP"
+        for s, w in _pairs(bounds)
+    )
+
+
 def _no_stray_answer(bounds: Bounds, node: Node) -> bool:
     return all(m.inc == node.sender(m.s).incarnation for m in node.answers)
 
@@ -179,6 +194,7 @@ STATE_CANARIES: Mapping[str, Invariant] = {
     "SomebodyIsLeft": _somebody_is_left,
     "NoPartialDispatch": _no_partial_dispatch,
     "NoMisfit": _no_misfit,
+    "NothingFails": _nothing_fails,
     "AbandonedMeansNot": _abandoned_means_not,
     "LostMeansNot": _lost_means_not,
     "NobodyWinsBack": _nobody_wins_back,
@@ -202,4 +218,5 @@ STEP_CANARIES: Mapping[str, StepProperty] = {
     "EveryAnswerLeaves": _every_answer_leaves,
     "OnlyTheLatestSendChanges": _only_the_latest_send_changes,
     "NoBye": _no_bye,
+    "NobodyIsBackAfterFailure": _nobody_is_back_after_failure,
 }

@@ -12,7 +12,8 @@ from weightsync.checker.second.words import NEW_RECEIVER, NO_LINK, Entry, Letter
 
 _CLOSED, _AWAITING = State.CLOSED.value, State.AWAITING_ACK.value
 _REFUSALS = {kind.name for kind in RefusalKind}
-_LAST_WORDS = {"BYE", "REFUSED", "FENCED"}
+_LAST_WORDS = {"BYE", "REFUSED", "FENCED", "FAILED"}
+_ENDED = ("LOST", "REFUSED")
 
 
 def _pairs(bounds: Bounds) -> Iterator[tuple[int, int]]:
@@ -124,7 +125,7 @@ def _has_reason(step: Step, s: int, w: int) -> bool:
     before, after = step.old.receiver(w), step.new.receiver(w)
     if step.new.rstate[w - 1] == _CLOSED or (before != NEW_RECEIVER and after == NEW_RECEIVER):
         return True
-    rejected = any(_link(m) == (s, w, k) and m.v == 0 and m.kind in ("FENCED", "REFUSED") for m in step.new.answers)
+    rejected = any(_link(m) == (s, w, k) and m.v == 0 and m.kind in _LAST_WORDS - {"BYE"} for m in step.new.answers)
     return rejected or (before.link == (s, k) and after.link not in (before.link, NO_LINK))
 
 
@@ -177,7 +178,7 @@ def dispatches_reach_their_targets(bounds: Bounds, step: Step) -> bool:
 
 def _sent(step: Step, s: int, w: int, target: bool) -> bool:
     entry, version = step.old.entry(s, w), step.new.sender(s).version
-    outcome = "NONE" if not target else "LOST" if entry.standing == "LOST" else "PENDING"
+    outcome = "NONE" if not target else entry.standing if entry.standing in _ENDED else "PENDING"
     pending = outcome == "PENDING"
     if step.new.entry(s, w) != (entry._replace(due=version) if target else entry):
         return False
@@ -197,7 +198,7 @@ def _begins(bounds: Bounds, step: Step, s: int, w: int) -> bool:
     laid = after.link != before.link
     due = max(old.dueAll, before.due)
     if laid and (
-        before.standing not in ("NONE", "LOST") or after != Entry(before.link + 1, "EXPECTED", 0, due, due, 0)
+        before.standing not in ("NONE", *_ENDED) or after != Entry(before.link + 1, "EXPECTED", 0, due, due, 0)
     ):
         return False
     arrived = before.standing == "EXPECTED" and not laid
@@ -233,12 +234,14 @@ def links_end_whole(bounds: Bounds, step: Step) -> bool:
 def _stays_or_ends(bounds: Bounds, step: Step, s: int, w: int) -> bool:
     before, after = step.old.entry(s, w), step.new.entry(s, w)
     link = (s, w, before.link)
-    ends = step.old.is_open(*link) and after.standing in ("LOST", "NONE")
+    ends = step.old.is_open(*link) and after.standing in ("NONE", *_ENDED)
     if after.fence not in (before.fence, 0):
         fenced = {m.fence for m in step.old.answers if _link(m) == link and m.kind == "FENCED"}
         if after.fence not in fenced:
             return False
-    if before.standing == "LOST" and after.standing == "UP":
+    if before.standing in _ENDED and after.standing not in (before.standing, "EXPECTED", "NONE"):
+        return False
+    if after.standing == "REFUSED" != before.standing and not ends:
         return False
     if ends:
         return _ends(bounds, step, s, w)
@@ -251,19 +254,29 @@ def _stays_or_ends(bounds: Bounds, step: Step, s: int, w: int) -> bool:
 def _ends(bounds: Bounds, step: Step, s: int, w: int) -> bool:
     before, after, owed = step.old.entry(s, w), step.new.entry(s, w), step.old.owed(s, w)
     heard = [m for m in step.old.answers if _link(m) == (s, w, before.link)]
-    if step.new.owed(s, w) or step.new.is_gone(s, w) or (owed and step.new.outcome(s, w) != "LOST"):
+    outcome = "REFUSED" if after.standing == "REFUSED" else "LOST"
+    if step.new.owed(s, w) or step.new.is_gone(s, w) or (owed and step.new.outcome(s, w) != outcome):
+        return False
+    own = {m.kind for m in heard if m.v == 0 and m.inc == step.old.sender(s).incarnation}
+    if not _ends_as_told(after.standing, own, told="Reorders" not in bounds.links and "wrong" not in bounds.features):
         return False
     left = {(m.s, m.w) for m in step.new.letters} | {(m.s, m.w) for m in step.new.answers}
     if "Lingers" not in bounds.links and (s, w) in left:
         return False
-    if after.standing == "LOST" and (after.link, after.due, after.served) != (before.link, before.due, before.served):
-        return False
-    if after.standing == "NONE" and "BYE" not in {m.kind for m in heard}:
+    if after.standing in _ENDED and (after.link, after.due, after.served) != (before.link, before.due, before.served):
         return False
     if step.old.is_gone(s, w):
         return "Reorders" in bounds.links or all(m.kind in _LAST_WORDS and m.v == 0 for m in heard)
     read = [m for m in heard if m not in step.new.answers]
     return "wrong" in bounds.features or any(m.kind in _LAST_WORDS and m.v == 0 for m in read)
+
+
+def _ends_as_told(standing: str, words: set[str], *, told: bool) -> bool:
+    """A goodbye alone takes a worker off the roll, its refusal alone makes it REFUSED; ``told``: they do."""
+    word = {"BYE": "NONE", "REFUSED": "REFUSED"}
+    if any(standing == ending and kind not in words for kind, ending in word.items()):
+        return False
+    return not told or all(standing == {"FAILED": "LOST", **word}.get(kind, standing) for kind in words)
 
 
 DELIVERIES: Mapping[str, StepProperty] = {

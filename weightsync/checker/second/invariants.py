@@ -21,7 +21,7 @@ Invariant = Callable[[Bounds, Node], bool]
 
 _STATES = {state.value for state in State}
 _KINDS = {"HELLO", "ACK", "BYE"} | {kind.name for kind in RefusalKind}
-_STANDINGS = {"NONE", "EXPECTED", "UP", "LOST"}
+_STANDINGS = {"NONE", "EXPECTED", "UP", "LOST", "REFUSED"}
 _OUTCOMES = {"NONE", "PENDING", "APPLIED", "REFUSED", "LOST", "ABANDONED"}
 _AWAITING = State.AWAITING_ACK.value
 

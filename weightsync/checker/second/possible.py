@@ -27,6 +27,8 @@ _FEATURES = {
     "Refused": "refuse",
     "Broken": "broken",
     "CloseReceiver": "bye",
+    "FailReceiver": "fail",
+    "LinkFailed": "fail",
 }
 _Message = TypeVar("_Message", Letter, Word)
 
@@ -59,9 +61,9 @@ def _of_senders(bounds: Bounds, node: Node) -> Iterator[Label]:
 def _of_entry(bounds: Bounds, node: Node, s: int, w: int) -> Iterator[Label]:
     entry, gone = node.entry(s, w), node.is_gone(s, w)
     if node.sstate[s - 1] != _CLOSED:
-        if entry.standing in ("NONE", "LOST") and entry.link < bounds.max_link:
+        if entry.standing in ("NONE", "LOST", "REFUSED") and entry.link < bounds.max_link:
             yield ("Join", s, w)
-        if entry.standing == "LOST":
+        if entry.standing in ("LOST", "REFUSED"):
             yield ("Remove", s, w)
     if node.is_open(s, w, entry.link) and not gone:
         yield ("GiveUp", s, w)
@@ -77,9 +79,9 @@ def _of_receivers(bounds: Bounds, node: Node) -> Iterator[Label]:
         if state == _AWAITING:
             yield ("Answered", w)
         if state != _CLOSED:
-            yield ("CloseReceiver", w)
-            if link != NO_LINK and not node.is_open(link[0], w, link[1]):
-                yield ("LinkDown", w, *link)
+            yield from (("CloseReceiver", w), ("FailReceiver", w))
+            if link != NO_LINK:
+                yield ("LinkFailed" if node.is_open(link[0], w, link[1]) else "LinkDown", w, *link)
 
 
 def _of_messages(node: Node) -> Iterator[Label]:

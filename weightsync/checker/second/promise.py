@@ -13,6 +13,10 @@ _NONE = (0, 0)
 _PHASES = {State.PENDING_ASYNC.value: "outstanding", State.AWAITING_ACK.value: "waited", State.CLOSED.value: "closed"}
 
 
+#: What can be said of a worker as a version is dispatched.
+_DISPATCHED = {"NONE", "LOST", "REFUSED", "PENDING"}
+
+
 class Sent(NamedTuple):
     """What a user sees of one sender."""
 
@@ -111,7 +115,7 @@ def _connects(before: Sent, after: Sent, others: set[int]) -> bool:
 def _sends(before: Sent, after: Sent) -> bool:
     """G5, G11: nothing is outstanding; a version never used before; somebody may yet answer."""
     free = before.phase == "idle" and before.incarnation != 0
-    said = after.phase in ("outstanding", "waited") and {"NONE", "LOST", "PENDING"}.issuperset(after.outcomes)
+    said = after.phase in ("outstanding", "waited") and _DISPATCHED.issuperset(after.outcomes)
     fresh = before._replace(version=before.version + 1, did=frozenset(), phase=after.phase, outcomes=after.outcomes)
     return free and said and "PENDING" in after.outcomes and after == fresh
 

@@ -79,12 +79,20 @@ def ack_names_its_version(bounds: Bounds, step: Step) -> bool:
         sender = step.old.sender(s)
         there = [m for m in step.old.answers if (m.s, m.w, m.inc) == (s, w, sender.incarnation)]
         weights = (sender.out.version, sender.serial)
-        if _counted(step, s, w) and not any((m.v, m.p) == weights for m in there):
+        counts = any((m.v, m.p) == weights for m in there) or _rejected(step, s, w, there)
+        if _counted(step, s, w) and not counts:
             return False
         recorded = _recorded(step, s, w)
         if recorded and not any(m.v == recorded for m in there):
             return False
     return True
+
+
+def _rejected(step: Step, s: int, w: int, there: list[Word]) -> bool:
+    """Whether the worker has refused the handshake of its link, which is told of it from now on."""
+    before, after = step.old.entry(s, w), step.new.entry(s, w)
+    said = any((m.k, m.v, m.kind) == (before.link, 0, "REFUSED") for m in there)
+    return said and before.standing != after.standing == "REFUSED" == step.new.outcome(s, w)
 
 
 def acked_means_served(bounds: Bounds, step: Step) -> bool:

@@ -27,7 +27,6 @@ class SenderActs:
 
     def of(self, machine: Machine, number: int) -> Iterator[tuple[int, Acted]]:
         """The actions of one sender, and when each was."""
-        fenced: dict[int, int] = {}
         if number > 1:
             line = machine.lines[0]
             yield line.time, Acted(line, {"a": "Copy", "s": 1, "t": number})
@@ -35,19 +34,7 @@ class SenderActs:
             if moment.step is None or moment.step.input is None:
                 continue
             action = self._sender_action(machine, number, moment)
-            event = moment.event
-            if isinstance(event, sending.Answer) and isinstance(event.message, Refusal) and event.message.version == 0:
-                spoken = self._spoken(machine, event)
-                fenced[event.worker] = event.message.fence if spoken else 0
-                if not spoken:
-                    action = self._lost(machine, number, event.link)
-            shown = self._sender_shown(machine, number, moment, fenced)
-            yield moment.line.time, Acted(moment.line, {**action, **shown})
-
-    def _spoken(self, machine: Machine, event: sending.Answer) -> bool:
-        """Whether a rejection was a message; otherwise it stands for a goodbye that named a newer sender."""
-        ends = self._names.network.heard_by[machine.name, event.link]
-        return any(flown.message == event.message for end in ends for flown in self._names.network.sent[end])
+            yield moment.line.time, Acted(moment.line, {**action, **self._sender_shown(machine, moment)})
 
     def _sender_action(self, machine: Machine, s: int, moment: Moment) -> dict[str, Value]:
         match moment.event:
@@ -79,7 +66,7 @@ class SenderActs:
         assert isinstance(data, sending.SenderData)
         entry = data.roll.get(worker)
         joins = isinstance(moment.event, sending.Join)
-        if entry is not None and entry.standing is not sending.Standing.LOST and (joins or data.incarnation):
+        if entry is not None and entry.open and (joins or data.incarnation):
             raise BeyondTheModelError("a link is replaced before the sender connects")
 
     def _dispatch(self, name: str, s: int, targets: tuple[int, ...] | None) -> dict[str, Value]:
@@ -114,7 +101,7 @@ class SenderActs:
         ends = self._names.network.heard_by[machine.name, event.link]
         return any(flown.message == event.message for end in ends for flown in self._names.network.sent[end])
 
-    def _sender_shown(self, machine: Machine, s: int, moment: Moment, fenced: dict[int, int]) -> dict[str, Value]:
+    def _sender_shown(self, machine: Machine, moment: Moment) -> dict[str, Value]:
         data, out, told = moment.after, None, True
         assert isinstance(data, sending.SenderData)
         out = data.outstanding
@@ -127,19 +114,17 @@ class SenderActs:
             "inc": self._names.ranks.get(data.incarnation, 0),
             "v": data.version,
             "all": data.due_all,
-            "roll": tuple(self._entry(machine, data, worker, fenced) for worker in self._names.workers),
+            "roll": tuple(self._entry(machine, data, worker) for worker in self._names.workers),
             "told": told,
             "out": tuple(_outcome(out, worker) for worker in self._names.workers),
         }
 
-    def _entry(
-        self, machine: Machine, data: sending.SenderData, worker: int, fenced: dict[int, int]
-    ) -> tuple[Value, ...]:
+    def _entry(self, machine: Machine, data: sending.SenderData, worker: int) -> tuple[Value, ...]:
         entry = data.roll.get(worker)
         if entry is None:
             return ("NONE", 0, 0, 0, 0, 0)
         k = self._names.links[machine.name, entry.link][1]
-        fence = self._names.ranks.get(entry.fence, 0) if fenced.get(worker) else 0
+        fence = self._names.ranks.get(entry.fence, 0)
         return (entry.standing.name, k, entry.served, entry.due, entry.catching, fence)
 
 
@@ -205,7 +190,7 @@ class WorkerActs:
                 spoiled = True
             if line.what is What.SENT and isinstance(moment.message, Ack | Refusal):
                 owed = moment if moment.state is State.AWAITING_ACK and moment.message == _answer(moment) else owed
-            if self._breaks(moment):
+            if line.what is What.REFUSED:
                 raise BeyondTheModelError("a peer broke the protocol")
             if line.what is not What.STEP or moment.step is None or moment.step.input is None:
                 continue
@@ -222,13 +207,6 @@ class WorkerActs:
                 yield time, Acted(line, {**action, **self._receiver_shown(machine, moment, spoiled)})
         yield from self._unnoticed(machine, w, owed)
 
-    def _breaks(self, moment: Moment) -> bool:
-        """Whether a peer has broken the protocol: a step was refused, or a last word was said over a link."""
-        message = moment.message
-        last = isinstance(message, Refusal) and message.version == 0 and message.kind is RefusalKind.REFUSED
-        rejected = moment.before.link is None  # type: ignore[union-attr]
-        return moment.line.what is What.REFUSED or (moment.line.what is What.SENT and last and not rejected)
-
     def _receiver_action(self, machine: Machine, w: int, moment: Moment) -> dict[str, Value] | None:
         event = moment.event
         match event:
@@ -236,12 +214,14 @@ class WorkerActs:
                 return {"a": "Misfit" if misfit else "HelloArrived", **self._names.over(machine, w, event.link)}
             case receiving.UpdateArrived(version=version):
                 return {"a": "UpdateArrived", **self._names.over(machine, w, event.link), "n": version}
-            case receiving.LinkDown(link):
+            case receiving.LinkDown(link, failure):
                 if moment.before.link is None and moment.state_before is State.UNINITIALIZED:  # type: ignore[union-attr]
                     return None
-                return {"a": "LinkDown", **self._names.over(machine, w, link)}
+                return {"a": "LinkFailed" if failure else "LinkDown", **self._names.over(machine, w, link)}
             case receiving.Close():
                 return {"a": "CloseReceiver", "w": w}
+            case receiving.Fail():
+                return {"a": "FailReceiver", "w": w}
             case _:
                 return {"a": type(event).__name__, "w": w}
 

@@ -99,6 +99,7 @@ def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
             targets[after.version] = tuple(before.roll) if asked is None else asked
         yield from _says(machine, moment, targets, digests)
         yield from _concludes(moment, targets)
+        yield from _tells(moment, targets)
         if moment.step is not None and moment.step.input in _COUNTS:
             yield from _counts(network, machine, moment, digests)
         if isinstance(moment.event, sending.Join) and moment.step is not None:
@@ -128,6 +129,15 @@ def _concludes(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[
             if out.owed or set(out.outcomes) != set(targets.get(out.version, ())):
                 what = f"version {out.version} is over, and its outcomes are those of {sorted(out.outcomes)}"
                 yield _broken(moment, "G11 EverybodyIsToldTheTruth", what)
+
+
+def _tells(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
+    """A report tells of each target, and of nobody else."""
+    version = moment.line.said.get("version") if moment.line.what is What.TOLD else None
+    told = {int(worker) for worker in moment.line.said["outcomes"]} if version else set()
+    if version and told != set(targets.get(version, ())):
+        what = f"of version {version} its caller is told about workers {sorted(told)}, and others are its targets"
+        yield _broken(moment, "G11 EverybodyIsToldTheTruth", what)
 
 
 def _greets(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:

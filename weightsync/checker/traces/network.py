@@ -75,6 +75,8 @@ class Network:
         message = moment.message
         if message is None:
             said = moment.line.said
+            if machine.role == "receiver":
+                return  # it said why, or nothing
             message = Bye(model_id=str(said["model"]), incarnation=said["incarnation"])
         self.sent[place].append(Flown(moment.line, machine.clock, message, _key(message)))
 

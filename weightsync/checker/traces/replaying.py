@@ -9,7 +9,8 @@ from typing import Any
 from weightsync._tables import INITIAL, Delivery, State
 from weightsync.checker.traces.decoding import decoded
 from weightsync.checker.traces.lines import Finding, Line
-from weightsync.checker.traces.words import differences, possible
+from weightsync.checker.traces.reporting import FalseReportError, Reports
+from weightsync.checker.traces.words import differences, possible, value
 from weightsync.errors import WeightSyncError
 from weightsync.messages import Ack, Message
 from weightsync.protocol import receiver as receiving
@@ -119,6 +120,7 @@ class _Player:
         self._held: Ack | None = None
         self._links = 0
         self._time = 0
+        self._reports = Reports()
 
     def take(self, number: int, line: Line) -> Moment:
         if line.said.get("n") != number:
@@ -132,6 +134,10 @@ class _Player:
         self._time = line.time
         _require_fields(line)
         self._number_links(line)
+        if self._reports.due is not None and line.what is not What.TOLD:
+            raise _Broken(
+                f"the caller was not told what came of {type(self._reports.due).__name__}", ("first its report",)
+            )
         state, data = self._state, self._data
         event, step = self._advance(line)
         told = line.said.get("message")
@@ -164,6 +170,8 @@ class _Player:
             case What.SPOILED if isinstance(self._data, receiving.ReceiverData):
                 self._data = receiving.spoiled(self._data)
                 self._compare(line, {"data": self._data})
+            case What.TOLD:
+                self._told(line)
         return None, None
 
     def _step(self, line: Line, event: Any) -> Step:
@@ -174,6 +182,8 @@ class _Player:
         told = {"input": step.input, "before": self._state, "after": step.to, "data": step.data}
         self._compare(line, {**told, "effects": step.effects})
         self._state, self._data = step.to, step.data
+        if isinstance(step.data, sending.SenderData):
+            self._reports.step(event, step)
         if self._holding and isinstance(event, receiving.Applied):
             self._held = event.answer
         return step
@@ -187,6 +197,14 @@ class _Player:
             return
         named = step.input.value if step.input else "LATE"
         raise _Broken(f"the model takes this event, as {named}", (possible(self._role, self._state),))
+
+    def _told(self, line: Line) -> None:
+        if not isinstance(self._data, sending.SenderData):
+            raise _Broken("only senders report")
+        try:
+            self._compare(line, self._reports.told(line.said, self._data))
+        except FalseReportError as error:
+            raise _Broken(str(error)) from error
 
     def _released(self, nested: SyncReport | None) -> None:
         data, held = self._data, self._held
@@ -206,7 +224,8 @@ _FIELDS: dict[What, dict[str, type]] = {
     What.SENT: {"link": int, "message": dict},
     What.RECEIVED: {"link": int, "message": dict},
     What.FAILED: {"link": int},
-    What.CLOSED: {"link": int, "incarnation": int},
+    What.CLOSED: {"link": int},
+    What.TOLD: {"outcomes": dict, "superseded": dict, "not_caught_up": dict},
 }
 
 
@@ -216,11 +235,15 @@ def _require_fields(line: Line) -> None:
             raise ValueError(f"its {name} is {line.said.get(name)!r}")
     if line.what is What.LINK and line.said["delivery"] not in Delivery.__members__:
         raise ValueError(f"nothing is delivered {line.said['delivery']}")
+    if line.what is What.CLOSED and line.said["role"] == "sender" and type(line.said.get("incarnation")) is not int:
+        raise ValueError("it names no incarnation")
     if line.what is What.LINK and line.said["role"] == "sender" and type(line.said.get("worker")) is not int:
         raise ValueError("it names no worker")
 
 
 def _allowed(must: dict[str, Any]) -> str:
+    if "outcomes" in must:
+        return f"the report says {value(must['outcomes'])}"
     if "input" not in must:
         return f"this event changes nothing: {must['before']} stays" if "before" in must else "see what must be"
     return f"this event is {must['input'] or 'LATE'}, and leads to {must['after']}"

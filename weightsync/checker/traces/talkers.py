@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsync._tables import RefusalKind, State
+from weightsync._tables import State
 from weightsync.checker.traces.lines import Finding
 from weightsync.checker.traces.replaying import Machine, Moment
 from weightsync.checker.traces.talking import GOODBYE, ITS_GOODBYE, RULE, Said, Talk, Unfit
@@ -17,7 +17,7 @@ class SenderTalk(Talk):
 
     def __init__(self) -> None:
         super().__init__()
-        #: The goodbyes of workers, by link: the incarnation that they name, which may be a newer sender's.
+        #: The goodbyes of workers, by link: the incarnation that they name.
         self._goodbyes: dict[int, int] = {}
         #: The link that was laid, and whose worker joins next; 0: none.
         self._joining = 0
@@ -38,7 +38,7 @@ class SenderTalk(Talk):
         assert isinstance(data, sending.SenderData)
         self._join(event)
         if isinstance(event, sending.Answer):
-            self._taken(event, str(moment.line.said["model"]))
+            self._taken(event)
         if isinstance(event, sending.LinkLost):
             self._lost(event, data)
         effects = () if moment.step is None else moment.step.effects
@@ -81,17 +81,13 @@ class SenderTalk(Talk):
         # A link that could not be written to is told again by reading it, and is replaced or lost by then.
         return moment.step is not None and moment.step.input is None
 
-    def _taken(self, event: sending.Answer, model_id: str) -> None:
+    def _taken(self, event: sending.Answer) -> None:
         link = self.open.get(event.link)
         heard = None if link is None else link.heard
         if link is not None:
             link.heard = None
         if heard == event.message and link is not None and link.worker == event.worker:
             return
-        match event.message:
-            case Refusal(kind=RefusalKind.FENCED, version=0, fence=fence, model_id=named):
-                if (self._goodbyes.get(event.link), model_id) == (fence, named):
-                    return
         raise Unfit(f"no such message came over link {event.link} from worker {event.worker}", f"what came: {heard}")
 
     def _catch_up(self, event: sending.Answer, data: sending.SenderData) -> None:
@@ -109,16 +105,13 @@ class ReceiverTalk(Talk):
         super().__init__()
         self._holding = False
         self._held: Said | None = None
-        #: Links that may close though no effect says so.
+        #: Links that may close though no effect says so; and those over which a goodbye may be said first.
         self._may_close: set[int] = set()
-        #: A link over which a last word was said: it must fail next.
-        self._last_word = 0
+        self._may_leave: set[int] = set()
         self._goodbyes: set[int] = set()
 
     def take(self, moment: Moment) -> None:
         """Follow one line."""
-        if self._last_word and (moment.line.what, moment.link) != (What.FAILED, self._last_word):
-            raise Unfit(f"a refusal of all that comes was said over link {self._last_word}", "that link fails")
         match moment.line.what:
             case What.HELD:
                 self._holding = True
@@ -139,7 +132,6 @@ class ReceiverTalk(Talk):
             self._goodbyes.add(moment.link)
 
     def _failed(self, moment: Moment) -> None:
-        self._last_word = 0
         if str(moment.line.said.get("reason")).startswith(ITS_GOODBYE) and moment.link not in self._goodbyes:
             raise Unfit(f"no goodbye came over link {moment.link}")
 
@@ -151,10 +143,9 @@ class ReceiverTalk(Talk):
     def _unasked(self, moment: Moment, message: Message | None) -> bool:
         if message is None:
             return moment.link in self._may_close
-        last = isinstance(message, Refusal) and message.version == 0 and message.kind is RefusalKind.REFUSED
-        if last:
-            self._last_word = moment.link
-        return last
+        data = moment.after
+        assert isinstance(data, receiving.ReceiverData)
+        return isinstance(message, Bye) and moment.link in self._may_leave and message.incarnation == data.fence
 
     def _stepped(self, moment: Moment) -> None:
         event, step, data = moment.event, moment.step, moment.after
@@ -164,8 +155,10 @@ class ReceiverTalk(Talk):
         if isinstance(event, receiving.LinkDown) and event.link in self.open:
             self.open[event.link].failing = None
             self._may_close.add(event.link)
-        if isinstance(event, receiving.Close | receiving.Broken) and step is not None:
+        if isinstance(event, receiving.Close | receiving.Fail | receiving.Broken) and step is not None:
             self._may_close |= set(self.open)
+        if isinstance(event, receiving.Close) and step is not None:
+            self._may_leave |= set(self.open)
         for effect in () if step is None else step.effects:
             self._follow(effect, data)
 
@@ -175,7 +168,7 @@ class ReceiverTalk(Talk):
                 served = data.served
                 version = served[1] if served and served[0] == data.fence else 0
                 self.todo.append(Said(link, Hello, data.fence, version))
-            case receiving.Reject(link, incarnation):
+            case receiving.Reject(link, incarnation) | receiving.Disown(link, incarnation):
                 self.todo.append(Said(link, Refusal, incarnation, 0))
             case receiving.Tell(link, key):
                 self.todo.append(Said(link, Refusal, *key))
@@ -186,6 +179,9 @@ class ReceiverTalk(Talk):
                 else:
                     self.todo.append(said)
             case receiving.CloseLink(link):
+                self.todo.append(Said(link, sending.CloseLink))
+            case receiving.Leave(link):
+                self.todo.append(Said(link, Bye, data.fence))
                 self.todo.append(Said(link, sending.CloseLink))
 
     def _taken(self, event: receiving.HelloArrived | receiving.UpdateArrived) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from weightsync._tables import Delivery
-from weightsync.checker.traces.replaying import Data, Moment
+from weightsync.checker.traces.replaying import Moment
 from weightsync.messages import Bye, Message, Update
 from weightsync.protocol import sender as sending
 from weightsync.tracing import What
@@ -105,9 +105,7 @@ class Talk:
             case What.SENT:
                 self._said(moment, moment.message)
             case What.CLOSED:
-                own = incarnation_of(moment.after)
-                if moment.line.said["incarnation"] != own:
-                    raise Unfit("its goodbye names another incarnation", f"incarnation {own}")
+                self._named(moment)
                 self._said(moment, None)
                 self.open.pop(moment.link, None)
             case What.RECEIVED:
@@ -121,6 +119,12 @@ class Talk:
             case What.STEP | What.REFUSED:
                 self._nothing_waits(moment)
                 self._stepped(moment)
+
+    def _named(self, moment: Moment) -> None:
+        """A sender says goodbye as it closes a link."""
+        data = moment.after
+        if isinstance(data, sending.SenderData) and moment.line.said.get("incarnation") != data.incarnation:
+            raise Unfit("its goodbye names another incarnation", f"incarnation {data.incarnation}")
 
     def _said(self, moment: Moment, message: Message | None) -> None:
         if moment.link not in self.open:
@@ -182,8 +186,3 @@ class Talk:
 
     def _stepped(self, moment: Moment) -> None:
         """A step was taken or refused: what must leave now."""
-
-
-def incarnation_of(data: Data) -> int:
-    """The incarnation that a machine's goodbyes name."""
-    return data.incarnation if isinstance(data, sending.SenderData) else data.fence

@@ -28,6 +28,8 @@ def story(line: Line) -> str:
         case What.LINK:
             to = f" to worker {said['worker']}" if "worker" in said else ""
             return f"{who} lays link {said.get('link')}{to}, which promises {said.get('delivery')}"
+        case What.TOLD:
+            return f"{who} tells its caller of version {said.get('version')}: {value(said.get('outcomes'))}"
         case What.HEADER | What.NOTE | What.END:
             return f"{line.what.value}: {said.get('text', '')}"
         case _:

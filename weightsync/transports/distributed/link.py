@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, TransportError
-from weightsync.messages import Ack, Message, Update
+from weightsync.messages import Message, Update
 from weightsync.transports.base import Received
 from weightsync.transports.digests import sent_digest
 from weightsync.transports.distributed.exchange import Exchange
@@ -17,10 +16,6 @@ from weightsync.transports.distributed.letters import Letter, Side
 from weightsync.transports.distributed.store import StoreEnd
 from weightsync.transports.memory import Buffer
 from weightsync.transports.woken import WokenLink
-
-#: TorchRL's keys and words: written as hints for loops that wait on them, never read.
-HINT: Final = "update_weights"
-ACKED: Final = "updated"
 
 
 class StoreLink(WokenLink):
@@ -40,7 +35,7 @@ class StoreLink(WokenLink):
 
     def __init__(self, meeting: StoreEnd, name: str, side: Side, guard: Guard) -> None:
         super().__init__(side.peer)
-        self._rank = meeting.rank
+        self._rank, self._hints = meeting.rank, meeting.hints
         self._exchange = Exchange(meeting, name, side, guard, self._waker)
 
     def when_admitted(self, accept: Callable[[StoreLink], None], turn_away: Callable[[StoreLink], None]) -> None:
@@ -65,21 +60,16 @@ class StoreLink(WokenLink):
                 raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
             carried = payload.view[: message.nbytes]
         if payload is None or not isinstance(message, Update):
-            self._exchange.post(Letter(frame, carried, self._hint(message), _nothing))
+            self._exchange.post(Letter(frame, carried, self._hints.of(message, self._rank), _nothing))
             return
         token = object()
         payload.pin(token)
         letter = Letter(
-            *(frame, carried, self._hint(message)),
+            *(frame, carried, self._hints.of(message, self._rank)),
             done=lambda: payload.unpin(token),
             digest=lambda: sent_digest(message, payload),
         )
         self._exchange.post(letter)
-
-    def _hint(self, message: Message) -> tuple[str, str] | None:
-        if isinstance(message, Update):
-            return f"NODE_{self._rank}_in", HINT
-        return (f"NODE_{self._rank}_out", ACKED) if isinstance(message, Ack) else None
 
     def flush(self) -> bool:
         """Whether the writing thread has written all; if not, a waitable tells once it has: see `Link.flush`."""

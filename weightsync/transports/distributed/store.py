@@ -6,13 +6,14 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.transports.distributed.c10d import PrefixStore, Store, TCPStore
+from weightsync.transports.distributed.hints import Hints
 from weightsync.transports.distributed.sockets import connected
 from weightsync.transports.exposure import is_exposed, tell
 from weightsync.transports.fork import forget_after_fork
@@ -59,6 +60,7 @@ class StoreEnd:
         backend: "gloo" or "nccl".
         in_flight: how many buckets of a payload are on their way at once.
         key: shared by the trainer and its workers; None: what is written in the store is believed.
+        hints: what is told in TorchRL's own keys; a copy's own.
 
     Raises:
         ConfigurationError: another kind of store, or of rank.
@@ -69,6 +71,7 @@ class StoreEnd:
     backend: str = "gloo"
     in_flight: int = 1
     key: SharedKey | None = None
+    hints: Hints = field(default_factory=Hints, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         base_of(self.store)

@@ -1,0 +1,247 @@
+"""Each documented way to call TorchRL's names: the transports' makers, the underscored names, the older keywords."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import multiprocessing
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from documented_forms import FORMS
+from fleet import small
+from tensordict import TensorDict
+
+import weightsync
+from weightsync import (
+    ConfigurationError,
+    DistributedTransport,
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    RPCTransport,
+    RPCWeightSyncScheme,
+    SharedMemTransport,
+    SharedMemWeightSyncScheme,
+    WeightStrategy,
+    WeightSyncScheme,
+)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_documented_call_is_taken(name: str) -> None:
+    scheme, _, method = name.partition(".")
+    signature = inspect.signature(getattr(getattr(weightsync, scheme), method))
+    for positional, keywords in FORMS[name]:
+        signature.bind(None, *positional, **keywords)
+
+
+class Collector:
+    def update_policy_weights_(self, policy_or_weights: Any) -> None: ...
+
+
+RREF: Any = object()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        ((("w0", RREF, Collector),), {}),
+        ((), {"pipe_or_context": ("w0", RREF, Collector)}),
+        (("w0", RREF, Collector), {}),
+        ((), {"collector_info": "w0", "collector_rref": RREF, "collector_class": Collector}),
+        (("w0",), {"collector_rref": RREF, "collector_class": Collector}),
+    ],
+)
+def test_an_rpc_transport_is_made_of_info_rref_and_class(form: Any) -> None:
+    positional, keywords = form
+    transport = RPCWeightSyncScheme().create_transport(*positional, **keywords)
+
+    assert isinstance(transport, RPCTransport)
+    collector = transport.collector
+    assert (collector.worker, collector.rref, collector.kind) == ("w0", RREF, Collector)
+
+
+def test_an_rpc_transport_is_refused_what_is_no_three() -> None:
+    for wrong in (("w0", RREF), ("w0", RREF, Collector, 1)):
+        with pytest.raises(ConfigurationError, match="collector_info, collector_rref, collector_class"):
+            RPCWeightSyncScheme().create_transport(wrong)
+    with pytest.raises(ConfigurationError, match="twice"):
+        RPCWeightSyncScheme().create_transport("w0", collector_info="w1")
+
+
+STORE: Any = object()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        (((STORE, 2),), {}),
+        ((), {"pipe_or_context": (STORE, 2)}),
+        ((STORE, 2), {}),
+        ((), {"store": STORE, "rank": 2}),
+        ((STORE,), {"rank": 2}),
+        ((), {"weights_buffer": TensorDict(), "store": STORE, "rank": 2, "sync": True}),
+    ],
+)
+def test_a_distributed_transport_is_made_of_store_and_rank(form: Any) -> None:
+    positional, keywords = form
+    transport = DistributedWeightSyncScheme().create_transport(*positional, **keywords)
+
+    assert isinstance(transport, DistributedTransport)
+    assert (transport.store, transport.rank, transport.sync) == (STORE, 2, True)
+
+
+def test_a_distributed_transport_is_refused_what_is_no_pair() -> None:
+    with pytest.raises(ConfigurationError, match="store, rank"):
+        DistributedWeightSyncScheme().create_transport((STORE, 2, 3))
+    with pytest.raises(ConfigurationError, match="twice"):
+        DistributedWeightSyncScheme().create_transport((STORE, 2), rank=1)
+
+
+# ---------------------------------------------------------------------------------------- the underscored names
+
+
+def test_a_scheme_shows_the_underscored_flags_read_only() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    scheme, worker = MultiProcessWeightSyncScheme(), MultiProcessWeightSyncScheme()
+    assert (scheme._initialized_on_sender, scheme._initialized_on_worker, scheme._initialized_on_receiver) == (
+        False,
+        False,
+        False,
+    )
+    with scheme, worker:
+        scheme.init_on_sender("policy", pipes=[ours], model=small())
+        worker.init_on_worker("policy", pipe=theirs, model=small())
+
+        assert (scheme._initialized_on_sender, scheme._initialized_on_worker) == (True, False)
+        assert (worker._initialized_on_sender, worker._initialized_on_worker) == (False, True)
+        assert worker._initialized_on_receiver is True
+        with pytest.raises(AttributeError):
+            scheme._initialized_on_sender = False  # type: ignore[misc]
+        for copied in (pickle.loads(pickle.dumps(scheme)), copy.copy(scheme), scheme._copy_uninitialized()):
+            assert type(copied) is type(scheme)
+            assert copied is not scheme
+            assert copied._initialized_on_sender is False
+        assert scheme._initialized_on_sender is True
+
+
+def test_from_backend_says_that_a_backend_is_unsupported() -> None:
+    with pytest.raises(ValueError, match=r"Unsupported weight-sync backend 'carrier pigeon'.*shared"):
+        WeightSyncScheme.from_backend("carrier pigeon")
+
+
+# ------------------------------------------------------------------------------------------- older keywords
+
+
+def test_receivers_take_the_older_keywords() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    scheme, model = MultiProcessWeightSyncScheme(), small()
+    for verb in ("register_model", "_register_model"):
+        with scheme.create_receiver() as receiver:
+            getattr(receiver, verb)(model_ref=model)
+            assert receiver.model is model
+            getattr(receiver, verb)(model=small())
+            assert receiver.model is not model
+    with scheme.create_sender() as sender, scheme.create_receiver() as receiver:
+        sender._register_worker(worker_idx=0, pipe_or_context=ours)
+        receiver._register_model(model_ref=model)
+        receiver._register_worker_transport(pipe=theirs)
+        sender.send_async(small(3.0))
+
+        assert receiver.receive(timeout=0)
+        assert sender.wait_async().ok
+
+
+def test_a_receiver_is_given_one_model_and_one_transport() -> None:
+    with MultiProcessWeightSyncScheme().create_receiver() as receiver:
+        with pytest.raises(ConfigurationError, match="model"):
+            receiver.register_model(small(), model_ref=small())
+        with pytest.raises(ConfigurationError, match="model"):
+            receiver.register_model()
+        with pytest.raises(ConfigurationError, match="given no pipe"):
+            receiver.register_worker_transport()
+        with pytest.raises(ConfigurationError, match="pipe"):
+            receiver.register_worker_transport("one", pipe="two")
+
+
+# -------------------------------------------------------------------------------------------- shared memory
+
+
+@pytest.fixture
+def buffers() -> dict[int, TensorDict]:
+    return {worker: TensorDict({"weight": torch.zeros(2)}) for worker in (0, 1)}
+
+
+@pytest.mark.parametrize("auto_register", [True, False])
+def test_auto_register_is_shown(auto_register: bool) -> None:
+    assert SharedMemWeightSyncScheme(auto_register=auto_register).auto_register is auto_register
+    assert SharedMemTransport(auto_register=auto_register).auto_register is auto_register
+    assert SharedMemWeightSyncScheme("state_dict").auto_register is True
+
+
+def test_auto_register_may_be_turned_off_later() -> None:
+    scheme = SharedMemWeightSyncScheme()
+    scheme.auto_register = False
+
+    with pytest.raises(KeyError, match="policy"):
+        scheme.prepare_weights({"weight": torch.ones(2)}, "policy", scheme.strategy)
+
+
+def test_shared_memory_without_a_pipe_has_nothing_to_receive() -> None:
+    transport = SharedMemTransport()
+
+    assert transport.receive_weights() is None
+    assert transport.receive_weights(timeout=5.0) is None
+    assert transport.send_ack() is None
+    assert transport.check_ack().outcomes == {}
+
+
+def test_shared_memory_without_a_pipe_applies_the_buffer_that_it_is_given() -> None:
+    model, buffer = small(), TensorDict.from_module(small(4.0)).data
+    given = SharedMemTransport().receive_weights(weights=buffer, model=model, strategy=WeightStrategy())
+
+    assert given is buffer
+    assert {4.0} == {value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_register_weights_takes_a_params_map(buffers: dict[int, TensorDict], named: bool) -> None:
+    transport = SharedMemTransport()
+    if named:
+        transport.register_weights(params_map=buffers, init_queues={}, per_worker=True)
+    else:
+        transport.register_weights(buffers, {}, True)
+    transport.send_weights(TensorDict({"weight": torch.ones(2)}), worker_ids=[1])
+
+    assert [buffers[worker]["weight"].sum().item() for worker in (0, 1)] == [0.0, 2.0]
+    assert transport.unique_weights == list(buffers.values())
+
+
+def test_a_params_map_is_registered_alone(buffers: dict[int, TensorDict]) -> None:
+    transport = SharedMemTransport()
+    transport.register_weights(params_map=buffers)
+    transport.send_weights({"weight": torch.ones(2)})
+
+    assert [buffers[worker]["weight"].sum().item() for worker in (0, 1)] == [2.0, 2.0]
+    with pytest.raises(RuntimeError, match="register_weights"):
+        transport.setup_connection_and_weights_on_sender()
+
+
+def test_what_register_weights_is_given_is_one_form(buffers: dict[int, TensorDict]) -> None:
+    for wrong in ({}, {"model_id": "policy"}, {"model_id": "policy", "params_map": buffers}):
+        with pytest.raises(ConfigurationError, match="params_map"):
+            SharedMemTransport().register_weights(**wrong)
+
+
+def test_weights_worker_by_worker_are_written_to_all_or_to_none(buffers: dict[int, TensorDict]) -> None:
+    transport = SharedMemTransport()
+    transport.register_weights(buffers, {}, per_worker=True)
+    own = TensorDict({"weight": torch.ones(2)})
+
+    with pytest.raises(ValueError, match="7"):
+        transport.send_weights({0: own, 7: own})
+    assert buffers[0]["weight"].sum().item() == 0.0
+    transport.send_weights({0: own, 1: own})
+    assert buffers[1]["weight"].sum().item() == 2.0

@@ -1,0 +1,261 @@
+"""A user's own scheme, as TorchRL's documentation shows it; and transports of a user's own under `WeightReceiver`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import threading
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, constants, small
+from hours import hours
+
+from weightsync import (
+    ConfigurationError,
+    Evidence,
+    MPTransport,
+    MultiProcessWeightSyncScheme,
+    SharedMemTransport,
+    SharedMemWeightSyncScheme,
+    TransportError,
+    WeightSyncScheme,
+)
+
+
+class Way:
+    """A transport of the user's own, in one process: just TorchRL's protocol."""
+
+    def __init__(self) -> None:
+        self.sent: queue.Queue[Any] = queue.Queue()
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        self.sent.put((model_id, weights))
+
+    def receive_weights(self, timeout: float | None = 1.0) -> Any:
+        try:
+            return self.sent.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def check_connection(self) -> bool:
+        return True
+
+
+class Acking(Way):
+    """The worker's word comes back."""
+
+    evidence = Evidence.ANSWER
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acks: queue.Queue[str] = queue.Queue()
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        super().send_weights(model_id, weights)
+        told = self.acks.get(timeout=PATIENCE)
+        if told != "updated":
+            raise RuntimeError(told)
+
+    def send_ack(self, message: str = "updated") -> None:
+        self.acks.put(message)
+
+
+class WayB(Way):
+    """Generation B's signatures."""
+
+    def send_weights(self, weights: Any) -> None:  # type: ignore[override]
+        self.sent.put(weights)
+
+    def receive_weights(self, timeout: float | None = None, *, weights: Any = None, **_: Any) -> Any:
+        return super().receive_weights(timeout)
+
+
+class Untimed(Way):
+    """It never waits, and takes no time."""
+
+    def receive_weights(self) -> Any:  # type: ignore[override]
+        return super().receive_weights(0.001)
+
+
+class Own(WeightSyncScheme):
+    """What the reference shows: `create_transport`, and nothing else."""
+
+    def create_transport(self, pipe_or_context: Any) -> Any:
+        return MPTransport(pipe_or_context)
+
+
+class OwnShared(WeightSyncScheme):
+    def create_transport(self, pipe_or_context: Any) -> Any:
+        transport = SharedMemTransport()
+        transport.register_pipe(pipe_or_context)
+        return transport
+
+
+class Given(WeightSyncScheme):
+    """The transport is given as it is."""
+
+    def create_transport(self, pipe_or_context: Any) -> Any:
+        return pipe_or_context["transport"]
+
+
+# -------------------------------------------------------------------------------------- a scheme of one's own
+
+
+@pytest.mark.parametrize("scheme_class", [Own, OwnShared])
+def test_a_users_scheme_over_torchrls_transport(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    model = small()
+    with scheme_class().create_sender() as sender, scheme_class().create_receiver() as receiver:
+        sender._register_worker(0, ours)
+        receiver._register_model(model)
+        receiver._register_worker_transport(theirs)
+        sender.send_async(small(2.0))
+        assert receiver.receive(timeout=PATIENCE)
+
+        assert sender.wait_async()[0].evidence is Evidence.ANSWER
+        assert constants(model) == {2.0}
+        assert isinstance(receiver._transport, MPTransport)
+        sender.pipe(0).send("a word of my own")
+        assert receiver.pipe.recv() == "a word of my own"
+
+
+def test_a_worker_loop_over_a_users_scheme() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    model = small()
+    with Own().create_sender() as sender, Own().create_receiver() as receiver:
+        sender._register_worker(0, ours)
+        receiver._register_model(model)
+        receiver._register_worker_transport(theirs)
+        sender.send_async(small(2.0))
+        (_, weights), message = receiver._transport.pipe.recv()
+        receiver.apply_weights(weights)
+
+        assert (message, sender.wait_async().ok) == ("update_weights", True)
+        assert constants(model) == {2.0}
+
+
+def test_a_transport_that_reaches_nobody_is_refused_as_a_workers() -> None:
+    class Nobody(WeightSyncScheme):
+        def create_transport(self, pipe_or_context: Any) -> Any:
+            return SharedMemTransport()
+
+    with Nobody().create_sender() as sender, pytest.raises(ConfigurationError, match="reaches 0 workers"):
+        sender.register_worker(0, "somebody")
+
+
+# ----------------------------------------------------------------------------------- a transport of one's own
+
+
+def joined(scheme: Any, transport: Any, model: Any) -> tuple[Any, Any]:
+    """Both sides, over one transport."""
+    endpoint = {"transport": transport} if isinstance(scheme, Given) else transport
+    sender, receiver = scheme.create_sender(), scheme.create_receiver()
+    sender._register_worker(0, endpoint)
+    receiver._register_model(model)
+    receiver._register_worker_transport(endpoint)
+    return sender, receiver
+
+
+SCHEMES = [Given, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
+
+
+@pytest.mark.parametrize("scheme_class", SCHEMES)
+@pytest.mark.parametrize("way", [Way, WayB, Untimed])
+def test_a_receiver_receives_by_a_users_transport(scheme_class: Any, way: Any) -> None:
+    transport, model = way(), small()
+    sender, receiver = joined(scheme_class(), transport, model)
+    with sender, receiver:
+        assert receiver.receive(timeout=0) is False
+        for version, fill in enumerate((1.0, 2.0), start=1):
+            assert sender.send(small(fill))[0].evidence is Evidence.CALL
+            assert receiver.receive(timeout=PATIENCE)
+            assert (receiver.version, constants(model)) == (version, {fill})
+        assert receiver._transport is transport
+
+
+def serving(receiver: Any, times: int) -> threading.Thread:
+    """The worker's loop."""
+
+    def loop() -> None:
+        for _ in range(times):
+            receiver.receive(timeout=PATIENCE)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    return thread
+
+
+def test_the_ack_is_sent_once_the_weights_are_live_and_tells_what_became_of_them() -> None:
+    model = small()
+    sender, receiver = joined(Given(), Acking(), model)
+    with sender, receiver:
+        worker = serving(receiver, 2)
+        assert sender.send(small(3.0))[0].evidence is Evidence.ANSWER
+        assert constants(model) == {3.0}
+        with pytest.raises(RuntimeError, match="not applied"):
+            sender.send({"other": torch.ones(2)})
+        worker.join(PATIENCE)
+
+        assert constants(model) == {3.0}
+        assert receiver.version == 1
+
+
+def test_weights_of_another_model_are_not_applied_and_the_sender_is_told() -> None:
+    transport, model = Acking(), small()
+    sender, receiver = joined(Given(), transport, model)
+    with sender, receiver:
+        with pytest.raises(RuntimeError, match="weights of model 'critic'"):
+            transport.send_weights("critic", small(3.0))
+
+        assert constants(model) == {0.0}
+
+
+def test_what_a_users_transport_raises_is_told_by_receive() -> None:
+    class Broken(Way):
+        def receive_weights(self, timeout: float | None = 1.0) -> Any:
+            raise ConnectionResetError("cut in two")
+
+    receiver = Given().create_receiver()
+    receiver.register_model(small())
+    receiver.register_worker_transport({"transport": Broken()})
+    with receiver, pytest.raises(TransportError, match="ConnectionResetError: cut in two"):
+        receiver.receive(timeout=PATIENCE)
+
+
+def test_a_call_that_never_returns_keeps_neither_receive_nor_close() -> None:
+    release, asked = threading.Event(), threading.Event()
+
+    class Stuck(Way):
+        def receive_weights(self, timeout: float | None = 1.0) -> Any:
+            asked.set()
+            release.wait(PATIENCE)
+
+    receiver = Given().create_receiver()
+    receiver.register_model(small())
+    receiver.register_worker_transport({"transport": Stuck()})
+    with hours(1.0):
+        assert asked.wait(PATIENCE)
+        assert receiver.receive(timeout=0.5) is False
+        receiver.close()
+    release.set()
+
+
+def test_generation_bs_verbs_receive_by_a_users_transport_in_the_background() -> None:
+    class Meeting(Given):
+        def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
+            super().init_on_receiver(model_id=model_id, context=context, **kwargs)
+
+        def _endpoint(self, given: Any, context: Any, model_id: str) -> Any:
+            return {"transport": context}
+
+    transport, model = Acking(), small()
+    with Meeting() as scheme:
+        scheme.init_on_receiver(model_id="policy", context=transport, model=model)
+        sending = threading.Thread(target=transport.send_weights, args=("policy", small(4.0)))
+        sending.start()
+        scheme.connect(timeout=PATIENCE)
+        sending.join(PATIENCE)
+
+        assert constants(model) == {4.0}

@@ -1,0 +1,126 @@
+"""What one link's adapter, or the handling of its messages, raises is that link's failure and nobody else's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import struct
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Pair, constants, filled, raw, small
+
+from weightsync import TransportError, WorkerLostError, wire
+from weightsync.messages import Hello
+from weightsync.protocol import sender as pure
+from weightsync.transports.base import Link
+
+BY_HAND = pytest.mark.untraced("a link that is wrong on purpose")
+
+
+def boom(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("boom")
+
+
+def link_to(pair: Pair, worker: int) -> Link:
+    return pair.sender._driver.by_worker()[worker]
+
+
+def served(pair: Pair, value: float, *workers: int) -> Any:
+    """Send a version that these workers take."""
+    filled(pair.source, value)
+    pair.sender.send_async()
+    for worker in workers:
+        assert pair.receivers[worker].receive(timeout=0)
+    return pair.sender.wait_async(timeout=PATIENCE, on_failure="report")
+
+
+@BY_HAND
+@pytest.mark.parametrize("method", ["receive", "flush", "watch", "send"])
+def test_g10_whatever_an_adapter_raises_in_the_trainer_loses_its_worker_alone(three: Pair, method: str) -> None:
+    three.sender.send_async()
+    setattr(link_to(three, 1), method, boom)
+    for receiver in three.receivers:
+        assert receiver.receive(timeout=0)
+    three.sender.wait_async(timeout=PATIENCE, on_failure="report")
+    report = served(three, 2.0, 0, 2)
+
+    assert [report[worker].kind.name for worker in range(3)] == ["APPLIED", "LOST", "APPLIED"]
+    assert "boom" in report[1].reason
+
+
+@BY_HAND
+@pytest.mark.parametrize("method", ["receive", "flush", "watch"])
+def test_g10_whatever_an_adapter_raises_in_a_worker_is_told_as_the_end_of_its_link(pair: Pair, method: str) -> None:
+    pair.sender.send_async()
+    setattr(pair.receiver._driver.links()[0], method, boom)
+    with pytest.raises(TransportError, match="boom"):
+        pair.receiver.receive(timeout=0)
+    with pytest.raises(WorkerLostError):
+        pair.sender.wait_async(timeout=PATIENCE)
+
+
+@BY_HAND
+def test_g10_a_link_whose_close_raises_is_given_up_and_the_others_go_on(three: Pair) -> None:
+    assert three.sync().ok
+    link = link_to(three, 1)
+    closing, link.close = link.close, boom
+    three.sender.remove_worker(1)
+    report = served(three, 2.0, 0, 2)
+    closing()
+
+    assert (list(report), report.ok) == ([0, 2], True)
+
+
+@BY_HAND
+@pytest.mark.parametrize("where", ["before the step", "in the step"])
+def test_g10_an_answer_that_cannot_be_handled_loses_its_worker_alone(
+    three: Pair, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert three.sync().ok
+    driver, failing = three.sender._driver, iter([True])
+    step, verify = driver._pure_step, driver._verify
+
+    def fails_once(*arguments: Any) -> Any:
+        if isinstance(arguments[-1], pure.Answer) and next(failing, False):
+            boom()
+        return step(*arguments)
+
+    def verifies_once(message: Any) -> None:
+        if next(failing, False):
+            boom()
+        verify(message)
+
+    if where == "in the step":
+        monkeypatch.setattr(driver, "_pure_step", fails_once)
+    else:
+        monkeypatch.setattr(driver, "_verify", verifies_once)
+    report = served(three, 2.0, 0, 1, 2)
+
+    assert sorted(report[worker].kind.name for worker in range(3)) == ["APPLIED", "APPLIED", "LOST"]
+    (lost,) = report.failed
+    assert "boom" in report[lost].reason
+    assert served(three, 3.0, *({0, 1, 2} - {lost})).of(report[lost].kind) == (lost,)
+
+
+@BY_HAND
+@pytest.mark.parametrize("content", [wire.MAGIC, wire.encode(Hello(model_id="policy", incarnation=3))[:40]])
+def test_a_second_link_that_breaks_the_protocol_does_not_disturb_the_one_in_force(pair: Pair, content: bytes) -> None:
+    assert pair.sync().ok
+    ours, theirs = multiprocessing.Pipe()
+    pair.receiver.register_worker_transport(theirs)
+    with raw(ours) as out:
+        out._send(struct.pack("!i", len(content)) + content)
+
+    assert pair.receiver.receive(timeout=0) is False
+    assert len(pair.receiver._driver.links()) == 1
+    filled(pair.source, 2.0)
+    assert pair.sync().ok
+    assert constants(pair.model) == {2.0}
+    ours.close()
+
+
+def test_the_trainers_own_errors_are_still_raised(pair: Pair) -> None:
+    assert pair.sync().ok
+    with pytest.raises(ValueError, match="worker"):
+        pair.sender.send_async(worker_ids=[7])
+    assert constants(small(1.0)) == constants(pair.model)

@@ -1,0 +1,60 @@
+"""A process that has no file descriptor left is told so by a typed error, and goes on once it has some."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exhausted import descriptors_left
+from fleet import Pair, small
+
+from weightsync import ConfigurationError, TransportError, WeightSyncError, tracing
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_worker_that_is_added_without_descriptors_is_a_typed_error_and_can_be_added_again(
+    pair: Pair, left: int
+) -> None:
+    assert pair.sync().ok
+    ours, theirs = multiprocessing.Pipe()
+    with descriptors_left(left), pytest.raises(TransportError, match="Too many open files"):
+        pair.sender.add_worker(1, ours)
+    assert pair.sender.worker_ids == (0,)
+    pair.sender.add_worker(1, ours)
+
+    assert pair.sender.worker_ids == (0, 1)
+    pair.sender.remove_worker(1)
+    theirs.close()
+
+
+@pytest.mark.parametrize("left", range(3))
+def test_a_scheme_that_is_initialised_without_descriptors_raises_what_is_typed(scheme_class: Any, left: int) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as scheme, descriptors_left(left), pytest.raises(WeightSyncError, match="Too many open files"):
+        _lay(scheme, ours)
+    ours.close()
+    theirs.close()
+
+
+def _lay(scheme: Any, pipe: Any) -> None:
+    scheme.init_on_sender("policy", pipes=[pipe], model=small())
+    scheme.get_sender().poll()
+
+
+@pytest.mark.parametrize("how", ["a file", "a file above it"])
+def test_a_trace_folder_that_cannot_be_used_is_a_configuration_error(
+    scheme_class: Any, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "taken").write_text("")
+    folder = tmp_path / "taken" if how == "a file" else tmp_path / "taken" / "traces"
+    ours, theirs = multiprocessing.Pipe()
+    with (
+        tracing.record(folder),
+        scheme_class() as scheme,
+        pytest.raises(ConfigurationError, match=r"Nothing can be recorded to .*taken.*: \w+"),
+    ):
+        scheme.init_on_sender("policy", pipes=[ours], model=small())
+    for end in (ours, theirs):
+        end.close()

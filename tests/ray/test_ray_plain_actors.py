@@ -1,0 +1,72 @@
+"""Actors whose class is not ours: what their own method takes, and schemes of ours that were initialised in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray_fleet import PATIENCE, Collector, Stranger, init_by_hand, ray, small
+
+from weightsync import Evidence, RayTransport, WorkerLostError
+
+
+def get(ref: Any) -> Any:
+    return ray.get(ref, timeout=PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def actors(cluster: Any) -> dict[str, Any]:
+    return {kind.__name__: ray.remote(num_cpus=0)(kind).remote() for kind in (Collector, Stranger)}
+
+
+@pytest.fixture
+def collector(actors: dict[str, Any]) -> Any:
+    get(actors["Collector"].start_over.remote())
+    return actors["Collector"]
+
+
+@pytest.fixture
+def stranger(actors: dict[str, Any]) -> Any:
+    get(actors["Stranger"].start_over.remote())
+    return actors["Stranger"]
+
+
+@pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
+def test_a_method_like_that_of_torchrls_collectors_is_given_a_tensordict(
+    collector: Any, trainer: Any, strategy: str
+) -> None:
+    sender = trainer([collector], small(1.0), strategy=strategy)
+    for fill, weights in ((1.0, None), (2.0, small(2.0)), (3.0, dict(small(3.0).state_dict()))):
+        assert sender.send(weights, timeout=PATIENCE)[0].evidence is Evidence.CALL
+        assert get(collector.shows.remote()) == {fill}
+
+
+def test_torchrls_transport_gives_it_a_tensordict_too(collector: Any) -> None:
+    with RayTransport(collector) as transport:
+        assert transport.send_weights("policy", dict(small(4.0).state_dict())).ok
+
+    assert get(collector.shows.remote()) == {4.0}
+
+
+@pytest.mark.parametrize("how", ["model", "context"])
+def test_a_scheme_that_was_initialised_in_any_actor_answers(stranger: Any, trainer: Any, how: str) -> None:
+    get(stranger.do.remote(init_by_hand, how))
+    sender = trainer([stranger], small(1.0))
+    for fill in (5.0, 6.0):
+        report = sender.send(small(fill), timeout=PATIENCE)
+
+        assert report[0].evidence is Evidence.ANSWER
+        assert get(stranger.shows.remote()) == {fill}
+    assert get(stranger.do.remote(lambda actor: actor.kept["scheme"].get_receiver().version)) == 2
+
+
+def test_it_is_preferred_to_the_actors_own_method(collector: Any, trainer: Any) -> None:
+    get(collector.do.remote(init_by_hand, "model"))
+
+    assert trainer([collector], small(7.0)).send(timeout=PATIENCE)[0].evidence is Evidence.ANSWER
+    assert get(collector.shows.remote()) == {7.0}
+
+
+def test_an_actor_with_neither_is_lost_and_it_is_said_what_it_lacks(stranger: Any, trainer: Any) -> None:
+    with pytest.raises(WorkerLostError, match="initialise a RayWeightSyncScheme in it"):
+        trainer([stranger], small(1.0)).send(timeout=PATIENCE)

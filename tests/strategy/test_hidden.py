@@ -1,0 +1,314 @@
+"""What a state dict has and the weights have not is refused on both sides: nothing is APPLIED that did not move."""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+
+from weightsync import LayoutError, MultiProcessWeightSyncScheme, WeightStrategy
+from weightsync.target import Target
+from weightsync.weights import read_weights
+
+
+class Packing(nn.Module):
+    """Keeps its weights in a plain attribute, and writes them into the state dict itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = torch.ones(3)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "packed"] = self.packed
+
+
+class Whole(nn.Linear):
+    """Overrides the whole state dict, as a model of its own format does."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {**super().state_dict(*args, **kwargs), "vocabulary": ["a", "b"]}
+
+
+class Placeholder(nn.Module):
+    """Has an empty parameter where its state dict has the real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = torch.ones(4)
+
+
+class Unable(nn.Linear):
+    """Cannot make a state dict now."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        raise KeyError("not here")
+
+
+def _quantised() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates what we are to refuse
+        return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})
+
+
+def _scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(_quantised())
+
+
+def _hooked() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0]._register_state_dict_hook(lambda _m, state, prefix, _meta: state.update({prefix + "scale": 0.5}))
+    return module
+
+
+def _post_hooked() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_state_dict_post_hook(
+        lambda _m, state, prefix, _meta: state.update({prefix + "table": torch.ones(2)})
+    )
+    return module
+
+
+def _pre_hooked() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].register_state_dict_pre_hook(
+        lambda owner, _prefix, _keep: owner._buffers.setdefault("late", torch.ones(2)),
+    )
+    return module
+
+
+def _flushing() -> nn.Module:
+    module, kept = nn.BatchNorm1d(2), torch.ones(2)
+    module.register_state_dict_pre_hook(lambda owner, _prefix, _keep: owner.running_mean.copy_(kept))
+    return module
+
+
+def _patched() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.state_dict = lambda **_: {"adapter": torch.ones(2)}
+    return module
+
+
+hiding = pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Packing, "packed"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), Packing()), "1.packed"),
+        (lambda: Whole(2, 2), "vocabulary"),
+        (Placeholder, "weight"),
+        (_quantised, "0._packed_params._packed_params"),
+        (_scripted, "0"),
+        (_hooked, "0.scale"),
+        (_post_hooked, "table"),
+        (_pre_hooked, "0.late"),
+        (_flushing, "running_mean"),
+        (_patched, "adapter"),
+    ],
+)
+
+
+@hiding
+def test_hidden_state_is_refused_by_name_on_both_sides(make: Callable[[], nn.Module], name: str) -> None:
+    for use in (read_weights, Target, WeightStrategy().extract_weights):
+        module = make()
+        with pytest.raises(LayoutError) as caught:
+            use(module)
+        assert f"'{name}'" in str(caught.value)
+        assert name in caught.value.mismatched
+
+
+def test_a_root_that_cannot_make_a_state_dict_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"Unable holds cannot be known, since its state_dict\(\) raised: KeyError"):
+        read_weights(Unable(2, 2))
+
+
+class Saving(nn.Linear):
+    """Overrides `_save_to_state_dict` without adding anything, and counts."""
+
+    saved = 0
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        type(self).saved += 1
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+class Renaming(nn.Module):
+    """As a wrapper for checkpointing: its state dict leaves its own prefix out, and what does not travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_state_dict_post_hook(self._rename)
+
+    @staticmethod
+    def _rename(_module: nn.Module, state: Any, prefix: str, _metadata: Any) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}inner.")]:
+            value = state.pop(name)
+            if not name.endswith("bias"):
+                state[name.replace("inner.", "", 1)] = value.detach()
+
+
+class Halving(nn.Linear):
+    """Saves its weights in half precision; they move as they are."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in list(destination):
+            destination[name] = destination[name].half()
+
+
+class Extra(nn.Linear):
+    """Extra state in a dict, and a state dict of its own."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"steps": {"done": 3}}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        return
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return OrderedDict(super().state_dict(*args, **kwargs))
+
+
+class OldStyle(nn.Linear):
+    """A `state_dict` without arguments, as TorchRL's environments have it, with nothing of its own below a key."""
+
+    def state_dict(self) -> Any:
+        return {"weight": self.weight.data, "bias": self.bias.data, "workers": {}}
+
+
+class Parametrized(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def _weight_normed() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+
+
+def _parametrized() -> nn.Module:
+    module = nn.Linear(3, 3)
+    parametrize.register_parametrization(module, "weight", Parametrized())
+    return module
+
+
+def _spectral() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.spectral_norm(nn.Linear(3, 3))
+
+
+def _pruned() -> nn.Module:
+    return prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=0.5)
+
+
+def _lazy_done() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    module(torch.ones(2, 4))
+    return module
+
+
+def _scripted_float() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Saving(3, 3),
+        Renaming,
+        lambda: nn.Sequential(Renaming(), nn.Linear(2, 2)),
+        lambda: Halving(3, 3),
+        lambda: nn.Sequential(Extra(3, 3)),
+        lambda: OldStyle(2, 2),
+        _weight_normed,
+        _parametrized,
+        _spectral,
+        _pruned,
+        _lazy_done,
+        _scripted_float,
+        lambda: nn.LSTM(2, 2, num_layers=2),
+        lambda: nn.TransformerEncoderLayer(4, 2, batch_first=True),
+    ],
+)
+def test_modules_that_hide_nothing_go_on_working(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(1)
+    source, destination = make(), make()
+
+    Target(destination).apply(source)
+
+    found = read_weights(destination).tensors
+    assert found
+    assert all(torch.equal(found[name], tensor) for name, tensor in read_weights(source).tensors.items())
+
+
+def test_a_lazy_module_is_refused_as_not_initialised() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lazy = nn.Sequential(nn.LazyLinear(3))
+
+    with pytest.raises(LayoutError, match=r"'0\.(weight|bias)' is not initialised"):
+        Target(lazy)
+
+
+def test_the_state_dict_is_made_once_for_a_model_and_again_when_a_part_was_replaced() -> None:
+    module, Saving.saved = nn.Sequential(Saving(2, 2), nn.Linear(2, 2)), 0
+    for _ in range(5):
+        read_weights(module)
+    assert Saving.saved == 1
+
+    module[1] = Packing()
+    for _ in range(2):
+        with pytest.raises(LayoutError, match=r"'1\.packed'"):
+            read_weights(module)
+    module[1] = nn.Linear(2, 2)
+    module[1].register_state_dict_post_hook(lambda _m, state, prefix, _meta: state.update({prefix + "n": 1}))
+
+    with pytest.raises(LayoutError, match=r"'1\.n'"):
+        read_weights(module)
+
+
+def test_a_plain_model_is_never_asked_for_its_state_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GRU(2, 2))
+    monkeypatch.setattr("weightsync.weights.refuse_hidden_state", None)
+
+    assert read_weights(model).tensors.keys() == model.state_dict().keys()
+
+
+def test_a_model_with_hidden_state_is_never_applied() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with MultiProcessWeightSyncScheme() as a, MultiProcessWeightSyncScheme() as b:
+        a.init_on_sender("policy", pipes=[ours], model=_quantised())
+        b.init_on_worker("policy", pipe=theirs, model={"weight": torch.zeros(2, 2), "bias": torch.zeros(2)})
+
+        with pytest.raises(LayoutError, match="_packed_params"):
+            a.get_sender().send()
+        assert a.get_sender().version == 0
+        assert not b.get_receiver().receive(timeout=0)
+
+        a.get_sender().send_async(dict(nn.Linear(2, 2).named_parameters()))
+        assert b.get_receiver().receive(timeout=PATIENCE)
+        assert a.get_sender().wait_async().ok
+
+
+def test_a_worker_refuses_such_a_model_when_it_is_given() -> None:
+    _, theirs = multiprocessing.Pipe()
+    with MultiProcessWeightSyncScheme() as scheme, pytest.raises(LayoutError, match="_packed_params"):
+        scheme.init_on_worker("policy", pipe=theirs, model=_quantised())

@@ -1,0 +1,216 @@
+"""Tensors that cannot be read or written are refused by name and by type, on both sides, before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from data_samples import packed
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
+
+from weightsync import ConfigurationError, LayoutError, WeightStrategy
+from weightsync.driving.packing import Packer
+from weightsync.extras import encode_extras
+from weightsync.target import Mode, Target
+from weightsync.weights import layout_of, read_weights
+
+modes = pytest.mark.parametrize("mode", Mode)
+
+
+class Silent(Tensor):
+    """A subclass that torch cannot do anything with."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise KeyError(f"no {func}")
+
+
+class Uncopied(Tensor):
+    """A subclass whose copies raise."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.copy_, torch._foreach_copy_):
+            raise KeyError(f"no {func}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _freed(numel: int = 4, left: int = 0) -> Tensor:
+    parameter = nn.Parameter(torch.ones(numel))
+    parameter.untyped_storage().resize_(left)
+    return parameter
+
+
+def _beyond() -> Tensor:
+    """A view of the right size, whose offset lies behind what is left of the storage."""
+    base = torch.ones(8)
+    view = base[4:]
+    base.untyped_storage().resize_(16)
+    return view
+
+
+def _fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(4)
+
+
+def _masked() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, says torch
+        return masked_tensor(torch.ones(4), torch.tensor([True, False, True, True]))
+
+
+def _nested() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(2)])
+
+
+odd = pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (_freed, "was freed or shrunk: its storage has 0 bytes, but its shape and strides need 16"),
+        (lambda: _freed(1 << 20, 64), "was freed or shrunk: its storage has 64 bytes"),
+        (_beyond, "was freed or shrunk: its storage has 16 bytes, but its shape and strides need 32"),
+        (_fake, "is a FakeTensor, which has no data"),
+        (_masked, "is a MaskedTensor, which has no memory of its own"),
+        (_nested, "is a nested tensor"),
+        (lambda: torch.ones(4, device="meta"), "is on the meta device"),
+        (lambda: torch.ones(4).to_sparse(), "has the layout torch.sparse_coo"),
+        (lambda: Tensor._make_subclass(Silent, torch.ones(4)), "is a Silent, which cannot be"),
+        (lambda: torch.ones(4).as_subclass(Uncopied), "is a Uncopied, which cannot be"),
+    ],
+)
+
+
+@odd
+@pytest.mark.parametrize("known", [False, True])
+def test_the_trainer_refuses_to_send_it(make: Callable[[], Tensor], told: str, known: bool) -> None:
+    packer, tensor = Packer(), make()
+    numel = 1 << 20 if "64 bytes" in told else 4
+    if known:
+        packer.handed_over(packer.pack({"a": torch.ones(2), "x": torch.ones(numel)}))
+
+    with pytest.raises(LayoutError, match=f"'x' {told}") as caught:
+        packer.pack({"a": torch.ones(2), "x": tensor})
+
+    assert caught.value.mismatched.keys() == {"x"}
+
+
+@odd
+@modes
+def test_a_worker_refuses_to_write_into_it(make: Callable[[], Tensor], told: str, mode: Mode) -> None:
+    with pytest.raises(LayoutError, match=r"'x' (of the destination )?is a|'x' (was|has the layout|is on)"):
+        Target({"a": torch.ones(2), "x": make()}, mode)
+
+
+@odd
+def test_extra_state_that_holds_it_is_refused(make: Callable[[], Tensor], told: str) -> None:
+    with pytest.raises(LayoutError, match=f"extra state of module 'm' holds a tensor that {told}"):
+        encode_extras({"m": {"ema": make()}})
+
+
+@modes
+@pytest.mark.parametrize("left", [0, 8])
+def test_a_parameter_freed_after_the_target_was_made_is_refused_and_served_again(mode: Mode, left: int) -> None:
+    worker, update = nn.Linear(1000, 4), packed(nn.Linear(1000, 4))
+    target = Target(worker, mode)
+    bias, staged = worker.bias.tolist(), target.stage(*update)
+    worker.weight.untyped_storage().resize_(left)
+
+    for act in (lambda: target.stage(*update), lambda: target.swap(staged), target.digest):
+        with pytest.raises(LayoutError, match=r"'weight' was freed or shrunk"):
+            act()
+    assert worker.bias.tolist() == bias
+
+    worker.weight.untyped_storage().resize_(16000)
+    target.swap(target.stage(*update))
+    assert packed(worker)[1] == update[1]
+
+
+def test_tensors_that_reach_over_a_storage_that_still_suffices_are_sent() -> None:
+    base = torch.arange(12.0)
+    source = {
+        "tail": base[8:],
+        "column": base.view(3, 4)[:, 3],
+        "nothing": base[12:],
+        "wide": base[:1].expand(5),
+        "reversed": base.view(3, 4).t(),
+    }
+    known = layout_of(read_weights({name: tensor.clone() for name, tensor in source.items()}))
+
+    assert layout_of(read_weights(source), known) is known
+    base.untyped_storage().resize_(44)
+    with pytest.raises(LayoutError, match=r"'tail'|'column'|'reversed'"):
+        layout_of(read_weights(source), known)
+
+
+def test_a_module_with_fake_parameters_is_refused_by_the_strategy_or_the_packer() -> None:
+    with FakeTensorMode():
+        module = nn.Linear(2, 2)
+
+    with pytest.raises(LayoutError, match=r"'(weight|bias)' is a FakeTensor, which has no data"):
+        Packer().pack(WeightStrategy().extract_weights(module))
+    silent = nn.Module()
+    silent.register_buffer("x", Tensor._make_subclass(Silent, torch.ones(4)))
+    with pytest.raises(LayoutError, match="'x' is a Silent, which cannot be detached"):
+        WeightStrategy().extract_weights(silent)
+
+
+class Tagged(Tensor):
+    """A subclass that only has another name."""
+
+
+def test_a_subclass_that_is_a_tensor_like_others_goes_on_working() -> None:
+    destination = {"x": torch.zeros(4).as_subclass(Tagged)}
+    target = Target(destination)
+
+    target.apply({"x": torch.arange(4.0).as_subclass(Tagged)})
+
+    assert destination["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+class Computed(Mapping[str, Tensor]):
+    """A mapping that makes its tensors at each access, as one that reads a file does."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.zeros(4)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["x"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_destination_made_anew_at_each_access_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'x' is made anew whenever the Computed is read"):
+        Target(Computed())
+
+    assert layout_of(read_weights(Computed())).nbytes == 16
+
+
+@modes
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parameter: parameter.data[:2],
+        lambda parameter: parameter.data.view(torch.int32),
+        lambda parameter: parameter.data[:1].expand(4),
+    ],
+)
+def test_a_parameter_that_changes_its_form_without_moving_is_noticed(mode: Mode, change: Any) -> None:
+    worker = nn.ParameterDict({"a": torch.zeros(3), "x": nn.Parameter(torch.ones(4), requires_grad=False)})
+    target, update = Target(worker, mode), packed({"a": torch.ones(3), "x": torch.arange(4.0)})
+    staged = target.stage(*update)
+    worker["x"].data = change(worker["x"])
+
+    for act in (lambda: target.stage(*update), lambda: target.swap(staged)):
+        with pytest.raises(LayoutError, match="'x'"):
+            act()
+    assert worker["a"].tolist() == [0.0, 0.0, 0.0]

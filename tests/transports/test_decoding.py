@@ -1,0 +1,257 @@
+"""Every decoder gives a valid value or a ProtocolError, whatever bytes it is given, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import wire_strategies as strategies
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync import wire
+from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.extras import decode_extras, encode_extras
+from weightsync.layout import Layout
+from weightsync.messages import Ack, Hello, Message, Update
+from weightsync.nested import MAX_DEPTH
+from weightsync.report import Outcome, OutcomeKind, SyncReport
+from weightsync.transports.base import Received
+from weightsync.transports.door_links import opened
+from weightsync.transports.doors import Parcel, decoded
+
+Edit = tuple[str, int, bytes]
+edits: st.SearchStrategy[list[Edit]] = st.lists(
+    st.tuples(st.sampled_from(["write", "insert", "cut"]), st.integers(0, 2**16), st.binary(min_size=1, max_size=9)),
+    min_size=1,
+    max_size=4,
+)
+#: What JSON has, and a report has not.
+WORDS = ["NaN", "-Infinity", "Infinity", "-1", "1e999", "1.5", "9" * 400, "9" * 5000, "null", "[]", "{}", "true", '"x"']
+
+
+def edited(data: bytes, changes: list[Edit]) -> bytes:
+    for how, position, piece in changes:
+        at = position % (len(data) + 1)
+        behind = {"write": at + len(piece), "insert": at, "cut": at + piece[0]}[how]
+        data = data[:at] + (b"" if how == "cut" else piece) + data[behind:]
+    return data
+
+
+def sealed(head: bytes, body: bytes) -> bytes:
+    """A frame whose size and checksum fit, whatever else it holds."""
+    covered = bytearray(head[16:] + body)
+    covered[4:8] = struct.pack("!I", len(body))
+    return head[:8] + struct.pack("!Q", xxhash.xxh3_64_intdigest(bytes(covered))) + bytes(covered)
+
+
+def is_understood_or_refused(data: bytes) -> None:
+    try:
+        message = wire.decode(data)
+    except ProtocolError:
+        return
+    assert message == wire.decode(wire.encode(message))
+
+
+@given(strategies.messages, edits)
+def test_an_edited_frame_under_a_checksum_that_fits_is_understood_or_refused(message: Message, changes: Any) -> None:
+    data = wire.encode(message)
+    body = edited(data[wire.HEADER_NBYTES :], changes)
+
+    is_understood_or_refused(sealed(data[: wire.HEADER_NBYTES], body))
+    is_understood_or_refused(edited(data, changes))
+
+
+@given(strategies.messages, st.integers(16, 71), st.integers(0, 255))
+def test_an_edited_header_under_a_checksum_that_fits_is_understood_or_refused(
+    message: Message, position: int, value: int
+) -> None:
+    data = wire.encode(message)
+    head = data[:position] + bytes([value]) + data[position + 1 : wire.HEADER_NBYTES]
+
+    is_understood_or_refused(sealed(head, data[wire.HEADER_NBYTES :]))
+
+
+# ---------------------------------------------------------------------------------------- reports in an ack
+
+
+def carrying(report: bytes) -> bytes:
+    """An ack that brings these bytes as what became of the version elsewhere."""
+    with mock.patch.object(wire, "encode_report", return_value=report):
+        return wire.encode(Ack(model_id="m", incarnation=1, version=1))
+
+
+@given(strategies.reports, edits)
+def test_an_edited_report_is_understood_or_refused(report: SyncReport, changes: Any) -> None:
+    is_understood_or_refused(carrying(edited(wire.encode_report(report), changes)))
+
+
+@given(strategies.reports, st.integers(0, 2**16), st.sampled_from(WORDS))
+def test_a_report_with_another_value_somewhere_is_understood_or_refused(
+    report: SyncReport, which: int, word: str
+) -> None:
+    text = wire.encode_report(report).decode()
+    spots = [at for at in range(len(text)) if text[at - 2 : at] in (": ", ", ")]
+    at = spots[which % len(spots)]
+    end = min(position for sign in ",}]" if (position := text.find(sign, at)) >= 0)
+
+    is_understood_or_refused(carrying(f"{text[:at]}{word}{text[end:]}".encode()))
+
+
+REPORT = SyncReport(
+    model_id="m", version=1, incarnation=2, outcomes={0: Outcome(kind=OutcomeKind.APPLIED)}, superseded={0: (1,)}
+)
+
+
+def nested(depth: int) -> SyncReport:
+    """A report in reports, ``depth`` of them."""
+    report = REPORT
+    for _ in range(depth - 1):
+        report = replace(REPORT, outcomes={0: Outcome(kind=OutcomeKind.APPLIED, nested=report)})
+    return report
+
+
+def with_field(path: str, word: str) -> bytes:
+    told = json.loads(wire.encode_report(REPORT))
+    *parents, last = path.split(".")
+    inner = told
+    for name in parents:
+        inner = inner[name]
+    inner[last] = "@"
+    return json.dumps(told).replace('"@"', word).encode()
+
+
+NUMBERS = ["version", "incarnation", "nbytes", "preparing", "outcomes.0.fence", "outcomes.0.seconds"]
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize(
+    "word", ["NaN", "Infinity", "-Infinity", "-1", "1e999", "9" * 400, "9" * 5000, "true", '"1"', "[]"]
+)
+def test_a_number_in_a_report_is_finite_and_in_its_range(field: str, word: str) -> None:
+    with pytest.raises(ProtocolError):
+        wire.decode(carrying(with_field(field, word)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"\xff\xfe",
+        "{}".encode("utf-16"),
+        b"0",
+        b"null",
+        b"{}",
+        with_field("outcomes", '{"-1": {}}'),
+        with_field("superseded", '{"0": 1}'),
+        with_field("model_id", "[]"),
+        with_field("outcomes.0.kind", "{}"),
+        with_field("outcomes.0.reason", "null"),
+    ],
+    ids=range(12),
+)
+def test_what_is_no_report_is_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        wire.decode(carrying(data))
+
+
+def test_reports_are_nested_no_deeper_than_both_sides_can_follow() -> None:
+    deepest = Ack(model_id="m", incarnation=1, version=1, nested=nested(MAX_DEPTH))
+    assert wire.decode(wire.encode(deepest)) == deepest
+    with pytest.raises(ConfigurationError, match="nested more than"):
+        wire.encode(replace(deepest, nested=nested(MAX_DEPTH + 1)))
+    data = b"{}"
+    with mock.patch("weightsync.nested.MAX_DEPTH", 300):
+        data = wire.encode_report(nested(230))
+    with pytest.raises(ProtocolError, match="nested more than"):
+        wire.decode(carrying(data))
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_the_seconds_of_an_ack_are_finite_and_not_negative(seconds: float) -> None:
+    good = wire.encode(Ack(model_id="m", incarnation=1, version=1, seconds=0.25))
+    bad = good.replace(struct.pack("!d", 0.25), struct.pack("!d", seconds))
+    with pytest.raises(ProtocolError, match="duration"):
+        wire.decode(sealed(bad[: wire.HEADER_NBYTES], bad[wire.HEADER_NBYTES :]))
+    with pytest.raises(ConfigurationError, match="duration"):
+        wire.encode(Ack(model_id="m", incarnation=1, version=1, seconds=seconds))
+
+
+# -------------------------------------------------------------------------------------- layouts, extra state
+
+LAYOUT = Layout([("a.weight", "float32", (2, 3)), ("b", "int8", ()), ("ö", "bfloat16", (0, 4))], ["norm"])
+EXTRAS = encode_extras({"norm": {"t": torch.ones(2), "n": [1, 2.5, None, (True, "x")], 3: b"y"}, "other": 2**70})
+
+
+@given(edits)
+def test_an_edited_layout_is_understood_or_refused(changes: Any) -> None:
+    data = edited(LAYOUT.encode(), changes)
+    try:
+        layout = Layout.decode(data)
+    except ProtocolError:
+        return
+    assert layout.encode() == data
+
+
+@given(edits)
+def test_edited_extra_state_is_understood_or_refused(changes: Any) -> None:
+    try:
+        extras = decode_extras(edited(EXTRAS, changes))
+    except ProtocolError:
+        return
+    assert decode_extras(encode_extras(extras)).keys() == extras.keys()
+
+
+@pytest.mark.parametrize("decode", [Layout.decode, decode_extras, wire.decode])
+@given(data=st.binary(min_size=1, max_size=80))
+def test_arbitrary_bytes_raise_nothing_else(decode: Callable[[bytes], object], data: bytes) -> None:
+    try:
+        decode(data)
+    except ProtocolError:
+        return
+    assert decode is not wire.decode
+
+
+# ------------------------------------------------------------------------------------------ calls (Ray, RPC)
+
+anything = (
+    st.none() | st.integers() | st.text(max_size=5) | st.binary(max_size=90) | st.lists(st.integers(), max_size=2)
+)
+
+
+@given(anything, st.none() | st.binary(max_size=40).map(memoryview))
+def test_what_a_call_brings_is_understood_or_refused(frame: Any, payload: memoryview | None) -> None:
+    brought = opened(Parcel("link", 0, frame, payload))
+
+    assert isinstance(brought, ProtocolError)
+
+
+@given(strategies.hellos | strategies.updates, edits, st.none() | st.binary(max_size=40).map(memoryview))
+def test_an_edited_call_is_understood_or_refused(message: Message, changes: Any, payload: memoryview | None) -> None:
+    data = wire.encode(message)
+    brought = opened(Parcel("link", 0, sealed(data[:72], edited(data[72:], changes)), payload))
+
+    assert isinstance(brought, ProtocolError) or isinstance(brought.message, Hello | Update)
+
+
+@given(anything | st.lists(anything, max_size=2))
+def test_what_a_call_brings_home_is_understood_or_refused(frames: Any) -> None:
+    try:
+        assert decoded(frames) == []
+    except ProtocolError:
+        return
+
+
+def test_a_call_may_bring_its_payload_and_nothing_less() -> None:
+    update = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=3)
+
+    assert opened(Parcel("link", 0, wire.encode(update), memoryview(b"1234"))) == Received(update, memoryview(b"123"))
+    assert isinstance(opened(Parcel("link", 0, wire.encode(update), memoryview(b"12"))), ProtocolError)

@@ -1,0 +1,114 @@
+------------------------------ MODULE MCPlant ------------------------------
+(***************************************************************************)
+(* AckProtocol with one wrong step planted, by the name in Plant.  Each    *)
+(* property that no rule taken out violates has a configuration of this    *)
+(* module in which TLC must find it violated: a property that says nothing *)
+(* any more is found out.                                                  *)
+(***************************************************************************)
+EXTENDS AckProtocol
+
+CONSTANT Plant
+
+Entries(s, w) == sdata[s].roll[w]
+IsOpen(s, w) == Open(s, w, Entries(s, w).link) /\ ~gone[s][w]
+
+Rest == UNCHANGED <<slife, blocked, receiver, letters, answers, gone>>
+Quiet == UNCHANGED <<sender, receiver, gone>>
+
+\* A report says what no report can say.
+UnknownOutcome(s, w) == /\ sdata' = [sdata EXCEPT ![s].out.outcomes[w] = "MAYBE"] /\ UNCHANGED sstate /\ Rest
+
+\* A worker owes what it was never sent.
+OwesUnasked(s, w) == /\ ~Owes(s, w) /\ sdata' = [sdata EXCEPT ![s].out.owed[w] = 1] /\ UNCHANGED sstate /\ Rest
+
+\* A message comes to a receiver that is closed.
+SentToTheClosed(s, w) ==
+  /\ rstate[w] = Final /\ Connected(s)
+  /\ letters' = letters \cup {Letter(s, w, Entries(s, w).link, 0, 0)}
+  /\ UNCHANGED <<sender, receiver, answers, gone>>
+
+\* A receiver goes where no row leads.
+LeavesTheRows(w) ==
+  /\ rstate[w] = "ready" /\ ReceiverTo(w, "awaiting_ack")
+  /\ UNCHANGED <<sender, rdata, letters, answers, gone>>
+
+\* An answer overtakes one that left before it.
+Overtakes ==
+  /\ \E m \in answers : answers' = answers \cup {[m EXCEPT !.kind = "STALE"]}
+  /\ UNCHANGED letters /\ Quiet
+
+\* What a sender counts and what it has sent are two numbers.
+Miscounts(s) == /\ sdata' = [sdata EXCEPT ![s].serial = @ + 1] /\ UNCHANGED sstate /\ Rest
+
+\* A receiver's fence is above all that it has met.
+FenceRises(w) ==
+  /\ rdata' = [rdata EXCEPT ![w].fence = @ + 1]
+  /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
+
+\* A message vanishes from a link that stays.
+LetterVanishes == /\ \E m \in letters : letters' = letters \ {m} /\ UNCHANGED answers /\ Quiet
+AnswerVanishes == /\ \E m \in answers : answers' = answers \ {m} /\ UNCHANGED letters /\ Quiet
+AnswersVanish == /\ Cardinality(answers) > 1 /\ answers' = {} /\ UNCHANGED letters /\ Quiet
+
+\* An answer comes to a sender that is closed.
+AnswersTheClosed(s, w) ==
+  /\ sstate[s] = Final /\ Entries(s, w).link # 0
+  /\ answers' = answers \cup {Word(s, w, Entries(s, w).link, <<sdata[s].incarnation, 0, 0>>, "HELLO", 0)}
+  /\ UNCHANGED letters /\ Quiet
+
+\* An ack of what was never applied.
+AckInvented(s, w) ==
+  /\ IsOpen(s, w) /\ rdata[w].answer # "ACK"
+  /\ answers' = answers \cup {Word(s, w, Entries(s, w).link, <<sdata[s].incarnation, 1, 1>>, "ACK", 0)}
+  /\ UNCHANGED letters /\ Quiet
+
+\* A successor connects below a fence that a closed sender was told of.
+ConnectsBelow(s) ==
+  /\ slife[s] = "alive" /\ ~Connected(s) /\ Hint > 1
+  /\ sdata' = [sdata EXCEPT ![s].incarnation = 1] /\ UNCHANGED sstate /\ Rest
+
+\* The far end of a link that is open is closed for nothing.
+EndCloses(s, w) ==
+  /\ IsOpen(s, w) /\ gone' = [gone EXCEPT ![s][w] = TRUE]
+  /\ UNCHANGED <<sender, receiver, letters, answers>>
+
+\* A link gets another number, and no Hello.
+LinkRenumbered(s, w) ==
+  /\ IsOpen(s, w) /\ Entries(s, w).link < MaxLink
+  /\ sdata' = [sdata EXCEPT ![s].roll[w].link = @ + 1] /\ UNCHANGED sstate /\ Rest
+
+\* A link is forgotten, and its worker owes.
+LinkForgotten(s, w) ==
+  /\ IsOpen(s, w) /\ Owes(s, w)
+  /\ sdata' = [sdata EXCEPT ![s].roll[w].standing = "LOST"] /\ UNCHANGED sstate /\ Rest
+
+\* One that is not born writes.
+UnbornWrites(s, w) ==
+  /\ slife[s] = "unborn" /\ letters' = letters \cup {Letter(s, w, 1, 0, 0)}
+  /\ UNCHANGED <<sender, receiver, answers, gone>>
+
+Planted ==
+  \/ Plant = "UnknownOutcome" /\ \E s \in Senders, w \in Workers : UnknownOutcome(s, w)
+  \/ Plant = "OwesUnasked" /\ \E s \in Senders, w \in Workers : OwesUnasked(s, w)
+  \/ Plant = "SentToTheClosed" /\ \E s \in Senders, w \in Workers : SentToTheClosed(s, w)
+  \/ Plant = "LeavesTheRows" /\ \E w \in Workers : LeavesTheRows(w)
+  \/ Plant = "Overtakes" /\ Overtakes
+  \/ Plant = "SwapFirst" /\ \E w \in Workers : SwapFirst(w)
+  \/ Plant = "SendAgain" /\ \E s \in Senders : SendAgain(s)
+  \/ Plant = "Miscounts" /\ \E s \in Senders : Miscounts(s)
+  \/ Plant = "FenceRises" /\ \E w \in Workers : FenceRises(w)
+  \/ Plant = "LetterVanishes" /\ LetterVanishes
+  \/ Plant = "AnswerVanishes" /\ AnswerVanishes
+  \/ Plant = "AnswersVanish" /\ AnswersVanish
+  \/ Plant = "AnswersTheClosed" /\ \E s \in Senders, w \in Workers : AnswersTheClosed(s, w)
+  \/ Plant = "AckInvented" /\ \E s \in Senders, w \in Workers : AckInvented(s, w)
+  \/ Plant = "ConnectsBelow" /\ \E s \in Senders : ConnectsBelow(s)
+  \/ Plant = "DropAnswer" /\ \E w \in Workers : DropAnswer(w)
+  \/ Plant = "EndCloses" /\ \E s \in Senders, w \in Workers : EndCloses(s, w)
+  \/ Plant = "LinkRenumbered" /\ \E s \in Senders, w \in Workers : LinkRenumbered(s, w)
+  \/ Plant = "LinkForgotten" /\ \E s \in Senders, w \in Workers : LinkForgotten(s, w)
+  \/ Plant = "UnbornWrites" /\ \E s \in Senders, w \in Workers : UnbornWrites(s, w)
+
+PlantSpec == Init /\ [][Next \/ Planted]_vars
+PlantByTheWorld == PlantSpec /\ FairWorld
+=============================================================================

@@ -1,0 +1,74 @@
+"""What TLC is given to check: read from the configuration file that it runs, never from what the manifest says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weightsync.checker.manifest import Configuration, Manifest, Purpose
+from weightsync.checker.second.bounds import Bounds
+from weightsync.checker.text import Config
+
+#: The modules whose configurations check the properties of AckProtocol.tla over its own actions.
+OF_THE_PROTOCOL = ("MC", "MCHunt", "MCInductive")
+#: Has the promise in it and no protocol: its steps are written out.
+_THE_PROMISE = "MCPromise"
+#: What configurations of the families of transports do not set themselves: their modules do.
+_OF_A_FAMILY = (
+    *(f"{name} = FALSE" for name in ("Reorders", "Duplicates", "Loses", "Lingers")),
+    *(f"{name} = {{}}" for name in ("Without", "Unfair")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A configuration, and what TLC is given with it.
+
+    Attributes:
+        configuration: its entry in the manifest.
+        properties: the invariants and properties in its file.
+        bounds: the constants in its file.
+    """
+
+    configuration: Configuration
+    properties: tuple[str, ...]
+    bounds: Bounds
+
+    @property
+    def name(self) -> str:
+        """The configuration's name."""
+        return self.configuration.name
+
+    @property
+    def states(self) -> int:
+        """The distinct states that are pinned."""
+        return self.configuration.pinned.distinct if self.configuration.pinned else 0
+
+    def allows(self, features: Iterable[str]) -> bool:
+        """Whether one of these features may happen in it; true if none is named."""
+        wanted = set(features)
+        return not wanted or bool(wanted & self.bounds.features)
+
+
+def proofs(manifest: Manifest, modules: Iterable[str] | None = None) -> tuple[Checked, ...]:
+    """The manifest's proofs with what TLC is given, in the order of the manifest.
+
+    Args:
+        manifest: names the configurations.
+        modules: only those of these root modules; None: all that have the protocol in them.
+
+    Raises:
+        ConfigurationError: a configuration file is missing, or a constant in it cannot be read.
+    """
+    wanted = None if modules is None else set(modules)
+    found = (each for each in manifest.configurations if each.purpose is Purpose.PROOF)
+    of = (each for each in found if each.module != _THE_PROMISE)
+    return tuple(_checked(manifest, each) for each in of if wanted is None or each.module in wanted)
+
+
+def _checked(manifest: Manifest, configuration: Configuration) -> Checked:
+    config = Config.read(manifest.folder / configuration.config)
+    given = config
+    if configuration.module not in OF_THE_PROTOCOL:
+        given = Config({"CONSTANT": (*config.entries.get("CONSTANT", ()), *_OF_A_FAMILY)})
+    return Checked(configuration, (*config.invariants, *config.properties), Bounds.read(given))
