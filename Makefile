@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-loaded verify verify-quick demo check check-all lint format generate clean
+.PHONY: help install test test-loaded verify verify-quick demo check check-all lint format generate protocol clean
 
 help:
 	@echo 'make test       lint, types, and the tests that need no model checker: 10 minutes'
@@ -30,6 +30,7 @@ help:
 	@echo 'make lint       generated files, ruff, mypy, import-linter'
 	@echo 'make format     let ruff format and fix'
 	@echo 'make generate   render tables and docs from spec/protocol.toml'
+	@echo 'make protocol   and pin all that follows from it, and say what a person must still write (QUICK=1: without the long runs)'
 	@echo 'make install    only make .venv'
 	@echo 'make clean      remove .venv and caches'
 
@@ -83,6 +84,9 @@ format: $(INSTALLED)
 generate: $(INSTALLED)
 	$(BIN)/python spec/generate.py
 	$(BIN)/python spec/assurance.py
+
+protocol: $(INSTALLED)
+	$(BIN)/python spec/follow.py $(if $(QUICK),--quick) $(if $(SINCE),--since $(SINCE))
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -8,7 +8,6 @@ from typing import Any
 
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.receiver import Pending
-from weightsync.errors import StateError
 from weightsync.messages import Ack
 from weightsync.presenting import present_as
 from weightsync.protocol import receiver as pure
@@ -79,11 +78,11 @@ class ByHand(Swapping):
     def _require_unattended(self, asked: str) -> None:
         """Refuse what would take updates away from the thread that receives in the background."""
         if self._attendant is not None:
-            hint = (
-                "connect() has started a thread that receives in the background and applies what comes: "
-                "use receive(), or do not connect() and apply by hand."
+            raise self._driver.refused(
+                asked,
+                "connect() has started a thread that receives in the background and applies what comes. Use receive(), "
+                "or do not call connect() and apply by hand.",
             )
-            raise StateError("receiver", f"{self.state.value}, attended", asked, ["receive", "apply_weights"], hint)
 
     def links(self) -> list[Link]:
         """The links that are open, to be waited for."""
@@ -129,13 +128,10 @@ class ByHand(Swapping):
         with self._serving.alone(), Shield(self._driver.waker.fire), self._driver.lock:
             handed = self._handed
             if handed is None or self._out is None:
-                raise StateError(
-                    "receiver",
-                    self.state.value,
-                    "an ack by hand",
-                    ["receive_weights"],
-                    "No update that was handed out is pending: none was, it is answered already, a newer one "
-                    "overtook it, or its sender is gone.",
+                raise self._driver.refused(
+                    "acknowledge",
+                    "no update that was handed out is pending: none was, it is answered already, a newer one overtook "
+                    "it, or its sender is gone. hand_out() gives the next one.",
                 )
             self._handed = None
             if message == UPDATED:

@@ -56,18 +56,34 @@ class StateError(WeightSyncError):
     Attributes:
         machine: who refused, "sender" or "receiver".
         state: the state it is in.
-        asked: the input that has no row there.
-        allowed: the inputs that have one.
+        asked: the method that was called.
+        allowed: the methods that may be called now.
+        steps: the last steps of the machine, oldest first: (input, state before, state after).
     """
 
-    def __init__(self, machine: str, state: str, asked: str, allowed: Sequence[str], hint: str = "") -> None:
-        message = f"{machine} is {state}: {asked} is refused there, and nothing has changed"
-        message += f" (allowed: {', '.join(allowed)})"
-        super().__init__(f"{message}. {hint}" if hint else f"{message}.")
+    def __init__(
+        self,
+        machine: str,
+        state: str,
+        asked: str,
+        allowed: Sequence[str],
+        hint: str = "",
+        *,
+        steps: Sequence[tuple[str, str, str]] = (),
+    ) -> None:
+        where = f"the {machine} is {state}"
+        allows = f" and allows {', '.join(map(_call, allowed))}" if allowed else ""
+        reason = f"{hint} Nothing has changed: {where}{allows}." if hint else f"{where}{allows}. Nothing has changed."
+        super().__init__(f"{_call(asked)}: {reason}")
         self.machine = machine
         self.state = state
         self.asked = asked
         self.allowed = tuple(allowed)
+        self.steps = tuple(steps)
+
+
+def _call(method: str) -> str:
+    return f"{method}()" if method.isidentifier() else method
 
 
 class SyncError(WeightSyncError):

@@ -187,8 +187,13 @@ class Layout:
         names = listed([quoted(entry.name) for entry in sorted(self.entries, key=attrgetter("name"))])
         return f"{len(self.entries)} tensors ({counts}): {names}" if self.entries else "no tensors"
 
-    def difference(self, other: Layout) -> LayoutError | None:
-        """How weights of the layout `other` fail to fit a destination of this one; None if they fit."""
+    def difference(self, other: Layout, told: str = "The weights do not fit the destination") -> LayoutError | None:
+        """How weights of the layout `other` fail to fit a destination of this one; None if they fit.
+
+        Args:
+            other: the weights'.
+            told: how the error's message begins.
+        """
         if self == other:
             return None
         wanted, given = _described(self), _described(other)
@@ -199,8 +204,8 @@ class Layout:
             for name in sorted(wanted.keys() & given.keys())
             if wanted[name] != given[name]
         }
-        told = [_counted("missing", missing), _counted("unexpected", unexpected), _differing(mismatched)]
-        message = f"The weights do not fit the destination: {'; '.join(filter(None, told))}."
+        parts = [_counted("missing", missing), _counted("unexpected", unexpected), _differing(mismatched)]
+        message = f"{told}: {'; '.join(filter(None, parts))}."
         return LayoutError(message + _hint(missing, unexpected), missing, unexpected, mismatched)
 
 

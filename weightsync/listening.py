@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from weightsync._tables import RECEIVER_ROWS, ReceiverInput, State
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.traced import receiver_driver
 from weightsync.errors import ConfigurationError
-from weightsync.machine import next_state
 from weightsync.messages import Ack
 from weightsync.paths import _resolve_model
 from weightsync.serving import ServingLock
@@ -106,12 +104,16 @@ class Listening(Side):
             StateError: the receiver is closed.
             ConfigurationError: no link can be made of it, or both are given.
         """
-        next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
+        self._driver.require_open("register_worker_transport")
         if pipe is not None and pipe_or_context is not None:
             raise ConfigurationError("pipe= is an older name of pipe_or_context=: give one of them.")
         pipe_or_context = pipe if pipe_or_context is None else pipe_or_context
         self._endpoint = pipe_or_context
-        self._listening.append(self._scheme.listen(pipe_or_context, self._model_id, self._accept))
+        with self._driver.expecting():
+            listener = self._scheme.listen(pipe_or_context, self._model_id, self._accept)
+        if listener in self._listening:  # at the same place: the one before would hear nothing any more
+            self._listening.pop(self._listening.index(listener))()
+        self._listening.append(listener)
 
     def _accept(self, link: Link) -> None:
         self._driver.add_link(link)
@@ -133,15 +135,14 @@ class Listening(Side):
             SenderClosed: the sender closed the link in good order.
             TransportError: the sender is gone.
         """
-        if self.state is State.CLOSED:
-            next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
+        self._driver.require_open("receive")
         if not self._driver.links() and (self._driver.ended or not self._listening):
             if self._driver.ended:
                 raise self._driver.ended_as(
                     f"model {self._model_id!r} has no sender any more: {self._driver.ended.rstrip('.')}. It keeps "
                     f"version {self.version}; register_worker_transport() gives it a new link."
                 )
-            next_state(RECEIVER_ROWS, self.state, ReceiverInput.UPDATE)
+            raise self._driver.refused("receive")
 
     def _deafen(self) -> None:
         while self._listening:

@@ -132,16 +132,18 @@ def refuse_fleeting(destination: object, live: Live) -> None:
 
 
 def _refuse_raising(layout: Layout, tensors: list[Tensor], sharing: Sharing) -> None:
-    """Raise LayoutError for a tensor of a subclass that cannot be copied into; tried with its own values."""
+    """Raise LayoutError for a subclass's tensor, or a lazy conjugate, that cannot be written: its own values are."""
     for index, tensor in enumerate(tensors):
-        if type(tensor) in PLAIN or index in sharing.expanded:
+        usual = type(tensor) in PLAIN and not tensor.is_conj() and not tensor.is_neg()
+        if usual or index in sharing.expanded:
             continue
         name = layout.entries[index].name
         try:
             with torch.inference_mode():
                 torch._foreach_copy_([tensor], [tensor.detach().clone()])
         except Exception as error:
-            why = f"is a {type(tensor).__name__}, which cannot be written ({error!r})"
+            kind = "lazily conjugated or negated tensor" if type(tensor) in PLAIN else type(tensor).__name__
+            why = f"is a {kind}, which cannot be written ({error!r})"
             raise LayoutError(f"'{name}' of the destination {why}.", mismatched={name: why}) from error
 
 

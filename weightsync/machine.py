@@ -9,20 +9,22 @@ of one never acts on its original.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Final, Generic, TypeVar
 
 import transitions
 
 from weightsync._tables import INITIAL, RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
-from weightsync.errors import StateError
+from weightsync.refusals import Steps, method_of, refusal
 
 Input = TypeVar("Input", SenderInput, ReceiverInput)
 
 #: Told of each step, in order: (state before, input, state after).
 Listener = Callable[[State, Input, State], None]
 
-_ROLES: Final[Mapping[type, str]] = {SenderInput: "sender", ReceiverInput: "receiver"}
+#: How many of its last steps a machine remembers, for errors.
+REMEMBERED: Final = 8
 
 
 def next_state(rows: Mapping[tuple[State, Input], State], state: State, input: Input) -> State:
@@ -41,13 +43,8 @@ def next_state(rows: Mapping[tuple[State, Input], State], state: State, input: I
     """
     after = rows.get((state, input))
     if after is None:
-        raise _refusal(rows, state, input)
+        raise refusal(rows, state, type(input), method_of(input))
     return after
-
-
-def _refusal(rows: Mapping[tuple[State, Input], State], state: State, input: Input) -> StateError:
-    allowed = [each.value for source, each in rows if source is state]
-    return StateError(_ROLES[type(input)], state.value, input.value, allowed)
 
 
 class LeanEvent(transitions.Event):
@@ -75,11 +72,12 @@ class LeanEvent(transitions.Event):
             before = model._state
             after = self._targets.get(before)
             if after is None:
-                raise _refusal(model.rows, before, input)
+                raise refusal(model.rows, before, model.inputs, method_of(input), steps=model.steps)
             if model._listeners:
                 model._move_and_tell(before, input, after)
             else:
                 model._state = after
+                model._history.append((input, before, after))
         return after
 
 
@@ -111,7 +109,7 @@ class RoleMachine(Generic[Input]):
     A copy, shallow, deep or pickled, is a new machine: `uninitialized`, unobserved, with a lock of its own.
     """
 
-    __slots__ = ("__weakref__", "_listeners", "_state", "_telling", "lock")
+    __slots__ = ("__weakref__", "_history", "_listeners", "_state", "_telling", "lock")
 
     #: The `transitions.Machine` of this role.
     shared: ClassVar[transitions.Machine]
@@ -126,6 +124,12 @@ class RoleMachine(Generic[Input]):
         self._state = INITIAL
         self._listeners: list[Listener[Input]] = []
         self._telling = False
+        self._history: deque[tuple[Input, State, State]] = deque(maxlen=REMEMBERED)
+
+    @property
+    def steps(self) -> Steps:
+        """Its last steps, oldest first: the input, and the states before and after it."""
+        return tuple((input.value, before.value, after.value) for input, before, after in self._history)
 
     @property
     def state(self) -> State:
@@ -156,6 +160,7 @@ class RoleMachine(Generic[Input]):
         if self._telling:
             raise RuntimeError(f"a listener fired {input.value}: listeners are told of steps, they take none")
         self._state = after
+        self._history.append((input, before, after))
         self._telling = True
         try:
             for listener in self._listeners:

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from weightsync._tables import RECEIVER_ROWS, ReceiverInput
 from weightsync.byhand import ByHand
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.receiver import Pending
 from weightsync.errors import WeightSyncError
 from weightsync.extras import encode_extras
-from weightsync.machine import next_state
 from weightsync.packing import digest, digest_of
 from weightsync.serving import PATIENCE
 from weightsync.target import SwapBroken, Target
@@ -83,7 +81,7 @@ class WeightReceiver(ByHand):
         """
         target = self._destination()
         with self._serving.alone(), Shield(self._driver.waker.fire), self._driver.lock:
-            next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
+            self._driver.require_open("apply_weights")
             # What was handed out is not overtaken now: the weights are probably its own.
             if self._out is None and self._attendant is None:
                 self._driver.pump()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.errors import AckTimeoutError, RefusedError, SyncError, WorkerLostError
@@ -64,7 +64,8 @@ class Outcome:
         if self.reason:
             text += f" ({self.reason})"
         if self.remote_traceback:
-            text += "\n" + self.remote_traceback.rstrip()
+            # Its last line says the reason again.
+            text += "\n" + self.remote_traceback.rstrip().removesuffix(f": {self.reason}")
         if self.nested is not None and not self.nested.ok:
             text += f", but what it handed on did not reach everybody: {self.nested}"
         return text
@@ -110,8 +111,8 @@ class SyncReport:
 
     def __str__(self) -> str:
         sent = f"version {self.version} of" if self.version else "nothing sent of"
-        told = [f"worker {worker}: {outcome}" for worker, outcome in self.outcomes.items()]
-        told += [f"worker {worker} did not catch up: {outcome}" for worker, outcome in self.not_caught_up.items()]
+        told = _each(self.outcomes, FINE)
+        told += [f"{text} (did not catch up)" for text in _each(self.not_caught_up)]
         told += [f"worker {worker} left: {goodbye}" for worker, goodbye in self.left.items()]
         took = self.preparing + self.transferring
         text = f"{sent} {self.model_id!r} [{', '.join(told)}] {self.nbytes} bytes in {took:.3f} s"
@@ -199,8 +200,33 @@ class SyncReport:
             lines = [f"{what} did not reach {len(failures)} of {len(self)} workers:"]
         else:
             lines = [f"{what} was sent, but an update before it did not reach everybody:"]
-        lines += [f"  worker {worker}: {outcome}" for worker, outcome in failures.items()]
+        lines += [f"  {line}" for line in _each(failures)]
         return lines if self.previous is None or not self.previous.failed else [*lines, *self.previous._lines()]
+
+
+def _each(outcomes: Mapping[int, Outcome], apart: Collection[OutcomeKind] = ()) -> list[str]:
+    """What became of each worker; of workers with the very same outcome it is said once.
+
+    Args:
+        outcomes: by worker.
+        apart: kinds that are short enough to be said of each worker all the same.
+    """
+    alike: dict[tuple[str, int | None], list[int]] = {}
+    for worker, outcome in outcomes.items():
+        alike.setdefault((str(outcome), worker if outcome.kind in apart else None), []).append(worker)
+    return [f"{_workers(workers)}: {text}" for (text, _), workers in alike.items()]
+
+
+def _workers(workers: Sequence[int]) -> str:
+    """``worker 3``, or ``workers 0-7, 9``."""
+    runs: list[list[int]] = []
+    for worker in sorted(workers):
+        if runs and worker == runs[-1][-1] + 1:
+            runs[-1].append(worker)
+        else:
+            runs.append([worker])
+    told = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"worker {told}" if len(workers) == 1 else f"workers {told}"
 
 
 def _applied(outcome: Outcome) -> bool:

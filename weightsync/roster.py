@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync._tables import SENDER_ROWS, SenderInput
+from weightsync._tables import SenderInput
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.sender import SenderDriver
 from weightsync.driving.traced import sender_driver
-from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.errors import AckTimeoutError, ConfigurationError, LayoutError, RefusedError, WorkerLostError
 from weightsync.layout import Layout
-from weightsync.machine import next_state
 from weightsync.protocol import sender as pure
 from weightsync.side import Side, pipes_travel, require_worker_id
-from weightsync.timing import new_incarnation
+from weightsync.timing import Deadline, Timeout, new_incarnation
 from weightsync.transports.awaited import AwaitedProcess
-from weightsync.transports.base import Link
+from weightsync.transports.base import Link, wait
 from weightsync.transports.user import UserMessages
 
 
@@ -46,7 +45,7 @@ class Roster(Side):
             StateError: the sender is closed.
             ConfigurationError: no link can be made of it, or ``process`` is no process.
         """
-        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        self._driver.require_open("add_worker")
         worker_id = require_worker_id(worker_id)
         awaited = None if process is None else AwaitedProcess(process)
         link = self._scheme.lay_link(pipe_or_context, self._model_id, f"worker {worker_id}")
@@ -61,6 +60,7 @@ class Roster(Side):
             StateError: the sender is closed.
             ConfigurationError: it is not on the roll.
         """
+        self._driver.require_open("remove_worker")
         with Shield(self._driver.waker.fire):
             self._driver.remove(worker_id, "removed from the roll")
         self._endpoints.pop(worker_id, None)
@@ -83,12 +83,54 @@ class Roster(Side):
             ConfigurationError, LayoutError: these weights cannot be sent; no link was laid.
         """
         incarnation = new_incarnation(fence or 0)
-        next_state(SENDER_ROWS, self.state, SenderInput.CONNECT)
+        self._driver.require(SenderInput.CONNECT)
         layout = self._known_layout() if weights is None else self._packer.layout_of(weights)
         with Shield(self._driver.waker.fire), self._driver.lock:
             if self._driver.layout is None:
                 self._driver.layout = layout
             self._driver.take(pure.Connect(incarnation))
+
+    def await_workers(self, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+        """Wait until every worker on the roll has answered the handshake: a rendez-vous without weights.
+
+        Args:
+            timeout: seconds; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+
+        Raises:
+            StateError: the links are not laid, or the sender is closed.
+            AckTimeoutError: some had not answered by the deadline. It may be called again.
+            WorkerLostError: the others have answered, and some links were lost.
+            RefusedError: the others have answered, and some have refused the handshake: their models do not fit.
+        """
+        deadline = Deadline(timeout)
+        with Shield(self._driver.waker.fire) as shield:
+            while True:
+                seen = self._driver.waker.fired
+                self._driver.require(SenderInput.SEND, "connect")
+                self._driver.pump()
+                awaited = self._standing(pure.Standing.EXPECTED)
+                if not awaited:
+                    break
+                if deadline.passed:
+                    raise AckTimeoutError(
+                        f"workers {sorted(awaited)} of {self._model_id!r} have not connected. They may still be "
+                        "starting: call it again, or remove_worker() takes one off the roll.",
+                        pending=sorted(awaited),
+                    )
+                shield.deliver()
+                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
+        lost, refused = self._reasons(pure.Standing.LOST), self._reasons(pure.Standing.REFUSED)
+        told = "; ".join(f"worker {worker}: {reason}" for worker, reason in sorted({**lost, **refused}.items()))
+        if lost:
+            raise WorkerLostError(f"{told}. add_worker() brings one back, remove_worker() takes it off.", lost=lost)
+        if refused:
+            raise RefusedError(f"{told}. Give it the trainer's model and add_worker() it again.", refused=refused)
+
+    def _reasons(self, standing: pure.Standing) -> dict[int, str]:
+        return {worker: entry.reason for worker, entry in self._standing(standing).items()}
+
+    def _standing(self, standing: pure.Standing) -> dict[int, pure.Entry]:
+        return {worker: entry for worker, entry in self.roll.items() if entry.standing is standing}
 
     def transports(self) -> dict[int, Link]:
         """Each worker's link, while it is up or expected."""
@@ -101,6 +143,27 @@ class Roster(Side):
         except (ConfigurationError, LayoutError):
             return None  # the first send will say why
         return self._packer.layout_of(weights)
+
+    def _refuse_other_model(self, given: Layout) -> None:
+        """Refuse weights that are not those of the registered model: its workers could only refuse them, one by one.
+
+        Raises:
+            LayoutError: their names, shapes or dtypes are others.
+        """
+        if given == self._driver.layout:
+            return
+        try:
+            registered = self._known_layout()
+        except (ConfigurationError, LayoutError):
+            return  # a model that cannot be sent says nothing of what can
+        told = f"The weights are not those of the model that is registered for {self._model_id!r}"
+        error = None if registered is None else registered.difference(given, told)
+        if registered is not None and error is not None:
+            message = (
+                f"{error} The model has {registered.summary()}. The weights have {given.summary()}. Nothing was sent. "
+                "If the workers have another model now, register it in the trainer first (scheme.model = ...)."
+            )
+            raise LayoutError(message, error.missing, error.unexpected, error.mismatched)
 
     # ------------------------------------------------------------------------------------------- reading
 
@@ -136,7 +199,7 @@ class Roster(Side):
             StateError: the sender is closed.
             ConfigurationError: it is not on the roll, or has no pipe.
         """
-        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        self._driver.require_open("pipe")
         pure.known(self._driver.data, worker_id)
         return self._scheme.user_messages(self._endpoints[worker_id])
 

@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from weightsync._tables import SENDER_ROWS, SenderInput, State
+from weightsync._tables import SenderInput, State
 from weightsync.driving.interrupts import Shield
 from weightsync.driving.packing import Packed
 from weightsync.driving.reporter import Reporter
-from weightsync.errors import RefusedError, StateError, WorkerLostError
-from weightsync.machine import next_state
+from weightsync.errors import RefusedError, WorkerLostError
 from weightsync.options import OnFailure, OnPending, option
 from weightsync.protocol import sender as pure
 from weightsync.report import OutcomeKind, SyncReport
@@ -67,7 +66,8 @@ class WeightSender(Roster):
         Raises:
             StateError: not in this state; nothing changed.
             ConfigurationError: an empty list of workers, an unknown id, weights of an unsupported type.
-            LayoutError: weights that cannot travel; nothing was sent.
+            LayoutError: weights that cannot travel, or are not those of the registered model (other names, shapes or
+                dtypes); nothing was sent.
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
             WorkerLostError, RefusedError, SyncError: it did not reach everybody; everybody else was served.
         """
@@ -151,7 +151,7 @@ class WeightSender(Roster):
         Raises:
             StateError: the sender is closed.
         """
-        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        self._driver.require_open("poll")
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             return self._reporter.so_far(OutcomeKind.PENDING) if self._driver.data.outstanding else None
@@ -202,7 +202,8 @@ class WeightSender(Roster):
             self._driver.pump()
         unlaid = self.state is State.UNINITIALIZED and bool(self._endpoints)
         in_the_way = self.state is State.PENDING_ASYNC and pending is not OnPending.RAISE
-        next_state(SENDER_ROWS, State.READY if in_the_way or unlaid else self.state, asked)
+        if not (in_the_way or unlaid):
+            self._driver.require(asked)
         if targets is None and not self._driver.data.roll:
             return self._reporter.empty()
         with self._reported():
@@ -219,8 +220,11 @@ class WeightSender(Roster):
     def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
         blocking = self._driver.blocking(targets)
         if blocking:
-            hint = f"Workers {blocking} are reached by transports of your own, whose calls have to be waited for."
-            raise StateError("sender", self.state.value, "send_async", [SenderInput.SEND.name], hint)
+            hint = (
+                f"workers {blocking} are reached by transports of your own, whose calls have to be waited for. Call "
+                "send() instead."
+            )
+            raise self._driver.refused("send_async", hint)
 
     def _pack(self, weights: Any, superseding: bool) -> Packed:
         """Pack the weights. What is outstanding is given up only when nothing can refuse them any more."""
@@ -229,6 +233,8 @@ class WeightSender(Roster):
         prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, context)
         packed = self._packer.pack(prepared)
         try:
+            if weights is not None:
+                self._refuse_other_model(packed.layout)
             self._scheme.published(self._model_id, prepared)
             if superseding:
                 self._reporter.superseded(self.abandon())

@@ -13,7 +13,7 @@ from weightsync._tables import State
 from weightsync.context import held
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
-from weightsync.errors import ConfigurationError, StateError
+from weightsync.errors import ConfigurationError
 from weightsync.transports.fork import forget_after_fork
 from weightsync.wiring import Wiring
 
@@ -61,7 +61,7 @@ class Side(abc.ABC):
         """
         if model_id is not None and model_id != self._model_id:
             if self.state is not State.UNINITIALIZED:
-                raise StateError(type(self).__name__, self.state.value, "set_context(model_id=...)", ["CLOSE"])
+                raise self._driver.refused("set_context", f"the links are laid for model {self._model_id!r} already.")
             self._model_id = self._driver.model_id = model_id
         self._context = held(context)
 

@@ -187,6 +187,20 @@ def test_a_copy_carries_the_address(ends: Any) -> None:
     assert (received["a"] == 6.0).all()
 
 
+def test_a_rank_has_one_receiver_of_a_model_in_a_process(store: Any) -> None:
+    first, second, other = (DistributedWeightSyncScheme() for _ in range(3))
+    with first, second, other:
+        first.init_on_worker("policy", store=store, rank=1, model=large())
+        with pytest.raises(ConfigurationError, match="rank 1 in this process: close that first"):
+            second.init_on_worker("policy", store=store, rank=1, model=large())
+        with pytest.raises(ConfigurationError, match="close that first"):
+            DistributedTransport(store, 1).receive_weights(timeout=0)
+        first.get_receiver().register_worker_transport((store, 1))  # the same one may listen anew
+        other.init_on_worker("critic", store=store, rank=1, model=large())
+        first.close()
+        second.init_on_worker("policy", store=store, rank=1, model=large())
+
+
 # ------------------------------------------------------------------------------------------ TorchRL's own keys
 
 

@@ -95,6 +95,7 @@ def test_a_hook_that_raises_is_refused_with_its_traceback(pair: StorePair) -> No
         raise RuntimeError("no thanks")
 
     pair.model.register_load_state_dict_pre_hook(refuse)
+    pair.scheme.model = None
     pair.model.set_extra_state = refuse  # type: ignore[method-assign, assignment]
     pair.sender.send_async({name: tensor[:1] for name, tensor in pair.source.state_dict().items()})
     assert not pair.receiver.receive(timeout=PATIENCE)

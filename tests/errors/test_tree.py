@@ -18,7 +18,7 @@ def report(**kinds: OutcomeKind) -> SyncReport:
 
 EXAMPLES = [
     errors.WeightSyncError("what happened"),
-    errors.StateError("sender", "closed", "SEND", ["CLOSE"], "Make a new one."),
+    errors.StateError("sender", "closed", "send", ["close"], "Make one.", steps=[("CLOSE", "ready", "closed")]),
     errors.SyncError("mixed", report(w0=OutcomeKind.LOST, w1=OutcomeKind.REFUSED)),
     errors.AckTimeoutError("late", report(w0=OutcomeKind.TIMED_OUT), [0]),
     errors.WorkerLostError("gone", None, {1: "killed"}, 7),
@@ -70,10 +70,14 @@ def test_the_documented_types_stay_bases(kind: type, bases: tuple[type, ...]) ->
 
 
 def test_a_state_error_says_who_where_what_and_what_else() -> None:
-    message = str(errors.StateError("sender", "closed", "SEND", ["CLOSE"], "Make a new one."))
+    hinted = errors.StateError("sender", "closed", "send", ["close"], "this sender is closed. Make a new one.")
+    bare = errors.StateError("scheme", "uninitialized", "get_sender", ["init_on_sender", "close"])
 
-    assert message == (
-        "sender is closed: SEND is refused there, and nothing has changed (allowed: CLOSE). Make a new one."
+    assert str(hinted) == (
+        "send(): this sender is closed. Make a new one. Nothing has changed: the sender is closed and allows close()."
+    )
+    assert str(bare) == (
+        "get_sender(): the scheme is uninitialized and allows init_on_sender(), close(). Nothing has changed."
     )
 
 
@@ -97,6 +101,25 @@ def test_failures_of_one_kind_have_their_own_error(kind: OutcomeKind, error: typ
     assert "version 3 of 'policy' did not reach 1 of 2 workers" in str(caught.value)
     assert "worker 1" in str(caught.value)
     assert "whyw1" in str(caught.value)
+
+
+def test_workers_with_the_same_outcome_are_told_of_once() -> None:
+    why = {worker: Outcome(kind=OutcomeKind.REFUSED, reason="too small") for worker in (0, 1, 2, 5, 7, 8)}
+    outcomes = {**why, 3: Outcome(kind=OutcomeKind.APPLIED), 4: Outcome(kind=OutcomeKind.APPLIED)}
+    told = SyncReport(model_id="policy", version=1, incarnation=9, outcomes=dict(sorted(outcomes.items())))
+
+    assert str(told).startswith(
+        "version 1 of 'policy' [workers 0-2, 5, 7-8: REFUSED (too small), worker 3: APPLIED, worker 4: APPLIED] "
+    )
+    assert "\n  workers 0-2, 5, 7-8: REFUSED (too small)\n" in str(told.error())
+
+
+def test_a_reason_is_not_said_again_by_the_last_line_of_its_traceback() -> None:
+    outcome = Outcome(
+        kind=OutcomeKind.REFUSED, reason="too small", remote_traceback="  at f()\nLayoutError: too small\n"
+    )
+
+    assert str(outcome) == "REFUSED (too small)\n  at f()\nLayoutError"
 
 
 def test_failures_of_several_kinds_have_the_common_one() -> None:

@@ -141,9 +141,10 @@ def test_the_links_are_laid_at_connect_where_the_scheme_makes_the_pipes() -> Non
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(num_workers=1)
         assert scheme.get_sender().state is State.UNINITIALIZED
-        scheme.connect()
+        with pytest.raises(AckTimeoutError, match="have not connected"):
+            scheme.connect(timeout=0)
         assert scheme.get_sender().state is State.READY
-        assert scheme.synchronized_on_sender
+        assert not scheme.synchronized_on_sender
 
 
 def test_connecting_twice_is_refused_on_both_sides(duo: Duo) -> None:
@@ -172,17 +173,42 @@ def test_weights_given_to_connect_are_the_first(scheme_class: Any) -> None:
     duo.end()
 
 
-def test_without_weights_the_links_are_laid_and_the_worker_has_no_version_yet(scheme_class: Any) -> None:
+def test_without_weights_both_sides_meet_and_the_worker_has_no_version_yet(scheme_class: Any) -> None:
     with scheme_class() as a, scheme_class() as b:
         ours, theirs = multiprocessing.Pipe()
         a.init_on_sender(model_id="policy", pipes=[ours])
         b.init_on_receiver(model_id="policy", pipe=theirs, model=small())
-        a.connect()
-        b.connect()
+        with pytest.raises(AckTimeoutError, match=r"workers \[0\] .* have not connected") as late:
+            a.connect(timeout=0)
+        assert late.value.pending == (0,)
+        with beside(lambda: a.connect(timeout=PATIENCE)):
+            b.connect(timeout=PATIENCE)
 
+        assert (a.synchronized_on_sender, b.synchronized_on_receiver) == (True, True)
         assert b.get_receiver().version is None
         assert a.send(weights(5.0)).ok
         assert constants(b.model) == {5.0}
+
+
+def test_a_worker_that_went_before_it_met_the_trainer_is_named(scheme_class: Any) -> None:
+    (ours, theirs), (one, other) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    with scheme_class() as scheme:
+        scheme.init_on_sender(model_id="policy", pipes=[ours, one])
+        for end in (theirs, other):
+            end.close()
+        with pytest.raises(WorkerLostError, match="worker 1") as gone:
+            scheme.connect(timeout=PATIENCE)
+
+        assert list(gone.value.lost) == [0, 1]
+
+
+def test_a_rendezvous_of_a_sender_that_is_closed_meanwhile_ends(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    scheme = scheme_class()
+    scheme.init_on_sender(model_id="policy", pipes=[ours])
+    with pytest.raises(StateError), beside(lambda: scheme.connect(timeout=PATIENCE)):
+        scheme.close()
+    theirs.close()
 
 
 def test_nobody_comes_in_time_and_connect_may_be_called_again(scheme_class: Any) -> None:

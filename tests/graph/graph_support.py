@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from configurations import CONFIGURATIONS, LARGE, committed, in_words
+from machines import ROWS_TAKEN
 from missing import java_and_tlc
 from network import World
 from search import digest, explore
@@ -21,7 +22,18 @@ _MOST = 400_000
 @cache
 def explored(name: str) -> tuple[Graph, list[World]]:
     """What the shipped code reaches. Only of small ones, and not while the code is changed."""
-    return explore(CONFIGURATIONS[name])
+    found = explore(CONFIGURATIONS[name])
+    _rows[name] = frozenset(ROWS_TAKEN)
+    return found
+
+
+_rows: dict[str, frozenset[object]] = {}
+
+
+def rows_taken(name: str) -> frozenset[object]:
+    """The rows that the shipped code takes in it, by state and input."""
+    explored(name)
+    return _rows[name]
 
 
 def printed(name: str) -> Dump:

@@ -33,6 +33,10 @@ from weightsync.report import Outcome, OutcomeKind
 REFUSED_BY_THE_CODE = (StateError, ConfigurationError, SyncError, ProtocolError)
 
 
+#: The rows that steps have taken since `forget`: the state and the input named.
+ROWS_TAKEN: set[tuple[State, sending.SenderInput | receiving.ReceiverInput | None]] = set()
+
+
 class RefusedError(Exception):
     """The shipped code says no."""
 
@@ -40,6 +44,7 @@ class RefusedError(Exception):
 def forget() -> None:
     """Ask the shipped code anew: it may be another one now."""
     Interned.known.clear()
+    ROWS_TAKEN.clear()
     for remembered in (_took, _heard, named_down):
         remembered.cache_clear()
 
@@ -53,6 +58,7 @@ def _took(trainer: Trainer, event: sending.Event) -> tuple[Trainer, sending.Step
         step = sending.step(trainer.state, trainer.data, event)
     except REFUSED_BY_THE_CODE:
         return None
+    ROWS_TAKEN.add((trainer.state, step.input))
     concluded = [effect for effect in step.effects if isinstance(effect, sending.Conclude)]
     last = trainer.last
     if concluded:
@@ -139,6 +145,7 @@ def _heard(worker: Worker, event: receiving.Event) -> tuple[Worker, receiving.St
         step = receiving.step(worker.state, worker.data, event)
     except REFUSED_BY_THE_CODE:
         return None
+    ROWS_TAKEN.add((worker.state, step.input))
     return replace(worker, state=step.to, data=step.data), step
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import transitions
 
+from weightsync import WeightReceiver, WeightSender
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
 from weightsync.errors import StateError
 from weightsync.machine import LeanEvent, ReceiverMachine, SenderMachine, next_state
+from weightsync.refusals import allowed_in, method_of
 
 
 class Model:
@@ -52,13 +54,32 @@ def test_a_refusal_says_who_where_what_and_what_else(gap):
         role.at(state).fire(step)
 
     error = caught.value
-    allowed = tuple(each.value for source, each in role.rows if source is state)
-    assert (error.machine, error.state, error.asked, error.allowed) == (
-        role.name,
-        state.value,
-        step.value,
-        allowed,
-    )
+    assert (error.machine, error.state, error.asked) == (role.name, state.value, method_of(step))
+    assert error.allowed == allowed_in(role.rows, state, type(step))
+
+
+def test_a_refusal_names_methods_and_no_input_that_a_caller_could_not_ask_for(gap):
+    role, state, step = gap
+    with pytest.raises(StateError) as caught:
+        role.at(state).fire(step)
+
+    inputs = {each.value for each in type(step)}
+    assert not inputs & {word.strip("().,:") for word in str(caught.value).split()} - {step.value}
+    owner = WeightSender if isinstance(step, SenderInput) else WeightReceiver
+    assert all(callable(getattr(owner, method)) for method in caught.value.allowed)
+
+
+def test_a_refusal_carries_the_last_steps(row):
+    role, state, step = row
+    machine = role.at(state)
+    for _ in range(9):
+        machine._state = state
+        machine.fire(step)
+    machine._state = State.CLOSED
+    with pytest.raises(StateError) as caught:
+        machine.fire(type(step).CONNECT)
+
+    assert caught.value.steps == ((step.value, state.value, role.rows[state, step].value),) * 8
 
 
 def test_after_a_refusal_every_row_is_still_there(gap):

@@ -174,8 +174,8 @@ def test_one_sender_serves_both_kinds(plain: Any, seats: list[Any], trainer: Any
 
 
 def test_an_update_that_does_not_fit_is_refused_and_nothing_changes(seats: list[Any], trainer: Any) -> None:
-    sender = trainer(seats[:1], small(1.0))
-    sender.send(timeout=PATIENCE)
+    sender = trainer(seats[:1])
+    sender.send(small(1.0), timeout=PATIENCE)
 
     with pytest.raises(RefusedError) as refused:
         sender.send({"other": torch.zeros(3)}, timeout=PATIENCE)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -862,3 +864,71 @@ def test_a_receiver_with_a_new_link_forgets_how_the_last_sender_ended(pair: Pair
     ours.close()
 
     assert not isinstance(end_of(pair.receiver), SenderClosed)
+
+
+# --------------------------------------------------------- a refused call is told in the words of the public methods
+
+
+def refused(call: Callable[[], Any]) -> StateError:
+    with pytest.raises(StateError) as caught:
+        call()
+    return caught.value
+
+
+def test_g5_a_second_send_says_who_is_awaited_and_what_can_be_done(three: Pair) -> None:
+    three.sync()
+    three.sender.send_async()
+    three.receivers[1].receive(timeout=0)
+    error = refused(three.sender.send)
+    three.receivers[0].receive(timeout=0)
+    three.receivers[2].receive(timeout=0)
+    settled = refused(three.sender.send_async)
+
+    assert str(error) == (
+        "send(): version 2 still awaits workers 0, 2. Call wait_async() or abandon(), or pass on_pending='supersede' "
+        "(or 'wait'). Nothing has changed: the sender is pending_async and allows wait_async(), abandon(), "
+        "add_worker(), remove_worker(), close(), poll()."
+    )
+    assert "send_async(): version 2 has been answered, but nobody was told yet how. Call wait_async()" in str(settled)
+    assert error.steps[-2:] == (
+        ("SEND_ASYNC", "ready", "pending_async"),
+        ("REPLY", "pending_async", "pending_async"),
+    )
+    assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pair: (pair.sender.poll, "poll"),
+        lambda pair: (pair.sender.send, "send"),
+        lambda pair: (lambda: pair.sender.pipe(0), "pipe"),
+        lambda pair: (lambda: pair.sender.remove_worker(0), "remove_worker"),
+        lambda pair: (pair.sender.abandon, "abandon"),
+        lambda pair: (pair.receiver.receive, "receive"),
+        lambda pair: (lambda: pair.receiver.apply_weights({}), "apply_weights"),
+    ],
+)
+def test_g9_what_is_closed_says_so_of_the_method_called(pair: Pair, call: Any) -> None:
+    pair.sync()
+    pair.sender.close()
+    pair.receiver.close()
+    method, name = call(pair)
+    error = refused(method)
+
+    assert str(error).startswith(f"{name}(): this ")
+    assert "is closed for good" in str(error)
+    assert (error.asked, error.allowed) == (name, ("close",))
+    assert error.steps[-1][2] == "closed"
+
+
+def test_a_call_beside_a_wait_is_told_of_the_wait(pair: Pair) -> None:
+    waiting = Thread(lambda: pair.sender.send(timeout=PATIENCE))
+    waiting.start()
+    while pair.sender.state is not State.AWAITING_ACK:
+        time.sleep(0.001)
+    error = refused(pair.sender.wait_async)
+    pair.receiver.receive(timeout=PATIENCE)
+    waiting.join(PATIENCE)
+
+    assert "wait_async(): another thread waits for version 1, which still awaits worker 0." in str(error)

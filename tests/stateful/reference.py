@@ -232,6 +232,8 @@ class Sender:
     #: What became of the update that was waited for, until somebody is told.
     before: Report | None = None
     contents: dict[int, Content] = field(default_factory=dict)
+    #: What was applied last: handshakes tell its layout.
+    applied: Content | None = None
     #: Open wires in the order they were laid, and whose they are.
     open: list[tuple[int, Wire]] = field(default_factory=list)
 
@@ -427,9 +429,8 @@ class Sender:
     # --------------------------------------------------------------------------------------- what goes out
 
     def _greet(self, worker: int, wire: Wire, due: int) -> None:
-        newest = self.contents.get(self.version)
         try:
-            wire.post(SENDER, Message("Hello", self.incarnation, due), newest)
+            wire.post(SENDER, Message("Hello", self.incarnation, due), self.applied)
         except BrokenWire:
             self._hear_last_words(worker, wire)
             return
@@ -533,6 +534,7 @@ class Sender:
             seat.catching = 0
         if kind == "APPLIED":
             seat.acked = message.version
+            self.applied = self.contents[message.version]
         if owing:
             self._answered(worker, kind)
         elif kind == "REFUSED" and message.why not in ("SUPERSEDED", "STALE"):

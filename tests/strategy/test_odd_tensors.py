@@ -16,6 +16,7 @@ from torch.masked import masked_tensor
 from weightsync import ConfigurationError, LayoutError, WeightStrategy
 from weightsync.driving.packing import Packer
 from weightsync.extras import encode_extras
+from weightsync.packing import digest_of_weights
 from weightsync.target import Mode, Target
 from weightsync.weights import layout_of, read_weights
 
@@ -214,3 +215,92 @@ def test_a_parameter_that_changes_its_form_without_moving_is_noticed(mode: Mode,
         with pytest.raises(LayoutError, match="'x'"):
             act()
     assert worker["a"].tolist() == [0.0, 0.0, 0.0]
+
+
+@odd
+@pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
+def test_a_module_that_has_it_is_refused_by_each_strategy(make: Callable[[], Tensor], told: str, strategy: str) -> None:
+    module, found = nn.Module(), make()
+    (module._parameters if isinstance(found, nn.Parameter) else module._buffers)["x"] = found
+
+    with pytest.raises(LayoutError, match="'x'"):
+        Packer().pack(WeightStrategy(strategy).extract_weights(module))
+    with pytest.raises(LayoutError, match="'x'"):
+        WeightStrategy(strategy).apply_weights({"x": torch.zeros(4)}, module)
+    with pytest.raises(LayoutError, match="'x'"):
+        WeightStrategy(strategy).apply_weights(module, {"x": torch.zeros(4)}, inplace=False)
+
+
+def _buffers(**buffers: Tensor) -> nn.Module:
+    module = nn.Module()
+    for name, buffer in buffers.items():
+        module.register_buffer(name, buffer)
+    return module
+
+
+@pytest.mark.parametrize("flag", [Tensor.conj, lambda tensor: tensor.conj().imag], ids=["conjugate", "negative"])
+def test_a_lazy_conjugate_is_sent_and_refused_as_a_destination(flag: Callable[[Tensor], Tensor]) -> None:
+    lazy = flag(torch.randn(4, dtype=torch.complex64))
+    plain = _buffers(x=torch.zeros_like(lazy.resolve_conj().resolve_neg()), y=torch.ones(2))
+
+    Target(plain).apply({"x": lazy, "y": torch.zeros(2)})
+
+    assert torch.equal(plain.x, lazy.resolve_conj().resolve_neg())
+    with pytest.raises(LayoutError, match="'x' of the destination is a lazily conjugated or negated"):
+        Target(_buffers(x=lazy, y=torch.ones(2)))
+
+
+def _inferred() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(3, 3)
+
+
+def _frozen() -> nn.Module:
+    return nn.Linear(3, 3).requires_grad_(False)
+
+
+def _in_a_graph() -> nn.Module:
+    module = nn.Linear(3, 3)
+    module.outcome = module(torch.ones(1, 3)).sum()
+    return module
+
+
+def _channels_last() -> nn.Module:
+    return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+
+def _sharing() -> nn.Module:
+    """Tied over the border of parameters and buffers, and side by side in one storage."""
+    module, base = nn.Module(), torch.randn(12)
+    for name, tensor in {"a": base[:4], "b": base[4:], "c": base.view(3, 4)[0]}.items():
+        module.register_parameter(name, nn.Parameter(tensor))
+    module.register_buffer("tied", module.b.data)
+    return module
+
+
+@modes
+@pytest.mark.parametrize(
+    "make",
+    [
+        _inferred,
+        _frozen,
+        _in_a_graph,
+        _channels_last,
+        _sharing,
+        lambda: nn.Linear(3, 3).share_memory(),
+        lambda: torch.compile(nn.Linear(3, 3)),
+        lambda: nn.DataParallel(nn.Linear(3, 3)),
+        lambda: _buffers(x=torch.randn(3, 4).t(), y=nn.Parameter(torch.ones(3)) * torch.randn(())),
+    ],
+)
+def test_whatever_its_arrangement_what_is_applied_is_live(mode: Mode, make: Callable[[], nn.Module]) -> None:
+    source, destination = make(), make()
+    target = Target(destination, mode)
+
+    for _ in range(2):
+        target.apply(source)
+        assert target.digest() == digest_of_weights(source) == digest_of_weights(destination)
+        # A parameter that is replaced after the first version is met by the second.
+        for module in destination.modules():
+            for name, parameter in list(module._parameters.items()):
+                module._parameters[name] = nn.Parameter(torch.zeros_like(parameter.data))

@@ -269,3 +269,32 @@ def test_what_a_worker_did_is_not_asked_where_nobody_can_know(run: Run, excuse: 
     never(run)
     excuse(run)
     assert run.told() == []
+
+
+# -------------------------------------------------------------------------------------------- the network
+
+
+def comes(version: int) -> Wanted:
+    """That version is taken from a link."""
+    return lambda m: m.line.what is What.RECEIVED and isinstance(m.message, Update) and m.message.version == version
+
+
+def test_an_update_that_an_ordered_link_loses_is_missed_when_a_later_one_comes(run: Run) -> None:
+    machine, index = run.find("receiver", comes(1))
+    link = machine.moments[index].link
+    assert any(comes(2)(moment) and moment.link == link for moment in machine.moments)
+    run.drop("receiver", comes(1))
+
+    [found] = run.network.findings()
+
+    assert "Update of version 1, sent before it" in found.what
+    assert "has not come" in found.what
+    assert found.allowed == ("this link promises ORDERED",)
+
+
+def test_an_answer_that_an_ordered_link_loses_is_missed_when_a_later_one_comes(run: Run) -> None:
+    run.drop("sender", lambda m: m.line.what is What.RECEIVED and isinstance(m.message, Ack) and m.message.version == 1)
+
+    [found] = run.network.findings()
+
+    assert "Ack of version 1, sent before it" in found.what

@@ -25,6 +25,8 @@ from weightsync.checker.traces import verify
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
 from weightsync.driving.traced import TracedReceiverDriver, TracedSenderDriver
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
 
 SCHEMES = [weightsync.MultiProcessWeightSyncScheme, weightsync.SharedMemWeightSyncScheme]
 
@@ -50,6 +52,24 @@ def _conversation() -> None:
     cast.receive()
     cast.sender.wait_async()
     cast.close()
+
+
+def test_a_call_that_is_refused_is_recorded_with_its_event_and_its_error(tmp_path: Path) -> None:
+    def scenario() -> None:
+        sender, receiver = TracedSenderDriver("policy", records), TracedReceiverDriver("policy", records)
+        with pytest.raises(weightsync.StateError):
+            sender.take(sending.Wait())
+        with pytest.raises(weightsync.StateError):
+            receiver.take(receiving.Answered())
+
+    records = tracing.Recorder(tmp_path)
+    scenario()
+    records.end()
+    [file] = tmp_path.glob(tracing.PATTERN)
+    told = [(line["role"], line["event"]["is"], line["error"]) for line in lines_of(file) if line["what"] == "refused"]
+
+    assert told == [("sender", "Wait", "StateError"), ("receiver", "Answered", "StateError")]
+    assert judged(file).findings == ()
 
 
 # --------------------------------------------------------------------------------------------------- births

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from recorded import lines_of, recorded, write
+from recorded import Cast, lines_of, model, recorded, write
 from typer.testing import CliRunner, Result
 
+import weightsync
+from weightsync import tracing
 from weightsync.cli._app import build
 
 CONFORMS, DOES_NOT, CANNOT_SAY = 0, 1, 2
@@ -83,3 +86,58 @@ def test_where_nothing_can_be_said_it_gives_2_and_says_why(tmp_path: Path, what:
 
     assert result.exit_code == CANNOT_SAY
     assert what in result.stderr
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> dict[str, Path]:
+    """A trainer's file and a worker's, by role: as two processes leave them."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    with tracing.record(here):
+        sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
+        with tracing.record(there):
+            cast = Cast()
+            cast.sender.close()
+            cast.sender = sender
+            cast.lay(sender, 0)
+            sender.send_async(model(1.0))
+            cast.receive(0)
+            sender.wait_async()
+            cast.close()
+    [trainer], [worker] = here.glob(tracing.PATTERN), there.glob(tracing.PATTERN)
+    return {"sender": trainer, "receiver": worker}
+
+
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+def test_a_file_that_is_missing_fails_only_where_all_are_asked_for(parts: dict[str, Path], role: str) -> None:
+    alone = run(parts[role])
+    whole = run(parts[role], "--complete")
+
+    assert (alone.exit_code, whole.exit_code) == (CONFORMS, DOES_NOT)
+    assert "the machine that sent it is in no file given" in whole.output
+    assert run(*parts.values(), "--complete").exit_code == CONFORMS
+
+
+def test_no_file_is_missing_of_a_worker_for_whom_its_adapter_answers(tmp_path: Path) -> None:
+    file = recorded(tmp_path, send_by_plain_calls)
+
+    assert run(file, "--complete").exit_code == CONFORMS
+
+
+def send_by_plain_calls() -> None:
+    class Postbox:
+        def send_weights(self, model_id: str, weights: Any) -> None:
+            """That it returns is all that is known of the worker."""
+
+        def receive_weights(self, timeout: float = 1.0) -> None:
+            """Nothing comes this way."""
+
+        def check_connection(self) -> bool:
+            return True
+
+    class Scheme(weightsync.WeightSyncScheme):
+        def create_transport(self, pipe_or_context: Any) -> Any:
+            return pipe_or_context
+
+    with Scheme().create_sender() as sender:
+        sender.register_worker(0, Postbox())
+        assert sender.send(model(1.0)).ok

@@ -30,12 +30,16 @@ def verify(
     report: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all that was found to a file; - prints it.")
     ] = None,
+    complete: Annotated[
+        bool,
+        typer.Option("--complete", help="Fail where a machine's file is missing, or ended before its machine did."),
+    ] = False,
     tlc: Annotated[bool, typer.Option("--tlc", help="Have TLC follow the runs too, action by action.")] = False,
 ) -> None:
     """Say whether recorded runs conformed to the protocol.
 
     Where one did not, the first line that may not be as it is, in words, and what the model allows there.
-    Exit code 0 if all conform, 1 if one does not, 2 if nothing can be said.
+    Exit code 0 if all conform, 1 if one does not (with --complete: or a file is missing), 2 if nothing can be said.
     """
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=str(report) == "-")
     try:
@@ -44,13 +48,16 @@ def verify(
         typer.echo(f"weightsync: {error}", err=True)
         raise typer.Exit(_CANNOT_SAY) from error
     followed = _follow(verdict) if tlc else None
-    wrong = verdict.findings + (() if followed is None else tuple(followed.findings))
+    missing = verdict.missing if complete else ()
+    wrong = verdict.findings + missing + (() if followed is None else tuple(followed.findings))
     _write(verdict, followed, report)
     console.print(results(verdict))
     for finding in wrong[:_SHOWN]:
         console.print()
         for line in shown(finding):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if missing:
+        console.print(f"{len(missing)} links lead to machines that no file tells of: --complete asks for all.")
     console.print(summary(verdict), markup=False, highlight=False)
     if followed is not None:
         console.print(followed.summary(), markup=False, highlight=False)

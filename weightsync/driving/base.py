@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from weightsync._tables import State
+from weightsync.errors import StateError
 from weightsync.layout import Layout
 from weightsync.machine import Input, RoleMachine
 from weightsync.protocol.steps import Data, Effect, Step
+from weightsync.refusals import method_of, refusal
 from weightsync.transports.base import Waker
 from weightsync.transports.liveness import own_host
 
@@ -62,9 +64,52 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
             self._finish()
             return step
 
+    def require(self, input: Input, asked: str | None = None) -> None:
+        """Check that the machine has a row for an input.
+
+        Args:
+            input: what is about to happen.
+            asked: the public method that asks for it, where that is not the input's own.
+
+        Raises:
+            StateError: it has none.
+        """
+        if (self.machine.state, input) not in self.machine.rows:
+            raise self.refused(asked or method_of(input))
+
+    def require_open(self, asked: str) -> None:
+        """Check that the machine is not closed.
+
+        Args:
+            asked: the public method that needs that.
+
+        Raises:
+            StateError: it is closed.
+        """
+        if self.machine.state is State.CLOSED:
+            raise self.refused(asked)
+
+    def refused(self, asked: str, hint: str = "") -> StateError:
+        """The error for a call that cannot be taken now.
+
+        Args:
+            asked: the public method.
+            hint: what stands in the way, and what to do about it; else what is known of that here.
+        """
+        machine = self.machine
+        told = hint or self._hint(asked)
+        return refusal(machine.rows, machine.state, machine.inputs, asked, hint=told, steps=machine.steps)
+
+    @abstractmethod
+    def _hint(self, asked: str) -> str:
+        """What stands in the way of a method just now, and what its caller can do; empty: nothing more is known."""
+
     def _step(self, event: Event) -> Step[Input, Data, Effect]:
         """The one place where a machine moves. Its effects are executed by the next `_finish`."""
-        step = self._pure_step(self.machine.state, self.data, event)
+        try:
+            step = self._pure_step(self.machine.state, self.data, event)
+        except StateError as error:
+            raise self.refused(error.asked) from None
         self.data = step.data
         self._todo.extend(step.effects)
         if step.input is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from weightsync._tables import ReceiverInput, RefusalKind, State
 from weightsync.driving.adapters import close, flush, mishandled, read, watch
 from weightsync.driving.base import Driver
+from weightsync.driving.hints import receiver_hint
 from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
 from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine
@@ -72,6 +74,16 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self.ended = ""
             self.waker.fire()
 
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """How the last link ended is over, unless the block fails: there is somebody to wait for again."""
+        ended, self.ended = self.ended, ""
+        try:
+            yield
+        except BaseException:
+            self.ended = ended
+            raise
+
     def close(self) -> None:
         """Close for good: every link says Bye and closes, a caller who waits is woken."""
         with self.lock:
@@ -119,6 +131,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         """Somebody wrote other weights into the model by hand: no version is served any more."""
         with self.lock:
             self.data = pure.spoiled(self.data)
+
+    def _hint(self, asked: str) -> str:  # noqa: ARG002 - no method of a receiver has a hint of its own
+        return receiver_hint(self.machine.state, self.data)
 
     # ------------------------------------------------------------------------------------------ effects
 

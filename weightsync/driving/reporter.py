@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
+from weightsync.driving.hints import workers_text
 from weightsync.driving.sender import SenderDriver
 from weightsync.errors import RefusedError, WorkerLostError
 from weightsync.protocol.sender import Standing, ended
@@ -137,12 +138,6 @@ class Reporter:
         roll, hearing = self._driver.data.roll, self._driver.hearing
         links = [roll[worker].link for worker in outcomes if worker in roll and roll[worker].standing in _LIVE]
         return max((hearing.connected_after(link, self._dispatched) for link in links), default=0.0)
-
-
-def workers_text(workers: Collection[int]) -> str:
-    """Workers by their ids, for messages to people."""
-    numbers = ", ".join(map(str, workers))
-    return f"worker {numbers}" if len(workers) == 1 else f"workers {numbers}"
 
 
 _LIVE = frozenset({Standing.EXPECTED, Standing.UP})

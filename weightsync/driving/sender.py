@@ -13,6 +13,7 @@ from weightsync.driving.adapters import close, flush, mishandled, read, watch
 from weightsync.driving.backlog import Backlog
 from weightsync.driving.base import Driver
 from weightsync.driving.hearing import Hearing
+from weightsync.driving.hints import sender_hint
 from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.machine import SenderMachine
@@ -68,7 +69,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 if self.data.version < version:
                     self._release(version)
                 raise
-            self.layout = packed.layout
             return version
 
     def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
@@ -91,6 +91,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def told(self, report: SyncReport) -> None:
         """A caller is told this. Nothing changes; it is recorded where anybody records."""
+
+    def _hint(self, asked: str) -> str:
+        return sender_hint(self.machine.state, self.data, asked)
 
     # ------------------------------------------------------------------------------------------ effects
 
@@ -275,7 +278,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 yield pure.Answer(worker, number, message)
             case Ack() | Refusal():
                 self._verify(message)
+                packed, stale = self._packed.get(message.version), self.data.stale
                 yield pure.Answer(worker, number, message)
+                # Handshakes tell a layout that somebody took, not one that was only sent.
+                if isinstance(message, Ack) and packed is not None and self.data.stale == stale:
+                    self.layout = packed.layout
                 self._catch_up(worker, number, message)
             case Bye():
                 yield from self._goodbye(worker, number, message)

@@ -52,12 +52,13 @@ class TracedSenderDriver(SenderDriver):
     def told(self, report: SyncReport) -> None:
         """A caller is told this."""
         with self.lock:
-            spoken = replace(report, nbytes=0, preparing=0.0, transferring=0.0, applying=0.0)
+            spoken = replace(report, nbytes=0, preparing=0.0, connect_s=0.0, transferring=0.0, applying=0.0)
             if spoken == self._last_told:
                 return
             self._last_told = spoken
             told = {"version": report.version, "incarnation": report.incarnation, "outcomes": report.outcomes}
-            self._tell(What.TOLD, **told, superseded=report.superseded, not_caught_up=report.not_caught_up)
+            beside = {"not_caught_up": report.not_caught_up, "left": report.left}
+            self._tell(What.TOLD, **told, superseded=report.superseded, **beside)
 
     def _step(self, event: sending.Event) -> Step[SenderInput, sending.SenderData, sending.Effect]:
         before = self.machine.state

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Never
 
-from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput
 from weightsync.compat.none import NoTransport
 from weightsync.errors import ConfigurationError, StateError
-from weightsync.machine import next_state
 from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
@@ -29,7 +27,7 @@ class NoSender(WeightSender):
         Raises:
             StateError: the sender is closed.
         """
-        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        self._driver.require_open("send")
         return self._reporter.empty()
 
     def send_async(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
@@ -38,7 +36,7 @@ class NoSender(WeightSender):
         Raises:
             StateError: the sender is closed.
         """
-        next_state(SENDER_ROWS, self.state, SenderInput.JOIN)
+        self._driver.require_open("send_async")
         return self._reporter.empty()
 
     def wait_async(self, **_: Any) -> SyncReport:
@@ -55,7 +53,7 @@ class NoReceiver(WeightReceiver):
         Raises:
             StateError: the receiver is closed.
         """
-        next_state(RECEIVER_ROWS, self.state, ReceiverInput.REJECTED)
+        self._driver.require_open("receive")
         return False
 
     def apply_weights(self, weights: Any, *, inplace: bool = True) -> None:

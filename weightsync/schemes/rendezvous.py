@@ -52,8 +52,8 @@ class Rendezvous(Sides):
         """Meet: the workers get their first weights.
 
         In the trainer: lay the links, send the first weights and wait until every worker serves them; without weights
-        (none given, no model registered) the links are laid and nobody is waited for. In a worker: wait for the first
-        version, apply it, and from then on receive in the background; where the sender has none, wait for its
+        (none given, no model registered) wait until every worker has answered the handshake. In a worker: wait for the
+        first version, apply it, and from then on receive in the background; where the sender has none, wait for its
         handshake. Of an object with both sides it is the trainer's turn first; ``worker_idx`` says the worker's.
 
         Args:
@@ -86,7 +86,9 @@ class Rendezvous(Sides):
             sender.connect(fence=self._given.get("fence"), weights=first[0][0] if first else None)
         if first:
             send_to_groups(successive.send, first, deadline, OnFailure.RAISE)
-            self._arrived()
+        else:
+            sender.await_workers(deadline.remaining)
+        self._arrived()
 
     def _first_weights(self, weights: Any) -> list[tuple[Any, list[int] | None]]:
         if weights is None and not self._fleet.weights and self._source() is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -14,6 +14,12 @@ from weightsync.checker.traces.lines import Finding, Line, TraceFile, find_files
 from weightsync.checker.traces.network import Network
 from weightsync.checker.traces.replaying import HALVES, Machine, replay
 from weightsync.checker.traces.talkers import listen
+from weightsync.messages import Ack, Bye, Refusal
+from weightsync.report import Evidence
+from weightsync.tracing import What
+
+_MISSING = "the machine that sent it is in no file given, or its recording had ended"
+_WHOLE = "all files are there (--complete)"
 
 
 class Judgement(Enum):
@@ -36,6 +42,20 @@ class Run:
     def judgement(self) -> Judgement:
         """Whether it conforms."""
         return Judgement.DOES_NOT if self.findings else Judgement.CONFORMS
+
+    @property
+    def missing(self) -> tuple[Finding, ...]:
+        """The first message over each link whose other end is in no file, or had ended its recording.
+
+        A link that an adapter answers itself has no machine at its other end: none is missing there. A goodbye alone
+        may be of a sender that never connected, and names nobody.
+        """
+        answered = {place for machine in self.machines for place in _answered_by_an_adapter(machine)}
+        first: dict[tuple[str, int], Line] = {}
+        for line in self.unseen:
+            if line.said["message"]["is"] != Bye.__name__:
+                first.setdefault((line.machine, int(line.said["link"])), line)
+        return tuple(Finding(line, _MISSING, rule=_WHOLE) for place, line in first.items() if place not in answered)
 
     @property
     def events(self) -> int:
@@ -69,6 +89,11 @@ class Verdict:
         return (*self.damages, *(found for run in self.runs for found in run.findings if found.line not in damaged))
 
     @property
+    def missing(self) -> tuple[Finding, ...]:
+        """Messages of machines whose files are not there."""
+        return tuple(found for run in self.runs for found in run.missing)
+
+    @property
     def conforms(self) -> bool:
         """Whether nothing is wrong."""
         return not self.findings
@@ -83,6 +108,7 @@ class Verdict:
         return {
             "conforms": self.conforms,
             "files": [str(file.path) for file in self.files],
+            "missing": [found.record() for found in self.missing],
             "damages": [found.record() for found in self.damages],
             "runs": [
                 {
@@ -108,6 +134,13 @@ def verify(places: Sequence[Path]) -> Verdict:
     meant = {found.line: found for run in runs for found in run.findings}
     damages = (file.damage for file in files if file.damage is not None)
     return Verdict(files, runs, tuple(_meaning(damage, meant.get(damage.line)) for damage in damages))
+
+
+def _answered_by_an_adapter(machine: Machine) -> Iterator[tuple[str, int]]:
+    for moment in machine.of(What.RECEIVED):
+        message = moment.message
+        if isinstance(message, Ack | Refusal) and message.evidence is not Evidence.ANSWER:
+            yield machine.name, moment.link
 
 
 def _meaning(damage: Finding, meant: Finding | None) -> Finding:

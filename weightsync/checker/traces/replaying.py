@@ -225,7 +225,7 @@ _FIELDS: dict[What, dict[str, type]] = {
     What.RECEIVED: {"link": int, "message": dict},
     What.FAILED: {"link": int},
     What.CLOSED: {"link": int},
-    What.TOLD: {"outcomes": dict, "superseded": dict, "not_caught_up": dict},
+    What.TOLD: {"outcomes": dict, "superseded": dict, "not_caught_up": dict, "left": dict},
 }
 
 

@@ -62,16 +62,20 @@ class Reports:
         self._due = None
         must: dict[str, object] = {"incarnation": data.incarnation, "not_caught_up": {}}
         if version is None:
-            return must | {"outcomes": _all_lost(outcomes, data), "superseded": {}}
+            return must | {"outcomes": _all_ended(outcomes, data), "superseded": {}, "left": {}}
         must["superseded"] = self._given_up(superseded, outcomes)
         over, out = self._over.pop(version, None), data.outstanding
         if over is not None:
-            return must | {"outcomes": over.outstanding.outcomes, "not_caught_up": over.not_caught_up}
+            return must | {
+                "outcomes": over.outstanding.outcomes,
+                "not_caught_up": over.not_caught_up,
+                "left": over.left,
+            }
         if out is None or out.version != version:
             raise FalseReportError(f"version {version} is not outstanding, and nobody waits to be told that it is over")
         kind = OutcomeKind.TIMED_OUT if timed_out else OutcomeKind.PENDING
         owing = {worker: Outcome(kind=kind, reason=_reason(outcomes, worker, kind)) for worker in out.owed}
-        return must | {"outcomes": {**out.outcomes, **owing}}
+        return must | {"outcomes": {**out.outcomes, **owing}, "left": data.left}
 
     def _given_up(
         self, superseded: Mapping[int, tuple[int, ...]], outcomes: Mapping[int, Outcome]
@@ -90,11 +94,8 @@ def _reason(outcomes: Mapping[int, Outcome], worker: int, kind: OutcomeKind) -> 
     return said.reason if said is not None and kind is OutcomeKind.TIMED_OUT else ""
 
 
-def _all_lost(outcomes: Mapping[int, Outcome], data: sending.SenderData) -> dict[int, Outcome]:
-    """Of a send that was refused since every target is lost: just that, of workers that are."""
-    lost = {worker for worker, entry in data.roll.items() if entry.standing is sending.Standing.LOST}
+def _all_ended(outcomes: Mapping[int, Outcome], data: sending.SenderData) -> dict[int, Outcome]:
+    """Of a send that was refused since no target has a link any more: just that, of workers that have none."""
     return {
-        worker: Outcome(kind=OutcomeKind.LOST, reason=said.reason)
-        for worker, said in outcomes.items()
-        if worker in lost
+        worker: sending.ended(entry) for worker, entry in data.roll.items() if worker in outcomes and not entry.open
     }

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from weightsync import wire
 from weightsync.errors import AuthenticationError, ProtocolError, TransportError
-from weightsync.messages import Update
+from weightsync.messages import Bye, Update
 from weightsync.transports.base import Received, Waker
 from weightsync.transports.digests import digest_of
 from weightsync.transports.distributed import pulse
@@ -21,6 +21,10 @@ from weightsync.transports.distributed.outgoing import Outgoing
 from weightsync.transports.distributed.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.distributed.threads import start
 from weightsync.transports.liveness import own_network
+
+#: How often, and after how many seconds each time, a connection is tried for that could not be had at once.
+_TRIES = 120
+_LOOK = 0.25
 
 
 class Exchange:
@@ -35,6 +39,7 @@ class Exchange:
 
     Raises:
         ConfigurationError: the backend is not to be had here.
+        TransportError: there can be no more threads.
     """
 
     def __init__(self, meeting: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
@@ -52,6 +57,7 @@ class Exchange:
         self._admitted: Callable[[], None] | None = None
         self._landings = Landings()
         self._met = threading.Event()
+        self._cut = threading.Event()
         self._failed: TransportError | ProtocolError | None = None
         #: Why the reading thread is to end behind what has been written to it; empty: it is not.
         self._ending = ""
@@ -61,7 +67,11 @@ class Exchange:
         self._reader: Client | None = None
         self._inbox: Inbox | None = None
         self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose_store, self._look))
-        start(self, self._write, self._read)
+        try:
+            start(self, self._write, self._read)
+        except TransportError as error:
+            self._fail(error)
+            raise
 
     # ----------------------------------------------------------------------------- called by other threads
 
@@ -145,7 +155,8 @@ class Exchange:
             client = self._writer = Client(self._meeting.store)
         except TransportError as error:
             self._fail(error)
-            self.cut()
+            self._cut_clients()
+            self._say_later()
             return
         try:
             outbox = Outbox(client, f"{self._key}/{self._side.writes}")
@@ -163,6 +174,23 @@ class Exchange:
         finally:
             self._finish(client, outbox)
 
+    def _say_later(self) -> None:
+        """There was no connection for us: tell the peer, who waits for us, once there is one."""
+        for _ in range(_TRIES):
+            if self._cut.wait(_LOOK):
+                return
+            try:
+                client = Client(self._meeting.store)
+            except TransportError as error:
+                if isinstance(error.__cause__, OSError):
+                    continue  # still no descriptor
+                return
+            with contextlib.suppress(TransportError):
+                Outbox(client, f"{self._key}/{self._side.writes}").shut()
+                self._side.leave(client)
+            client.close()
+            return
+
     def _next(self, client: Client) -> Letter | None:
         """What to write next; None: nothing more."""
         while True:
@@ -179,6 +207,7 @@ class Exchange:
 
     def _post(self, letter: Letter, client: Client, outbox: Outbox) -> None:
         try:
+            letter.before(client)
             if letter.hint is not None:
                 client.set(letter.hint[0], letter.hint[1].encode())
             if not letter.needs_the_peer:
@@ -227,6 +256,10 @@ class Exchange:
 
     def cut(self) -> None:
         """Make the store fail under both threads."""
+        self._cut.set()
+        self._cut_clients()
+
+    def _cut_clients(self) -> None:
         with self._condition:
             clients = self._reader, self._writer
         for client in clients:
@@ -251,6 +284,7 @@ class Exchange:
                 self._inbox = Inbox(client, f"{self._key}/{self._side.reads}")
             self._take_in(self._inbox, client)
         except Shut:
+            self._before_end(client)
             self._fail(TransportError(f"{self._side.peer} has closed this link."))
         except Ended:
             self._fail(TransportError(f"{self._side.peer} has ended: {self._ending or 'the link was closed'}."))
@@ -279,7 +313,11 @@ class Exchange:
             inbox.forget()
             opened = self._guard.open(memoryview(bytearray(inbox.take())))
             if opened is not None:
-                self._held.append(self._opened(opened, client))
+                received = self._opened(opened, client)
+                if isinstance(received.message, Bye) and self._guard.admits:
+                    self._before_end(client)
+                self._held.append(received)
+                del received
 
     def _next_text(self, inbox: Inbox) -> Opened:
         """The next letter that is for us, and not for the guard alone."""
@@ -304,6 +342,10 @@ class Exchange:
             tell()
         if arrived:
             self._waker.fire()
+
+    def _before_end(self, client: Client) -> None:
+        with contextlib.suppress(TransportError):
+            self._side.before_end(client)
 
     def _opened(self, opened: Opened, client: Client) -> Received:
         """A message, whole, with its payload in memory of ours."""

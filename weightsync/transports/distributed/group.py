@@ -231,7 +231,7 @@ def _told(what: str) -> Any:
         yield
     except TransportError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise TransportError(f"The process group with the peer {what}: {str(error).splitlines()[0]}") from error
 
 

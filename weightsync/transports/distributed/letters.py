@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from weightsync.errors import ProtocolError
+from weightsync import wire
+from weightsync.errors import TransportError
 from weightsync.transports.distributed.store import Client
+from weightsync.transports.sealing import is_envelope
+
+logger = logging.getLogger("weightsync")
 
 #: Payloads up to this size travel through the store, behind their message.
 INLINE_NBYTES: Final = 64 * 1024
@@ -18,6 +25,12 @@ _LAST: Final = b"L"
 _MORE: Final = b"M"
 _CLOSED: Final = b"C"
 _END: Final = "E"
+#: Seconds between two looks at a key that a stranger has written to.
+_LOOK: Final = 0.05
+
+
+def _nothing_there(_: Client) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +45,10 @@ class Side:
     #: Called by the writing thread first of all, and last of all.
     begin: Callable[[Client], None]
     leave: Callable[[Client], None]
+    #: Called by the writing thread before it writes a goodbye.
+    before_goodbye: Callable[[Client], None] = _nothing_there
+    #: Called by the reading thread before it tells that the other end has said goodbye, or has gone.
+    before_end: Callable[[Client], None] = _nothing_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +63,8 @@ class Letter:
     done: Callable[[], None]
     #: The payload's SHA-256, asked for where there is a key.
     digest: Callable[[], bytes] = bytes
+    #: Called by the writing thread before it is written.
+    before: Callable[[Client], None] = _nothing_there
 
     @property
     def needs_the_peer(self) -> bool:
@@ -55,7 +74,7 @@ class Letter:
     def alone(self) -> Letter:
         """The same, with a copy of its payload that nobody has to be told of."""
         payload = None if self.payload is None else memoryview(bytes(self.payload))
-        return Letter(self.frame, payload, self.hint, _nothing)
+        return Letter(self.frame, payload, self.hint, _nothing, before=self.before)
 
 
 def _nothing() -> None:
@@ -75,7 +94,7 @@ class Outbox:
         self._number = 0
 
     def put(self, letter: bytes | memoryview) -> None:
-        """Write a letter, in as many values as it takes.
+        """Write a letter, in as many values as it takes: first of all the writer's name, then frames.
 
         Raises:
             TransportError: the store is gone.
@@ -108,6 +127,8 @@ class Ended(Exception):
 class Inbox:
     """Reads the letters of an `Outbox`.
 
+    A stranger may write under its keys. What is no letter is passed over, since the other end will write there yet.
+
     Args:
         key: the outbox's.
     """
@@ -132,29 +153,69 @@ class Inbox:
 
         Raises:
             Shut, Ended: there is none.
-            TransportError: the store is gone.
-            ProtocolError: something else is written there.
+            TransportError: the store is gone, or a stranger has written over a letter.
         """
-        pieces = []
+        pieces: list[bytes] = []
         while True:
-            kind, piece = self._read()
-            pieces.append(piece)
-            if kind == _LAST:
-                return piece if len(pieces) == 1 else b"".join(pieces)
+            value = self._await(_is_piece if pieces else _is_frame if self.number else _is_name)
+            if value == _CLOSED:
+                raise Shut
+            if value == _END.encode():
+                raise Ended
+            pieces.append(value[1:])
+            if value[:1] == _LAST:
+                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _read(self) -> tuple[bytes, bytes]:
-        key = f"{self._key}/{self.number}"
+    def _await(self, fits: Fits) -> bytes:
+        """The value of the next key, once the other end has written it."""
+        key = self._key_of(self.number)
         value = self._client.await_value(key)
+        if not _is_ours(value, fits):
+            logger.warning("the store's key %s holds what nobody of ours wrote: it is passed over", key)
+            value = self._rewritten(fits)
         self._read_keys.append(key)
         self.number += 1
-        kind = value[:1]
-        if kind == _CLOSED:
-            raise Shut
-        if kind == _END.encode():
-            raise Ended
-        if kind not in (_LAST, _MORE):
-            raise ProtocolError(f"the store's key {key} holds what nobody of ours wrote.", value[:64])
-        return kind, value[1:]
+        return value
+
+    def _rewritten(self, fits: Fits) -> bytes:
+        """The value of the next key, once the other end has written over what a stranger wrote there."""
+        key, behind = self._key_of(self.number), self._key_of(self.number + 1)
+        pause = threading.Event()
+        while True:
+            # Asked in this order: keys are written in theirs.
+            later = self._client.value(behind)
+            value = self._client.value(key)
+            if value is not None and _is_ours(value, fits):
+                return value
+            if later == _END.encode():
+                raise Ended
+            if later is not None and later[:1] in (_LAST, _MORE, _CLOSED):
+                raise TransportError(f"a stranger has written over a letter, under the store's key {key}")
+            pause.wait(_LOOK)
+
+    def _key_of(self, number: int) -> str:
+        return f"{self._key}/{number}"
+
+
+#: Whether something can be what is awaited.
+Fits = Callable[[bytes], bool]
+
+
+def _is_ours(value: bytes, fits: Fits) -> bool:
+    """Whether a value is one that an `Outbox` or `end` writes."""
+    return value in (_CLOSED, _END.encode()) or (value[:1] in (_LAST, _MORE) and fits(value[1:]))
+
+
+def _is_name(letter: bytes) -> bool:
+    return is_envelope(letter) or re.fullmatch(b"[0-9a-f]{32}( [0-9a-f]{32})?", letter) is not None
+
+
+def _is_frame(letter: bytes) -> bool:
+    return letter.startswith(wire.MAGIC) or is_envelope(letter)
+
+
+def _is_piece(_: bytes) -> bool:
+    return True
 
 
 def end(client: Client, key: str, number: int) -> None:

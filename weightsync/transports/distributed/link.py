@@ -7,13 +7,13 @@ from collections.abc import Callable
 from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, TransportError
-from weightsync.messages import Message, Update
+from weightsync.messages import Bye, Message, Update
 from weightsync.transports.base import Received
 from weightsync.transports.digests import sent_digest
 from weightsync.transports.distributed.exchange import Exchange
 from weightsync.transports.distributed.guards import Guard
 from weightsync.transports.distributed.letters import Letter, Side
-from weightsync.transports.distributed.store import StoreEnd
+from weightsync.transports.distributed.store import Client, StoreEnd
 from weightsync.transports.memory import Buffer
 from weightsync.transports.woken import WokenLink
 
@@ -29,6 +29,7 @@ class StoreLink(WokenLink):
 
     Raises:
         ConfigurationError: the backend is not to be had here.
+        TransportError: no descriptor or thread is left.
     """
 
     delivery = Delivery.ORDERED
@@ -36,7 +37,12 @@ class StoreLink(WokenLink):
     def __init__(self, meeting: StoreEnd, name: str, side: Side, guard: Guard) -> None:
         super().__init__(side.peer)
         self._rank, self._hints = meeting.rank, meeting.hints
-        self._exchange = Exchange(meeting, name, side, guard, self._waker)
+        self._side = side
+        try:
+            self._exchange = Exchange(meeting, name, side, guard, self._waker)
+        except BaseException:
+            self._waker.close()
+            raise
 
     def when_admitted(self, accept: Callable[[StoreLink], None], turn_away: Callable[[StoreLink], None]) -> None:
         """Have one of the two called, from whichever thread, once it is known whether the peer is who it says."""
@@ -60,7 +66,9 @@ class StoreLink(WokenLink):
                 raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
             carried = payload.view[: message.nbytes]
         if payload is None or not isinstance(message, Update):
-            self._exchange.post(Letter(frame, carried, self._hints.of(message, self._rank), _nothing))
+            before = self._side.before_goodbye if isinstance(message, Bye) else _nothing_first
+            hint = self._hints.of(message, self._rank)
+            self._exchange.post(Letter(frame, carried, hint, _nothing, before=before))
             return
         token = object()
         payload.pin(token)
@@ -110,4 +118,8 @@ class StoreLink(WokenLink):
 
 
 def _nothing() -> None:
+    return None
+
+
+def _nothing_first(_: Client) -> None:
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import uuid
 from collections.abc import Callable
@@ -41,7 +42,7 @@ class _Member:
 
     told: Told
     process: str = ""
-    beat: int = -1
+    beat: bytes | None = None
     missed: int = 0
 
 
@@ -99,14 +100,19 @@ class Pulse:
         try:
             client = self._client = Client(self._store)
             self._dialled.set()
-            while not self._over.is_set():
-                client.add(f"weightsync/pulse/{process_name()}", 1)
+            for beat in itertools.count(1):
+                if self._over.is_set():
+                    break
+                # No counter of the store's: what a stranger writes there would end our connection.
+                client.set(f"weightsync/pulse/{process_name()}", str(beat).encode())
                 self._listen(client)
                 self._rounds.release()
                 self._over.wait(PERIOD)
             client.delete(f"weightsync/pulse/{process_name()}")
         except TransportError as error:
             self._lost(str(error))
+        except Exception as error:  # noqa: BLE001 - a thread that ends must say so
+            self._lost(f"its heartbeat failed: {error!r}")
         finally:
             self._dialled.set()
             self._ended.set()
@@ -119,7 +125,7 @@ class Pulse:
         for member in members:
             member.told.beat()
         for member in [member for member in members if member.process]:
-            beat = client.add(f"weightsync/pulse/{member.process}", 0)
+            beat = client.peek(f"weightsync/pulse/{member.process}")
             member.missed = 0 if beat != member.beat else member.missed + 1
             member.beat = beat
             if member.missed == ROUNDS:
@@ -166,8 +172,9 @@ class _Pulses:
         with self._lock:
             pulse = self._running.get(where)
             if pulse is None:
-                pulse = self._running[where] = Pulse(store)
+                pulse = Pulse(store)
                 pulse.start()
+                self._running[where] = pulse
             return Heart(pulse, pulse.add(told))
 
     def leave(self, heart: Heart) -> None:

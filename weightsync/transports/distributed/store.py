@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,10 @@ from weightsync.transports.fork import forget_after_fork
 DIAL: Final = timedelta(seconds=15)
 _BACKLOG: Final = 2048
 FOR_EVER: Final = timedelta(days=365)
+#: The socket, ours beside it, and one to look for both.
+_NEEDED: Final = 3
+#: What a store answers for a key without a value, asked to exchange this for itself.
+_ABSENT: Final = "weightsync: no value"
 
 
 #: In a forked child: never freed, since torch would wait for threads that are not there.
@@ -132,7 +137,7 @@ class Client:
         store: the user's; its prefixes are kept.
 
     Raises (all methods):
-        TransportError: the store is gone, or the connection was `cut`.
+        TransportError: the store is gone, the connection was `cut`, or no descriptor is left for it.
     """
 
     def __init__(self, store: Store) -> None:
@@ -140,12 +145,15 @@ class Client:
         self._where = f"the store at {base.host}:{base.port}"
         self._store: Store | None = None
         with _dialling.lock, self._told():
+            _require_descriptors()
             before = connected()
             self._store = _connected(store, base)
             self._store.set_timeout(FOR_EVER)
             now = connected().items()
             fresh = [each for identity, each in now if identity not in before and each.peer == base.port]
             self._plug = fresh[0].copy() if len(fresh) == 1 else None
+        if len(fresh) == 1 and self._plug is None:
+            raise TransportError(f"The connection to {self._where} ended as it was made, or no descriptor is left.")
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[Store]:
@@ -159,7 +167,7 @@ class Client:
     def _told(self) -> Iterator[None]:
         try:
             yield
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             raise TransportError(f"{self._where} failed: {str(error).splitlines()[0]}") from error
 
     def set(self, key: str, value: bytes) -> None:
@@ -178,16 +186,25 @@ class Client:
             return store.check([key])
 
     def value(self, key: str) -> bytes | None:
-        """The value of a key, or None."""
+        """The value of a key that nobody removes, or None."""
         return self.await_value(key) if self.present(key) else None
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of a key that nobody awaits, or None; the key may be removed just now.
+
+        The store takes this for a write: who awaits the key would be woken, and find nothing.
+        """
+        with self._guarded() as store:
+            found = store.compare_set(key, _ABSENT, _ABSENT)
+        return None if found == _ABSENT.encode() else found
 
     def claim(self, key: str, value: str) -> str:
         """Write a value unless there is one; the value that is there then."""
         with self._guarded() as store:
-            return store.compare_set(key, "", value).decode()
+            return store.compare_set(key, "", value).decode("ascii", "replace")
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; what it is then."""
+        """Add to a counter; what it is then. The store ends the connection if the key holds no number."""
         with self._guarded() as store:
             return store.add(key, amount)
 
@@ -214,6 +231,21 @@ class Client:
         self._store = None
         if self._plug is not None:
             self._plug.close()
+
+
+def _require_descriptors() -> None:
+    """Torch itself would try for as long as it dials.
+
+    Raises:
+        OSError: too few descriptors are left for a connection.
+    """
+    found: list[int] = []
+    try:
+        for _ in range(_NEEDED):
+            found.append(os.eventfd(0, os.EFD_CLOEXEC))
+    finally:
+        for descriptor in found:
+            os.close(descriptor)
 
 
 def _connected(store: Store, base: TCPStore) -> Store:

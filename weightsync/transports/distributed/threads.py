@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
+from weightsync.errors import TransportError
 from weightsync.transports.fork import forget_after_fork
 
 _PATIENCE: Final = 1.0
@@ -42,7 +43,12 @@ class _Running:
         thread = threading.Thread(target=self._run, args=(body,), name=name, daemon=True)
         with self._lock:
             self._threads[thread] = owner
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                self._threads.pop(thread, None)
+            raise TransportError(f"No thread for {name}: {error}.") from error
 
     def _run(self, body: Callable[[], None]) -> None:
         try:
@@ -74,7 +80,11 @@ _running = _Running()
 
 
 def start(owner: Owner, *bodies: Callable[[], None]) -> None:
-    """Run each of ``bodies`` in a thread."""
+    """Run each of ``bodies`` in a thread.
+
+    Raises:
+        TransportError: there can be no more threads.
+    """
     for body in bodies:
         name = f"weightsync-{type(owner).__name__.strip('_').lower()}-{body.__name__.strip('_')}"
         _running.add(name, body, owner)

@@ -1,0 +1,312 @@
+"""What strangers write to the store, a moment without descriptors, and workers that are added again."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from exhausted import descriptors_left
+from fleet import PATIENCE, constants, filled
+from store_fleet import StorePair
+
+from weightsync import TransportError, WeightReceiver, WorkerLostError, wire
+from weightsync.messages import Ack
+from weightsync.report import OutcomeKind
+from weightsync.transports.distributed import announcing, exchange, listening, pulse
+from weightsync.transports.distributed import store as stores
+from weightsync.transports.distributed.letters import Ended, Inbox, Outbox, Shut, end
+from weightsync.transports.distributed.store import Client
+
+JUNK = [b"", b"junk", b"\xff\xfe\x00", b"L", b"Lno frame", b"M" + bytes(9), b"-1", b"9" * 30]
+BASE = "weightsync/policy/1"
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Look until it is so; the test's own time limit ends what never is."""
+    while not done():
+        time.sleep(0.005)
+
+
+class Reception:
+    """A worker's loop that leaves once it is told that its sender is gone."""
+
+    def __init__(self, receiver: WeightReceiver) -> None:
+        self.receiver = receiver
+        self.raised: list[BaseException] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while not self._over.is_set():
+                self.receiver.receive(timeout=0.05)
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            self.raised.append(error)
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def serving(receiver: WeightReceiver) -> Iterator[Reception]:
+    loop = Reception(receiver)
+    try:
+        yield loop
+    finally:
+        loop.end()
+
+
+# ------------------------------------------------------------------------------------ what strangers write
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+@pytest.mark.parametrize("key", [f"{BASE}/newest", f"{BASE}/door/0", f"{BASE}/door/1"])
+def test_junk_where_links_are_announced_is_passed_over(store: Any, key: str, junk: bytes) -> None:
+    store.set(key, junk)
+    pair = StorePair(store)
+    try:
+        with serving(pair.receiver) as loop:
+            assert pair.sender.send(timeout=PATIENCE).ok
+            pair.sender.add_worker(0, (store, 1))
+            assert pair.sender.send(timeout=PATIENCE).ok
+        assert loop.raised == []
+    finally:
+        pair.close()
+
+
+def link_of(pair: StorePair) -> str:
+    """The key of the link to the worker."""
+    return pair.sender._driver.by_worker()[0]._exchange._key
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_junk_under_a_links_next_letter_is_passed_over(pair: StorePair, junk: bytes, way: str) -> None:
+    assert pair.sync().ok
+    end = pair.sender._driver.by_worker()[0] if way == "up" else pair.receiver._driver.links()[0]
+    number = end._exchange._inbox.number
+    pair.store.set(f"{link_of(pair)}/{way}/{number}", junk)
+    filled(pair.source, 2.0)
+
+    assert pair.sync().ok
+    assert constants(pair.model) == {2.0}
+    assert pair.sync().ok
+
+
+def test_junk_in_a_heartbeat_harms_nobody(pair: StorePair) -> None:
+    assert pair.sync().ok
+    beats = f"weightsync/pulse/{pulse.process_name()}"
+    pair.store.set(beats, "junk")
+    until(lambda: pair.store.get(beats) != b"junk")
+
+    assert pair.sync().ok
+
+
+@pytest.fixture
+def row(store: Any) -> Iterator[tuple[Client, Inbox]]:
+    client = Client(store)
+    yield client, Inbox(client, "row")
+    client.close()
+
+
+FRAME = wire.encode(Ack(model_id="m", incarnation=1, version=1))
+NAME = b"0123456789abcdef" * 2
+
+
+def test_letters_come_out_as_they_were_written(row: tuple[Client, Inbox]) -> None:
+    client, inbox = row
+    outbox = Outbox(client, "row")
+    for letter in (NAME, FRAME, FRAME + bytes(5 * 2**20), FRAME):
+        outbox.put(letter)
+    outbox.shut()
+
+    assert [inbox.take() for _ in range(4)] == [NAME, FRAME, FRAME + bytes(5 * 2**20), FRAME]
+    with pytest.raises(Shut):
+        inbox.take()
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+def test_junk_before_the_end_of_a_row_is_passed_over(row: tuple[Client, Inbox], junk: bytes) -> None:
+    client, inbox = row
+    client.set("row/0", junk)
+    end(client, "row", inbox.number)
+    with pytest.raises(Ended):
+        inbox.take()
+
+
+def test_a_letter_that_was_written_over_is_a_lost_link_and_no_protocol_error(row: tuple[Client, Inbox]) -> None:
+    client, inbox = row
+    outbox = Outbox(client, "row")
+    outbox.put(NAME)
+    outbox.put(FRAME)
+    client.set("row/0", b"junk")
+    with pytest.raises(TransportError, match="stranger has written over a letter, under the store's key row/0"):
+        inbox.take()
+
+
+def test_a_value_is_read_without_waiting_whether_or_not_it_is_there(row: tuple[Client, Inbox]) -> None:
+    client, _ = row
+    assert client.value("nothing") is None
+    assert client.peek("nothing") is None
+    client.set("something", b"\xff")
+
+    assert client.peek("something") == b"\xff"
+    assert client.value("something") == b"\xff"
+    assert not client.present("nothing")
+    assert client.claim("something", "mine") == "\ufffd"
+
+
+# ------------------------------------------------------------------------------- no descriptor is left
+
+
+class Scarce:
+    """No connection can be made, as long as that lasts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.over = threading.Event()
+        self.refused = 0
+        real = stores.connected
+
+        def connected() -> Any:
+            if not self.over.is_set():
+                self.refused += 1
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return real()
+
+        monkeypatch.setattr(stores, "connected", connected)
+
+
+def test_a_link_whose_threads_find_no_descriptor_is_lost_at_once_and_its_worker_can_be_added_again(
+    pair: StorePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pair.sync().ok
+    scarce = Scarce(monkeypatch)
+    with serving(pair.receiver) as loop:
+        pair.sender.add_worker(0, (pair.store, 1))
+        with pytest.raises(WorkerLostError, match="Too many open files"):
+            pair.sender.send(timeout=None)
+        scarce.over.set()
+        until(lambda: bool(loop.raised))
+        assert isinstance(loop.raised[0], TransportError)
+        pair.receiver.register_worker_transport((pair.store, 1))
+        again = Reception(pair.receiver)
+        pair.sender.add_worker(0, (pair.store, 1))
+        assert pair.sender.send(timeout=PATIENCE).ok
+    again.end()
+
+
+def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
+    pair: StorePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_LOOK", 0.01)
+    assert pair.sync().ok
+    made, real, scarce = [], exchange.Client, threading.Event()
+
+    def client(store: Any) -> Client:
+        """The sender's two connections; then none for the worker, for a while."""
+        made.append(store)
+        if len(made) > 2 and len(made) < 9:
+            scarce.set()
+            raise TransportError("no descriptor") from OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(store)
+
+    monkeypatch.setattr(exchange, "Client", client)
+    pair.sender.add_worker(0, (pair.store, 1))
+    report = pair.sender.send(timeout=None, on_failure="report")
+
+    assert scarce.is_set()
+    assert report[0].kind is OutcomeKind.LOST
+    assert "closed this link" in report[0].reason
+
+
+def test_a_worker_that_has_no_descriptor_for_a_new_link_declines_it_and_hears_of_the_next(
+    pair: StorePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pair.sync().ok
+    real, refused = listening.worker_link, []
+
+    def refuses_once(*arguments: Any) -> Any:
+        if not refused:
+            refused.append(arguments)
+            raise TransportError("Nothing can be waited for: Too many open files.")
+        return real(*arguments)
+
+    monkeypatch.setattr(listening, "worker_link", refuses_once)
+    pair.sender.add_worker(0, (pair.store, 1))
+    report = pair.sender.send(timeout=None, on_failure="report")
+    assert report[0].kind is OutcomeKind.LOST
+    with pytest.raises(TransportError, match="no sender any more"):
+        pair.receiver.receive(timeout=PATIENCE)
+    pair.receiver.register_worker_transport((pair.store, 1))
+    pair.sender.add_worker(0, (pair.store, 1))
+    with serving(pair.receiver):
+        assert pair.sender.send(timeout=PATIENCE).ok
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_store_that_is_dialled_without_descriptors_is_a_transport_error_at_once(store: Any, left: int) -> None:
+    with descriptors_left(left), pytest.raises(TransportError, match="Too many open files"):
+        Client(store)
+
+
+# ------------------------------------------------------------------------------------ added, registered again
+
+
+def test_a_worker_that_registers_again_after_a_loss_waits_for_the_next_sender(pair: StorePair) -> None:
+    assert pair.sync().ok
+    pair.sender.remove_worker(0)
+    with pytest.raises(TransportError, match="register_worker_transport"):
+        pair.receiver.receive(timeout=PATIENCE)
+    pair.receiver.register_worker_transport((pair.store, 1))
+    assert pair.receiver.receive(timeout=0.01) is False
+    pair.sender.add_worker(0, (pair.store, 1))
+    with serving(pair.receiver) as loop:
+        assert pair.sender.send(timeout=PATIENCE).ok
+    assert loop.raised == []
+
+
+def listeners() -> int:
+    """How many threads of this process listen at a store."""
+    return sum(thread.name == "weightsync-listener-listen" for thread in threading.enumerate())
+
+
+def test_registering_again_and_again_leaves_one_listener(pair: StorePair) -> None:
+    assert pair.sync().ok
+    opened = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        pair.receiver.register_worker_transport((pair.store, 1))
+
+    until(lambda: listeners() == 1)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= opened)
+    assert len(pair.receiver._listening) == 1
+    pair.sender.add_worker(0, (pair.store, 1))
+    assert pair.sync().ok
+
+
+def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
+    pair: StorePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pair.sync().ok
+    claim = Client.claim
+
+    def claims_late(client: Client, key: str, value: str) -> str:
+        if "/door/" in key or key.endswith("/taken"):
+            time.sleep(0.1)  # so that a goodbye that waits for nobody comes first
+        return claim(client, key, value)
+
+    monkeypatch.setattr(Client, "claim", claims_late)
+    with serving(pair.receiver) as loop:
+        for _ in range(3):
+            pair.sender.add_worker(0, (pair.store, 1))
+            assert pair.sender.send(timeout=PATIENCE).ok
+        assert loop.raised == []
+    assert announcing._under_way._made

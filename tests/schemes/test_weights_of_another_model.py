@@ -1,0 +1,160 @@
+"""Weights that are not the registered model's are refused in the trainer; a refused layout harms no later joiner."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, Pair, constants, small
+from torch import nn
+
+from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, State
+
+
+@pytest.fixture
+def one() -> Any:
+    pair = Pair(MultiProcessWeightSyncScheme)
+    yield pair
+    pair.close()
+
+
+def state() -> dict[str, torch.Tensor]:
+    return small(3.0).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda found: {f"module.{name}": tensor for name, tensor in found.items()}, "by the prefix 'module.'"),
+        (lambda found: {name: tensor.to(torch.bfloat16) for name, tensor in found.items()}, "dtype bfloat16 where"),
+        (lambda found: {name: tensor for name, tensor in found.items() if name != "0.bias"}, "missing '0.bias'"),
+        (lambda found: {**found, "0.bias": torch.ones(7)}, r"shape \(7,\) where \(3,\) is wanted"),
+    ],
+)
+@pytest.mark.parametrize("send", ["send", "send_async"])
+def test_other_weights_are_refused_in_the_trainer_which_names_both(
+    one: Pair, change: Any, told: str, send: str
+) -> None:
+    one.sync()
+
+    with pytest.raises(LayoutError, match=told) as caught:
+        getattr(one.sender, send)(change(state()))
+
+    message = str(caught.value)
+    assert "are not those of the model that is registered for 'policy'" in message
+    assert "The model has 9 tensors (1 int64, 8 float32): '0.bias', '0.weight', '1.bias' and 6 more." in message
+    assert "The weights have " in message
+    assert (one.sender.version, one.sender.state) == (1, State.READY)
+    assert one.sync(state()).ok
+    assert one.receiver.version == 2
+
+
+def test_what_is_outstanding_is_not_given_up_for_weights_that_are_refused(one: Pair) -> None:
+    one.sender.send_async()
+
+    with pytest.raises(LayoutError, match="registered for 'policy'"):
+        one.sender.send_async({"w": torch.ones(2)}, on_pending="supersede")
+
+    assert one.sender.state is State.PENDING_ASYNC
+    assert one.receiver.receive(timeout=PATIENCE)
+    assert one.sender.wait_async().version == 1
+
+
+def test_a_new_model_on_both_sides_is_sent(one: Pair) -> None:
+    one.sync()
+    other = nn.Linear(5, 2)
+    one.scheme.model = other
+    one.receiver.register_model(nn.Linear(5, 2))
+
+    assert one.sync().ok
+    assert one.sync(dict(other.state_dict())).ok
+    assert torch.equal(one.receiver.model.weight, other.weight)
+
+
+def test_a_model_that_has_grown_on_both_sides_is_sent_as_it_is_now(one: Pair) -> None:
+    one.sync()
+    for model in (one.source, one.model):
+        model.add_module("3", nn.Linear(2, 2))
+
+    assert one.sync(one.source).ok
+    assert one.sync().ok
+    assert torch.equal(one.model[3].weight, one.source[3].weight)
+
+
+def unregistered() -> tuple[Any, Any, Any]:
+    """A scheme whose trainer has no model, its worker's, and the worker's model."""
+    ours, theirs = multiprocessing.Pipe()
+    a, b, model = MultiProcessWeightSyncScheme(), MultiProcessWeightSyncScheme(), small()
+    a.init_on_sender("policy", pipes=[ours])
+    b.init_on_worker("policy", pipe=theirs, model=model)
+    return a, b, model
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_layout_that_everybody_refused_is_not_told_to_later_joiners(served: bool) -> None:
+    a, b, _ = unregistered()
+    sender, joined = a.get_sender(), small()
+    with a, b, MultiProcessWeightSyncScheme() as c:
+        if served:
+            sender.send_async(state())
+            assert b.get_receiver().receive(timeout=PATIENCE)
+            assert sender.wait_async().ok
+        sender.send_async({"w": torch.ones(2)})
+        assert not b.get_receiver().receive(timeout=PATIENCE)
+        with pytest.raises(RefusedError, match="missing 9 names"):
+            sender.wait_async()
+
+        ours, theirs = multiprocessing.Pipe()
+        sender.add_worker(1, ours)
+        c.init_on_worker("policy", pipe=theirs, model=joined)
+        # It refuses the version that it was to catch up with, and takes the next one.
+        assert not c.get_receiver().receive(timeout=PATIENCE)
+        sender.send_async(filled_state())
+        assert all(side.get_receiver().receive(timeout=PATIENCE) for side in (b, c))
+        report = sender.wait_async()
+
+        assert report.of(OutcomeKind.APPLIED) == (0, 1)
+        assert report.not_caught_up.keys() == {1}
+        assert constants(joined) == {4.0}
+        greeting = c.get_receiver().driver.greeting
+        assert bool(greeting.layout) is served
+
+
+def filled_state() -> dict[str, torch.Tensor]:
+    return small(4.0).state_dict()
+
+
+def test_without_a_registered_model_any_weights_are_sent() -> None:
+    a, b, model = unregistered()
+    with a, b:
+        for weights in (state(), small(5.0), dict(small(6.0).state_dict())):
+            a.get_sender().send_async(weights)
+            assert b.get_receiver().receive(timeout=PATIENCE)
+            assert a.get_sender().wait_async().ok
+        assert constants(model) == {6.0}
+
+
+def test_workers_that_refuse_for_the_same_misfit_are_told_of_once() -> None:
+    wide = nn.Sequential(*[nn.Linear(1, 1) for _ in range(600)])
+    ends = [multiprocessing.Pipe() for _ in range(4)]
+    sides = [MultiProcessWeightSyncScheme() for _ in range(5)]
+    sides[0].init_on_sender("policy", pipes=[ours for ours, _ in ends])
+    for side, (_, theirs) in zip(sides[1:], ends, strict=True):
+        side.init_on_worker("policy", pipe=theirs, model=wide)
+    sender = sides[0].get_sender()
+    sender.send_async({name: tensor.half() for name, tensor in wide.state_dict().items()})
+    for side in sides[1:]:
+        assert not side.get_receiver().receive(timeout=PATIENCE)
+
+    with pytest.raises(RefusedError) as caught:
+        sender.wait_async()
+
+    message = str(caught.value)
+    assert "  workers 0-3: REFUSED (The weights do not fit the destination: mismatched 1200 names: " in message
+    assert message.count("dtype float16 where float32 is wanted") == 1
+    assert str(caught.value.report).count("mismatched 1200 names") == 1
+    assert caught.value.refused.keys() == {0, 1, 2, 3}
+    for side in sides:
+        side.close()

@@ -1,0 +1,55 @@
+"""The bytes of the wire are those of the protocol's version: none changes unless that is raised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import golden
+import pytest
+
+from weightsync import wire
+from weightsync._tables import PROTOCOL_VERSION, RefusalKind
+from weightsync.wire import decode
+
+NAMES = list(golden.frames())
+
+
+def test_no_byte_of_the_wire_changes_under_one_protocol_version() -> None:
+    version, _ = golden.committed()
+
+    if version == PROTOCOL_VERSION:
+        assert golden.changed() == [], (
+            f"peers of protocol {version} would misread these: raise [protocol] version in spec/protocol.toml, then "
+            "`make protocol` pins them"
+        )
+    assert version == PROTOCOL_VERSION, "the version was raised: `make protocol` pins the bytes of the new one"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bytes_that_are_pinned_are_read_as_what_was_said(name: str) -> None:
+    _, frames = golden.committed()
+
+    assert decode(bytes.fromhex(frames[name])) == dict(golden.messages())[name]
+
+
+def test_two_refusal_kinds_that_change_places_change_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = {RefusalKind.STALE: RefusalKind.FENCED, RefusalKind.FENCED: RefusalKind.STALE}
+    monkeypatch.setattr(wire, "_REFUSALS", tuple(swapped.get(kind, kind) for kind in RefusalKind))
+
+    assert set(golden.changed()) >= {"Refusal STALE", "Refusal FENCED"}
+
+
+def test_pinning_refuses_other_bytes_under_the_version_that_is_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pins = tmp_path / "golden.json"
+    other = {**golden.frames(), "Bye": "00"}
+    monkeypatch.setattr(golden, "GOLDEN", pins)
+    pins.write_text(json.dumps({"protocol": PROTOCOL_VERSION, "frames": other}), encoding="utf-8")
+
+    assert golden.main([]) == 1
+    assert "Bye: not the bytes of protocol" in capsys.readouterr().out
+    pins.write_text(json.dumps({"protocol": PROTOCOL_VERSION - 1, "frames": other}), encoding="utf-8")
+    assert golden.main([]) == 0
+    assert golden.changed() == []
