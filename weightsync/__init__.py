@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from weightsync.compat.rpc import RPCTransport as RPCTransport
     from weightsync.compat.shared import SharedMemTransport as SharedMemTransport
     from weightsync.errors import AckTimeoutError as AckTimeoutError
+    from weightsync.errors import AuthenticationError as AuthenticationError
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
     from weightsync.errors import MissingExtraError as MissingExtraError
@@ -92,6 +93,7 @@ _HOMES = {
     "RayTransport": "compat.ray",
     "DistributedTransport": "compat.distributed",
     "AckTimeoutError": "errors",
+    "AuthenticationError": "errors",
     "ConfigurationError": "errors",
     "LayoutError": "errors",
     "MissingExtraError": "errors",

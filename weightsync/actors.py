@@ -12,6 +12,7 @@ import torch
 
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, MissingExtraError
+from weightsync.keys import SharedKey
 from weightsync.layout import Layout
 from weightsync.messages import Update, WeightsForm
 from weightsync.options import option
@@ -71,9 +72,11 @@ class ActorLinks:
 
     Args:
         transport: how payloads travel to our own receivers.
+        key: shared with these.
     """
 
-    def __init__(self, transport: TensorTransport) -> None:
+    def __init__(self, transport: TensorTransport, key: SharedKey | None = None) -> None:
+        self._key = key
         shelf, present = Shelf(), _Presenter()
         if transport is TensorTransport.NIXL:
             self._flat = Rows(shelf, CALL, _tensor, _tensor_transport=transport.value)
@@ -92,13 +95,13 @@ class ActorLinks:
         require_ray("A link to an actor")
         name, method = method_of(actor, methods, peer)
         if name == CALL:
-            return CallLink(ActorCourier(method, model_id, peer, self._flat), peer)
+            return CallLink(ActorCourier(method, model_id, peer, self._flat, SharedKey.given(self._key)), peer)
         form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
         plain = PlainCourier(_calling(name, method), peer, self._plain[form])
         handle = _handle_of(actor)
         if handle is None:
             return CallLink(plain, peer)
-        ours = ActorCourier(CalledThrough(handle), model_id, peer, self._flat)
+        ours = ActorCourier(CalledThrough(handle), model_id, peer, self._flat, SharedKey.given(self._key))
         without = plain if name != RUN else NoCourier(_no_method(actor, methods, peer))
         return CallLink(AskingCourier(lambda: ask_attended(handle, model_id, peer), ours, without), peer)
 

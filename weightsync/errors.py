@@ -12,6 +12,7 @@
       LayoutError(KeyError, ValueError)  .missing, .unexpected, .mismatched: names, shapes, dtypes that do not fit
       ProtocolError                      a peer broke the protocol, or speaks another version of it; .unread bytes
       TransportError(ConnectionError)    a link failed; a foreign exception is its __cause__
+        AuthenticationError              a peer has another key, or none; nothing of it was believed
         SenderClosed                     in a worker: the trainer closed the link, in good order
 
 Each can be pickled, since errors cross processes, and each message says what happened, to which worker and
@@ -207,6 +208,10 @@ class ProtocolError(WeightSyncError):
 
 class TransportError(WeightSyncError, ConnectionError):
     """A link failed. Where another library raised, its exception is the cause."""
+
+
+class AuthenticationError(TransportError):
+    """A peer has another key, or none, or what came over a link was changed on its way. Nothing of it was believed."""
 
 
 class SenderClosed(TransportError):

@@ -16,6 +16,7 @@ from weightsync.messages import Ack, Update
 from weightsync.transports.base import Waker
 from weightsync.transports.distributed import exchange
 from weightsync.transports.distributed.exchange import Exchange
+from weightsync.transports.distributed.guards import NoGuard
 from weightsync.transports.distributed.letters import INLINE_NBYTES, Letter, Side
 from weightsync.transports.distributed.outgoing import Outgoing
 from weightsync.transports.distributed.store import Client, StoreEnd
@@ -66,7 +67,7 @@ def lay(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int],
         def made(rank: int) -> Exchange:
             writes, reads = ("down", "up") if rank == 0 else ("up", "down")
             side = Side(rank, writes, reads, f"end {1 - rank}", lambda client: None, lambda client: None)
-            end = Exchange(StoreEnd(store, 1), "one", side, waker)
+            end = Exchange(StoreEnd(store, 1), "one", side, NoGuard(side.peer), waker)
             stack.callback(end.close)
             return end
 

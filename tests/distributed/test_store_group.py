@@ -74,7 +74,7 @@ class Making:
         self.ours: socket.socket | None = None
         self.peer: socket.socket | None = None
 
-    def __call__(self, store: Any, rank: int) -> Sent:
+    def __call__(self, store: Any, rank: int, address: str | None) -> Sent:
         _, port = self.listener.getsockname()
         store.set(str(rank), b"an address: " + struct.pack("=H", socket.AF_INET) + struct.pack("!H", port))
         self.ours, self.peer = connection(self.listener)

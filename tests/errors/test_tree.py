@@ -29,6 +29,7 @@ EXAMPLES = [
     errors.LayoutError("differs", ["a"], ["b"], {"c": "shape"}),
     errors.ProtocolError("broken", b"\x00"),
     errors.TransportError("cut"),
+    errors.AuthenticationError("another key"),
     errors.SenderClosed("said goodbye"),
 ]
 
@@ -43,6 +44,7 @@ BASES = {
     errors.MissingExtraError: (ImportError,),
     errors.LayoutError: (KeyError, ValueError),
     errors.TransportError: (ConnectionError,),
+    errors.AuthenticationError: (errors.TransportError,),
     errors.SenderClosed: (errors.TransportError, ConnectionError),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from weightsync import (
     RefusedError,
     State,
     WeightSyncScheme,
+    WorkerLostError,
 )
 from weightsync.messages import Hello
 from weightsync.schemes import ray_desk
@@ -393,3 +395,26 @@ def test_calls_that_were_lost_are_not_waited_for() -> None:
     finally:
         scheme.close()
         ray_desk._desks.clear()
+
+
+def _has_key(_: Any, key: str | None) -> None:
+    os.environ.pop("WEIGHTSYNC_KEY", None)
+    if key is not None:
+        os.environ["WEIGHTSYNC_KEY"] = key
+
+
+def test_an_actor_with_a_key_takes_weights_from_whoever_has_it_alone(seats: list[Any], trainer: Any) -> None:
+    seat = seats[0]
+    ray.get(seat.do.remote(_has_key, "k"))
+    try:
+        sender = trainer([seat], small(1.0), key="k")
+        assert sender.send(timeout=PATIENCE).version == 1
+        with pytest.raises(WorkerLostError, match="another key"):
+            trainer([seat], small(66.0), key="another").send(timeout=PATIENCE)
+        with pytest.raises(WorkerLostError, match="has a key and this process has none"):
+            trainer([seat], small(66.0)).send(timeout=PATIENCE)
+
+        assert sender.send(small(2.0), timeout=PATIENCE).version == 2
+        assert get(seat.shows.remote()) == {2.0}
+    finally:
+        ray.get(seat.do.remote(_has_key, None))

@@ -18,6 +18,7 @@ from weightsync._tables import RefusalKind
 from weightsync.compat.arguments import one_by_one
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.keys import SharedKey
 from weightsync.layout import Layout
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update, WeightsForm
 from weightsync.presenting import form_taken, present_as
@@ -71,14 +72,14 @@ def collector_of(endpoint: Any) -> Collector:
     return Collector(*one_by_one(COLLECTOR, endpoint, {}).values())
 
 
-def link_to(collector: Collector, model_id: str, peer: str, presenter: Presenter) -> Link:
-    """A link to a worker.
+def link_to(collector: Collector, model_id: str, peer: str, presenter: Presenter, key: SharedKey | None = None) -> Link:
+    """A link to a worker; ``key`` is shared with it.
 
     Raises:
         ConfigurationError: it is not said who that is, RPC is not initialised, or it knows nobody of that name.
     """
     worker = worker_named(_worker_of(collector, peer), peer)
-    ours = RpcCourier(worker, model_id, peer)
+    ours = RpcCourier(worker, model_id, peer, key)
     if collector.rref is None and collector.kind is None:
         return CallLink(ours, peer)
     kind = Kind(collector)

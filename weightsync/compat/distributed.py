@@ -10,6 +10,7 @@ import torch.distributed as dist
 from weightsync.compat.arguments import POLICY, UNSET, Form, Unset
 from weightsync.compat.facade import TransportFacade
 from weightsync.errors import ConfigurationError
+from weightsync.keys import SharedKey
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Deadline, Timeout
 from weightsync.transports.base import Link
@@ -34,6 +35,7 @@ class DistributedTransport(TransportFacade):
         sync: whether a payload's buckets leave one after another.
         weights_buffer: a TensorDict or dict that receives.
         backend: "gloo" or "nccl".
+        key: a secret shared with the other end: see `DistributedWeightSyncScheme`.
         timeout: seconds that `send_weights` and `wait_ack` wait; default: `WEIGHTSYNC_TIMEOUT` or 60.
     """
 
@@ -45,6 +47,7 @@ class DistributedTransport(TransportFacade):
         *,
         weights_buffer: Any = UNSET,
         backend: str = "gloo",
+        key: SharedKey | bytes | str | None = None,
         timeout: float | Timeout | None = Timeout.DEFAULT,
     ) -> None:
         super().__init__(form=Form.A if weights_buffer is UNSET else Form.B, timeout=timeout)
@@ -53,6 +56,7 @@ class DistributedTransport(TransportFacade):
         self.sync = sync
         self._buffer = None if weights_buffer is UNSET else weights_buffer
         self._backend = backend
+        self._key = key if key is None or isinstance(key, SharedKey) else SharedKey(key)
 
     _live = (*TransportFacade._live, "_hints")
 
@@ -65,7 +69,8 @@ class DistributedTransport(TransportFacade):
             raise ConfigurationError(
                 "DistributedTransport was given no store or no rank: it reaches nobody. Nothing was sent."
             )
-        return StoreEnd(self.store, self.rank, self._backend, 1 if self.sync else _IN_FLIGHT, self._hints)
+        in_flight = 1 if self.sync else _IN_FLIGHT
+        return StoreEnd(self.store, self.rank, self._backend, in_flight, SharedKey.given(self._key), self._hints)
 
     def _endpoints(self) -> Mapping[int, Any]:
         meeting = self._meeting()

@@ -9,6 +9,7 @@ from weightsync.compat.arguments import UNSET, Form, Unset
 from weightsync.compat.collectors import Collector, Presenter, link_to
 from weightsync.compat.facade import TransportFacade
 from weightsync.errors import ConfigurationError
+from weightsync.keys import SharedKey
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Timeout
 from weightsync.transports.base import Link
@@ -89,7 +90,7 @@ class RPCTransport(TransportFacade):
                 f"{type(self).__name__} was given no collector: pass collector_info=, or collector_rref= with "
                 "collector_class=. Nothing was sent."
             )
-        return link_to(self._collector, model_id, peer, self._presenter)
+        return link_to(self._collector, model_id, peer, self._presenter, SharedKey.given(None))
 
     def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        return door_of(model_id).open(accept)
+        return door_of(model_id).open(accept, SharedKey.given(None))

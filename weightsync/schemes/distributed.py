@@ -12,6 +12,7 @@ from weightsync.compat.base import BareTransport
 from weightsync.compat.distributed import DistributedTransport
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.keys import SharedKey
 from weightsync.options import Verify
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.strategy import WeightStrategy
@@ -21,7 +22,7 @@ from weightsync.transports.distributed import StoreEnd, listen, sender_link
 from weightsync.transports.distributed.c10d import Store, TCPStore
 from weightsync.transports.distributed.group import require_backend
 from weightsync.transports.distributed.hints import Hints
-from weightsync.transports.distributed.store import base_of, keep_in_child
+from weightsync.transports.distributed.store import base_of, hosted, keep_in_child
 
 #: Buckets of a payload that are on their way at once, with ``sync=False``.
 IN_FLIGHT: Final = 4
@@ -43,9 +44,12 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         timeout: seconds after which a store that this scheme connects to, or makes, is given up.
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         verify: "digest" or "layout": see `WeightSyncScheme`.
+        key: a secret (bytes or str) that the trainer and its workers share; default: the environment's
+            ``WEIGHTSYNC_KEY``, if it has one. With it nobody is believed who has not the same one. It travels with the
+            scheme when that is pickled.
 
     Raises:
-        ConfigurationError: another backend, or one that is not to be had here.
+        ConfigurationError: another backend, or one that is not to be had here; or an empty key.
     """
 
     _sender_arguments = ("store",)
@@ -59,8 +63,10 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         strategy: WeightStrategy | str = "state_dict",
         *,
         verify: Verify | str = Verify.DIGEST,
+        key: bytes | str | None = None,
     ) -> None:
         require_backend(backend)
+        self._key = None if key is None else SharedKey(key)
         self.backend = backend
         self.timeout = timeout
         #: Where the store is that this scheme made: travels to the workers with it.
@@ -116,16 +122,17 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return self._meeting_at(store, rank)
 
     def _meeting_at(self, store: Any, rank: Any) -> StoreEnd:
-        return StoreEnd(store, rank, self.backend, 1 if self.sync else IN_FLIGHT, self._hints)
+        in_flight = 1 if self.sync else IN_FLIGHT
+        return StoreEnd(store, rank, self.backend, in_flight, SharedKey.given(self._key), self._hints)
 
     def _make_store(self, base_port: Any) -> TCPStore:
         port = 0 if base_port in (MISSING, None) else int(base_port) + _PORT_OFFSET
         host = _own_address()
         for wanted in (port, 0):
             try:
-                return TCPStore(host, wanted, None, True, timedelta(seconds=self.timeout), wait_for_workers=False)
-            except RuntimeError as error:
-                failure = error
+                return hosted(host, wanted, timedelta(seconds=self.timeout))
+            except (RuntimeError, OSError) as error:
+                failure: Exception = error
         raise TransportError(f"no store could be opened on {host}: {failure}") from failure
 
     def _reach_store(self, info: Mapping[str, Any] | None) -> TCPStore:
@@ -167,8 +174,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         store, rank = one_by_one(_PAIR, pipe_or_context, {"store": store, "rank": rank}).values()
         sync = self.sync if sync is None else sync
         if weights_buffer is None:
-            return DistributedTransport(store, rank, sync, backend=self.backend)
-        return DistributedTransport(weights_buffer=weights_buffer, store=store, rank=rank, sync=sync)
+            return DistributedTransport(store, rank, sync, backend=self.backend, key=self._key)
+        return DistributedTransport(weights_buffer=weights_buffer, store=store, rank=rank, sync=sync, key=self._key)
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """The sender's end of a new link.

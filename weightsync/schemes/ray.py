@@ -22,6 +22,7 @@ from weightsync.compat.base import BareTransport
 from weightsync.compat.ray import RayActorTransport, RayTransport
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
+from weightsync.keys import SharedKey
 from weightsync.options import Verify, option
 from weightsync.paths import _resolve_model
 from weightsync.receiver import WeightReceiver
@@ -46,6 +47,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         backend: "gloo" or "nccl", as TorchRL has it; weights travel through Ray, so it changes nothing.
         verify: "digest" or "layout": see `WeightSyncScheme`.
         tensor_transport: "object_store" (default), or "nixl": needs the package of that name.
+        key: a secret shared with the actors: see `DistributedWeightSyncScheme`. A `WeightSyncActor` takes its own from
+            ``WEIGHTSYNC_KEY``; of plain actors it protects nothing.
 
     Raises:
         MissingExtraError: ``tensor_transport="nixl"`` without what it needs.
@@ -61,7 +64,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
         *,
         verify: Verify | str = Verify.DIGEST,
         tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
+        key: bytes | str | None = None,
     ) -> None:
+        self._key = None if key is None else SharedKey(key)
         self._backend = option(Backend, backend)
         self._tensor_transport = tensor_transport_of(tensor_transport)
         super().__init__(strategy, verify=verify)
@@ -70,7 +75,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     def _begin(self) -> None:
         super()._begin()
-        self._links = ActorLinks(self._tensor_transport)
+        self._links = ActorLinks(self._tensor_transport, self._key)
 
     # ---------------------------------------------------------------------------------------- the sender
 
@@ -123,7 +128,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """Give ``accept`` each sender's link, as its first call comes: see `WeightSyncScheme.listen`."""
         if is_transport(endpoint):
             return super().listen(endpoint, model_id, accept)
-        return desk_of(model_id).open(accept)
+        return desk_of(model_id).open(accept, SharedKey.given(self._key))
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
         """Nothing is waited for: the first weights come by a call, which an actor that waits would not take."""

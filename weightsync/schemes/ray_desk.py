@@ -12,14 +12,14 @@ import torch
 
 from weightsync._tables import State
 from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, StateError, TransportError
-from weightsync.messages import Hello
+from weightsync.keys import SharedKey
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
 from weightsync.timing import Deadline
 from weightsync.transports import ray_callee
 from weightsync.transports.base import Link
 from weightsync.transports.doors import Door, Frames, Parcel
-from weightsync.wire import decode
+from weightsync.transports.ray import WAY
 
 #: Seconds that a call waits for those that were begun before it, in actors whose calls overtake each other.
 PATIENCE_FOR_ORDER: Final = 5.0
@@ -44,7 +44,7 @@ class Desk:
         self.lock = threading.RLock()
         #: Who is driven by the calls; None: none yet, or one that a thread of its own reads for.
         self.receiver: WeightReceiver | None = None
-        self._door = Door(model_id)
+        self._door = Door(model_id, WAY)
         self._listening = False
         self._unanswered: dict[str, list[Answer]] = {}
 
@@ -53,9 +53,9 @@ class Desk:
         """Whether there is, or was, a receiver."""
         return self.receiver is not None or self._listening
 
-    def open(self, accept: Callable[[Link], None]) -> Callable[[], None]:
+    def open(self, accept: Callable[[Link], None], key: SharedKey | None = None) -> Callable[[], None]:
         """Have ``accept`` called with each sender's link: see `Door.open`."""
-        shut = self._door.open(accept)
+        shut = self._door.open(accept, key)
         self._listening = True
         ray_callee.attend(self.model_id, self.take_in)
 
@@ -101,9 +101,9 @@ class Desk:
         try:
             self._decide(parcel, answers[-1])
         except (ConfigurationError, ModelPathError, LayoutError):
-            # A model, or its data, may come into being after the trainer's handshake: that is answered with the first
-            # weights.
-            if not isinstance(decode(parcel.frame), Hello):
+            # A model, or its data, may come into being after the trainer's handshake, which is every link's first call:
+            # that is answered with the first weights.
+            if parcel.number:
                 raise
             self._unanswered[parcel.link] = answers
             return []

@@ -117,6 +117,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         backend: see `RayWeightSyncScheme`.
         verify: "digest" or "layout": see `WeightSyncScheme`.
         tensor_transport: see `RayWeightSyncScheme`.
+        key: see `RayWeightSyncScheme`.
     """
 
     _sender_arguments = (*RayWeightSyncScheme._sender_arguments, "ray_transform")
@@ -128,8 +129,9 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         *,
         verify: Verify | str = Verify.DIGEST,
         tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
+        key: bytes | str | None = None,
     ) -> None:
-        super().__init__(strategy, backend, verify=verify, tensor_transport=tensor_transport)
+        super().__init__(strategy, backend, verify=verify, tensor_transport=tensor_transport, key=key)
 
     _left_behind = (*RayWeightSyncScheme._left_behind, "_transform")
 

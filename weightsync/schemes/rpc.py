@@ -11,6 +11,7 @@ from weightsync.compat.base import BareTransport
 from weightsync.compat.collectors import COLLECTOR, Collector, Presenter, calling, collector_of, link_to
 from weightsync.compat.rpc import RPCTransport
 from weightsync.errors import ConfigurationError
+from weightsync.keys import SharedKey
 from weightsync.options import Verify
 from weightsync.receiver import WeightReceiver
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
@@ -32,11 +33,20 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         verify: "digest" or "layout": see `WeightSyncScheme`.
+        key: a secret shared with the workers: see `DistributedWeightSyncScheme`. Where a collector's own method is
+            called it protects nothing.
     """
 
     _sender_arguments = ("collector_infos", "collector_rrefs", "collector_class")
 
-    def __init__(self, strategy: WeightStrategy | str = "state_dict", *, verify: Verify | str = Verify.DIGEST) -> None:
+    def __init__(
+        self,
+        strategy: WeightStrategy | str = "state_dict",
+        *,
+        verify: Verify | str = Verify.DIGEST,
+        key: bytes | str | None = None,
+    ) -> None:
+        self._key = None if key is None else SharedKey(key)
         super().__init__(strategy, verify=verify)
 
     def _begin(self) -> None:
@@ -80,7 +90,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         """
         if isinstance(endpoint, BareTransport):
             return super().lay_link(endpoint, model_id, peer)
-        return link_to(collector_of(endpoint), model_id, peer, self._presenter)
+        return link_to(collector_of(endpoint), model_id, peer, self._presenter, SharedKey.given(self._key))
 
     def create_transport(
         self,
@@ -121,7 +131,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         """
         if isinstance(endpoint, BareTransport):
             return super().listen(endpoint, model_id, accept)
-        return door_of(model_id).open(accept)
+        return door_of(model_id).open(accept, SharedKey.given(self._key))
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
         """Wait for the first version, unless `connect` is being called by RPC.

@@ -61,14 +61,14 @@ class DoorLink(WokenLink):
         self._unsaid: Frames = []
         self._hung_up = False
 
-    def bring(self, number: int, received: Received | ProtocolError) -> Future[Frames]:
+    def bring(self, number: int, received: Received | ProtocolError | None) -> Future[Frames]:
         """Take a call in; the future is done once there is an answer for it, or the link is closed.
 
         The first call after the link was closed is answered with what was said last, if nobody has heard that.
 
         Args:
             number: of the call on this link.
-            received: what it brings: see `opened`.
+            received: what it brings: see `opened`; None: it has come before.
 
         Raises:
             ProtocolError: the frame is malformed.

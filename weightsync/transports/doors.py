@@ -5,21 +5,38 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
-from weightsync import wire
 from weightsync.errors import ConfigurationError, ProtocolError
-from weightsync.messages import Message
-from weightsync.transports.base import Link
+from weightsync.keys import SharedKey
+from weightsync.messages import Hello
+from weightsync.transports.base import Link, Received
+from weightsync.transports.call_seals import decoded
 from weightsync.transports.door_links import DoorLink, Frames, Parcel, opened
+from weightsync.transports.exposure import tell
+from weightsync.transports.gates import Gate
+from weightsync.transports.liveness import own_host
+from weightsync.transports.sealing import is_envelope
 
 __all__ = ["Door", "DoorLink", "Frames", "Parcel", "decoded"]
 
 
 class Door:
-    """Where the calls for one model arrive in this process. Calls that come before anybody listens wait behind it."""
+    """Where the calls for one model arrive in this process. Calls that come before anybody listens wait behind it.
 
-    def __init__(self, model_id: str) -> None:
+    Args:
+        model_id: the model.
+        way: which transport the calls are of.
+        worker: what this process is called there, as its senders call it.
+    """
+
+    def __init__(self, model_id: str, way: str = "calls", worker: Callable[[], str] = str) -> None:
         self.model_id = model_id
+        self._way = way
+        self._worker = worker
+        #: None: nobody has listened yet, so nobody knows whether there is a key.
+        self._gate: Gate | None = None
+        self._sealed: list[tuple[Parcel, Future[Frames]]] = []
         self._lock = threading.Lock()
         self._links: dict[str, DoorLink] = {}
         self._unmet: list[DoorLink] = []
@@ -30,7 +47,25 @@ class Door:
 
         A link that breaks the protocol while nobody listens is closed: its sender is told, and no receiver meets it.
         """
-        brought = opened(parcel)
+        with self._lock:
+            gate = self._gate
+            if gate is None and is_envelope(parcel.frame):
+                waiting: Future[Frames] = Future()
+                self._sealed.append((parcel, waiting))
+                return waiting
+        if gate is None:
+            return self._bring(parcel)
+        admitted = gate.admit(parcel)
+        if isinstance(admitted, Parcel):
+            return gate.sealed(parcel.link, self._bring(admitted))
+        gone: Future[Frames] = Future()
+        gone.set_result(admitted)
+        return gone
+
+    def _bring(self, parcel: Parcel) -> Future[Frames]:
+        brought = opened(parcel) if parcel.frame else None
+        if self._key is None and _is_from_elsewhere(brought):
+            tell(f"A sender of model {self.model_id!r} calls from another host")
         with self._lock:
             link = self._links.get(parcel.link)
             accept = None
@@ -51,6 +86,10 @@ class Door:
             if accept is not None:
                 accept(link)
 
+    @property
+    def _key(self) -> SharedKey | None:
+        return None if self._gate is None else self._gate.key
+
     def release(self, parcel: Parcel) -> None:
         """Let a call go home without waiting any longer."""
         with self._lock:
@@ -64,8 +103,27 @@ class Door:
         Raises:
             ProtocolError, TransportError: as `knock`; its calls go home all the same.
         """
+        gate = self._gate
+        if gate is None and is_envelope(parcel.frame):
+            self._forget(parcel.link)
+            return
+        admitted = parcel if gate is None else gate.admit(parcel)
+        if gate is not None:
+            gate.forget(parcel.link)
+        if isinstance(admitted, Parcel):
+            self._end(admitted)
+
+    def _forget(self, name: str) -> None:
+        """Send the calls of a link home that nobody has opened yet."""
+        with self._lock:
+            gone = [waiting for parcel, waiting in self._sealed if parcel.link == name]
+            self._sealed = [each for each in self._sealed if each[0].link != name]
+        for waiting in gone:
+            waiting.set_result([])
+
+    def _end(self, parcel: Parcel) -> None:
         try:
-            self.knock(parcel)
+            self._bring(parcel)
         finally:
             with self._lock:
                 link = self._links[parcel.link]
@@ -79,7 +137,7 @@ class Door:
     def knows(self, link: str) -> bool:
         """Whether a call of that link has come before."""
         with self._lock:
-            return link in self._links
+            return link in self._links or (self._gate is not None and self._gate.knows(link))
 
     def awaits_turn(self, parcel: Parcel) -> bool:
         """Whether a call waits for others of its link, begun before it, that have not come yet."""
@@ -90,9 +148,11 @@ class Door:
     def skip(self, parcel: Parcel, numbers: Sequence[int]) -> None:
         """Those calls of the parcel's link will never come: see `DoorLink.skip`."""
         with self._lock:
-            link = self._links.get(parcel.link)
-        if link is not None:
-            for number in numbers:
+            link, gate = self._links.get(parcel.link), self._gate
+        for number in numbers:
+            if gate is not None:
+                gate.skip(parcel.link, number)
+            if link is not None:
                 link.skip(number)
 
     def drop(self, parcel: Parcel) -> None:
@@ -108,8 +168,12 @@ class Door:
         with self._lock:
             return self._accept is not None
 
-    def open(self, accept: Callable[[Link], None]) -> Callable[[], None]:
+    def open(self, accept: Callable[[Link], None], key: SharedKey | None = None) -> Callable[[], None]:
         """Have ``accept`` called with each sender's link, those that have come already included.
+
+        Args:
+            accept: called with each link.
+            key: shared with the senders: whoever has another, or none, is turned away.
 
         Returns:
             What ends it.
@@ -121,9 +185,18 @@ class Door:
             if self._accept is not None:
                 raise ConfigurationError(f"Model {self.model_id!r} has a receiver in this process: close that first.")
             self._accept = accept
+            same = self._key == key
+            if self._gate is None or not same:
+                self._gate = Gate(key, self.model_id, self._way, self._worker)
             unmet, self._unmet = self._unmet, []
+            sealed, self._sealed = self._sealed, []
         for link in unmet:
-            accept(link)
+            if same:
+                accept(link)
+            else:
+                link.close("these calls came under another key than the receiver's, or under none.")
+        for parcel, waiting in sealed:
+            self.knock(parcel).add_done_callback(partial(_hand_on, waiting))
         return self._shut
 
     def _shut(self) -> None:
@@ -131,12 +204,14 @@ class Door:
             self._accept = None
 
 
-def decoded(frames: Sequence[bytes]) -> list[Message]:
-    """The answers that a call brought home.
+def _is_from_elsewhere(brought: Received | ProtocolError | None) -> bool:
+    hello = brought.message if isinstance(brought, Received) else None
+    return isinstance(hello, Hello) and hello.host not in {b"", own_host()}
 
-    Raises:
-        ProtocolError: a frame is malformed.
-    """
-    if not isinstance(frames, list | tuple):
-        raise wire.malformed(f"A call brought home a {type(frames).__name__} where answers belong", b"")
-    return [wire.decode(frame) for frame in frames]
+
+def _hand_on(waiting: Future[Frames], answer: Future[Frames]) -> None:
+    error = answer.exception()
+    if error is None:
+        waiting.set_result(answer.result())
+    else:
+        waiting.set_exception(error)

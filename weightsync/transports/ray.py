@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-from weightsync import wire
 from weightsync._tables import RefusalKind
 from weightsync.errors import TransportError
+from weightsync.keys import SharedKey
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.report import Evidence
 from weightsync.transports import ray_callee
+from weightsync.transports.call_seals import Challenged, seal_of
 from weightsync.transports.calls import Answers, GivenUp
-from weightsync.transports.doors import decoded
 from weightsync.transports.memory import Buffer
 from weightsync.transports.ray_session import VIGIL, Session, plain, put_away, require_ray, settle
 from weightsync.transports.ray_store import Row, Rows
+from weightsync.transports.sealing import Identity, new_name
+
+#: Links over Ray, in the identities of those under a key.
+WAY: Final = "ray"
 
 
 class _Courier:
@@ -49,7 +52,13 @@ class _Courier:
             self._row = self._rows.of(update.incarnation)
         return self._row.put(update, payload)
 
-    def _begin(self, submit: Callable[[], Any], said: Callable[[Future[Any]], Sequence[Message]]) -> Answers:
+    def _begin(
+        self,
+        submit: Callable[[], Any],
+        said: Callable[[Future[Any]], Sequence[Message]],
+        again: Callable[[], Any] | None = None,
+    ) -> Answers:
+        """Begin a call; one that comes home with a challenge is begun again by ``again``, and its end is that one's."""
         answers: Answers = Future()
         try:
             raw = submit().future()
@@ -58,8 +67,48 @@ class _Courier:
         self._calls.add(answers)
         answers.add_done_callback(self._calls.discard)
         VIGIL.attend(answers, self._peer)
-        raw.add_done_callback(lambda over: _conclude(answers, over, said))
+        raw.add_done_callback(lambda over: self._ended(answers, over, said, again))
         return answers
+
+    def _ended(
+        self,
+        answers: Answers,
+        over: Future[Any],
+        said: Callable[[Future[Any]], Sequence[Message]],
+        again: Callable[[], Any] | None,
+    ) -> None:
+        challenged: list[Challenged] = []
+
+        def told(call: Future[Any]) -> Sequence[Message]:
+            try:
+                return said(call)
+            except Challenged as challenge:
+                challenged.append(challenge)
+                raise
+
+        inner: Answers = Future()
+        _conclude(inner, over, told)
+        if challenged:
+            self._follow(answers, said, again, challenged[0])
+        else:
+            _hand_on(answers, inner)
+
+    def _follow(
+        self,
+        answers: Answers,
+        said: Callable[[Future[Any]], Sequence[Message]],
+        again: Callable[[], Any] | None,
+        challenge: Challenged,
+    ) -> None:
+        if again is None:
+            settle(answers, error=challenge)
+            return
+        try:
+            followed = self._begin(again, said)
+        except TransportError as error:
+            settle(answers, error=error)
+            return
+        followed.add_done_callback(lambda over: _hand_on(answers, over))
 
     def _gone(self, error: BaseException) -> TransportError:
         if isinstance(error, _exceptions().RayTaskError):
@@ -83,6 +132,14 @@ def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]],
         settle(answers, error=error)
     else:
         settle(answers, messages)
+
+
+def _hand_on(answers: Answers, over: Answers) -> None:
+    error = over.exception()
+    if isinstance(error, Exception):
+        settle(answers, error=error)
+    else:
+        settle(answers, over.result())
 
 
 def _exceptions() -> Any:
@@ -125,13 +182,16 @@ class ActorCourier(_Courier):
         model_id: the model.
         peer: who is at the other end, for messages to people.
         rows: where its sender's row is found.
+        key: shared with the worker; None: its answers are believed as they come.
     """
 
-    def __init__(self, call: Any, model_id: str, peer: str, rows: Rows) -> None:
+    def __init__(self, call: Any, model_id: str, peer: str, rows: Rows, key: SharedKey | None = None) -> None:
         super().__init__(peer, rows)
         self._call = call
         self._model_id = model_id
-        self._link = uuid.uuid4().hex
+        self._link = new_name()
+        self._seal = seal_of(key, Identity(WAY, model_id, "", self._link), peer)
+        self._closed = False
         self._next = 0
         self._lost: list[int] = []
         self._untold = b""
@@ -149,16 +209,31 @@ class ActorCourier(_Courier):
                 self._untold = message.layout
                 return self._full(message, error)
         lost, number = tuple(self._lost), self._next
-        arguments = self._model_id, self._link, number, wire.encode(message), carried, lost
-        answers = self._begin(lambda: self._call.remote(*arguments), lambda over: self._said(message, number, over))
+        arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
+        answers = self._begin(
+            lambda: self._call.remote(*arguments),
+            lambda over: self._said(message, number, over),
+            lambda: self._call_again(number),
+        )
         self._next += 1
         del self._lost[: len(lost)]
         return answers
 
+    def _call_again(self, number: int) -> Any:
+        if self._closed:
+            raise TransportError(f"The link to {self._peer} is closed.")
+        self._session.require()
+        return self._call.remote(self._model_id, self._link, number, self._seal.again(number), None, ())
+
+    def close(self) -> None:
+        """No further call will be begun: see `Courier.close`."""
+        self._closed = True
+        super().close()
+
     def _said(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
-            return decoded(over.result())
+            return self._seal.brought(over.result())
         if not isinstance(error, _exceptions().ObjectLostError) or not isinstance(message, Update):
             raise self._gone(error)
         # Ray gives up a call whose argument is gone before the actor's code sees it: the worker heard nothing.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,12 +13,14 @@ import torch
 from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
 
-from weightsync import wire
 from weightsync.errors import ConfigurationError, TransportError, WeightSyncError
+from weightsync.keys import SharedKey
 from weightsync.messages import Bye, Message, Update
+from weightsync.transports.call_seals import Challenged, seal_of
 from weightsync.transports.calls import Answers, GivenUp
-from weightsync.transports.doors import Door, Frames, Parcel, decoded
+from weightsync.transports.doors import Door, Frames, Parcel
 from weightsync.transports.memory import Buffer
+from weightsync.transports.sealing import Identity, new_name
 
 #: torch exports, annotates and documents less than it offers.
 torch_rpc: Final[Any] = rpc
@@ -32,6 +33,10 @@ NOBODY_NEW: Final = (
     "torch's RPC admits nobody in place of a rank that died: the others go on without it; to have it back, start a new "
     "world in new processes"
 )
+
+
+#: Links over RPC, in the identities of those under a key.
+WAY: Final = "rpc"
 
 
 class Delivered(NamedTuple):
@@ -59,7 +64,7 @@ class _Doors:
     def of(self, model_id: str) -> Door:
         """The door of a model, made if it is not there yet."""
         with self._lock:
-            return self._doors.setdefault(model_id, Door(model_id))
+            return self._doors.setdefault(model_id, Door(model_id, WAY, _own_name))
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
@@ -76,6 +81,11 @@ def is_initialised() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _own_name() -> str:
+    """What RPC calls this process; its calls come from nowhere else."""
+    return str(rpc.get_worker_info().name)
 
 
 def is_called() -> bool:
@@ -204,8 +214,15 @@ def begin(
     peer: str,
     call: Callable[[], torch.futures.Future[Any]],
     said: Callable[[torch.futures.Future[Any]], Sequence[Message]],
+    again: Callable[[], torch.futures.Future[Any]] | None = None,
 ) -> Answers:
     """Begin a call whose end becomes answers by ``said``, in a thread of RPC's.
+
+    Args:
+        peer: who is called, for messages to people.
+        call: begins it.
+        said: the answers of a call that is over.
+        again: begins it once more, should it come home with a challenge; then its end is that one's.
 
     Raises:
         TransportError: RPC took no call. The worker will never see it.
@@ -215,6 +232,11 @@ def begin(
     def over(call_over: torch.futures.Future[Any]) -> None:
         try:
             messages = said(call_over)
+        except Challenged as error:
+            if again is None:
+                answers.set_exception(error)
+            else:
+                _follow(answers, peer, again, said)
         except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
             answers.set_exception(error)
         else:
@@ -228,6 +250,27 @@ def begin(
     return answers
 
 
+def _follow(
+    answers: Answers,
+    peer: str,
+    call: Callable[[], torch.futures.Future[Any]],
+    said: Callable[[torch.futures.Future[Any]], Sequence[Message]],
+) -> None:
+    """Begin a call whose end is that of ``answers``."""
+
+    def over(followed: Answers) -> None:
+        error = followed.exception()
+        if error is None:
+            answers.set_result(followed.result())
+        else:
+            answers.set_exception(error)
+
+    try:
+        begin(peer, call, said).add_done_callback(over)
+    except TransportError as error:
+        answers.set_exception(error)
+
+
 class RpcCourier:
     """Carries messages to a process with our receiver: what comes back is its own answer.
 
@@ -235,26 +278,44 @@ class RpcCourier:
         worker: who.
         model_id: the model.
         peer: who is at the other end, for messages to people.
+        key: shared with the worker; None: its answers are believed as they come.
     """
 
-    def __init__(self, worker: WorkerInfo, model_id: str, peer: str) -> None:
+    def __init__(self, worker: WorkerInfo, model_id: str, peer: str, key: SharedKey | None = None) -> None:
         self._worker = worker
         self._model_id = model_id
         self._peer = peer
-        self._link = uuid.uuid4().hex
+        self._link = new_name()
+        self._seal = seal_of(key, Identity(WAY, model_id, str(worker.name), self._link), peer)
         self._next = 0
+        self._closed = False
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries a message: see `weightsync.transports.calls.Courier.start`."""
-        arguments: tuple[Any, ...] = (self._model_id, self._link, self._next, wire.encode(message))
-        function: Callable[..., Any] = _hang_up
-        if not isinstance(message, Bye):
-            function, arguments = _deliver, (*arguments, _carried(message, payload))
-        answers = begin(
-            self._peer, lambda: rpc.rpc_async(self._worker, function, args=arguments, timeout=ENDLESS), self._said
-        )
+        number = self._next
+        frame = self._seal.frame(number, message, payload)
+        if isinstance(message, Bye):
+            answers = begin(self._peer, lambda: self._call(_hang_up, number, frame), self._said)
+        else:
+            carried = _carried(message, payload)
+            answers = begin(
+                self._peer,
+                lambda: self._call(_deliver, number, frame, carried),
+                self._said,
+                lambda: self._call_again(number),
+            )
         self._next += 1
         return answers
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> torch.futures.Future[Any]:
+        whole = self._model_id, self._link, *arguments
+        over: torch.futures.Future[Any] = rpc.rpc_async(self._worker, function, args=whole, timeout=ENDLESS)
+        return over
+
+    def _call_again(self, number: int) -> torch.futures.Future[Any]:
+        if self._closed:
+            raise TransportError(f"The link to {self._peer} is closed.")
+        return self._call(_deliver, number, self._seal.again(number), None)
 
     def _said(self, over: torch.futures.Future[Delivered]) -> Sequence[Message]:
         try:
@@ -263,10 +324,11 @@ class RpcCourier:
             raise lost(self._peer, error) from error
         if delivered.failure:
             raise GivenUp(f"{self._peer} took no call: {delivered.failure}")
-        return decoded(delivered.frames)
+        return self._seal.brought(delivered.frames)
 
     def close(self) -> None:
         """No further call will be begun; those on their way end with the worker's answer."""
+        self._closed = True
 
 
 def _carried(message: Message, payload: Buffer | None) -> torch.Tensor | None:

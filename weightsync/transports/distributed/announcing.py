@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import re
 import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from weightsync.transports.distributed import pulse
+from weightsync.transports.distributed.guards import Guard, NoGuard, SenderGuard, WorkerGuard
 from weightsync.transports.distributed.letters import Outbox, Side
 from weightsync.transports.distributed.link import StoreLink
 from weightsync.transports.distributed.store import Client, StoreEnd, base_of
 from weightsync.transports.fork import forget_after_fork
+from weightsync.transports.sealing import Identity, Reason, announcement, new_name, refusal
 
+_NAME: Final = re.compile("[0-9a-f]{32}")
 #: Seconds that a goodbye waits for a link that is being announced.
 _PATIENCE: Final = 2.0
 #: A worker, by the store's host and port and its key there.
@@ -66,7 +71,10 @@ def sender_link(meeting: StoreEnd, model_id: str, peer: str) -> StoreLink:
         ConfigurationError: the backend is not to be had here.
         TransportError: no descriptor or thread is left.
     """
-    name = uuid.uuid4().hex
+    meeting.tell_if_exposed()
+    name = new_name()
+    key, identity = meeting.key, _identity(meeting, model_id, name)
+    announced = name if key is None else f"{name} {announcement(key, identity)}"
     base = base_key(model_id, meeting.rank)
     store = base_of(meeting.store)
     where = store.host, store.port, base
@@ -76,7 +84,7 @@ def sender_link(meeting: StoreEnd, model_id: str, peer: str) -> StoreLink:
         # No counter: between counting and writing a sender may die, and the worker would wait for ever. No hint at
         # the newest either: anybody could write there, and the worker passes all doors in turn, too.
         doors = (f"{base}/door/{number}" for number in itertools.count())
-        while client.value(door := next(doors)) is not None or client.claim(door, name) != name:
+        while client.value(door := next(doors)) is not None or client.claim(door, announced) != announced:
             continue
         made.set()
 
@@ -87,18 +95,20 @@ def sender_link(meeting: StoreEnd, model_id: str, peer: str) -> StoreLink:
     def wait_for_others(_: Client) -> None:
         _under_way.wait(where)
 
+    guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, identity, peer)
     try:
-        return StoreLink(meeting, name, Side(0, "down", "up", peer, announce, withdraw, wait_for_others))
+        return StoreLink(meeting, name, Side(0, "down", "up", peer, announce, withdraw, wait_for_others), guard)
     except BaseException:
         made.set()
         raise
 
 
-def worker_link(meeting: StoreEnd, name: str, before_end: Callable[[Client], None]) -> StoreLink:
+def worker_link(meeting: StoreEnd, model_id: str, name: str, before_end: Callable[[Client], None]) -> StoreLink:
     """The worker's end of a link that it has taken.
 
     Args:
         meeting: the store, and the worker's rank.
+        model_id: the model.
         name: of the link.
         before_end: called by a thread of the link's before it tells that the sender has ended it.
 
@@ -106,7 +116,9 @@ def worker_link(meeting: StoreEnd, name: str, before_end: Callable[[Client], Non
         TransportError: no descriptor or thread is left.
     """
     side = Side(1, "up", "down", "the sender", _nothing, _nothing, before_end=before_end)
-    return StoreLink(meeting, name, side)
+    key, identity = meeting.key, _identity(meeting, model_id, name)
+    guard: Guard = NoGuard("the sender") if key is None else WorkerGuard(key, identity)
+    return StoreLink(meeting, name, side, guard)
 
 
 def decline(client: Client, name: str) -> None:
@@ -118,9 +130,42 @@ def decline(client: Client, name: str) -> None:
     Outbox(client, f"weightsync/link/{name}/up").shut()
 
 
-def is_name(text: str) -> bool:
-    """Whether that can be the name of a link: a stranger may write where links are announced."""
-    return re.fullmatch("[0-9a-f]{32}", text) is not None
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What a sender wrote under the worker's key."""
+
+    name: str
+    #: What proves that it has the key; empty: it has none.
+    proof: str
+
+    @classmethod
+    def of(cls, written: str) -> Announced | None:
+        """What is written there; None: nothing that a sender writes."""
+        name, _, proof = written.partition(" ")
+        return cls(name, proof) if _NAME.fullmatch(name) else None
+
+    def why_refused(self, meeting: StoreEnd, model_id: str) -> Reason | None:
+        """Why whoever wrote it is not let in; None: it may be."""
+        if meeting.key is None:
+            return Reason.WORKER_HAS_NONE if self.proof else None
+        if not self.proof:
+            return Reason.SENDER_HAS_NONE
+        wanted = announcement(meeting.key, _identity(meeting, model_id, self.name))
+        # Of bytes: a stranger's text may be anything.
+        fits = hmac.compare_digest(self.proof.encode(errors="replace"), wanted.encode())
+        return None if fits else Reason.OTHER_KEY
+
+    def refuse(self, client: Client, reason: Reason) -> None:
+        """Tell whoever wrote it that it is not let in.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        Outbox(client, f"weightsync/link/{self.name}/up").put(refusal(reason))
+
+
+def _identity(meeting: StoreEnd, model_id: str, name: str) -> Identity:
+    return Identity("store", model_id, str(meeting.rank), name)
 
 
 def taken(client: Client, name: str) -> bool:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from weightsync import wire
-from weightsync.errors import ProtocolError, TransportError
+from weightsync.errors import AuthenticationError, ProtocolError, TransportError
 from weightsync.messages import Bye, Update
 from weightsync.transports.base import Received, Waker
+from weightsync.transports.digests import digest_of
 from weightsync.transports.distributed import pulse
 from weightsync.transports.distributed.group import Group
+from weightsync.transports.distributed.guards import Guard, Opened
 from weightsync.transports.distributed.landing import Landings
 from weightsync.transports.distributed.letters import INLINE_NBYTES, Ended, Inbox, Letter, Outbox, Shut, Side, end
 from weightsync.transports.distributed.outgoing import Outgoing
 from weightsync.transports.distributed.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.distributed.threads import start
+from weightsync.transports.liveness import own_network
 
 #: How often, and after how many seconds each time, a connection is tried for that could not be had at once.
 _TRIES = 120
@@ -30,6 +34,7 @@ class Exchange:
         meeting: the store, and the worker's rank.
         name: of the link, the same at both ends and used for no other.
         side: which end this is.
+        guard: what its letters are sealed and opened by.
         waker: fired when something has arrived, or it has failed.
 
     Raises:
@@ -37,14 +42,19 @@ class Exchange:
         TransportError: there can be no more threads.
     """
 
-    def __init__(self, meeting: StoreEnd, name: str, side: Side, waker: Waker) -> None:
+    def __init__(self, meeting: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
         self._meeting = meeting
         self._side = side
+        self._guard = guard
         self._key = f"weightsync/link/{name}"
         self._waker = waker
         self._condition = threading.Condition()
         self._outgoing = Outgoing()
         self._arrived: deque[Received] = deque()
+        #: Arrived, from somebody who has not proved yet that it is no recording.
+        self._held: list[Received] = []
+        #: Called once the peer is known to be who it says, or to be lost before that.
+        self._admitted: Callable[[], None] | None = None
         self._landings = Landings()
         self._met = threading.Event()
         self._cut = threading.Event()
@@ -96,6 +106,19 @@ class Exchange:
                 self._outgoing.drop()
             self._condition.notify_all()
 
+    def when_admitted(self, tell: Callable[[], None]) -> None:
+        """Have somebody called, from whichever thread, once the peer is known to be who it says, or has failed."""
+        with self._condition:
+            if not self._guard.admits and self._failed is None:
+                self._admitted = tell
+                return
+        tell()
+
+    @property
+    def admits(self) -> bool:
+        """Whether the peer is known to be who it says, as far as there is a key to tell by."""
+        return self._guard.admits
+
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
         """What has arrived, and what comes behind it if that is a failure."""
         with self._condition:
@@ -138,7 +161,9 @@ class Exchange:
         try:
             outbox = Outbox(client, f"{self._key}/{self._side.writes}")
             self._side.begin(client)
-            outbox.put(pulse.process_name().encode())
+            for challenge in self._guard.first():
+                outbox.put(challenge)
+            outbox.put(self._guard.seal(f"{pulse.process_name()} {own_network()}".encode()))
             while (letter := self._next(client)) is not None:
                 self._post(letter, client, outbox)
                 self._written()
@@ -186,10 +211,11 @@ class Exchange:
             if letter.hint is not None:
                 client.set(letter.hint[0], letter.hint[1].encode())
             if not letter.needs_the_peer:
-                outbox.put(letter.frame if letter.payload is None else letter.frame + letter.payload)
+                text = letter.frame if letter.payload is None else letter.frame + letter.payload
+                outbox.put(self._guard.seal(text))
                 return
             assert letter.payload is not None
-            outbox.put(letter.frame)
+            outbox.put(self._guard.seal(letter.frame, letter.digest() if self._guard.keyed else b""))
             self._met.wait()
             self._transfer(letter.payload, client)
         finally:
@@ -278,25 +304,52 @@ class Exchange:
             self._group.close()
 
     def _take_in(self, inbox: Inbox, client: Client) -> None:
-        self._heart.follow(inbox.take().decode("ascii", "replace"))
+        process, _, network = bytes(self._next_text(inbox).text).decode("ascii", "replace").partition(" ")
+        self._heart.follow(process)
+        self._group.stays_on_host = network == own_network()
         self._met.set()
         while True:
+            self._admit()
             inbox.forget()
-            received = self._opened(memoryview(bytearray(inbox.take())), client)
-            if isinstance(received.message, Bye):
-                self._before_end(client)
-            with self._condition:
-                self._arrived.append(received)
+            opened = self._guard.open(memoryview(bytearray(inbox.take())))
+            if opened is not None:
+                received = self._opened(opened, client)
+                if isinstance(received.message, Bye) and self._guard.admits:
+                    self._before_end(client)
+                self._held.append(received)
+                del received
+
+    def _next_text(self, inbox: Inbox) -> Opened:
+        """The next letter that is for us, and not for the guard alone."""
+        while True:
+            opened = self._guard.open(memoryview(bytearray(inbox.take())))
+            if opened is not None:
+                return opened
+            if self._guard.replies:
+                self.post(Letter(b"", None, None, _nothing))
+
+    def _admit(self) -> None:
+        """Hand on what has come, once its author is known to live."""
+        if not self._guard.admits:
+            return
+        with self._condition:
+            self._arrived.extend(self._held)
             # Not kept until the next one comes: its payload's memory may be wanted for that.
-            del received
+            self._held.clear()
+            tell, self._admitted = self._admitted, None
+            arrived = bool(self._arrived)
+        if tell is not None:
+            tell()
+        if arrived:
             self._waker.fire()
 
     def _before_end(self, client: Client) -> None:
         with contextlib.suppress(TransportError):
             self._side.before_end(client)
 
-    def _opened(self, letter: memoryview, client: Client) -> Received:
+    def _opened(self, opened: Opened, client: Client) -> Received:
         """A message, whole, with its payload in memory of ours."""
+        letter = opened.text
         control = wire.peek(letter).control_nbytes
         message, inline = wire.decode(letter[:control]), letter[control:]
         nbytes = message.nbytes if isinstance(message, Update) else 0
@@ -306,6 +359,8 @@ class Exchange:
             return Received(message, inline if nbytes else None)
         landing = self._landings.find(nbytes)
         self._group.receive(client, landing, self._meeting.in_flight)
+        if self._guard.keyed and digest_of(landing) != opened.digest:
+            raise AuthenticationError("A payload is not the one that its sender sealed: it was not believed.")
         return Received(message, landing)
 
     # ------------------------------------------------------------------------------------------- the end
@@ -328,14 +383,22 @@ class Exchange:
             if self._failed is None:
                 self._failed = error
             self._outgoing.drop()
+            self._held.clear()
+            tell, self._admitted = self._admitted, None
             self._condition.notify_all()
         self._release()
+        if tell is not None:
+            tell()
         self._waker.fire()
 
     def _release(self) -> None:
         self._heart.leave()
         self._met.set()
         self._group.abort()
+
+
+def _nothing() -> None:
+    return None
 
 
 def _unforeseen(error: Exception) -> TransportError:

@@ -6,6 +6,8 @@ The group is made directly, not by ``new_group``: it works beside the user's own
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -54,6 +56,8 @@ class Group:
         self._backend = backend
         self._rank = rank
         self._prefix = f"{key}/group/"
+        #: Whether both ranks are in one network namespace; known before they meet.
+        self.stays_on_host = False
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._group: Any = None
@@ -134,7 +138,8 @@ class Group:
                 if self._over.is_set():
                     meeting.give_up()
                     raise TransportError("the process group was aborted")
-                self._adopt(*watching(lambda: self._make(meeting, self._rank), meeting.told))
+                address = own_address(self.stays_on_host, client.own_address)
+                self._adopt(*watching(lambda: self._make(meeting, self._rank, address), meeting.told))
 
     def _adopt(self, group: Any, connection: Watched | None) -> None:
         with self._lock:
@@ -230,7 +235,27 @@ def _told(what: str) -> Any:
         raise TransportError(f"The process group with the peer {what}: {str(error).splitlines()[0]}") from error
 
 
-def _backend(name: str) -> tuple[Callable[[Store, int], Any], torch.device | None]:
+#: Makes a group: of a store, our rank, and the address that is ours to listen at (None: the backend's choice).
+_Make = Callable[[Store, int, str | None], Any]
+
+
+def own_address(stays_on_host: bool, towards_store: str | None) -> str | None:
+    """Where to listen for the other rank; None: where the backend does, which is at the host's name.
+
+    Args:
+        stays_on_host: whether the other rank is in our network namespace.
+        towards_store: our address on the way to the store.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    if stays_on_host:
+        return "127.0.0.1"
+    # A store on the loopback says nothing of the way to a rank elsewhere.
+    loopback = towards_store is None or ipaddress.ip_address(towards_store.partition("%")[0]).is_loopback
+    return None if loopback else towards_store
+
+
+def _backend(name: str) -> tuple[_Make, torch.device | None]:
     """How to make a group of that backend, and the device its tensors lie on; None: where they are.
 
     Raises:
@@ -250,9 +275,15 @@ def require_backend(name: str) -> None:
     _backend(name)
 
 
-def _gloo(store: Store, rank: int) -> Any:
-    return ProcessGroupGloo(store, rank, 2, _RENDEZVOUS)
+def _gloo(store: Store, rank: int, address: str | None) -> Any:
+    if address is None:
+        return ProcessGroupGloo(store, rank, 2, _RENDEZVOUS)
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = _RENDEZVOUS
+    return gloo(store, rank, 2, options)
 
 
-def _nccl(store: Store, rank: int) -> Any:
+def _nccl(store: Store, rank: int, _: str | None) -> Any:
     return dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())

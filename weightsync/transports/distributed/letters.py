@@ -12,6 +12,7 @@ from typing import Final
 from weightsync import wire
 from weightsync.errors import TransportError
 from weightsync.transports.distributed.store import Client
+from weightsync.transports.sealing import is_envelope
 
 logger = logging.getLogger("weightsync")
 
@@ -60,6 +61,8 @@ class Letter:
     hint: tuple[str, str] | None
     #: Called once nobody reads the payload any more.
     done: Callable[[], None]
+    #: The payload's SHA-256, asked for where there is a key.
+    digest: Callable[[], bytes] = bytes
     #: Called by the writing thread before it is written.
     before: Callable[[Client], None] = _nothing_there
 
@@ -71,7 +74,7 @@ class Letter:
     def alone(self) -> Letter:
         """The same, with a copy of its payload that nobody has to be told of."""
         payload = None if self.payload is None else memoryview(bytes(self.payload))
-        return Letter(self.frame, payload, self.hint, _nothing, self.before)
+        return Letter(self.frame, payload, self.hint, _nothing, before=self.before)
 
 
 def _nothing() -> None:
@@ -204,11 +207,11 @@ def _is_ours(value: bytes, fits: Fits) -> bool:
 
 
 def _is_name(letter: bytes) -> bool:
-    return re.fullmatch(b"[0-9a-f]{32}", letter) is not None
+    return is_envelope(letter) or re.fullmatch(b"[0-9a-f]{32}( [0-9a-f]{32})?", letter) is not None
 
 
 def _is_frame(letter: bytes) -> bool:
-    return letter.startswith(wire.MAGIC)
+    return letter.startswith(wire.MAGIC) or is_envelope(letter)
 
 
 def _is_piece(_: bytes) -> bool:

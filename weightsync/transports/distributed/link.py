@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.messages import Bye, Message, Update
 from weightsync.transports.base import Received
+from weightsync.transports.digests import sent_digest
 from weightsync.transports.distributed.exchange import Exchange
+from weightsync.transports.distributed.guards import Guard
 from weightsync.transports.distributed.letters import Letter, Side
 from weightsync.transports.distributed.store import Client, StoreEnd
 from weightsync.transports.memory import Buffer
@@ -21,6 +25,7 @@ class StoreLink(WokenLink):
         meeting: the store, and the worker's rank.
         name: of the link, the same at both ends and used for no other.
         side: which end this is.
+        guard: what its letters are sealed and opened by.
 
     Raises:
         ConfigurationError: the backend is not to be had here.
@@ -29,15 +34,24 @@ class StoreLink(WokenLink):
 
     delivery = Delivery.ORDERED
 
-    def __init__(self, meeting: StoreEnd, name: str, side: Side) -> None:
+    def __init__(self, meeting: StoreEnd, name: str, side: Side, guard: Guard) -> None:
         super().__init__(side.peer)
         self._rank, self._hints = meeting.rank, meeting.hints
         self._side = side
         try:
-            self._exchange = Exchange(meeting, name, side, self._waker)
+            self._exchange = Exchange(meeting, name, side, guard, self._waker)
         except BaseException:
             self._waker.close()
             raise
+
+    def when_admitted(self, accept: Callable[[StoreLink], None], turn_away: Callable[[StoreLink], None]) -> None:
+        """Have one of the two called, from whichever thread, once it is known whether the peer is who it says."""
+        self._exchange.when_admitted(lambda: (accept if self._exchange.admits else turn_away)(self))
+
+    @property
+    def failure(self) -> str:
+        """Why nothing more will come; empty: something may."""
+        return str(self._exchange.failed or "")
 
     # ------------------------------------------------------------------------------- called by the driver
 
@@ -51,12 +65,19 @@ class StoreLink(WokenLink):
             if payload is None or payload.nbytes < message.nbytes:
                 raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
             carried = payload.view[: message.nbytes]
+        if payload is None or not isinstance(message, Update):
+            before = self._side.before_goodbye if isinstance(message, Bye) else _nothing_first
+            hint = self._hints.of(message, self._rank)
+            self._exchange.post(Letter(frame, carried, hint, _nothing, before=before))
+            return
         token = object()
-        if payload is not None:
-            payload.pin(token)
-        done = _nothing if payload is None else lambda: payload.unpin(token)
-        before = self._side.before_goodbye if isinstance(message, Bye) else _nothing_first
-        self._exchange.post(Letter(frame, carried, self._hints.of(message, self._rank), done, before))
+        payload.pin(token)
+        letter = Letter(
+            *(frame, carried, self._hints.of(message, self._rank)),
+            done=lambda: payload.unpin(token),
+            digest=lambda: sent_digest(message, payload),
+        )
+        self._exchange.post(letter)
 
     def flush(self) -> bool:
         """Whether the writing thread has written all; if not, a waitable tells once it has: see `Link.flush`."""

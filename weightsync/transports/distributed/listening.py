@@ -14,12 +14,14 @@ from weightsync.errors import ConfigurationError, TransportError
 from weightsync.messages import Message
 from weightsync.transports.base import Link, Received, Waker
 from weightsync.transports.distributed import pulse
-from weightsync.transports.distributed.announcing import Where, base_key, decline, is_name, taken, worker_link
+from weightsync.transports.distributed.announcing import Announced, Where, base_key, decline, taken, worker_link
 from weightsync.transports.distributed.c10d import PrefixStore, Store
+from weightsync.transports.distributed.link import StoreLink
 from weightsync.transports.distributed.store import Client, StoreEnd, base_of, keep_in_child
 from weightsync.transports.distributed.threads import start
 from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.memory import Buffer
+from weightsync.transports.sealing import TURNED_AWAY
 
 logger = logging.getLogger("weightsync")
 
@@ -64,6 +66,7 @@ class _Listener:
 
     def __init__(self, meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> None:
         self._meeting = meeting
+        self._model_id = model_id
         store = base_of(meeting.store)
         self.where = store.host, store.port, base_key(model_id, meeting.rank)
         self._base = base_key(model_id, meeting.rank)
@@ -73,6 +76,8 @@ class _Listener:
         #: Wakes the thread from what blocks on the other one.
         self._bell: Client | None = None
         self._next = 0
+        #: Links whose senders have not proved yet that they have the key.
+        self._unproven: set[StoreLink] = set()
         self._heart = pulse.join(meeting.store, pulse.Told(self._lose, self._lose))
         forget_after_fork(self)
         start(self, self._listen)
@@ -88,9 +93,9 @@ class _Listener:
             self._bell = Client(self._meeting.store)
             client = self._client = Client(self._meeting.store)
             while not self._over.is_set():
-                name = client.await_value(self._door).decode("ascii", "replace")
-                if not self._over.is_set() and name != _NOBODY:
-                    self._meet(client, name)
+                announced = client.await_value(self._door).decode("ascii", "replace")
+                if not self._over.is_set() and announced != _NOBODY:
+                    self._meet(client, Announced.of(announced))
                 self._next += 1
         except TransportError as error:
             if not self._over.is_set():
@@ -107,18 +112,40 @@ class _Listener:
         """Where the next link will be announced."""
         return f"{self._base}/door/{self._next}"
 
-    def _meet(self, client: Client, name: str) -> None:
-        """Take a link that was announced, unless it is another's."""
-        if not is_name(name):
+    def _meet(self, client: Client, announced: Announced | None) -> None:
+        """Take a link that was announced, unless it is another's, or turn it away: no receiver ever hears of that."""
+        if announced is None:
             logger.warning("the store's key %s names no link: it is passed over", self._door)
-        elif taken(client, name):
-            try:
-                link: Link = worker_link(self._meeting, name, self._before_end)
-            except TransportError as error:
-                logger.error("a link to %s was announced and cannot be taken: %s", self._base, error)
-                decline(client, name)
-                link = LostLink(error)
-            self._accept(link)
+            return
+        refused = announced.why_refused(self._meeting, self._model_id)
+        if refused is not None:
+            logger.warning("model %r: a sender was turned away: %s.", self._model_id, TURNED_AWAY[refused])
+            announced.refuse(client, refused)
+        elif taken(client, announced.name):
+            self._take(client, announced.name)
+
+    def _take(self, client: Client, name: str) -> None:
+        try:
+            link = worker_link(self._meeting, self._model_id, name, self._before_end)
+        except TransportError as error:
+            logger.error("a link to %s was announced and cannot be taken: %s", self._base, error)
+            decline(client, name)
+            self._accept(LostLink(error))
+            return
+        self._unproven.add(link)
+        link.when_admitted(self._let_in, self._turn_away)
+        if self._over.is_set() and link in self._unproven:
+            link.close()
+
+    def _let_in(self, link: StoreLink) -> None:
+        self._unproven.discard(link)
+        self._accept(link)
+
+    def _turn_away(self, link: StoreLink) -> None:
+        self._unproven.discard(link)
+        if not self._over.is_set():
+            logger.warning("model %r: a sender was turned away before it was heard: %s", self._model_id, link.failure)
+        link.close()
 
     def _before_end(self, client: Client) -> None:
         """A link of ours has ended: one that was announced before that is met first, for a while."""
@@ -130,7 +157,7 @@ class _Listener:
 
     def is_behind(self, client: Client) -> bool:
         """Whether a link was announced that has not been met yet."""
-        return not self._over.is_set() and client.present(self._door)
+        return not self._over.is_set() and (bool(self._unproven) or client.present(self._door))
 
     def _lose(self, _: str) -> None:
         self.cut()
@@ -144,6 +171,8 @@ class _Listener:
         """Take no further link. The thread ends soon."""
         if not self._over.is_set():
             self._over.set()
+            for link in tuple(self._unproven):
+                link.close()
             start(self, self._wake)
 
     def _wake(self) -> None:
@@ -271,6 +300,7 @@ def listen(meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> 
         ConfigurationError: this process has another receiver of that model for that rank.
         TransportError: there can be no more threads.
     """
+    meeting.tell_if_exposed()
     leave = _ears.open(meeting, model_id, accept)
     try:
         listener = _Listener(meeting, model_id, accept)

@@ -12,14 +12,17 @@ from datetime import timedelta
 from typing import Any, Final
 
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.keys import SharedKey
 from weightsync.transports.distributed.c10d import PrefixStore, Store, TCPStore
 from weightsync.transports.distributed.hints import Hints
 from weightsync.transports.distributed.sockets import connected
+from weightsync.transports.exposure import is_exposed, tell
 from weightsync.transports.fork import forget_after_fork
 
 #: After that a store that cannot be reached is given up. torch asks the DNS for a name of each address it connects to,
 #: only to log it; where a DNS server does not answer, that alone takes 5 to 10 s.
 DIAL: Final = timedelta(seconds=15)
+_BACKLOG: Final = 2048
 FOR_EVER: Final = timedelta(days=365)
 #: The socket, ours beside it, and one to look for both.
 _NEEDED: Final = 3
@@ -61,6 +64,7 @@ class StoreEnd:
         rank: the worker's rank: the trainer is rank 0, worker i is rank i + 1.
         backend: "gloo" or "nccl".
         in_flight: how many buckets of a payload are on their way at once.
+        key: shared by the trainer and its workers; None: what is written in the store is believed.
         hints: what is told in TorchRL's own keys; a copy's own.
 
     Raises:
@@ -71,6 +75,7 @@ class StoreEnd:
     rank: int
     backend: str = "gloo"
     in_flight: int = 1
+    key: SharedKey | None = None
     hints: Hints = field(default_factory=Hints, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -78,14 +83,34 @@ class StoreEnd:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ConfigurationError(f"rank is {self.rank!r}: the trainer is rank 0, worker i is rank i + 1.")
 
+    def tell_if_exposed(self) -> None:
+        """Say, once a process, that others can reach the store, if they can and there is no key."""
+        base = base_of(self.store)
+        if self.key is None and is_exposed(base.host, base.port):
+            tell(f"The store at {base.host}:{base.port} can be reached from other hosts")
+
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self.store, TCPStore):
             raise ConfigurationError("A PrefixStore does not travel to another process: give that process its own.")
-        return _arrived, (self.store.host, self.store.port, self.rank, self.backend, self.in_flight)
+        return _arrived, (self.store.host, self.store.port, self.rank, self.backend, self.in_flight, self.key)
 
 
-def _arrived(host: str, port: int, rank: int, backend: str, in_flight: int) -> StoreEnd:
-    return StoreEnd(TCPStore(host, port, None, False, DIAL, wait_for_workers=False), rank, backend, in_flight)
+def _arrived(host: str, port: int, *rest: Any) -> StoreEnd:
+    return StoreEnd(TCPStore(host, port, None, False, DIAL, wait_for_workers=False), *rest)
+
+
+def hosted(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """A store of our own, which listens at that address alone: left to itself, torch's listens on all interfaces.
+
+    Raises:
+        OSError, RuntimeError: it cannot be opened there.
+    """
+    with socket.create_server((host, port), backlog=_BACKLOG) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.fileno())
+        # It is the store's now, and closed with it.
+        listener.detach()
+    return store
 
 
 def base_of(store: Any) -> TCPStore:
@@ -187,6 +212,13 @@ class Client:
         """Remove a key."""
         with self._guarded() as store:
             store.delete_key(key)
+
+    @property
+    def own_address(self) -> str | None:
+        """The address by which this process reaches the store; None: nobody can tell."""
+        with contextlib.suppress(OSError):
+            return None if self._plug is None else str(self._plug.getsockname()[0])
+        return None
 
     def cut(self) -> None:
         """Make whatever blocks here, or will be asked here, fail."""

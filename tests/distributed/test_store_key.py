@@ -1,0 +1,282 @@
+"""A store is open to whoever reaches its port: what a shared key keeps out, and where our own stores listen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, filled, large, small
+from store_fleet import StorePair, reach
+from torch import nn
+
+from weightsync import DistributedWeightSyncScheme, WorkerLostError
+from weightsync.transports.distributed import exchange, letters
+from weightsync.transports.distributed.group import Group, own_address
+from weightsync.transports.sealing import Kind
+
+KEY = "the fleet's own secret"
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "weightsync")
+
+
+@pytest.fixture
+def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_KEY", KEY)
+
+
+@pytest.fixture(params=[small, large], ids=["inline", "by group"])
+def fleet(request: pytest.FixtureRequest, keyed: None, store: Any) -> Iterator[StorePair]:
+    """A sender and a receiver with a key, whose model travels in the store, or by a process group."""
+    made = StorePair(store, model=request.param)
+    yield made
+    made.close()
+
+
+def value_of(model: nn.Module) -> float:
+    return float(next(iter(model.state_dict().values())).flatten()[0])
+
+
+def trainer(store: Any, key: str | None, **options: Any) -> DistributedWeightSyncScheme:
+    scheme = DistributedWeightSyncScheme(key=key, **options)
+    scheme.init_on_sender("policy", store=store, num_workers=1, model=filled(small(), 66.0))
+    return scheme
+
+
+# --------------------------------------------------------------------------------------------- with the key
+
+
+def test_weights_travel_under_a_key(fleet: StorePair) -> None:
+    for version in (1, 2):
+        assert fleet.sync().version == version
+    assert value_of(fleet.model) == value_of(fleet.source)
+
+
+def test_a_worker_that_starts_late_and_one_that_comes_back_are_met_under_a_key(keyed: None, store: Any) -> None:
+    source = filled(large(), 3.0)
+    with DistributedWeightSyncScheme() as ours, DistributedWeightSyncScheme() as theirs:
+        ours.init_on_sender("policy", store=store, num_workers=1, model=source)
+        sender = ours.get_sender()
+        sender.send_async()
+        theirs.init_on_worker("policy", store=store, rank=1, model=large())
+        receiver = theirs.get_receiver()
+
+        assert receiver.receive(timeout=PATIENCE)
+        sender.wait_async(timeout=PATIENCE)
+        sender.add_worker(0, (store, 1))
+        sender.send_async()
+        while receiver.version != 2:
+            with contextlib.suppress(ConnectionError):  # the old link's goodbye, before the new one has come
+                receiver.receive(timeout=0.1)
+        sender.wait_async(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("key", [None, "another"], ids=["no key", "another key"])
+def test_g4_a_stranger_at_the_port_has_no_effect_and_is_told_why(
+    fleet: StorePair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, key: str | None
+) -> None:
+    fleet.sync()
+    fence = fleet.receiver.driver.data.fence
+    monkeypatch.delenv("WEIGHTSYNC_KEY")
+
+    with trainer(reach(fleet.store.port), key) as stranger, pytest.raises(WorkerLostError) as told:
+        stranger.get_sender().send(timeout=PATIENCE)
+
+    wanted = "worker 0 has a key and this process has none" if key is None else "worker 0 has another key"
+    assert wanted in told.value.lost[0]
+    assert "was turned away" in caplog.text
+    assert fleet.receiver.receive(timeout=0) is False
+    assert fleet.receiver.driver.data.fence == fence
+    assert len(fleet.receiver.driver.links()) == 1
+    assert fleet.sync().version == 2
+    assert value_of(fleet.model) == value_of(fleet.source)
+
+
+def test_a_stranger_that_comes_first_does_not_end_the_wait_for_the_trainer(keyed: None, store: Any) -> None:
+    with DistributedWeightSyncScheme() as theirs, trainer(store, "another") as stranger:
+        theirs.init_on_worker("policy", store=store, rank=1, model=small())
+        with pytest.raises(WorkerLostError, match="another key"):
+            stranger.get_sender().send(timeout=PATIENCE)
+        assert theirs.get_receiver().receive(timeout=0) is False
+
+        with trainer(store, None) as ours:
+            ours.get_sender().send_async()
+            assert theirs.get_receiver().receive(timeout=PATIENCE)
+            ours.get_sender().wait_async(timeout=PATIENCE)
+
+
+def test_a_worker_without_a_key_refuses_a_trainer_with_one(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with DistributedWeightSyncScheme() as theirs, trainer(store, KEY) as ours:
+        theirs.init_on_worker("policy", store=store, rank=1, model=small())
+        with pytest.raises(WorkerLostError, match="has no key, and this process has one"):
+            ours.get_sender().send(timeout=PATIENCE)
+    assert "it has a key, and this process has none" in caplog.text
+
+
+# --------------------------------------------------------------------------------- what is written in the store
+
+
+def _consumed(store: Any, way: str, count: int) -> Callable[[], bool]:
+    """Whether the first letters of a way were read and forgotten."""
+    return lambda: not any(store.check([f"{way}/{number}"]) for number in range(count))
+
+
+def _until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Recorder:
+    """All that is written on the way down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.written: list[tuple[str, bytes]] = []
+        self.change: Callable[[bytes], bytes] = bytes
+        before = letters.Outbox._write
+
+        def write(outbox: letters.Outbox, value: bytes) -> None:
+            if outbox._key.endswith("/down"):
+                value = self.change(value)
+                self.written.append((f"{outbox._key}/{outbox._number}", value))
+            before(outbox, value)
+
+        monkeypatch.setattr(letters.Outbox, "_write", write)
+
+
+def test_g4_a_recording_of_all_that_was_written_has_no_effect(
+    keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(monkeypatch)
+    pair = StorePair(store, model=small)
+    pair.sync(filled(small(), 5.0))
+    written = list(recorder.written)
+    assert written[0][1][5] == Kind.EARLY
+    pair.sync(filled(small(), 6.0))
+    name = written[0][0].split("/")[2]
+    announced = store.get("weightsync/policy/1/door/0")
+
+    # The link is offered again, and all that its sender wrote down is there once more.
+    store.delete_key(f"weightsync/link/{name}/taken")
+    store.delete_key(f"weightsync/link/{name}/up/0")
+    for key, value in written:
+        store.set(key, value)
+    store.set("weightsync/policy/1/door/1", announced)
+    _until(lambda: store.check([f"weightsync/link/{name}/up/1"]))
+    early = [key for key, value in written if value[5] == Kind.EARLY]
+    _until(lambda: not any(store.check([key]) for key in early[:-1]))
+
+    assert pair.receiver.receive(timeout=0) is False
+    assert len(pair.receiver.driver.links()) == 1
+    assert value_of(pair.model) == 6.0
+    pair.close()
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_a_letter_that_was_changed_in_the_store_is_not_believed(
+    keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    recorder = Recorder(monkeypatch)
+    pair = StorePair(store, model=small)
+    pair.sync()
+    before = value_of(pair.model)
+    position = 70 if where == "first" else -1
+
+    def change(value: bytes) -> bytes:
+        changed = bytearray(value)
+        if len(changed) > 70:  # not the mark that nothing more comes
+            changed[position] ^= 1
+        return bytes(changed)
+
+    recorder.change = change
+    pair.sender.send_async(filled(small(), 9.0))
+    with pytest.raises(ConnectionError, match="not believed"):
+        pair.receiver.receive(timeout=PATIENCE)
+
+    assert value_of(pair.model) == before
+    pair.close()
+
+
+def test_a_payload_that_was_changed_on_its_way_is_not_believed(
+    keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Group.receive
+    with DistributedWeightSyncScheme(verify="layout") as ours, DistributedWeightSyncScheme() as theirs:
+        ours.init_on_sender("policy", store=store, num_workers=1, model=large())
+        theirs.init_on_worker("policy", store=store, rank=1, model=filled(large(), 1.0))
+        sender, receiver = ours.get_sender(), theirs.get_receiver()
+        sender.send_async(filled(large(), 8.0))
+        receiver.receive(timeout=PATIENCE)
+        sender.wait_async(timeout=PATIENCE)
+
+        def receive(group: Group, client: Any, landing: memoryview, in_flight: int) -> None:
+            before(group, client, landing, in_flight)
+            landing[-1] ^= 1
+
+        monkeypatch.setattr(exchange.Group, "receive", receive)
+        sender.send_async(filled(large(), 9.0))
+        with pytest.raises(ConnectionError, match="not believed"):
+            receiver.receive(timeout=PATIENCE)
+        assert receiver.version == 1
+        assert value_of(receiver.model) == 8.0
+
+
+# -------------------------------------------------------------------------------------------------- addresses
+
+
+def _listening() -> set[str]:
+    """The addresses at which this process listens, as the kernel writes them, with their ports."""
+    own = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{entry}"))
+        except OSError:
+            continue
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
+def test_our_own_store_and_groups_listen_at_the_address_that_is_announced_alone() -> None:
+    before = _listening()
+    with DistributedWeightSyncScheme() as ours, DistributedWeightSyncScheme() as theirs:
+        ours.init_on_sender("policy", num_workers=1, model=filled(large(), 1.0))
+        info = ours.get_store_info()
+        announced = "{:08X}".format(int.from_bytes(socket.inet_aton(info["host"]), "little"))
+        theirs.init_on_worker("policy", store_info=info, rank=1, model=large())
+
+        assert _listening() - before == {f"{announced}:{info['port']:04X}"}
+
+        ours.get_sender().send_async()
+        theirs.get_receiver().receive(timeout=PATIENCE)
+        ours.get_sender().wait_async(timeout=PATIENCE)
+        groups = {where.partition(":")[0] for where in _listening() - before}
+        assert groups <= {announced, "0100007F"}
+
+
+@pytest.mark.parametrize(
+    ("stays", "towards_store", "wanted"),
+    [
+        (True, "10.0.0.7", "127.0.0.1"),
+        (False, "10.0.0.7", "10.0.0.7"),
+        (False, "fe80::1%eth0", "fe80::1%eth0"),
+        (False, "127.0.0.1", None),
+        (False, "::1", None),
+        (False, None, None),
+    ],
+)
+def test_a_group_listens_where_its_other_rank_can_come(stays: bool, towards_store: str | None, wanted: str) -> None:
+    assert own_address(stays, towards_store) == wanted
+
+
+def test_a_users_own_word_on_the_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert own_address(True, "10.0.0.7") is None

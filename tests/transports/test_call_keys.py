@@ -1,0 +1,244 @@
+"""Calls under a shared key: kept until their sender has proved that it lives, and each believed once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fleet import filled, large, small
+from torch import nn
+
+from weightsync import AuthenticationError, RPCWeightSyncScheme, WeightSender, WorkerLostError
+from weightsync.keys import SharedKey
+from weightsync.messages import Hello
+from weightsync.schemes import rpc as scheme_module
+from weightsync.transports import rpc as module
+from weightsync.transports.call_seals import Challenged, KeyedSeal, NoSeal
+from weightsync.transports.doors import Door, Parcel
+from weightsync.transports.sealing import Identity, Kind
+
+PATIENCE = 30.0
+KEY = SharedKey("a secret of both")
+
+
+class Worker:
+    """Who is called, in this very process."""
+
+    name = "worker"
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "weightsync")
+
+
+# -------------------------------------------------------------------------------- the whole way, RPC's calls faked
+
+
+class Calls:
+    """RPC within this process; what is called can be changed on its way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        #: Of each call, the link and the frame.
+        self.made: list[tuple[str, bytes]] = []
+        self.change: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arguments: arguments
+        monkeypatch.setattr(module.rpc, "rpc_async", self._call)
+        monkeypatch.setattr(module, "require_rpc", lambda peer: None)
+        monkeypatch.setattr(module, "_own_name", lambda: Worker.name)
+        monkeypatch.setattr(module, "_doors", module._Doors())
+        monkeypatch.setattr(module.torch_rpc.api, "_get_current_rpc_agent", lambda: None)
+
+    def _call(self, worker: Any, function: Any, *, args: tuple[Any, ...], timeout: float) -> Any:
+        del worker, timeout
+        self.made.append((args[1], args[3]))
+        found = function(*self.change(args))
+        if isinstance(found, torch.futures.Future):
+            return found
+        over: torch.futures.Future[Any] = torch.futures.Future()
+        over.set_result(found)
+        return over
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    monkeypatch.setattr(scheme_module, "worker_named", lambda worker, peer: worker)
+    monkeypatch.setattr("weightsync.compat.collectors.worker_named", lambda worker, peer: Worker)
+    return Calls(monkeypatch)
+
+
+@contextlib.contextmanager
+def trainer(key: str | None, model: nn.Module) -> Iterator[WeightSender]:
+    with RPCWeightSyncScheme(key=key) as scheme:
+        sender = scheme.create_sender()
+        sender.set_context(None, "policy")
+        sender.add_worker(0, "worker")
+        sender.connect()
+        yield sender
+        sender.close()
+        del model
+
+
+@contextlib.contextmanager
+def worker(key: str | None, model: nn.Module) -> Iterator[Any]:
+    with RPCWeightSyncScheme(key=key) as scheme:
+        scheme.init_on_worker("policy", model=model)
+        yield scheme.get_receiver()
+
+
+def sync(sender: WeightSender, receiver: Any, weights: nn.Module) -> Any:
+    sender.send_async(weights)
+    receiver.receive(timeout=PATIENCE)
+    return sender.wait_async(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("model", [small, large])
+def test_weights_travel_by_calls_under_a_key(calls: Calls, model: Any) -> None:
+    destination = model()
+    with worker("k", destination) as receiver, trainer("k", destination) as sender:
+        for fill in (1.0, 2.0):
+            assert sync(sender, receiver, filled(model(), fill))[0].kind.name == "APPLIED"
+            assert float(next(iter(destination.state_dict().values())).flatten()[0]) == fill
+        carried = [frame for _, frame in calls.made]
+        assert carried[0][4] == Kind.EARLY
+        assert carried[-1][4] == Kind.PROVEN
+        assert {frame[:4] for frame in carried} == {b"WSYK"}
+
+
+def test_what_was_sent_before_anybody_listens_is_met_under_a_key(calls: Calls) -> None:
+    with trainer("k", small()) as sender:
+        sender.send_async(filled(small(), 3.0))
+        with worker("k", small()) as receiver:
+            receiver.receive(timeout=PATIENCE)
+            assert sender.wait_async(timeout=PATIENCE).version == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        ("another", "k", "has another key"),
+        (None, "k", "has a key and this process has none"),
+        ("k", None, "has no key, and this process has one"),
+    ],
+)
+def test_g4_a_caller_under_another_key_has_no_effect_and_is_told_why(
+    calls: Calls, caplog: pytest.LogCaptureFixture, ours: str | None, theirs: str | None, told: str
+) -> None:
+    with worker(theirs, small()) as receiver, trainer(theirs, small()) as sender:
+        sync(sender, receiver, filled(small(), 1.0))
+        fence = receiver.driver.data.fence
+        with trainer(ours, small()) as stranger, pytest.raises(WorkerLostError, match=told):
+            stranger.send(filled(small(), 66.0), timeout=PATIENCE)
+
+        assert "was turned away" in caplog.text
+        assert receiver.receive(timeout=0) is False
+        assert receiver.driver.data.fence == fence
+        assert sync(sender, receiver, filled(small(), 2.0)).version == 2
+
+
+def test_a_payload_that_was_changed_on_its_way_is_not_believed(calls: Calls) -> None:
+    def change(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        *rest, payload = arguments
+        return (*rest, None if not isinstance(payload, torch.Tensor) else payload + 1)
+
+    with worker("k", small()) as receiver, trainer("k", small()) as sender:
+        sync(sender, receiver, filled(small(), 1.0))
+        calls.change = change
+        with pytest.raises(WorkerLostError):
+            sender.send(filled(small(), 9.0), timeout=PATIENCE)
+        assert receiver.receive(timeout=0) is False
+        assert receiver.version == 1
+
+
+def test_a_stranger_cannot_hang_a_links_calls_up(calls: Calls) -> None:
+    with worker("k", small()) as receiver, trainer("k", small()) as sender:
+        sync(sender, receiver, filled(small(), 1.0))
+        link, _ = calls.made[0]
+        for frame in (b"", b"WSYK", b"WSYN" + bytes(80)):
+            module._hang_up("policy", link, 0, frame)
+
+        assert sync(sender, receiver, filled(small(), 2.0)).version == 2
+
+
+# ---------------------------------------------------------------------------------------------------- by hand
+
+LINK = Identity("calls", "policy", "", "a" * 32)
+
+
+def hello() -> Hello:
+    return Hello(model_id="policy", incarnation=1)
+
+
+@pytest.fixture
+def door() -> Iterator[tuple[Door, list[Any]]]:
+    made, links = Door("policy"), []
+    stop = made.open(links.append, KEY)
+    yield made, links
+    stop()
+    for link in links:
+        link.close()
+
+
+def test_a_call_is_kept_until_its_sender_has_proved_that_it_lives(door: tuple[Door, list[Any]]) -> None:
+    opened, links = door
+    seal = KeyedSeal(KEY, LINK, "the worker")
+    challenge = opened.knock(Parcel(LINK.name, 0, seal.frame(0, hello(), None))).result(timeout=0)
+    assert links == []
+    assert opened.knows(LINK.name)
+
+    with pytest.raises(Challenged):
+        seal.brought(challenge)
+    answer = opened.knock(Parcel(LINK.name, 0, seal.again(0)))
+    [link] = links
+    [received] = link.receive()
+    link.send(hello())
+
+    assert received.message == hello()
+    assert seal.brought(answer.result(timeout=0)) == [hello()]
+    with pytest.raises(AuthenticationError, match="came again"):
+        seal.brought(answer.result(timeout=0))
+
+
+def test_calls_that_are_recorded_and_made_again_bring_nothing(door: tuple[Door, list[Any]]) -> None:
+    opened, links = door
+    seal = KeyedSeal(KEY, LINK, "the worker")
+    early = Parcel(LINK.name, 0, seal.frame(0, hello(), None))
+    with pytest.raises(Challenged):
+        seal.brought(opened.knock(early).result(timeout=0))
+    proof = Parcel(LINK.name, 0, seal.again(0))
+    opened.knock(proof)
+    [link] = links
+    assert len(link.receive()) == 1
+
+    for _ in range(2):
+        opened.knock(early)
+        opened.knock(proof)
+    assert link.receive() == []
+
+    anew = Door("policy")  # the worker after a restart
+    found: list[Any] = []
+    anew.open(found.append, KEY)
+    for parcel in (early, proof, Parcel("b" * 32, 0, early.frame), Parcel(LINK.name, 1, early.frame)):
+        anew.knock(parcel)
+    assert found == []
+
+
+def test_a_sender_without_a_key_is_told_of_a_worker_that_has_one(door: tuple[Door, list[Any]]) -> None:
+    opened, links = door
+    seal = NoSeal("the worker")
+
+    with pytest.raises(AuthenticationError, match="has a key"):
+        seal.brought(opened.knock(Parcel("c", 0, seal.frame(0, hello(), None))).result(timeout=0))
+    assert links == []
+
+
+def test_calls_that_came_before_a_key_was_known_are_not_met_under_it() -> None:
+    made, links = Door("policy"), []
+    answer = made.knock(Parcel("c", 0, NoSeal("the worker").frame(0, hello(), None)))
+
+    made.open(links.append, KEY)()
+
+    assert links == []
+    assert "another key" in str(answer.exception(timeout=0))

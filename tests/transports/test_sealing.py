@@ -1,0 +1,192 @@
+"""A shared key: whoever lacks it is not believed, and what was sealed for one place is believed in no other."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+
+import pytest
+
+from weightsync import AuthenticationError, ConfigurationError, DistributedWeightSyncScheme
+from weightsync.keys import SharedKey
+from weightsync.transports.sealing import (
+    Identity,
+    Kind,
+    Reason,
+    SenderSeal,
+    WorkerSeal,
+    announcement,
+    new_name,
+    refusal,
+)
+
+KEY = SharedKey("a secret of both")
+LINK = Identity("store", "policy", "1", new_name())
+
+
+def ends(key: SharedKey = KEY, link: Identity = LINK) -> tuple[SenderSeal, WorkerSeal]:
+    """Both ends of a link, before they have met."""
+    return SenderSeal(key, link, "worker 0"), WorkerSeal(key, link)
+
+
+def met(key: SharedKey = KEY, link: Identity = LINK) -> tuple[SenderSeal, WorkerSeal]:
+    """Both ends of a link whose worker believes its sender."""
+    sender, worker = ends(key, link)
+    sender.open(worker.challenge)
+    worker.open(sender.seal(0, b""))
+    return sender, worker
+
+
+def test_what_comes_early_is_readable_but_proves_nothing() -> None:
+    sender, worker = ends()
+
+    early = worker.open(sender.seal(0, b"hello"))
+    assert (early.kind, bytes(early.content), worker.proven) == (Kind.EARLY, b"hello", False)
+
+    sender.open(worker.challenge)
+    proof = worker.open(sender.seal(1, b""))
+    assert (proof.kind, worker.proven) == (Kind.PROVEN, True)
+    assert bytes(sender.open(worker.seal(0, b"ack")).content) == b"ack"
+
+
+def test_a_recording_never_proves_its_sender() -> None:
+    sender, before = ends()
+    recorded = [sender.seal(0, b"hello"), sender.seal(1, b"weights")]
+    sender.open(before.challenge)
+    recorded.append(sender.seal(2, b""))
+
+    worker = WorkerSeal(KEY, LINK)  # the same link, offered again
+
+    for text in recorded[:2]:
+        worker.open(text)
+    with pytest.raises(AuthenticationError):
+        worker.open(recorded[2])
+    assert not worker.proven
+
+
+def test_early_words_that_a_proof_has_overtaken_are_still_their_senders() -> None:
+    sender, worker = ends()
+    early = sender.seal(1, b"hello")
+    sender.open(worker.challenge)
+    worker.open(sender.seal(0, b""))
+
+    assert (worker.open(early).number, worker.proven) == (1, True)
+
+
+OTHER_ENDS: dict[str, tuple[SharedKey, Identity]] = {
+    "another key": (SharedKey("another secret"), LINK),
+    "another link": (KEY, LINK._replace(name=new_name())),
+    "another worker": (KEY, LINK._replace(worker="2")),
+    "another model": (KEY, LINK._replace(model_id="critic")),
+    "another transport": (KEY, LINK._replace(way="rpc")),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_ENDS)
+def test_nothing_is_believed_on_another_link_or_under_another_key(other: str) -> None:
+    key, link = OTHER_ENDS[other]
+    sender, worker = ends(key, link)
+    theirs, ours = met()
+
+    with pytest.raises(AuthenticationError):
+        worker.open(SenderSeal(KEY, LINK, "worker 0").seal(0, b"hello"))
+    with pytest.raises(AuthenticationError):
+        sender.open(ours.challenge)
+    for text, end in ((theirs.seal(1, b"weights"), worker), (ours.seal(1, b"ack"), sender)):
+        with pytest.raises(AuthenticationError):
+            end.open(text)
+    assert announcement(key, link) != announcement(KEY, LINK)
+
+
+def test_what_an_end_said_is_not_believed_when_it_comes_back() -> None:
+    sender, worker = met()
+
+    with pytest.raises(AuthenticationError):
+        sender.open(sender.seal(1, b"weights"))
+    with pytest.raises(AuthenticationError):
+        worker.open(worker.seal(1, b"ack"))
+    with pytest.raises(AuthenticationError):
+        worker.open(worker.challenge)
+
+
+def test_a_second_worker_cannot_answer_on_a_link() -> None:
+    sender, _ = met()
+
+    with pytest.raises(AuthenticationError, match="Two workers"):
+        sender.open(WorkerSeal(KEY, LINK).challenge)
+
+
+def test_nothing_in_an_envelope_can_be_changed() -> None:
+    sender, worker = met()
+    text = sender.seal(1, b"weights", bytes(32))
+
+    for position in range(len(text)):
+        changed = bytearray(text)
+        changed[position] ^= 1
+        with pytest.raises(AuthenticationError):
+            worker.open(changed)
+    for end in range(len(text)):
+        with pytest.raises(AuthenticationError):
+            worker.open(text[:end])
+    assert worker.open(text).number == 1
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_a_sender_is_told_why_it_is_refused_until_it_has_met_its_worker(reason: Reason) -> None:
+    sender, worker = ends()
+    with pytest.raises(AuthenticationError, match="WEIGHTSYNC_KEY"):
+        sender.open(refusal(reason))
+
+    sender.open(worker.challenge)
+    with pytest.raises(AuthenticationError, match="no worker says here"):
+        sender.open(refusal(reason))
+
+
+def test_an_envelope_of_a_stranger_is_an_authentication_error_whatever_it_holds() -> None:
+    for text in (b"", b"WSYK", b"WSYN" + bytes(80), b"WSYK" + bytes(80), refusal(Reason.OTHER_KEY)[:-1] + b"\xff"):
+        sender, _ = ends()
+        with pytest.raises(AuthenticationError):
+            sender.open(text)
+
+
+# ------------------------------------------------------------------------------------------------------ the key
+
+
+def _everything_said(key: str, caplog: pytest.LogCaptureFixture) -> str:
+    caplog.set_level(logging.DEBUG, "weightsync")
+    scheme = DistributedWeightSyncScheme(key=key)
+    sender, worker = ends(SharedKey(key))
+    with pytest.raises(AuthenticationError) as caught:
+        worker.open(SenderSeal(KEY, LINK, "worker 0").seal(0, b""))
+    return "".join((repr(scheme), repr(vars(scheme)), repr(vars(sender)), repr(caught.value), caplog.text))
+
+
+def test_the_key_is_in_no_text(caplog: pytest.LogCaptureFixture) -> None:
+    assert "tell nobody" not in _everything_said("tell nobody", caplog)
+
+
+def test_a_scheme_takes_its_key_along() -> None:
+    scheme = DistributedWeightSyncScheme(key=b"secret")
+
+    assert pickle.loads(pickle.dumps(scheme))._key == SharedKey("secret")
+
+
+@pytest.mark.parametrize("key", ["", b"", 7])
+def test_what_is_no_key_is_refused(key: str) -> None:
+    with pytest.raises(ConfigurationError, match="key"):
+        DistributedWeightSyncScheme(key=key)
+
+
+def test_the_environment_gives_the_key_that_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SharedKey.given(None) is None
+    monkeypatch.setenv("WEIGHTSYNC_KEY", "of the environment")
+    assert SharedKey.given(None) == SharedKey("of the environment")
+    assert SharedKey.given("given") == SharedKey(b"given")
+    monkeypatch.setenv("WEIGHTSYNC_KEY", "")
+    with pytest.raises(ConfigurationError, match="WEIGHTSYNC_KEY"):
+        SharedKey.given(None)
+
+
+def test_secrets_of_different_purposes_and_parts_differ() -> None:
+    found = {KEY.derived("a", "bc"), KEY.derived("ab", "c"), KEY.derived("a", "b", "c"), KEY.derived("a", b"bc", b"")}
+    assert len(found) == 4
