@@ -42,8 +42,12 @@ SENDERS: Final = frozenset(
 )
 RECEIVERS: Final = frozenset(
     {"HelloArrived", "UpdateArrived", "LinkDown", "Applied", "Refused", "Broken", "Answered"}
-    | {"CloseReceiver", "CrashReceiver"}
+    | {"CloseReceiver", "CrashReceiver", "LinkFailed", "FailReceiver"}
 )
+
+
+#: What a worker does that ends its link with a word that nobody has asked for.
+_LAST_WORDS: Final = frozenset({"CloseReceiver", "FailReceiver", "LinkFailed", "Broken"})
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,10 @@ def _closed(label: Label, spot: Spot, pair: Pair) -> str:
         return WORKER_LOST if dict(spot.waiting).get(pair) else WORKER_GONE
     if label[0] == "LinkDown":
         return CUT
-    if label[0] == "CloseReceiver" and dict(spot.waiting).get(pair):
-        return WORKER_BYE
-    return IDLE_BYE if label[0] == "CloseReceiver" else WORKER_GONE
+    taken_over = label[0] == "HelloArrived" and label[2] != pair[0]
+    if label[0] in _LAST_WORDS or taken_over:
+        return WORKER_BYE if dict(spot.waiting).get(pair) else IDLE_BYE
+    return WORKER_GONE
 
 
 def _needs(label: Label, before: World, gone: dict[Pair, str]) -> str:
@@ -143,6 +148,8 @@ def _needs(label: Label, before: World, gone: dict[Pair, str]) -> str:
             why = gone[s, w]
             return WORKER_GONE if why in (WORKER_BYE, IDLE_BYE) else why
         case ("AnswerBye", s, w, _):
+            return gone[s, w]
+        case ("AnswerRejected", s, w, *_) if gone.get((s, w)) in (WORKER_BYE, IDLE_BYE):
             return gone[s, w]
         case _:
             return ""

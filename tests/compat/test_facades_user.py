@@ -88,6 +88,7 @@ def test_transport_backend_names_the_three_methods() -> None:
         assert isinstance(ours, TransportBackend)
     assert not isinstance(object(), TransportBackend)
     assert isinstance(MPTransport(), InitialSyncTransport)
+    assert isinstance(NoWeightSyncScheme().create_transport(None), InitialSyncTransport)
     assert not isinstance(Postbox(), InitialSyncTransport)
 
 

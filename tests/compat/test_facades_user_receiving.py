@@ -14,9 +14,11 @@ from hours import hours
 
 from weightsync import (
     ConfigurationError,
+    DistributedWeightSyncScheme,
     Evidence,
     MPTransport,
     MultiProcessWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemTransport,
     SharedMemWeightSyncScheme,
     TransportError,
@@ -158,7 +160,10 @@ def joined(scheme: Any, transport: Any, model: Any) -> tuple[Any, Any]:
     return sender, receiver
 
 
-SCHEMES = [Given, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
+SCHEMES = [
+    *(Given, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme),
+    *(DistributedWeightSyncScheme, RPCWeightSyncScheme),
+]
 
 
 @pytest.mark.parametrize("scheme_class", SCHEMES)

@@ -271,6 +271,7 @@ def test_fault_09_a_receive_that_times_out_or_fails_has_written_nothing(pair: Pa
     assert pair.receiver.receive(timeout=0.001) is False
     damaged = plain(2.0)
     damaged["2.bias"] = torch.ones(7)
+    pair.scheme.model = None  # so that the worker has to refuse them
     pair.sender.send_async(damaged)
     assert pair.receiver.receive(timeout=PATIENCE) is False
 

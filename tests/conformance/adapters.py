@@ -231,6 +231,7 @@ CALLS = {
     "a receiver that is gone": ANSWERS_GO_HOME,
     "an idle worker says bye": ANSWERS_GO_HOME,
     "the sender's last words": WORDLESS,
+    "an update that is cut off": WORDLESS,
     "the sender is lost": WORDLESS,
     "a cut": NO_CABLE,
     "a cut with an update outstanding": NO_CABLE,
@@ -241,6 +242,7 @@ ENDLESS = "a queue has no end: that its other side was given up is told by a goo
 QUEUES = dict.fromkeys(
     (
         "the sender's last words",
+        "an update that is cut off",
         "a receiver that is gone",
         "a send to one that is gone",
         "the sender is lost",

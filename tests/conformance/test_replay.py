@@ -12,7 +12,6 @@ import pytest
 
 from weightsync import StateError
 from weightsync._tables import Delivery
-from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
@@ -77,7 +76,7 @@ def test_a_network_misbehaves_only_where_links_may() -> None:
 
 
 def _a_broken_model_says_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReceiverDriver, "break_down", lambda self: self._end(receiving.Broken()))
+    monkeypatch.setattr(receiving, "_fail", lambda data, link, *_: (receiving.Leave(link),))
 
 
 def _a_lost_worker_leaves_the_roll(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,18 +113,18 @@ def _a_refused_send_uses_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "graph"),
+    ("fault", "graph", "rule"),
     [
-        (_a_broken_model_says_goodbye, "ends"),
-        (_a_lost_worker_leaves_the_roll, "losses"),
-        (_a_wait_for_nothing_is_ignored, "one version"),
-        (_a_refused_send_uses_a_version, "one version"),
+        (_a_broken_model_says_goodbye, "ends", Rule.ARRIVES),
+        (_a_lost_worker_leaves_the_roll, "losses", Rule.STATE),
+        (_a_wait_for_nothing_is_ignored, "one version", Rule.STATE),
+        (_a_refused_send_uses_a_version, "one version", Rule.STATE),
     ],
-    ids=lambda each: each if isinstance(each, str) else each.__name__.strip("_"),
+    ids=lambda each: getattr(each, "__name__", str(each)).strip("_"),
 )
-def test_a_fault_in_a_driver_is_found(monkeypatch: pytest.MonkeyPatch, fault: Any, graph: str) -> None:
+def test_a_fault_in_a_driver_is_found(monkeypatch: pytest.MonkeyPatch, fault: Any, graph: str, rule: Rule) -> None:
     fault(monkeypatch)
     with pytest.raises(Nonconforming) as refused:
         check_transport(lay(), only=[f"the graph of {graph}"], patience=2.0)
 
-    assert refused.value.rules == {Rule.STATE}
+    assert refused.value.rules == {rule}

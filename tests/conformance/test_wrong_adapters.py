@@ -192,6 +192,38 @@ class Tears(Wrong):
         return received
 
 
+class PadsWhatIsCutOff(Wrong):
+    """A large payload leaves in pieces; what had not left when its sender went reads as zeros."""
+
+    kept: Any = None
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        if payload is None or message.nbytes < 2**20:
+            self.link.send(message, payload)
+        else:
+            payload.pin(self)
+            self.kept = message, payload
+
+    def flush(self) -> bool:
+        if self.kept is not None:
+            (message, payload), self.kept = self.kept, None
+            self.link.send(message, payload)
+            payload.unpin(self)
+        return self.link.flush()
+
+    def wants_write(self) -> int | None:
+        return self.link.waitables()[0] if self.kept is not None else None
+
+    def close(self) -> None:
+        if self.kept is not None:
+            (message, payload), self.kept = self.kept, None
+            padded = Buffer(message.nbytes)
+            padded.view[: 2**16] = payload.view[: 2**16]
+            self.link.send(message, padded)
+            payload.unpin(self)
+        self.link.close()
+
+
 class Shortens(Wrong):
     def receive(self) -> list[Received]:
         received = self.link.receive()
@@ -369,6 +401,7 @@ WRONG = [
     (DiesOfItself, Rule.LIVES, "waitables"),
     (ForgetsLastWords, Rule.LAST_WORDS, "the sender's last words"),
     (Tears, Rule.PAYLOAD, "payloads of every size (segments)"),
+    (PadsWhatIsCutOff, Rule.PAYLOAD, "an update that is cut off"),
     (Shortens, Rule.PAYLOAD, "payloads of every size (heap)"),
     (Blocks, Rule.NEVER_BLOCKS, "a peer that does not read"),
     (KeepsPinned, Rule.UNPINNED, "buffers (heap)"),

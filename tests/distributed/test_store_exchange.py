@@ -17,6 +17,7 @@ from weightsync.transports.base import Waker
 from weightsync.transports.distributed import exchange
 from weightsync.transports.distributed.exchange import Exchange
 from weightsync.transports.distributed.letters import INLINE_NBYTES, Letter, Side
+from weightsync.transports.distributed.outgoing import Outgoing
 from weightsync.transports.distributed.store import Client, StoreEnd
 
 LARGE = memoryview(bytes(INLINE_NBYTES + 1))
@@ -183,3 +184,21 @@ def test_what_was_read_is_removed_from_the_store_from_the_first_key_on(
     _until(lambda: taken.extend(each.message.version for each in worker.collect()[0]) or taken == [1, 2])
 
     _until(lambda: _written(store, "down") | _written(store, "up") <= {2})
+
+
+def test_letters_that_are_left_when_a_link_closes_keep_their_bytes_though_their_buffers_go_back() -> None:
+    given_back: list[int] = []
+    buffers = [bytearray(b"first"), bytearray(b"other")]
+    outgoing = Outgoing()
+    for number, buffer in enumerate(buffers):
+        outgoing.add(Letter(b"", memoryview(buffer), None, lambda number=number: given_back.append(number)))
+    outgoing.shorten()
+    assert given_back == [0, 1]
+    for buffer in buffers:
+        buffer[:] = b"novel"
+
+    left = [outgoing.take(), outgoing.take()]
+    assert [bytes(letter.payload or b"") for letter in left] == [b"first", b"other"]
+    for letter in left:
+        letter.done()
+    assert given_back == [0, 1]

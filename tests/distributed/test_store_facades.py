@@ -22,6 +22,7 @@ from weightsync import (
     RefusedError,
     StateError,
     WeightStrategy,
+    WeightSyncScheme,
 )
 
 
@@ -185,6 +186,25 @@ def test_a_copy_carries_the_address(ends: Any) -> None:
         copy.send_ack()
         assert ends[0].wait_ack().ok
     assert (received["a"] == 6.0).all()
+
+
+@pytest.mark.parametrize("form", ["pair", "transport", "a scheme of one's own"])
+def test_store_and_rank_address_both_ends(store: Any, form: str) -> None:
+    class Own(WeightSyncScheme):
+        def create_transport(self, pipe_or_context: Any) -> Any:
+            return DistributedTransport(*pipe_or_context)
+
+    scheme = Own() if form.startswith("a scheme") else DistributedWeightSyncScheme()
+    ends = [DistributedTransport(store, 1) if form == "transport" else (store, 1) for _ in range(2)]
+    model = large()
+    with scheme.create_sender() as sender, scheme.create_receiver() as receiver:
+        sender._register_worker(0, ends[0])
+        receiver._register_model(model)
+        receiver._register_worker_transport(ends[1])
+        sender.send_async(large(2.0))
+        assert receiver.receive(timeout=PATIENCE)
+        assert sender.wait_async(timeout=PATIENCE).ok
+    assert {2.0} == constants(model)
 
 
 def test_a_rank_has_one_receiver_of_a_model_in_a_process(store: Any) -> None:

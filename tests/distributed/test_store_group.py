@@ -217,3 +217,25 @@ def test_what_has_arrived_is_kept_though_its_sender_is_gone(making: Making, clie
 
     assert landing[0] == 7
     group.close()
+
+
+def test_no_operation_touches_a_payload_any_more_once_a_send_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUCKET_NBYTES", 1)
+    group = Group("gloo", 0, "a link")
+    happened: list[object] = []
+
+    def start(bucket: torch.Tensor, number: int) -> Callable[[], None]:
+        del bucket
+
+        def finish() -> None:
+            happened.append(number)
+            if number == 0:
+                raise TransportError("the connection has ended")
+
+        return finish
+
+    monkeypatch.setattr(group, "abort", lambda: happened.append("aborted"))
+    with pytest.raises(TransportError, match="the connection has ended"):
+        group._move(memoryview(bytearray(5)), 3, start)
+
+    assert happened == [0, "aborted", 1, 2]

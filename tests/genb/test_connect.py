@@ -292,7 +292,9 @@ def test_a_send_first_waits_for_what_nobody_was_told_about(duo: Duo) -> None:
 
 def test_not_waiting_tells_of_a_failure_at_the_next_send_which_is_dispatched(duo: Duo) -> None:
     duo.sending.sync = False
+    duo.sending.model = None  # so that the worker has to refuse them
     duo.sending.send({"another": torch.zeros(1)})
+    duo.sending.model = duo.source
 
     with pytest.raises(WeightSyncError, match="another"):
         duo.send(3.0)

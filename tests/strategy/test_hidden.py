@@ -183,6 +183,24 @@ class Extra(nn.Linear):
         return OrderedDict(super().state_dict(*args, **kwargs))
 
 
+class Adapted(nn.Module):
+    """A LoRA module that can be merged, and saves its adapter only, under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(2, 2)
+        self.lora_a = nn.Parameter(torch.randn(2, 1))
+        self.lora_b = nn.Parameter(torch.randn(1, 2))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "default.lora_a"] = self.lora_a.detach()
+        destination[prefix + "default.lora_b"] = self.lora_b.detach()
+
+    def merge_and_unload(self) -> nn.Module:
+        self.base.weight.data += self.lora_a @ self.lora_b
+        return self.base
+
+
 class OldStyle(nn.Linear):
     """A `state_dict` without arguments, as TorchRL's environments have it, with nothing of its own below a key."""
 
@@ -238,6 +256,7 @@ def _scripted_float() -> nn.Module:
         lambda: Halving(3, 3),
         lambda: nn.Sequential(Extra(3, 3)),
         lambda: OldStyle(2, 2),
+        lambda: nn.Sequential(Adapted()),
         _weight_normed,
         _parametrized,
         _spectral,
@@ -257,6 +276,16 @@ def test_modules_that_hide_nothing_go_on_working(make: Callable[[], nn.Module]) 
     found = read_weights(destination).tensors
     assert found
     assert all(torch.equal(found[name], tensor) for name, tensor in read_weights(source).tensors.items())
+
+
+def test_an_adapter_with_a_state_dict_of_its_own_is_merged_and_sent() -> None:
+    adapted, worker = Adapted(), nn.Linear(2, 2)
+    merged = adapted.base.weight.detach() + (adapted.lora_a @ adapted.lora_b).detach()
+
+    Target(worker).apply(adapted)
+
+    assert torch.allclose(worker.weight, merged)
+    assert torch.equal(worker.bias, adapted.base.bias)
 
 
 def test_a_lazy_module_is_refused_as_not_initialised() -> None:

@@ -12,14 +12,17 @@ import pytest
 
 from weightsync import TransportError, wire
 from weightsync.messages import Ack, Message, Update
-from weightsync.transports.base import Link
+from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.calls import CallLink
 from weightsync.transports.door_links import DoorLink, Parcel, opened
 from weightsync.transports.liveness import ProcessWatch, own_identity
 from weightsync.transports.pipe import PipeLink
+from weightsync.transports.queues import QueueChannel, QueueLink
 
 ACK = Ack(model_id="m", incarnation=1, version=1)
 UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"")
+#: Above the kernel's highest process id.
+NOBODY = 2**22
 #: A link, what its peer says as it dies, and how.
 Scene = tuple[Link, Message, Callable[[], object]]
 
@@ -55,6 +58,31 @@ def behind_a_door() -> Iterator[Scene]:
     link = DoorLink("the sender")
     yield link, UPDATE, lambda: link.bring(0, opened(Parcel("a", 0, wire.encode(UPDATE))))
     link.close()
+
+
+@contextlib.contextmanager
+def over_queues() -> Iterator[Scene]:
+    there, back = multiprocessing.Queue(), multiprocessing.Queue()
+    link = QueueLink(QueueChannel(there, back), "m", "the worker")
+    yield link, ACK, lambda: back.put(wire.encode(ACK))
+    link.close()
+    for queue in (there, back):
+        queue.close()
+        queue.join_thread()
+
+
+@pytest.mark.parametrize("scene", [over_a_pipe, over_calls, behind_a_door, over_queues])
+def test_g10_a_watch_that_begins_when_the_process_is_dead_already_ends_the_wait(
+    scene: Callable[[], contextlib.AbstractContextManager[Scene]],
+) -> None:
+    waker = Waker()
+    with scene() as (link, _, _say):
+        link.watch(NOBODY, 5)
+
+        assert wait(waker, [link], 5.0) == [link]
+        with pytest.raises(TransportError, match=f"process {NOBODY} is dead"):
+            link.receive()
+    waker.close()
 
 
 @pytest.mark.parametrize("scene", [over_a_pipe, over_calls, behind_a_door])

@@ -517,6 +517,23 @@ def test_a_waker_that_is_closed_ends_every_wait(laid):
     assert waker.fileno() == -1
 
 
+def test_a_waker_is_closed_before_it_fires_and_fires_before_its_descriptor_goes(monkeypatch):
+    waker, seen = Waker(), []
+    write, close = os.eventfd_write, os.close
+
+    def writes(fd, value):
+        # As a signal handler that waits would find it here: it must not take the last firing for its own.
+        seen.append(("fired", waker.enter()))
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", writes)
+    monkeypatch.setattr(os, "close", lambda fd: (seen.append(("closed", fd)), close(fd)))
+    fd = waker.fileno()
+    waker.close()
+
+    assert seen == [("fired", None), ("closed", fd)]
+
+
 def test_room_to_write_ends_a_wait(laid):
     first, second = laid(payloads=Payloads.INLINE)
     first.send(update(1, 2**20), filled(2**20))

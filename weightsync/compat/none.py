@@ -31,3 +31,11 @@ class NoTransport:
     def check_connection(self) -> bool:
         """True: there is nothing that could be down."""
         return True
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """There is nobody to meet."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> None:
+        """There is nobody to meet."""

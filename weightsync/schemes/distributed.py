@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from weightsync.compat.arguments import one_by_one
+from weightsync.compat.base import BareTransport
 from weightsync.compat.distributed import DistributedTransport
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
@@ -180,10 +181,14 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: no store, or no rank.
         """
+        if isinstance(endpoint, BareTransport):
+            return super().lay_link(endpoint, model_id, peer)
         return sender_link(self._meeting(endpoint), model_id, peer)
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Take each link that a sender announces to this worker: see `lay_link`."""
+        if isinstance(endpoint, BareTransport):
+            return super().listen(endpoint, model_id, accept)
         return listen(self._meeting(endpoint), model_id, accept)
 
     def _meeting(self, endpoint: Any) -> StoreEnd:

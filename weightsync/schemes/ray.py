@@ -8,6 +8,7 @@ from typing import Any
 from weightsync.actors import (
     CALL,
     POLICY_METHOD,
+    RUN,
     STATE_DICT_METHOD,
     TENSORDICT_METHOD,
     ActorLinks,
@@ -17,6 +18,7 @@ from weightsync.actors import (
     tensor_transport_of,
 )
 from weightsync.background import Background
+from weightsync.compat.base import BareTransport
 from weightsync.compat.ray import RayActorTransport, RayTransport
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
@@ -101,6 +103,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
             MissingExtraError: Ray is not installed.
             ConfigurationError: the actor has none of the methods that take weights.
         """
+        if is_transport(endpoint):
+            return super().lay_link(endpoint, model_id, peer)
         return self._links.lay(endpoint, methods_for(self.strategy), model_id, peer)
 
     # ---------------------------------------------------------------------------------------- the worker
@@ -117,6 +121,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Give ``accept`` each sender's link, as its first call comes: see `WeightSyncScheme.listen`."""
+        if is_transport(endpoint):
+            return super().listen(endpoint, model_id, accept)
         return desk_of(model_id).open(accept)
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
@@ -150,6 +156,11 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def create_receiver(self) -> ActorReceiver:
         """A receiver that the calls to this process's actor drive, once it listens."""
         return ActorReceiver(self)
+
+
+def is_transport(endpoint: Any) -> bool:
+    """Whether an endpoint is a transport, TorchRL's or of the user's own. An actor is none, whatever its methods."""
+    return isinstance(endpoint, BareTransport) and optional(endpoint, RUN) is MISSING
 
 
 def only_actor(*names: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from weightsync.background import Background
 from weightsync.compat.arguments import one_by_one
+from weightsync.compat.base import BareTransport
 from weightsync.compat.collectors import COLLECTOR, Collector, Presenter, calling, collector_of, link_to
 from weightsync.compat.rpc import RPCTransport
 from weightsync.errors import ConfigurationError
@@ -77,7 +78,9 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: RPC is not initialised, or knows nobody of that name.
         """
-        return link_to(_collector(endpoint), model_id, peer, self._presenter)
+        if isinstance(endpoint, BareTransport):
+            return super().lay_link(endpoint, model_id, peer)
+        return link_to(collector_of(endpoint), model_id, peer, self._presenter)
 
     def create_transport(
         self,
@@ -116,6 +119,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: this process has a receiver of that model already.
         """
+        if isinstance(endpoint, BareTransport):
+            return super().listen(endpoint, model_id, accept)
         return door_of(model_id).open(accept)
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
@@ -139,10 +144,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
 def _asked(given: Mapping[str, Any], context: Any) -> Any:
     return given_or_found(given, context, "num_workers")
-
-
-def _collector(endpoint: Any) -> Collector:
-    return endpoint.collector if isinstance(endpoint, RPCTransport) else collector_of(endpoint)
 
 
 def _refuse_unreachable(collector: Collector, peer: str) -> None:

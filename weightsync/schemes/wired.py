@@ -91,7 +91,7 @@ class Wired(Rendezvous, abc.ABC):
         """
         transport = self._transport_for(endpoint)
         lays_links = type(self).lay_link is not Wired.lay_link
-        if isinstance(transport, TransportFacade) and not lays_links:
+        if isinstance(transport, TransportFacade) and (transport is endpoint or not lays_links):
             return transport.listen(model_id, accept)
         if transport is not None and not isinstance(transport, TransportFacade):
             return hear(transport, model_id, self.strategy, accept)

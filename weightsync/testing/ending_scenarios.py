@@ -15,9 +15,12 @@ from weightsync.testing.script import Ability, Scenario
 from weightsync.testing.stage import Stage
 from weightsync.testing.tap import Tap
 from weightsync.transports.base import Link
+from weightsync.transports.memory import Storage
 
 #: How many connections are laid to see whether they leave anything. A few descriptors may come and go beside them.
 _CONNECTIONS = 10
+#: Bytes, more than any transport takes at once.
+_LARGE = 8 * 2**20
 #: What a process can run out of, and how much of it this one has.
 _OPENED: Mapping[str, Callable[[], int]] = {
     "descriptors": lambda: len(os.listdir("/dev/fd")),
@@ -97,6 +100,17 @@ def the_receivers_last_words(stage: Stage) -> None:
     line.receive_until_told(line.sender)
 
 
+def an_update_that_is_cut_off(stage: Stage) -> None:
+    """The sender's end is closed while a large update is on its way: it comes out whole, or not at all."""
+    stage.storage = Storage.HEAP
+    line = Line(stage)
+    line.greet()
+    line.tell(*line.update(1, nbytes=_LARGE))
+    stage.watch.steps.append("the sender's end is closed before all of it can have left")
+    line.sender.close()
+    line.ends_at(line.receiver)
+
+
 def a_receiver_that_is_gone(stage: Stage) -> None:
     """The receiver's end is closed while nothing is on its way: the sender's end tells so by itself."""
     line = Line(stage)
@@ -136,6 +150,7 @@ ENDING_SCENARIOS = (
     Scenario("many connections", many_connections),
     Scenario("the sender's last words", the_senders_last_words),
     Scenario("the receiver's last words", the_receivers_last_words),
+    Scenario("an update that is cut off", an_update_that_is_cut_off),
     Scenario("a receiver that is gone", a_receiver_that_is_gone),
     Scenario("a send to one that is gone", a_send_to_one_that_is_gone),
     Scenario("a cut", a_cut, needs=Ability.CUT),

@@ -161,6 +161,8 @@ class QueueLink:
         received = self._channel.collect(self._model_id)
         if dead and not received and self._watch is not None:
             raise TransportError(f"{self._peer} has ended: process {self._watch.pid} is dead.")
+        if dead:
+            self._waker.fire()  # what came before is delivered now, the end at the next call
         return received
 
     def waitables(self) -> list[int]:
@@ -181,6 +183,8 @@ class QueueLink:
         if self._watch is not None:
             self._watch.close()
         self._watch = watch
+        if watch.dead:
+            self._waker.fire()
 
     def close(self) -> None:
         """Give the link up: see `Link.close`. The queues are the user's."""

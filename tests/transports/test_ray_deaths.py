@@ -1,0 +1,105 @@
+"""An actor that dies ends the calls on their way to it: shown without a cluster, so that every test run does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from missing import not_tested
+
+from weightsync import TransportError
+from weightsync.messages import Update
+from weightsync.transports import ray as module
+from weightsync.transports.calls import CallLink
+from weightsync.transports.memory import Buffer
+
+try:
+    import ray
+    import ray.exceptions
+except ImportError:
+    ray = None
+
+UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=3)
+
+
+class Session:
+    """This process's connection to Ray, without a cluster."""
+
+    def __init__(self, peer: str) -> None:
+        del peer
+
+    def require(self) -> Any:
+        return ray
+
+
+class Vigil:
+    """Nobody shuts Ray down here."""
+
+    def attend(self, call: Future[Any], peer: str) -> None:
+        del call, peer
+
+    def leave(self, call: Future[Any]) -> None:
+        del call
+
+
+class Row:
+    """Weights that lie in no object store."""
+
+    def of(self, incarnation: int) -> Row:
+        del incarnation
+        return self
+
+    def put(self, update: Update, payload: Buffer | None) -> bytes:
+        del update, payload
+        return b"a reference"
+
+    def forget(self, version: int) -> None:
+        del version
+
+
+class Actor:
+    """Takes calls, and ends all of them as it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Future[Any]] = []
+
+    def remote(self, *_: Any) -> Actor:
+        self.calls.append(Future())
+        return self
+
+    def future(self) -> Future[Any]:
+        return self.calls[-1]
+
+
+def with_our_receiver(actor: Actor) -> Any:
+    return module.ActorCourier(actor, "m", "worker 0", Row())  # type: ignore[arg-type]
+
+
+def without(actor: Actor) -> Any:
+    return module.PlainCourier(actor.remote, "worker 0", Row())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("courier", [with_our_receiver, without])
+@pytest.mark.parametrize("died", ["ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError"])
+def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
+    courier: Callable[[Actor], Any], died: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ray is None:
+        not_tested("RAY", "ray is not installed")
+    monkeypatch.setattr(module, "Session", Session)
+    monkeypatch.setattr(module, "VIGIL", Vigil())
+    monkeypatch.setattr(module, "put_away", lambda row: None)
+    actor, buffer = Actor(), Buffer(3)
+    link = CallLink(courier(actor), "worker 0")
+    link.send(UPDATE, buffer)
+    (call,) = actor.calls
+    assert link.receive() == []
+    error = getattr(ray.exceptions, died)
+    call.set_exception(error("the actor is gone", None) if died == "ActorUnavailableError" else error())
+
+    with pytest.raises(TransportError, match="worker 0 did not come back"):
+        link.receive()
+    assert not buffer.pinned
+    link.close()
