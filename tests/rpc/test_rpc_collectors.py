@@ -169,7 +169,8 @@ def test_weights_of_every_dtype_reach_a_collector(trainer: Any) -> None:
 
 
 def send_odd_to_collector(seat: Seat) -> Any:
-    return seat.kept["sender"].send(odd(1.0), timeout=PATIENCE)
+    seat.scheme.model = odd(1.0)
+    return seat.kept["sender"].send(timeout=PATIENCE)
 
 
 def given(seat: Seat) -> Any:
