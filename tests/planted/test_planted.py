@@ -81,8 +81,8 @@ def a_second_send_is_allowed(patch: pytest.MonkeyPatch) -> None:
     """G5: one more row."""
     pair, to = (State.PENDING_ASYNC, SenderInput.SEND_ASYNC), State.PENDING_ASYNC
     rows = {**SENDER_ROWS, pair: to}
-    for module in ("weightsync.sender", "weightsync.protocol.sender"):
-        patch.setattr(f"{module}.SENDER_ROWS", rows)
+    patch.setattr(SenderMachine, "rows", rows)
+    patch.setattr(pure_sender, "SENDER_ROWS", rows)
     patch.setitem(SenderMachine._events[SenderInput.SEND_ASYNC]._targets, pair[0], to)
 
 
