@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from weightsync.errors import ConfigurationError as ConfigurationError
     from weightsync.errors import LayoutError as LayoutError
     from weightsync.errors import MissingExtraError as MissingExtraError
+    from weightsync.errors import ModelBusyError as ModelBusyError
     from weightsync.errors import ModelPathError as ModelPathError
     from weightsync.errors import ProtocolError as ProtocolError
     from weightsync.errors import RefusedError as RefusedError
@@ -97,6 +98,7 @@ _HOMES = {
     "ConfigurationError": "errors",
     "LayoutError": "errors",
     "MissingExtraError": "errors",
+    "ModelBusyError": "errors",
     "ModelPathError": "errors",
     "ProtocolError": "errors",
     "RefusedError": "errors",

@@ -6,7 +6,7 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +21,9 @@ from weightsync.transports.base import wait
 from weightsync.transports.fork import forget_after_fork
 
 logger = logging.getLogger("weightsync")
+
+#: Seconds that `Background.stop` waits for the thread.
+JOIN_SECONDS: Final = 10.0
 
 #: Hands the version served on, and says what became of it; None: nothing is known of that.
 HandOn = Callable[[], SyncReport | None]
@@ -88,13 +91,24 @@ class Background:
         self._told = self._receiver.driver.data.decided
 
     def stop(self) -> None:
-        """End the thread and the guard. The receiver stays as it is."""
+        """End the thread and the guard; the receiver stays as it is.
+
+        A thread that is inside code of the user's cannot be ended: it is waited for `JOIN_SECONDS`, then left to end
+        when that code returns.
+        """
         with self._news:
             self._stopping = True
             thread = self._thread
         self._receiver.driver.waker.fire()
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(JOIN_SECONDS)
+            if thread.is_alive():
+                logger.warning(
+                    "model %r: after %g s its background receiver is still inside code of yours, a hook or what hands "
+                    "weights on; it ends when that returns",
+                    self._receiver.model_id,
+                    JOIN_SECONDS,
+                )
         self._receiver.attend(None)
         self._unguard()
         atexit.unregister(self.stop)

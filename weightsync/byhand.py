@@ -13,7 +13,7 @@ from weightsync.presenting import present_as
 from weightsync.protocol import receiver as pure
 from weightsync.report import Evidence
 from weightsync.swapping import Swapping
-from weightsync.timing import Deadline
+from weightsync.timing import Deadline, Timeout
 from weightsync.transports.base import Link, wait
 
 #: The only text that an ack by hand may have, if it is to say that the weights are applied.
@@ -116,16 +116,20 @@ class ByHand(Swapping):
         with self._driver.lock:
             return self._out is not None
 
-    def acknowledge(self, message: str = UPDATED) -> None:
+    def acknowledge(self, message: str = UPDATED, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
         """Answer by hand for the update that was handed out: the outcome's evidence is `CALL`.
 
         Args:
             message: "updated": it is applied. Any other text tells the sender that it is not.
+            timeout: seconds to wait for other threads that serve the model; None: for ever; default:
+                `WEIGHTSYNC_TIMEOUT` or 60.
 
         Raises:
+            ModelBusyError: (a TimeoutError) they served it until then; nothing was answered.
             StateError: no update that was handed out is pending: it was answered, overtaken, or its link went down.
         """
-        with self._serving.alone(), Shield(self._driver.waker.fire), self._driver.lock:
+        deadline = Deadline(timeout)
+        with self._serving.alone(deadline, "acknowledge"), Shield(self._driver.waker.fire), self._driver.lock:
             handed = self._handed
             if handed is None or self._out is None:
                 raise self._driver.refused(
@@ -139,13 +143,18 @@ class ByHand(Swapping):
             else:
                 self._driver.take(pure.Refused(self._refusal(handed.pending, other_text(message), "", Evidence.CALL)))
 
-    def refuse(self, error: BaseException) -> None:
+    def refuse(self, error: BaseException, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
         """Answer by hand that the update that was handed out could not be applied; nothing happens if none is pending.
 
         Args:
             error: why; the sender is told its text and its traceback.
+            timeout: as for `acknowledge`.
+
+        Raises:
+            ModelBusyError: as `acknowledge`.
         """
-        with self._serving.alone(), Shield(self._driver.waker.fire), self._driver.lock:
+        deadline = Deadline(timeout)
+        with self._serving.alone(deadline, "refuse"), Shield(self._driver.waker.fire), self._driver.lock:
             pending, self._handed = self._out, None
             if pending is not None:
                 told = "".join(traceback.format_exception(error))

@@ -6,6 +6,7 @@
         AckTimeoutError(TimeoutError)    .pending; the update can still be waited for
         WorkerLostError(ConnectionError) .lost
         RefusedError                     .refused, with the workers' own tracebacks
+      ModelBusyError(TimeoutError)       in a worker: the model was served all the time; nothing changed
       ConfigurationError(ValueError)     input missing or contradictory, no or unknown worker ids, an unsupported type
       ModelPathError(AttributeError)     .part that did not resolve
       MissingExtraError(ImportError)     .extra to install
@@ -142,6 +143,10 @@ class RefusedError(SyncError):
         self.refused = dict(refused or {})
 
 
+class ModelBusyError(WeightSyncError, TimeoutError):
+    """The model was being served until time was up, so that nothing could be written into it. Nothing has changed."""
+
+
 class ConfigurationError(WeightSyncError, ValueError):
     """An argument is missing, contradictory, unknown or of an unsupported type. Nothing has changed."""
 
@@ -216,3 +221,16 @@ class AuthenticationError(TransportError):
 
 class SenderClosed(TransportError):
     """In a worker: the sender closed its link in good order. A sender that crashed is a `TransportError` alone."""
+
+
+def raw_pipe() -> None:
+    """What our frames call if somebody unpickles them: see `weightsync.transports.preamble`.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError(
+        "A frame of weightsync's was read from the raw pipe, and is lost to the link that it was for. While a scheme "
+        "uses a pipe, read your own messages by receiver.pipe.recv() in a worker, and by sender.pipe(worker_id).recv() "
+        "in the trainer. A process that reads before its scheme does is to call init_on_worker() first."
+    )

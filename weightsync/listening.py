@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.traced import receiver_driver
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, ModelBusyError
 from weightsync.messages import Ack
 from weightsync.paths import _resolve_model
 from weightsync.serving import ServingLock
 from weightsync.side import Side, pipes_travel
 from weightsync.target import Target
+from weightsync.timing import Deadline, Timeout
 from weightsync.transports.base import Link
 from weightsync.transports.user import UserMessages
 
@@ -70,16 +72,17 @@ class Listening(Side):
 
         Raises:
             ConfigurationError: neither is given, or both.
+            ModelBusyError: (a TimeoutError) other threads served the model before for `WEIGHTSYNC_TIMEOUT` or 60
+                seconds; nothing has changed.
         """
         if (model is None) == (model_ref is None):
             raise ConfigurationError("register_model() takes a model: once, as model= or by its older name model_ref=.")
         model = model_ref if model is None else model
-        self._path = model if isinstance(model, str) else None
-        self._set_model(model)
+        self._set_model(model, model if isinstance(model, str) else None, Deadline(Timeout.DEFAULT))
 
-    def _set_model(self, model: Any) -> None:
-        with self._serving.alone(), self._driver.lock:
-            self._model = model
+    def _set_model(self, model: Any, path: str | None, deadline: Deadline) -> None:
+        with self._serving.alone(deadline, "register_model"), self._driver.lock:
+            self._model, self._path = model, path
             self._drop_target()
             if not isinstance(model, str):
                 self._make_target()
@@ -163,7 +166,9 @@ class Listening(Side):
                 raise
             return  # the context was collected, and the model found there before lives on
         if found is not self._model:
-            self._set_model(found)
+            # While others serve the model before, nothing could be applied to this one: it is looked for again.
+            with contextlib.suppress(ModelBusyError):
+                self._set_model(found, self._path, Deadline(0))
 
     def _make_target(self) -> Target:
         if self._model is None:

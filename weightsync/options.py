@@ -50,4 +50,8 @@ def option(kind: type[Option], value: Option | str) -> Option:
         return kind(value)
     except ValueError:
         names = ", ".join(repr(member.value) for member in kind)
-        raise ConfigurationError(f"{value!r} is none of {names}. Nothing has changed.") from None
+        name = _ARGUMENTS.get(kind, kind.__name__)
+        raise ConfigurationError(f"{name}= is {value!r}, which is none of {names}. Nothing has changed.") from None
+
+
+_ARGUMENTS = {OnFailure: "on_failure", OnPending: "on_pending", Verify: "verify"}

@@ -16,7 +16,7 @@ from weightsync.extras import encode_extras
 from weightsync.packing import digest, digest_of
 from weightsync.serving import PATIENCE
 from weightsync.target import SwapBroken, Target
-from weightsync.timing import Deadline
+from weightsync.timing import Deadline, Timeout
 from weightsync.transports.base import wait
 from weightsync.weights import layout_of, read_weights
 
@@ -63,7 +63,9 @@ class WeightReceiver(ByHand):
                 shield.deliver()
                 wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
 
-    def apply_weights(self, weights: Any, *, inplace: bool = True) -> None:
+    def apply_weights(
+        self, weights: Any, *, inplace: bool = True, timeout: float | Timeout | None = Timeout.DEFAULT
+    ) -> None:
         """Apply weights by hand.
 
         If they are those of the pending version, that is applied and acked. Other weights are written into the
@@ -73,14 +75,17 @@ class WeightReceiver(ByHand):
             weights: a TensorDict or dict, nested or flat dotted.
             inplace: if false, other weights than the pending version's get tensors of their own, as
                 `WeightStrategy.apply_weights` says.
+            timeout: seconds to wait for other threads that serve the model; None: for ever; default:
+                `WEIGHTSYNC_TIMEOUT` or 60.
 
         Raises:
+            ModelBusyError: (a TimeoutError) they served it until then; nothing was changed.
             StateError: the receiver is closed.
             ConfigurationError: no model is registered, or an unsupported type of weights.
             LayoutError: they do not fit; nothing was changed.
         """
-        target = self._destination()
-        with self._serving.alone(), Shield(self._driver.waker.fire), self._driver.lock:
+        deadline, target = Deadline(timeout), self._destination()
+        with self._serving.alone(deadline, "apply_weights"), Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.require_open("apply_weights")
             # What was handed out is not overtaken now: the weights are probably its own.
             if self._out is None and self._attendant is None:

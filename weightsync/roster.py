@@ -12,7 +12,7 @@ from weightsync.driving.traced import sender_driver
 from weightsync.errors import AckTimeoutError, ConfigurationError, LayoutError, RefusedError, WorkerLostError
 from weightsync.layout import Layout
 from weightsync.protocol import sender as pure
-from weightsync.side import Side, pipes_travel, require_worker_id
+from weightsync.side import Side, pipes_travel, require_whole, require_worker_id
 from weightsync.timing import Deadline, Timeout, new_incarnation
 from weightsync.transports.awaited import AwaitedProcess
 from weightsync.transports.base import Link, wait
@@ -82,7 +82,8 @@ class Roster(Side):
             StateError: the links were laid already, or the sender is closed.
             ConfigurationError, LayoutError: these weights cannot be sent; no link was laid.
         """
-        incarnation = new_incarnation(fence or 0)
+        above = 0 if fence is None else require_whole(fence, "fence", "the incarnation to rise above")
+        incarnation = new_incarnation(above)
         self._driver.require(SenderInput.CONNECT)
         layout = self._known_layout() if weights is None else self._packer.layout_of(weights)
         with Shield(self._driver.waker.fire), self._driver.lock:

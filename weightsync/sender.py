@@ -349,5 +349,6 @@ def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | N
     """
     if worker_ids is None:
         return None
-    given = worker_ids if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str) else (worker_ids,)
-    return tuple(require_worker_id(worker_id) for worker_id in given)
+    several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str | bytes)
+    given: Iterable[Any] = worker_ids if several else (worker_ids,)  # type: ignore[assignment]
+    return tuple(require_worker_id(worker_id, "worker_ids") for worker_id in given)

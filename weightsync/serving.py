@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
+from weightsync.errors import ModelBusyError
+from weightsync.timing import Deadline
+
 #: Seconds that a forward waits for those already under way before it goes on beside them with the version served.
 #: Without a bound, a forward that waits for another forward of the same model in another thread would never end.
 PATIENCE: Final = 1.0
@@ -69,19 +72,35 @@ class ServingLock:
                 self._end()
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Have the model alone but for what this thread itself serves; waits for all others."""
+    def alone(self, deadline: Deadline, asked: str) -> Iterator[None]:
+        """Have the model alone but for what this thread itself serves; waits for all others.
+
+        Args:
+            deadline: until when.
+            asked: the public method that needs the model, for messages to people.
+
+        Raises:
+            ModelBusyError: others served it until then.
+        """
         own = threading.get_ident()
         with self._changed:
             outer = self._swapping == own
             if not outer:
-                self._changed.wait_for(lambda: self._free(besides=own))
+                self._await_free(own, deadline, asked)
                 self._swapping = own
         try:
             yield
         finally:
             if not outer:
                 self._end()
+
+    def _await_free(self, own: int, deadline: Deadline, asked: str) -> None:
+        while not self._changed.wait_for(lambda: self._free(besides=own), deadline.nap):
+            if deadline.passed:
+                raise ModelBusyError(
+                    f"{asked}(): other threads served the model until time was up (a forward, or a serving() block). "
+                    "Nothing has changed; call it again, or give it a longer timeout=."
+                )
 
     def _end(self) -> None:
         with self._changed:

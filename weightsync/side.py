@@ -120,16 +120,52 @@ def pipes_travel() -> bool:
     return multiprocessing.context.get_spawning_popen() is not None
 
 
-def require_worker_id(worker_id: Any) -> int:
+def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
     """The worker's id as an int: numpy's are taken too.
+
+    Args:
+        worker_id: what was given.
+        argument: as what it was given.
 
     Raises:
         ConfigurationError: it is not an int of 0 or more.
     """
-    try:
-        number = -1 if isinstance(worker_id, bool) else operator.index(worker_id)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ConfigurationError(f"a worker's id is an int of 0 or more, not {worker_id!r}. Nothing has changed.")
+    number = _whole(worker_id)
+    if number is None:
+        raise ConfigurationError(
+            f"{argument}= is {worker_id!r}: a worker's id is an int of 0 or more. Nothing has changed."
+        )
     return number
+
+
+def require_whole(value: Any, argument: str, what: str) -> int:
+    """The value as an int of 0 or more: numpy's are taken too.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    number = _whole(value)
+    if number is None:
+        raise ConfigurationError(f"{argument}= is {value!r}: give {what}, an int of 0 or more. Nothing has changed.")
+    return number
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+    return number if number >= 0 else None
+
+
+def require_name(value: Any, argument: str) -> str:
+    """The value, if it is a str that is not empty.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not isinstance(value, str) or not value:
+        raise ConfigurationError(
+            f"{argument}= is {value!r}: give the model's name, a str, the same on both sides. Nothing has changed."
+        )
+    return value

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, SupportsFloat
 
 from weightsync.errors import ConfigurationError
 
@@ -67,14 +67,17 @@ def seconds(timeout: float | Timeout | None) -> float | None:
     """
     if timeout is None:
         return None
-    value: float | str = os.environ.get(ENVIRONMENT, SECONDS) if isinstance(timeout, Timeout) else timeout
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
+    default = isinstance(timeout, Timeout)
+    value: object = os.environ.get(ENVIRONMENT, SECONDS) if default else timeout
+    number = float("nan")
+    if (default or isinstance(value, SupportsFloat)) and not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError):
+            number = float(value)  # type: ignore[arg-type]
     if not number >= 0:
-        source = f"the environment's {ENVIRONMENT}" if isinstance(timeout, Timeout) else "timeout="
-        raise ConfigurationError(f"{source} is {value!r}: it must be seconds, 0 or more (None waits for ever).")
+        source = f"the environment's {ENVIRONMENT}" if default else "timeout="
+        raise ConfigurationError(
+            f"{source} is {value!r}: give a number of seconds, 0 or more (None waits for ever). Nothing has changed."
+        )
     return number * START_FACTOR if timeout is Timeout.START else number
 
 

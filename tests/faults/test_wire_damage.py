@@ -25,8 +25,20 @@ from weightsync import (
 from weightsync._tables import PROTOCOL_VERSION
 from weightsync.layout import Layout
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.transports.preamble import PREAMBLE
 
-FOREIGN = [{"step": 3}, b"", b"W", b"WSY", "text", None, [1, 2], b"x" * 100_000, ("update_weights", {"a": 1})]
+FOREIGN = [
+    {"step": 3},
+    b"",
+    b"W",
+    b"WSY",
+    PREAMBLE[:-1],
+    "text",
+    None,
+    [1, 2],
+    b"x" * 100_000,
+    ("update_weights", {"a": 1}),
+]
 BY_HAND = pytest.mark.untraced("puts on the wire what no machine has said")
 
 
@@ -131,6 +143,7 @@ def damaged() -> dict[str, bytes]:
         "a header alone": framed(whole[: wire.HEADER_NBYTES]),
         "half a header": framed(whole[:30]),
         "our magic alone": framed(wire.MAGIC),
+        "our preamble and little more": framed(PREAMBLE + b"W"),
         "too long": framed(whole + b"x"),
         "a body that claims 4 GiB": framed(bytes(huge)),
         "a negative length": struct.pack("!i", -2),
@@ -308,7 +321,7 @@ def test_an_update_before_any_handshake_takes_the_link_down(scheme_class: Any) -
         with pytest.raises(ProtocolError):
             scheme.get_receiver().receive(timeout=PATIENCE)
         assert scheme.get_receiver().version is None
-        told = wire.decode(ours.recv_bytes())
+        told = wire.decode(ours.recv_bytes().removeprefix(PREAMBLE))
 
     assert isinstance(told, Refusal)
     ours.close()

@@ -934,3 +934,52 @@ def test_a_call_beside_a_wait_is_told_of_the_wait(pair: Pair) -> None:
     waiting.join(PATIENCE)
 
     assert "wait_async(): another thread waits for version 1, which still awaits worker 0." in str(error)
+
+
+# ------------------------------------------------------------------- arguments of a wrong type are named and refused
+
+WRONG_CALLS: list[tuple[str, Callable[[Pair], Any]]] = [
+    ("timeout", lambda pair: pair.sender.send(timeout="10")),
+    ("timeout", lambda pair: pair.sender.send(timeout=True)),
+    ("timeout", lambda pair: pair.sender.send_async(timeout=[1])),
+    ("timeout", lambda pair: pair.sender.wait_async(timeout="1")),
+    ("timeout", lambda pair: pair.receiver.receive(timeout="1")),
+    ("timeout", lambda pair: pair.scheme.connect(timeout="1")),
+    ("worker_ids", lambda pair: pair.sender.send(worker_ids="0")),
+    ("worker_ids", lambda pair: pair.sender.send(worker_ids=b"0")),
+    ("worker_ids", lambda pair: pair.sender.send(worker_ids=[0.5])),
+    ("worker_id", lambda pair: pair.sender.add_worker("0", multiprocessing.Pipe()[0])),
+    ("process", lambda pair: pair.sender.add_worker(0, multiprocessing.Pipe()[0], process="1")),
+    ("on_failure", lambda pair: pair.sender.send(on_failure=5)),
+    ("on_pending", lambda pair: pair.sender.send(on_pending=None)),
+    ("fence", lambda pair: type(pair.scheme)().create_sender().connect(fence="5")),
+]
+WRONG_INITS: dict[str, Any] = {
+    "pipes": multiprocessing.Pipe()[0],
+    "num_workers": "2",
+    "model_id": 5,
+    "fence": 1.5,
+    "devices": "cpu",
+    "ctx": 5,
+}
+
+
+@pytest.mark.parametrize(("argument", "call"), WRONG_CALLS)
+def test_an_argument_of_a_wrong_type_is_named(pair: Pair, argument: str, call: Callable[[Pair], Any]) -> None:
+    before = pair.sender._driver.data
+    with pytest.raises(ConfigurationError, match=rf"^{argument}= is "):
+        call(pair)
+
+    assert pair.sender._driver.data == before
+
+
+@pytest.mark.parametrize("argument", WRONG_INITS)
+def test_an_argument_of_init_of_a_wrong_type_is_named(scheme_class: Any, argument: str) -> None:
+    given: dict[str, Any] = {"model_id": "policy", "model": small(), argument: WRONG_INITS[argument]}
+    if argument == "ctx":
+        given["num_workers"] = 1
+    scheme = scheme_class()
+    with pytest.raises(ConfigurationError, match=rf"^{argument}= is "):
+        scheme.init_on_sender(**given)
+
+    assert not scheme.initialized_on_sender

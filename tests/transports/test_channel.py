@@ -20,6 +20,7 @@ from weightsync.transports.channel import Channel
 from weightsync.transports.mailbox import MAX_STRAYS
 from weightsync.transports.memory import Buffer, Storage
 from weightsync.transports.pipe import PipeLink
+from weightsync.transports.preamble import PREAMBLE
 from weightsync.transports.user import UserMessages
 
 
@@ -274,10 +275,18 @@ def test_foreign_pickles_are_not_unpickled_by_the_link(laid, ends):
 
 def test_messages_that_begin_as_ours_are_refused_at_the_source(laid, ends):
     first, second = laid("policy", ends)
-    with pytest.raises(ConfigurationError, match="weightsync's own"):
-        first.user.send_bytes(b"WSYN and more")
+    for ours in (b"WSYN and more", PREAMBLE):
+        with pytest.raises(ConfigurationError, match="weightsync's own"):
+            first.user.send_bytes(ours)
 
     assert not second.user.poll()
+
+
+def test_who_reads_the_raw_pipe_is_told_where_to_read(laid, ends):
+    first, _ = laid("policy", ends)
+    first.send(ack(1))
+    with pytest.raises(ConfigurationError, match=r"receiver\.pipe\.recv\(\)"):
+        ends[1].recv()
 
 
 def test_poll_waits_as_long_as_it_is_told(laid, ends):

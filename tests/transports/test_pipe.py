@@ -25,6 +25,7 @@ from weightsync.transports.base import Payloads, Waker, wait
 from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer, Pool, Storage
 from weightsync.transports.outflow import Outflow, Outgoing
 from weightsync.transports.pipe import PipeLink
+from weightsync.transports.preamble import PREAMBLE
 
 HELLO = Hello(model_id="policy", incarnation=2**70, version=0, pid=0)
 
@@ -58,8 +59,8 @@ def exchange(sender: PipeLink, receiver: PipeLink, count: int) -> list:
     return received
 
 
-def frame(message, payload: bytes = b"") -> bytes:
-    control = wire.encode(message)
+def frame(message, payload: bytes = b"", preamble: bytes = PREAMBLE) -> bytes:
+    control = preamble + wire.encode(message)
     return struct.pack("!i", len(control) + len(payload)) + control + payload
 
 
@@ -174,11 +175,11 @@ def test_frames_come_out_the_same_however_they_are_cut(frames, random):
     for kind, what in frames:
         if kind == "ours":
             message = replace(what, model_id="m")
-            stream += frame(message)
+            stream += frame(message, preamble=random.choice([b"", PREAMBLE]))
             ours.append((message, None))
         elif kind == "payload":
             message, payload = update(1, what, "m"), bytes([what % 256]) * what
-            stream += frame(message, payload)
+            stream += frame(message, payload, preamble=random.choice([b"", PREAMBLE]))
             ours.append((message, payload))
         else:
             content = what if isinstance(what, bytes) else b"u" * what
@@ -273,11 +274,11 @@ def test_close_cuts_an_unfinished_frame_and_lets_its_payload_go(laid):
 
 
 def spoiled(how: str) -> bytes:
-    data = bytearray(frame(ack(2)))
+    data, header = bytearray(frame(ack(2))), 4 + len(PREAMBLE)
     if how == "negative length":
         return struct.pack("!i", -2) + bytes(data[4:])
     if how == "frame too short":
-        return struct.pack("!i", 40) + bytes(data[4:44])
+        return struct.pack("!i", header + 36) + bytes(data[4 : header + 40])
     if how == "frame too long":
         return struct.pack("!i", len(data) - 4 + 7) + bytes(data[4:]) + bytes(7)
     if how == "payload that nobody announced":
@@ -285,7 +286,7 @@ def spoiled(how: str) -> bytes:
     if how == "unknown segment":
         update_ = Update(model_id="policy", incarnation=1, version=2, layout_digest=b"", nbytes=3)
         return frame(replace(update_, slot=SlotRef(segment=99)))
-    data[{"kind": 20, "incarnation": 40, "body": -1}[how]] ^= 0x10
+    data[{"kind": header + 16, "incarnation": header + 36, "body": -1}[how]] ^= 0x10
     return bytes(data)
 
 
@@ -366,7 +367,7 @@ def test_descriptors_that_no_frame_claims_are_closed_with_the_channel(laid):
 def test_another_protocol_version_is_a_protocol_error_that_names_both(laid):
     first, second = laid()
     data = bytearray(frame(HELLO))
-    data[8:10] = struct.pack("!H", 7)
+    data[8 + len(PREAMBLE) : 10 + len(PREAMBLE)] = struct.pack("!H", 7)
     os.write(first._channel.connection.fileno(), bytes(data))
 
     with pytest.raises(ProtocolError, match=f"From the trainer: .* version 7, this process version {PROTOCOL_VERSION}"):

@@ -19,7 +19,7 @@ from weightsync.schemes.registry import WeightSyncBackend, scheme_of
 from weightsync.schemes.sources import checked, given_or_found, model_for_worker, processes_of, weights_of
 from weightsync.schemes.wired import Wired
 from weightsync.sender import WeightSender
-from weightsync.side import is_clean
+from weightsync.side import is_clean, require_name, require_whole
 from weightsync.strategy import WeightStrategy
 from weightsync.transports.fork import forget_after_fork
 
@@ -94,7 +94,11 @@ class WeightSyncScheme(Wired):
         """
         if self._sender is not None:
             raise StateError("scheme", "initialised on the sender", "init_on_sender", ["get_sender", "close"])
+        require_name(model_id, "model_id")
         given = checked(kwargs, (*self._sender_arguments, *_ALWAYS_ON_SENDER), "init_on_sender")
+        fence = given.get("fence")
+        if fence is not None:
+            require_whole(fence, "fence", "the incarnation to rise above, as WorkerLostError.fence says it")
         workers = fleet(given, context, self._strategy)
         given = workers.counted(given)
         endpoints = self._endpoints(given, context, model_id)
@@ -106,7 +110,7 @@ class WeightSyncScheme(Wired):
         for worker_id, endpoint in endpoints.items():
             sender.add_worker(worker_id, endpoint, process=processes.get(worker_id))
         if not self._lays_links_at_connect(given, context):
-            sender.connect(fence=given.get("fence"))
+            sender.connect(fence=fence)
         sender.expected_workers = given.get("expected_workers")
         self._sender = sender
 
@@ -126,6 +130,7 @@ class WeightSyncScheme(Wired):
         """
         if self._receiver is not None:
             raise StateError("scheme", "initialised on the worker", "init_on_worker", ["get_receiver", "close"])
+        require_name(model_id, "model_id")
         given = checked(kwargs, (*self._worker_arguments, *_ALWAYS_ON_WORKER), "init_on_worker")
         endpoint = self._endpoint(given, context, model_id)
         model = self._worker_model(given, context, model_id)

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError
 from weightsync.packing import digest_of_weights
-from weightsync.side import require_worker_id
+from weightsync.side import require_whole, require_worker_id
 from weightsync.strategy import WeightStrategy
 
 
@@ -40,12 +40,14 @@ def fleet(given: Mapping[str, Any], context: Any, strategy: WeightStrategy) -> F
     if "params_map" in given:
         weights = per_worker(given["params_map"], "params_map")
         return _numbered(Fleet(tuple(sorted(weights)), weights), given)
+    if "devices" in given and (not isinstance(given["devices"], Sequence) or isinstance(given["devices"], str)):
+        raise ConfigurationError(f"devices= is {given['devices']!r}: give a list with one device a worker.")
     if "devices" in given:
         return _numbered(Fleet(tuple(range(len(given["devices"])))), given)
     count = given.get("num_workers", optional(context, "num_workers"))
     if count is MISSING or count is None:
         return Fleet()
-    ids = tuple(range(count))
+    ids = tuple(range(require_whole(count, "num_workers", "the number of workers")))
     return Fleet(ids, _mapped(given, ids, strategy)) if "device_map_fn" in given else Fleet(ids)
 
 
@@ -101,6 +103,10 @@ def _refuse_contradictions(given: Mapping[str, Any]) -> None:
     for one in ("devices", "device_map_fn"):
         if one in given and not ("weights" in given or "model" in given):
             raise ConfigurationError(f"init_on_sender({one}=...) needs weights= or model=: what is to be sent.")
+    if "device_map_fn" in given and not callable(given["device_map_fn"]):
+        raise ConfigurationError(
+            f"device_map_fn= is {given['device_map_fn']!r}: give a function of (worker_idx, weights)."
+        )
     if "device_map_fn" in given and "num_workers" not in given:
         raise ConfigurationError("init_on_sender(device_map_fn=...) needs num_workers=: how often it is to be called.")
 

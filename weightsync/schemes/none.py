@@ -16,7 +16,7 @@ from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.sources import weights_of
 from weightsync.sender import WeightSender
 from weightsync.successive import Successive
-from weightsync.timing import Deadline
+from weightsync.timing import Deadline, Timeout
 
 
 class NoSender(WeightSender):
@@ -60,7 +60,13 @@ class NoReceiver(WeightReceiver):
         self._driver.require_open("receive")
         return False
 
-    def apply_weights(self, weights: Any, *, inplace: bool = True) -> None:
+    def apply_weights(
+        self,
+        weights: Any,
+        *,
+        inplace: bool = True,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+    ) -> None:
         """Write weights into the registered model; there is nobody to answer to."""
         if self._model is None:
             raise ConfigurationError("no model is registered: call register_model() first.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from types import ModuleType
 from typing import Any
 
 from weightsync.compat.mp import MPTransport, connection_of
@@ -61,7 +63,7 @@ class PipeScheme(WeightSyncScheme):
         """Our end of one pipe a worker, from ``pipes=`` or ``context.pipes``, or of pipes of our own."""
         if self._lays_links_at_connect(given, context):
             return self._own_pipes(given)
-        pipes = given_or_found(given, context, "pipes")
+        pipes = _listed(given_or_found(given, context, "pipes"))
         count = given_or_found(given, context, "num_workers")
         if count not in (None, len(pipes)):
             raise ConfigurationError(
@@ -81,9 +83,12 @@ class PipeScheme(WeightSyncScheme):
                 "workers there are, to make them itself: num_workers=, params_map=, devices=, or a context with "
                 ".pipes or .num_workers."
             )
+        ctx = given.get("ctx", multiprocessing)
+        if not isinstance(ctx, BaseContext | ModuleType):
+            raise ConfigurationError(f"ctx= is {ctx!r}: give a multiprocessing context, as get_context() makes them.")
         ours = {}
         for worker in sorted(given.get("params_map", range(given["num_workers"]))):
-            ours[worker], self._ends[worker] = given.get("ctx", multiprocessing).Pipe()
+            ours[worker], self._ends[worker] = ctx.Pipe()
         return ours
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
@@ -172,6 +177,20 @@ class MultiProcessWeightSyncScheme(PipeScheme):
             it is without this where a TorchRL collector has several policy factories.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
+
+
+def _listed(pipes: Any) -> list[Any]:
+    """The pipes, one a worker.
+
+    Raises:
+        ConfigurationError: this is no list of them.
+    """
+    if not isinstance(pipes, Iterable) or isinstance(pipes, str | bytes | Mapping):
+        raise ConfigurationError(
+            f"pipes= is {pipes!r}: give a list with our end of one multiprocessing.Pipe() a worker. Nothing has "
+            "changed."
+        )
+    return list(pipes)
 
 
 def _refuse_unusable(pipes: Sequence[Any]) -> None:

@@ -1,7 +1,7 @@
 """Frames read from a socket that the user's own messages share, as `multiprocessing.connection` frames them.
 
 A frame is a 4-byte big-endian signed length, or -1 and an 8-byte one, then that many bytes. Those that begin
-with our magic are ours; all others are the user's own and are passed through unread. Nothing here blocks, and
+with our preamble are ours; all others are the user's own and are passed through unread. Nothing here blocks, and
 the socket's blocking mode, which the user's own descriptor shares, is never touched.
 """
 
@@ -19,6 +19,7 @@ from weightsync import wire
 from weightsync.errors import TransportError
 from weightsync.messages import Message, Update
 from weightsync.transports.memory import anonymous
+from weightsync.transports.preamble import may_be_ours, start_of_ours
 
 _SHORT: Final = struct.Struct("!i")
 _LONG: Final = struct.Struct("!iQ")
@@ -169,9 +170,11 @@ class Inflow:
         self._start = content + nbytes
         if self._start == self._end:
             self._start = self._end = 0
-        if bytes(frame[: len(wire.MAGIC)]) != wire.MAGIC:
+        start = start_of_ours(frame)
+        if start is None:
             return Foreign(bytearray(frame))
-        head = _checked(frame, nbytes)
+        frame = frame[start:]
+        head = _checked(frame, nbytes - start)
         message = wire.decode_with(head, frame[: head.control_nbytes])
         payload = memoryview(bytearray(frame[head.control_nbytes :])) if head.payload_nbytes else None
         return Frame(message, payload, self._claim(head, message, frame))
@@ -189,9 +192,11 @@ class Inflow:
         if nbytes < 0:
             raise wire.malformed(f"A frame claims {nbytes} bytes", read)
         content = read[skip : skip + nbytes]
-        if len(content) < min(len(wire.MAGIC), nbytes):
+        if len(content) < nbytes and may_be_ours(content):
             return False
-        if bytes(content[: len(wire.MAGIC)]) == wire.MAGIC:
+        start = start_of_ours(content)
+        if start is not None:
+            skip, nbytes, content = skip + start, nbytes - start, content[start:]
             if len(content) < min(wire.HEADER_NBYTES, nbytes):
                 return False
             self._head = _checked(content, nbytes)

@@ -17,6 +17,7 @@ from weightsync.transports.mailbox import discard
 from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer
 from weightsync.transports.outflow import Outgoing
 from weightsync.transports.pins import Pins
+from weightsync.transports.preamble import PREAMBLE
 from weightsync.transports.sharing import Mapped, Named
 from weightsync.transports.user import UserMessages
 
@@ -72,7 +73,7 @@ class PipeLink(TellsWhatIsRead):
         """Queue a message and write what fits now: see `Link.send`."""
         self._require_open()
         if not isinstance(message, Update) or not message.nbytes:
-            self._channel.put(Outgoing(wire.encode(message)), self._peer)
+            self._channel.put(Outgoing(_framed(message)), self._peer)
         elif payload is None or payload.nbytes < message.nbytes:
             raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
         elif payload.segment is not None and self._shares(message.nbytes):
@@ -86,7 +87,7 @@ class PipeLink(TellsWhatIsRead):
 
     def _send_inline(self, message: Update, payload: Buffer) -> None:
         token = object()
-        frame = Outgoing(wire.encode(message), payload.view[: message.nbytes], done=lambda: payload.unpin(token))
+        frame = Outgoing(_framed(message), payload.view[: message.nbytes], done=lambda: payload.unpin(token))
         payload.pin(token)
         self._pins.hold(message, None)
         self._channel.put(frame, self._peer)
@@ -95,7 +96,7 @@ class PipeLink(TellsWhatIsRead):
         assert payload.segment is not None
         placed = replace(message, slot=SlotRef(segment=payload.segment.number))
         descriptors = self._named.missing(payload.segment)
-        frame = Outgoing(wire.encode(placed, len(descriptors)), descriptors=descriptors, keep=payload)
+        frame = Outgoing(_framed(placed, len(descriptors)), descriptors=descriptors, keep=payload)
         self._named.name(payload.segment)
         # Held even if the link turns out to be dead: an earlier frame may have shown the same version.
         self._pins.hold(message, payload)
@@ -169,3 +170,8 @@ class PipeLink(TellsWhatIsRead):
     def _require_open(self) -> None:
         if self._closed:
             raise TransportError(f"The link to {self._peer} is closed.")
+
+
+def _framed(message: Message, descriptors: int = 0) -> bytes:
+    """A message's control part as it goes over a pipe."""
+    return PREAMBLE + wire.encode(message, descriptors)

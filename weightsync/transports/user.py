@@ -10,6 +10,7 @@ from weightsync.errors import ConfigurationError, TransportError
 from weightsync.timing import Deadline
 from weightsync.transports.channel import Channel
 from weightsync.transports.outflow import Outgoing
+from weightsync.transports.preamble import PREAMBLE, start_of_ours
 from weightsync.wire import MAGIC
 
 
@@ -87,8 +88,10 @@ class UserMessages:
             TransportError: the connection is dead or closed.
         """
         view = memoryview(data).cast("B")
-        if bytes(view[: len(MAGIC)]) == MAGIC:
-            raise ConfigurationError(f"Messages that begin with {MAGIC!r} are weightsync's own. Nothing was sent.")
+        start = start_of_ours(view)
+        if start is not None:
+            begins = PREAMBLE if start else MAGIC
+            raise ConfigurationError(f"Messages that begin with {begins!r} are weightsync's own. Nothing was sent.")
         self._put(view)
 
     def _put(self, data: memoryview) -> None:

@@ -1,0 +1,226 @@
+"""What ends a call: its deadline counts from its start, and nobody who serves, hands on or is signalled stops that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Pair, constants, small
+from hours import hours
+from torch import nn
+
+from weightsync import ModelBusyError, MultiProcessWeightSyncScheme, OutcomeKind, State, background
+from weightsync.background import Background
+from weightsync.testing import FakeClock
+from weightsync.timing import new_incarnation
+
+
+class Slow(nn.Module):
+    """Its extra state takes three seconds of a fake clock."""
+
+    def __init__(self, clock: FakeClock | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self._clock = clock
+
+    def get_extra_state(self) -> int:
+        if self._clock is not None:
+            self._clock.advance(3)
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_g10_a_deadline_counts_from_the_call_and_not_from_the_end_of_packing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeClock() as clock:
+        monkeypatch.setattr("weightsync.sender.wait", lambda *_: clock.advance(1))
+        pair.scheme.model = Slow(clock)
+        begun = clock.monotonic()
+        report = pair.sender.send(timeout=2, on_failure="report")
+        took = clock.monotonic() - begun
+
+    assert report[0].kind is OutcomeKind.TIMED_OUT
+    assert report.preparing >= 3
+    assert took == pytest.approx(report.preparing)
+
+
+# ------------------------------------------------------------------------------------------ others serve the model
+
+
+@pytest.fixture
+def served(pair: Pair) -> Iterator[Pair]:
+    """A pair whose model another thread serves."""
+    pair.sync()
+    entered, done = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        with pair.receiver.serving():
+            entered.set()
+            done.wait(PATIENCE)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert entered.wait(PATIENCE)
+    yield pair
+    done.set()
+    thread.join(PATIENCE)
+
+
+def test_g10_apply_weights_gives_up_on_a_model_that_is_served_all_the_time(served: Pair) -> None:
+    weights = small(5.0).state_dict()
+    with hours(60), pytest.raises(ModelBusyError, match=r"^apply_weights\(\): other threads served the model"):
+        served.receiver.apply_weights(weights)
+    with pytest.raises(TimeoutError):
+        served.receiver.apply_weights(weights, timeout=0)
+
+    assert (served.receiver.version, constants(served.model)) == (1, {1.0})
+
+
+def test_g10_acknowledge_and_refuse_give_up_and_the_update_stays_pending(served: Pair) -> None:
+    served.sender.send_async()
+    assert served.receiver.hand_out(timeout=PATIENCE) is not None
+    with pytest.raises(ModelBusyError):
+        served.receiver.acknowledge(timeout=0)
+    with pytest.raises(ModelBusyError):
+        served.receiver.refuse(ValueError("no"), timeout=0)
+
+    assert served.receiver.owes_ack
+
+
+def test_g10_register_model_gives_up_and_keeps_the_model(served: Pair) -> None:
+    with hours(60), pytest.raises(ModelBusyError):
+        served.receiver.register_model(small())
+
+    assert served.receiver.model is served.model
+
+
+def test_g10_a_close_does_not_wait_for_ever_for_what_hands_weights_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "JOIN_SECONDS", 0.01)
+    inside, done = threading.Event(), threading.Event()
+
+    def hand_on() -> None:
+        inside.set()
+        done.wait(PATIENCE)
+
+    beside = Background(pair.receiver, lambda: hand_on)
+    beside.start()
+    pair.sender.send_async()
+    assert inside.wait(PATIENCE)
+    thread = beside._thread
+    assert thread is not None
+    pair.receiver.close()
+
+    assert pair.receiver.state is State.CLOSED
+    assert thread.is_alive()
+    assert "still inside code of yours" in caplog.text
+    done.set()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert "stopped" not in caplog.text
+
+
+# ---------------------------------------------------------------------------------------- signals end a wait at once
+
+
+class Interrupted(Exception):
+    """What the handler of a signal raises."""
+
+
+def interrupt(*_: Any) -> None:
+    raise Interrupted
+
+
+def waits(pair: Pair) -> dict[str, tuple[Callable[[], Any], Callable[[], bool]]]:
+    """What waits for ever, and whether it does."""
+    return {
+        "send": (lambda: pair.sender.send(timeout=None), lambda: pair.sender.state is State.AWAITING_ACK),
+        "receive": (lambda: pair.receiver.receive(timeout=None), lambda: pair.receiver.state is State.READY),
+    }
+
+
+@pytest.mark.parametrize("call", ["send", "receive"])
+def test_g10_a_signal_ends_a_wait_that_nothing_else_would_end(pair: Pair, call: str) -> None:
+    pair.sync()
+    waiting, under_way = waits(pair)[call]
+    waker = (pair.sender if call == "send" else pair.receiver)._driver.waker
+    over, late = threading.Event(), threading.Event()
+
+    def strike() -> None:
+        while not (under_way() and waker._waiting):
+            over.wait(0.001)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        if not over.wait(PATIENCE / 3):
+            late.set()
+            waker.fire()
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    striking = threading.Thread(target=strike)
+    striking.start()
+    with pytest.raises(Interrupted):
+        waiting()
+    over.set()
+    striking.join(PATIENCE)
+    signal.signal(signal.SIGUSR1, before)
+
+    assert not late.is_set()
+
+
+# --------------------------------------------------------------------------------------- a successor and its fence
+
+
+def test_g4_an_incarnation_is_above_its_fence_whatever_the_clock_says() -> None:
+    with FakeClock() as clock:
+        for ahead in (0, 1, 10**9, 10**12):
+            # All ones below: no random tie-breaker lifts an incarnation of the same nanosecond above it.
+            fence = ((clock.time_ns() + ahead) << 32) | 0xFFFFFFFF
+            assert all(new_incarnation(fence) > fence for _ in range(3))
+
+
+def test_g4_a_fence_given_at_init_is_risen_above_at_connect() -> None:
+    fence = new_incarnation(0) + (3600 * 10**9 << 32)
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model_id="policy", num_workers=1, fence=fence)
+        scheme.connect()
+
+        assert scheme.get_sender().incarnation > fence
+
+
+# --------------------------------------------------------------------------------------------- a child of a child
+
+
+def states_after_two_forks(sender: Any, connect: Callable[[], None]) -> str:
+    """The states of an inherited sender: in a child, there after it was connected anew, and in the child's child."""
+    told, telling = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            inherited = sender.state
+            connect()
+            connected = sender.state
+            grandchild = os.fork()
+            if grandchild == 0:
+                os.write(telling, f"{inherited.value} {connected.value} {sender.state.value}".encode())
+            else:
+                os.waitpid(grandchild, 0)
+        finally:
+            os._exit(0)
+    os.close(telling)
+    os.waitpid(child, 0)
+    with open(told, encoding="ascii") as reading:
+        return reading.read()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_g8_what_a_childs_child_inherits_is_a_copy_too(pair: Pair) -> None:
+    pair.sync()
+
+    assert states_after_two_forks(pair.sender, pair.sender.connect) == "uninitialized ready uninitialized"
