@@ -408,7 +408,7 @@ class Sender:
     def _conclude(self, owing: str) -> None:
         outcomes = {**self.outcomes, **dict.fromkeys(self.owed, owing)}
         left = tuple(self.left)
-        self.concluded[self.version] = Report(self.version, outcomes, {}, self.not_caught_up, self.fences, left)
+        self.concluded[self.version] = Report(self.version, outcomes, {}, self.not_caught_up, self.fences, left=left)
         self.outstanding, self.owed, self.outcomes, self.not_caught_up, self.left = None, {}, {}, {}, []
 
     def _hand_out(self, version: int) -> Report:
@@ -562,8 +562,10 @@ class Receiver:
     #: What the model's own hook does: "fine", "refuses", "breaks".
     mood: str = "fine"
     open: list[Wire] = field(default_factory=list)
-    #: Every link that it had has ended.
-    ended: bool = False
+    #: What a caller is raised once every link has ended, by how the last one did; empty: none has.
+    ended: str = ""
+    #: The link that could not be written to last.
+    unwritable: Wire | None = None
     #: A swap failed half way: whoever would serve the model is told so.
     broken: bool = False
 
@@ -573,7 +575,7 @@ class Receiver:
         if self.state == "closed":
             raise Raised("StateError")
         self.open.append(wire)
-        self.ended = False
+        self.ended = ""
 
     def receive(self, held: bool = False) -> bool:
         """One look at the links. ``held``: the caller is inside `serving()`, so nothing new becomes live."""
@@ -588,7 +590,7 @@ class Receiver:
         if self.state == "closed" or (not self.open and not self.ended):
             raise Raised("StateError")
         if not self.open:
-            raise Raised("TransportError")
+            raise Raised(self.ended)
         return False
 
     def apply_by_hand(self, content: Content) -> None:
@@ -653,6 +655,7 @@ class Receiver:
         try:
             wire.post(WORKER, message)
         except BrokenWire:
+            self.unwritable = wire
             self._down(wire)
 
     def _flush(self) -> None:
@@ -666,7 +669,7 @@ class Receiver:
                 self.state = "ready"
 
     def _down(self, wire: Wire, failed: bool = True) -> None:
-        self.ended = True
+        self.ended = "TransportError" if failed else "SenderClosed"
         ours = self.wire in (wire, None)
         if ours:
             self.state, self.wire, self.pending = "uninitialized", None, None
@@ -702,6 +705,8 @@ class Receiver:
         for parcel in arrived:
             if wire in self.open:
                 yield parcel
+            elif wire is self.unwritable and parcel.message.kind == "Bye":
+                self.ended = "SenderClosed"  # it had left already when what came before was answered
 
     def _hear(self, wire: Wire, parcel: Parcel) -> None:
         message = parcel.message
@@ -715,7 +720,7 @@ class Receiver:
     def _greeted(self, wire: Wire, incarnation: int, sample: Content | None) -> None:
         old = incarnation < self.fence
         if old or (sample is not None and not sample.fits):
-            self.ended = True
+            self.ended = "TransportError"
             self._say(wire, Message("Refusal", incarnation, 0, "FENCED" if old else "REFUSED", self.fence))
             if wire is not self.wire:
                 self._close_wire(wire)
