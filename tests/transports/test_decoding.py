@@ -13,19 +13,22 @@ import pytest
 import torch
 import wire_strategies as strategies
 import xxhash
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from weightsync import wire
-from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError
 from weightsync.extras import decode_extras, encode_extras
+from weightsync.keys import SharedKey
 from weightsync.layout import Layout
 from weightsync.messages import Ack, Hello, Message, Update
 from weightsync.nested import MAX_DEPTH
 from weightsync.report import Outcome, OutcomeKind, SyncReport
 from weightsync.transports.base import Received
+from weightsync.transports.call_seals import KeyedSeal
 from weightsync.transports.door_links import opened
 from weightsync.transports.doors import Parcel, decoded
+from weightsync.transports.sealing import Identity
 
 Edit = tuple[str, int, bytes]
 edits: st.SearchStrategy[list[Edit]] = st.lists(
@@ -243,10 +246,25 @@ def test_an_edited_call_is_understood_or_refused(message: Message, changes: Any,
 
 
 @given(anything | st.lists(anything, max_size=2))
+@example([0])
+@example(["text"])
+@example([None])
 def test_what_a_call_brings_home_is_understood_or_refused(frames: Any) -> None:
     try:
         assert decoded(frames) == []
     except ProtocolError:
+        return
+
+
+@given(anything | st.lists(anything, max_size=2))
+@example([0])
+@example(["text"])
+@example([None])
+def test_what_a_call_under_a_key_brings_home_is_believed_or_refused(frames: Any) -> None:
+    seal = KeyedSeal(SharedKey(bytes(32)), Identity("ray", "policy", "0", "link"), "the worker")
+    try:
+        assert seal.brought(frames) == []
+    except (AuthenticationError, ProtocolError):
         return
 
 

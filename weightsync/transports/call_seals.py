@@ -98,7 +98,7 @@ class KeyedSeal:
     def brought(self, frames: Sequence[bytes]) -> list[Message]:
         """The answers, each of which is believed once."""
         messages = []
-        for frame in frames:
+        for frame in _listed(frames):
             envelope = self._seal.open(frame)
             if envelope.kind is Kind.CHALLENGE:
                 raise Challenged(f"{self._peer} challenged a call that answered its challenge.")
@@ -122,9 +122,14 @@ def decoded(frames: Sequence[bytes], peer: str = "the worker") -> list[Message]:
         AuthenticationError: the worker has a key.
         ProtocolError: a frame is malformed.
     """
-    if not isinstance(frames, list | tuple):
-        raise wire.malformed(f"A call brought home a {type(frames).__name__} where answers belong", b"")
-    for frame in frames:
+    for frame in _listed(frames):
         if is_envelope(frame):
             raise without_key(frame, peer)
     return [wire.decode(frame) for frame in frames]
+
+
+def _listed(frames: Sequence[bytes]) -> Sequence[bytes]:
+    """The frames, of which a call may bring home anything else instead."""
+    if not isinstance(frames, list | tuple):
+        raise wire.malformed(f"A call brought home a {type(frames).__name__} where answers belong", b"")
+    return frames

@@ -114,7 +114,7 @@ class Envelope(NamedTuple):
                 raise ValueError(magic)
             start = _HEAD.size + digested
             return cls(Kind(kind), number, mac, bytes(text[_HEAD.size : start]), memoryview(text)[start:])
-        except (struct.error, ValueError):
+        except (struct.error, ValueError, TypeError):  # a call may bring anything, not only bytes
             raise AuthenticationError("What came is in no envelope of ours, and was not believed.") from None
 
     def verify(self, secret: bytes) -> None:
@@ -134,9 +134,9 @@ def _sealed(secret: bytes, kind: Kind, number: int, content: Readable, digest: b
     return b"".join((head, digest, content))
 
 
-def is_envelope(text: Readable) -> bool:
-    """Whether a text is under some key."""
-    return bytes(text[: len(MAGIC)]) == MAGIC
+def is_envelope(text: object) -> bool:
+    """Whether a text is under some key. What a call brought, either way, may be of any type."""
+    return isinstance(text, bytes | bytearray | memoryview) and bytes(text[: len(MAGIC)]) == MAGIC
 
 
 def refusal(reason: Reason) -> bytes:
