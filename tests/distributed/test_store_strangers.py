@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from exhausted import descriptors_left
 from fleet import PATIENCE, constants, filled
-from store_fleet import StorePair
+from store_fleet import StorePair, reach
 
 from weightsync import TransportError, WeightReceiver, WorkerLostError, wire
 from weightsync.messages import Ack
@@ -209,21 +209,26 @@ def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
 ) -> None:
     monkeypatch.setattr(exchange, "_LOOK", 0.01)
     assert pair.sync().ok
-    made, real, scarce = [], exchange.Client, threading.Event()
+    # The sender has a connection of its own to the store, so that its links are told from the worker's.
+    senders, real, scarce, sent = reach(pair.store.port), exchange.Client, [], threading.Event()
 
     def client(store: Any) -> Client:
-        """The sender's two connections; then none for the worker, for a while."""
-        made.append(store)
-        if len(made) > 2 and len(made) < 9:
-            scarce.set()
+        """The sender's connections; for the worker none, until the sender has sent."""
+        if store is senders:
+            return real(store)
+        if len(scarce) < 6:
+            scarce.append(store)
             raise TransportError("no descriptor") from OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        assert sent.wait(PATIENCE)
         return real(store)
 
     monkeypatch.setattr(exchange, "Client", client)
-    pair.sender.add_worker(0, (pair.store, 1))
-    report = pair.sender.send(timeout=None, on_failure="report")
+    pair.sender.add_worker(0, (senders, 1))
+    pair.sender.send_async()
+    sent.set()
+    report = pair.sender.wait_async(timeout=None, on_failure="report")
 
-    assert scarce.is_set()
+    assert len(scarce) == 6
     assert report[0].kind is OutcomeKind.LOST
     assert "closed this link" in report[0].reason
 
