@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fleet import PATIENCE, Crew, constants, filled, large
 from store_fleet import StorePair, is_written_for_the_reference
 from tensordict import TensorDict
+from torch import nn
 
 from weightsync import (
     ConfigurationError,
@@ -250,7 +251,7 @@ def test_a_worker_loop_written_for_the_reference(crew: Crew, store: Any) -> None
     (worker,) = crew.start(None)
     worker.tell(is_written_for_the_reference, store.port, 1, 3)
     scheme = DistributedWeightSyncScheme()
-    scheme.init_on_sender("policy", store=store, num_workers=1, model=large(1.0))
+    scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(300, 300, bias=False))
     with scheme:
         for fill in (1.0, 2.0, 3.0):
             scheme.get_sender().send({"weight": torch.full((300, 300), fill)}, timeout=PATIENCE)

@@ -13,7 +13,7 @@ from fleet import PATIENCE, Pair, constants, small
 from hours import hours
 from torch import nn
 
-from weightsync import ModelBusyError, MultiProcessWeightSyncScheme, OutcomeKind, State, background
+from weightsync import AckTimeoutError, ModelBusyError, MultiProcessWeightSyncScheme, OutcomeKind, State, background
 from weightsync.background import Background
 from weightsync.testing import FakeClock
 from weightsync.timing import new_incarnation
@@ -189,7 +189,8 @@ def test_g4_a_fence_given_at_init_is_risen_above_at_connect() -> None:
     fence = new_incarnation(0) + (3600 * 10**9 << 32)
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(model_id="policy", num_workers=1, fence=fence)
-        scheme.connect()
+        with pytest.raises(AckTimeoutError, match=r"workers \[0\] of 'policy' have not connected"):
+            scheme.connect(timeout=0)
 
         assert scheme.get_sender().incarnation > fence
 

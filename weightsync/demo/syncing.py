@@ -47,7 +47,7 @@ class Sync:
             return
         self.settle()
         try:
-            self._sender.send_async(policy)
+            self._sender.send_async(policy, allow_empty=True)
         except WorkerLostError as error:
             self._lose(error.lost)
 
@@ -55,7 +55,7 @@ class Sync:
         """Send the policy as the next version; when this returns, everybody serves it or is known not to."""
         self.settle()
         try:
-            report = self._sender.send(policy, timeout=timeout, on_failure="report")
+            report = self._sender.send(policy, timeout=timeout, on_failure="report", allow_empty=True)
         except WorkerLostError as error:
             self._lose(error.lost)
             return

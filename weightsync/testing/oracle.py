@@ -218,9 +218,13 @@ class ReceiverOracle:
 
     def ended(self, link: int, failure: str = "dead") -> None:
         """The link is dead, or its sender has left."""
-        if link in self.open:
-            self.take(receiving.LinkDown(link, failure))
-            self.open.discard(link)
+        if link not in self.open:
+            return
+        beside = self.data.link not in (link, None)
+        self.take(receiving.LinkDown(link, failure))
+        if beside and failure:  # the machine does not know this link: the driver itself says what failed
+            self.said[link].append(("Refusal", self.data.fence, 0))
+        self.open.discard(link)
 
     def answered(self) -> None:
         """The answer has left."""
