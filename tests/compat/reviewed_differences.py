@@ -43,6 +43,7 @@ DIFFERENCES: Final[dict[str, tuple[str, str]]] = {
     "WeightSyncScheme.weights": ("property", "set"),
     "WeightUpdaterBase._maybe_map_weights": ("(self, server_weights)", "name"),
     "RayWeightSyncScheme.__init__": ("(self, strategy='state_dict', backend='gloo')", "default"),
+    "RPCWeightSyncScheme.__init__": ("(self, strategy='state_dict')", "default"),
     "DistributedWeightSyncScheme.__init__": (
         "(self, backend='gloo', sync=True, timeout=3600.0, strategy='state_dict')",
         "default",

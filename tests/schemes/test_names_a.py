@@ -160,7 +160,7 @@ def test_getters_before_their_init_are_runtime_errors(scheme_class: Any) -> None
     ("arguments", "named"),
     [
         ({}, "pipes"),
-        ({"pipes": "three", "num_workers": 2}, "num_workers"),
+        ({"pipes": "three", "num_workers": 2}, "pipes= is 'three'"),
         ({"pipes": [], "model": None, "pipe": 3}, "pipe"),
     ],
 )

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+#: How many events the test that conforms leaves in its trace.
+EVENTS = 170
+
 TESTS = """
 import pytest
 from recorded import play
@@ -67,7 +70,7 @@ def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_
     assert "must be 'READY'" in done.stdout
     assert "1 untraced tests were not recorded" in done.stdout
     assert list(kept.glob("trace-*.jsonl"))
-    assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, 167]}
+    assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, EVENTS]}
 
 
 def test_each_worker_of_xdist_judges_what_it_has_recorded_and_the_session_tells_of_all(tmp_path: Path) -> None:
@@ -77,6 +80,6 @@ def test_each_worker_of_xdist_judges_what_it_has_recorded_and_the_session_tells_
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert "3 passed" in done.stdout
     assert "in test_played.py::test_that_plants_a_fault:" in done.stdout
-    assert "1 traces of 167 events conform" in done.stdout
+    assert f"1 traces of {EVENTS} events conform" in done.stdout
     assert list((tmp_path / "kept").glob("gw?/trace-*.jsonl"))
-    assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, 167]}
+    assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, EVENTS]}
