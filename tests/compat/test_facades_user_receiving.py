@@ -22,8 +22,10 @@ from weightsync import (
     SharedMemTransport,
     SharedMemWeightSyncScheme,
     TransportError,
+    WeightSender,
     WeightSyncScheme,
 )
+from weightsync import sender as sending
 
 
 class Way:
@@ -205,6 +207,33 @@ def test_the_ack_is_sent_once_the_weights_are_live_and_tells_what_became_of_them
 
         assert constants(model) == {3.0}
         assert receiver.version == 1
+
+
+def test_weights_that_were_applied_are_acked_though_the_receiver_closes_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed, wait, close = threading.Event(), sending.wait, WeightSender.close
+
+    def late(*given: Any) -> Any:
+        """The thread that awaits the receiver's answer looks for it only after the receiver was closed."""
+        if threading.current_thread().name.startswith("weightsync transport of"):
+            closed.wait(PATIENCE)
+        return wait(*given)
+
+    def closing(sender: WeightSender) -> None:
+        close(sender)
+        closed.set()
+
+    monkeypatch.setattr(sending, "wait", late)
+    monkeypatch.setattr(WeightSender, "close", closing)
+    transport, receiver = Acking(), Given().create_receiver()
+    receiver.register_model(small())
+    receiver.register_worker_transport({"transport": transport})
+    transport.sent.put(("policy", small(3.0).state_dict()))
+    with receiver:
+        assert receiver.receive(timeout=PATIENCE)
+
+    assert transport.acks.get(timeout=PATIENCE) == "updated"
 
 
 def test_weights_of_another_model_are_not_applied_and_the_sender_is_told() -> None:

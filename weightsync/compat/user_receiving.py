@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import threading
@@ -13,7 +14,7 @@ from weightsync.byhand import UPDATED
 from weightsync.compat.base import BareTransport
 from weightsync.compat.wiring import FacadeWiring
 from weightsync.context import MISSING, optional
-from weightsync.errors import ConfigurationError, TransportError, WeightSyncError
+from weightsync.errors import ConfigurationError, StateError, TransportError, WeightSyncError
 from weightsync.options import OnFailure
 from weightsync.sender import WeightSender
 from weightsync.strategy import WeightStrategy
@@ -88,8 +89,13 @@ class Relay:
             self._thread.start()
 
     def close(self) -> None:
-        """Ask no more. A call that does not return is not waited for: its thread is a daemon."""
+        """Ask no more. Weights that were applied are still acked.
+
+        A call that does not return is not waited for: its thread is a daemon.
+        """
         self._over.set()
+        with contextlib.suppress(StateError):  # it is closed already if the transport has failed
+            self._sender.poll()  # takes in the answer that the receiver has just given
         self._sender.close()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
@@ -128,7 +134,7 @@ class Relay:
         if told != UPDATED and not self._over.is_set():
             logger.warning("model %r: weights that a transport of your own brought: %s", self._model_id, told)
         acknowledge = optional(self._transport, "send_ack")
-        if acknowledge is MISSING or self._over.is_set():
+        if acknowledge is MISSING or (told != UPDATED and self._over.is_set()):
             return
         try:
             acknowledge(told)

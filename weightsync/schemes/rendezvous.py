@@ -134,10 +134,12 @@ class Rendezvous(Sides):
                 f"{receiver.last_refusal}"
             )
         if self._blank and receiver.version is None:
-            raise ConfigurationError(
+            error = ConfigurationError(
                 f"the model {receiver.model_id!r} came without its weights (on the meta device), and the trainer has "
                 "none to begin with: give its init_on_sender() model= or weights=, or make the model with weights."
             )
+            receiver.fail(error)  # the trainer may still be waiting for the other workers: it is told why
+            raise error
 
     def _handing_on(self) -> HandOn | None:
         """How a version is handed on to workers of our own; None: we have none."""
