@@ -113,7 +113,9 @@ class SyncReport:
         sent = f"version {self.version} of" if self.version else "nothing sent of"
         told = _each(self.outcomes, FINE)
         told += [f"{text} (did not catch up)" for text in _each(self.not_caught_up)]
-        told += [f"worker {worker} left: {goodbye}" for worker, goodbye in self.left.items()]
+        # Who has answered and then left is named by its answer; `left` has them all.
+        gone = {worker: goodbye for worker, goodbye in self.left.items() if worker not in self.outcomes}
+        told += [f"worker {worker} left: {goodbye}" for worker, goodbye in gone.items()]
         took = self.preparing + self.transferring
         text = f"{sent} {self.model_id!r} [{', '.join(told)}] {self.nbytes} bytes in {took:.3f} s"
         if self.connect_s:

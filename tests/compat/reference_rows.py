@@ -290,7 +290,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "WeightUpdaterBase.__call__": {U: ("test_calling_an_updater_is_push_weights",)},
     "WeightUpdaterBase.register_collector, collector, collectors": {
-        U: ("test_register_collector_holds_collectors_weakly_and_several",),
+        U: ("test_register_collector_holds_one_collector_weakly",),
     },
     "WeightUpdaterBase.register_post_hook, post_hooks": {
         U: (
@@ -300,7 +300,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "WeightUpdaterBase.init": {U: ("test_init_does_nothing",)},
     "WeightUpdaterBase.increment_version": {
-        U: ("test_increment_version_is_handed_to_every_registered_collector",),
+        U: ("test_increment_version_is_handed_to_the_registered_collector",),
     },
     "WeightUpdaterBase.all_worker_ids": {
         U: ("test_all_worker_ids_is_none_by_default_and_then_there_is_one_nameless_worker",),
