@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
