@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from weightsync import ConfigurationError, TransportError
 from weightsync._tables import Delivery
+from weightsync.driving.receiver import ReceiverDriver
 from weightsync.messages import Ack, Hello
 from weightsync.testing import SCENARIOS, Ends, FaultyTransport, Nonconforming, Rule, check_transport
-from weightsync.transports.base import Waker, wait
+from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.local import local_pair
 from weightsync.transports.pipe import PipeLink
 
@@ -114,3 +117,31 @@ def test_a_cut_is_told_at_both_ends() -> None:
     for use in (second.receive, first.receive, first.flush, lambda: first.send(said(0)[0])):
         with pytest.raises(TransportError):
             use()
+
+
+def test_links_that_come_up_in_the_adapters_own_threads_reach_their_drivers_in_the_kits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A driver belongs to one thread: two links of one worker that came up at once were given one number."""
+    threads: set[str] = set()
+    shipped = ReceiverDriver.add_link
+
+    def add_link(driver: ReceiverDriver, link: Any) -> int:
+        threads.add(threading.current_thread().name)
+        return shipped(driver, link)
+
+    def lay(model_id: str) -> Ends:
+        first, second = local_pair()
+
+        def listen(accept: Callable[[Link], None]) -> Callable[[], None]:
+            thread = threading.Thread(target=accept, args=(second,), name="the adapter's")
+            thread.start()
+            return thread.join
+
+        return Ends(first, listen)
+
+    monkeypatch.setattr(ReceiverDriver, "add_link", add_link)
+    check_transport(lay, unreachable=HELD, only=["walk 0"])
+
+    assert len(threads) == 1
+    assert "the adapter's" not in threads

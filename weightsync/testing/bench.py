@@ -43,16 +43,22 @@ class Bench(Comparing):
                 self._all_receivers.append(receiver)
             self.stage.listen(ends, partial(self._accept, receiver, cable))
             sender.driver.join(worker, tap)
+            self._take_links()
 
     def _accept(self, receiver: Receiver, cable: Cable, link: Link) -> None:
-        tap = Tap(link, cable, End.RECEIVER)
-        if receiver.driver.machine.state is State.CLOSED:
-            tap.close()
-            return
-        number = receiver.driver._last_link + 1
-        receiver.links[number] = tap
-        receiver.oracle.open.add(number)
-        receiver.driver.add_link(tap)
+        self._come_up.append((receiver, Tap(link, cable, End.RECEIVER)))
+
+    def _take_links(self) -> None:
+        """Give each worker the links that came up for it; in this thread, since drivers belong to one."""
+        while self._come_up:
+            receiver, tap = self._come_up.popleft()
+            if receiver.driver.machine.state is State.CLOSED:
+                tap.close()
+                continue
+            number = receiver.driver._last_link + 1
+            receiver.links[number] = tap
+            receiver.oracle.open.add(number)
+            receiver.driver.add_link(tap)
 
     def connect(self, sender: Sender | None = None, incarnation: int | None = None) -> None:
         """The sender lays its links."""
@@ -135,6 +141,7 @@ class Bench(Comparing):
             self._pump_receiver(receiver)
 
     def _pump_receiver(self, receiver: Receiver) -> None:
+        self._take_links()
         try:
             receiver.driver.pump()
         except ProtocolError as error:
@@ -198,6 +205,7 @@ class Bench(Comparing):
         """A worker's receiver closes, with a goodbye."""
         receiver = self.receivers[worker]
         with self.step(f"worker {worker} closes"):
+            self._take_links()
             receiver.oracle.take(receiving.Close())
             receiver.oracle.close_all()
             receiver.driver.close()
@@ -208,6 +216,7 @@ class Bench(Comparing):
         """A worker is gone without a word, as a process that was killed."""
         receiver = self.receivers[worker]
         with self.step(f"worker {worker} is gone without a word"):
+            self._take_links()
             receiver.gone = True
             for tap in receiver.links.values():
                 tap.close()
@@ -241,6 +250,7 @@ class Bench(Comparing):
         """A worker must notice that its link is dead."""
         receiver = self.receivers[worker]
         with self.step(f"worker {worker} notices that its link is dead"):
+            self._take_links()
             for tap in list(receiver.links.values()):
                 if not tap.dead:
                     self.stage.until_dead(tap, lambda: self._pump_receiver(receiver))
@@ -258,6 +268,7 @@ class Bench(Comparing):
     def finish(self) -> None:
         """Close all that is left: every buffer must be free then."""
         self.stage.watch.steps.append("everything is closed")
+        self._take_links()
         for receiver in self.receivers.values():
             receiver.served = None
             if not receiver.gone:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 
 from weightsync._tables import State
@@ -63,6 +64,8 @@ class Comparing:
         self.receivers: dict[int, Receiver] = {}
         self._all_receivers: list[Receiver] = []
         self._laid: dict[int, Ends] = {}
+        #: Links that came up for a worker, perhaps in a thread of the adapter's, and are not its own yet.
+        self._come_up: deque[tuple[Receiver, Tap]] = deque()
         self.new_sender()
 
     @property
