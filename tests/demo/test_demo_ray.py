@@ -9,7 +9,7 @@ import demo_workers
 import pytest
 
 from weightsync import ConfigurationError, MissingExtraError
-from weightsync.demo import Board, Casualty, Result, SchemeName, Settings, SyncMode, Verdict, run, trainer
+from weightsync.demo import Board, Casualty, Result, SchemeName, Settings, SyncMode, Verdict, run
 
 pytestmark = [
     pytest.mark.ray,
@@ -25,23 +25,14 @@ def ran(**options: Any) -> tuple[Result, Board]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_the_policy_learns_a_killed_actor_is_lost_and_the_others_prove_the_last_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(trainer, "SOLVED", 300.0)
-    monkeypatch.setattr(trainer, "STAYS_SOLVED", 1)
-
-    result, board = ran(workers=3, seconds=45.0, sync=SyncMode.OVERLAPPED, casualty=Casualty.ONE)
+def test_a_killed_actor_is_lost_and_the_others_prove_the_last_weights() -> None:
+    result, board = ran(workers=3, seconds=3.0, sync=SyncMode.OVERLAPPED, casualty=Casualty.ONE)
 
     assert result.shortcomings == []
     assert result.of(Verdict.PROVED) == [0, 1]
     assert result.of(Verdict.KILLED) == [2]
     assert {fate.proof.digest for fate in result.fates if fate.proof} == {result.digest}
     assert any("worker 2 is LOST" in note for note in board.view().notes)
-    assert result.first_mean is not None
-    assert result.last_mean is not None
-    assert result.first_mean < 60.0
-    assert result.last_mean >= 300.0
     assert board.view().sync.count == result.version == result.updates + 2
 
 

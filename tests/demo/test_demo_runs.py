@@ -17,6 +17,7 @@ from weightsync.demo import (
     intake,
     run,
     syncing,
+    trainer,
 )
 
 
@@ -43,6 +44,22 @@ def test_every_worker_proves_the_trainers_last_weights(scheme: SchemeName, sync:
     assert view.sync.count == result.version
     assert [worker.version for worker in view.workers] == [result.version] * 2
     assert view.staleness <= 2
+
+
+def test_the_policy_learns_from_what_workers_do_with_the_weights_they_were_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trainer, "SOLVED", 300.0)
+    monkeypatch.setattr(trainer, "STAYS_SOLVED", 1)
+    settings = Settings(seconds=90.0, sync=SyncMode.OVERLAPPED)
+
+    result = ran(settings, Board(settings))
+
+    assert result.shortcomings == []
+    assert result.first_mean is not None
+    assert result.last_mean is not None
+    assert result.first_mean < 60.0
+    assert result.last_mean >= 300.0
 
 
 def test_a_killed_worker_is_reported_lost_and_the_rest_end_up_to_date() -> None:

@@ -10,7 +10,7 @@ import demo_workers
 import pytest
 
 from weightsync import ConfigurationError, TransportError
-from weightsync.demo import Board, Casualty, Result, SchemeName, Settings, SyncMode, Verdict, grounds, run, trainer
+from weightsync.demo import Board, Casualty, Result, SchemeName, Settings, SyncMode, Verdict, grounds, run
 
 WORLDS = [
     pytest.param(SchemeName.RPC, marks=pytest.mark.rpc, id="rpc"),
@@ -42,29 +42,24 @@ def _told(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -
         pipe.send(error)
 
 
-def learned(settings: Settings) -> tuple[Result, tuple[str, ...], int]:
-    """A run that ends as soon as it is plain that the policy learns; its notes, and how many syncs there were."""
-    trainer.SOLVED, trainer.STAYS_SOLVED = 300.0, 1
+def ran(settings: Settings) -> tuple[Result, tuple[str, ...], int]:
+    """A run; its notes, and how many syncs there were."""
     board = Board(settings)
     result = run(settings, board)
     return result, tuple(board.view().notes), board.view().sync.count
 
 
 @pytest.mark.parametrize("scheme", WORLDS)
-def test_the_policy_learns_a_killed_worker_is_lost_and_the_others_prove_the_last_weights(
-    scheme: SchemeName, forkserver: Any
-) -> None:
-    settings = Settings(scheme=scheme, workers=3, seconds=45.0, sync=SyncMode.OVERLAPPED, casualty=Casualty.ONE)
+def test_a_killed_worker_is_lost_and_the_others_prove_the_last_weights(scheme: SchemeName, forkserver: Any) -> None:
+    settings = Settings(scheme=scheme, workers=3, seconds=3.0, sync=SyncMode.OVERLAPPED, casualty=Casualty.ONE)
 
-    result, notes, syncs = apart(forkserver, learned, settings)
+    result, notes, syncs = apart(forkserver, ran, settings)
 
     assert result.shortcomings == []
     assert result.of(Verdict.PROVED) == [0, 1]
     assert result.of(Verdict.KILLED) == [2]
     assert {fate.proof.digest for fate in result.fates if fate.proof} == {result.digest}
     assert any("worker 2 is LOST" in note for note in notes)
-    assert result.first_mean < 60.0
-    assert result.last_mean >= 300.0
     assert syncs == result.version == result.updates + 2
 
 
