@@ -99,7 +99,7 @@ class ByHand(Swapping):
                 digest = self._verified(pending)
                 weights = present_as(pending.update.form, pending.layout, pending.payload, pending.update.extras)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with it is told to the sender
-                self._refuse(pending, str(error), traceback.format_exc())
+                self._refuse_for(pending, error)
                 return None
             self._handed = Handed(pending, digest)
             return weights

@@ -173,7 +173,7 @@ class WeightReceiver(ByHand):
     def _are_of(self, pending: Pending, weights: Any) -> bool:
         """Whether weights given by hand are those of the pending version, as their digest tells."""
         read = read_weights(weights)
-        if layout_of(read, pending.layout) != pending.layout:
+        if pending.untaken or layout_of(read, pending.layout) != pending.layout:
             return False
         wanted = pending.update.digest or digest(pending.payload, pending.update.extras)
         return wanted == digest_of(read, pending.layout, encode_extras(read.extras()))

@@ -16,6 +16,7 @@ from weightsync.protocol import receiver as pure
 from weightsync.report import Evidence
 from weightsync.target import Mode, Staged, SwapBroken, Target
 from weightsync.timing import Stopwatch
+from weightsync.transports.memory import NoRoom
 
 logger = logging.getLogger("weightsync")
 
@@ -86,7 +87,7 @@ class Swapping(Listening):
             digest = self._verified(pending)
             staged = target.stage(pending.layout, pending.payload, pending.update.extras)
         except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
-            self._refuse(pending, str(error), traceback.format_exc())
+            self._refuse_for(pending, error)
             return False
         self._staged = Ready(pending, staged, digest, stopwatch.seconds)
         return True
@@ -104,7 +105,7 @@ class Swapping(Listening):
         except SwapBroken as error:
             raise self._break_down(ready, error, traceback.format_exc()) from error
         except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
-            self._refuse(ready.pending, str(error), traceback.format_exc())
+            self._refuse_for(ready.pending, error)
             return False
         self._staged = None
         if hands_on:
@@ -141,7 +142,17 @@ class Swapping(Listening):
         )
 
     def _verified(self, pending: Pending) -> bytes:
-        """The digest of what arrived, if the sender named one."""
+        """The digest of what arrived, if the sender named one.
+
+        Raises:
+            LayoutError: it was damaged on the way.
+            NoRoom: it could not be taken in here.
+        """
+        if pending.untaken:
+            raise NoRoom(
+                f"version {pending.update.version} could not be taken: {pending.untaken} The old weights stay. It is "
+                "taken again once this process has descriptors and memory: send the weights once more then."
+            )
         if not pending.update.digest:
             # No digest would show what this process has written over the pages that it mapped for an older version.
             if self._scheme.apply_mode is Mode.MAP:
@@ -157,6 +168,10 @@ class Swapping(Listening):
                 f"{pending.update.digest.hex()}: it was damaged on the way. The old weights stay."
             )
         return found
+
+    def _refuse_for(self, pending: Pending, error: Exception) -> None:
+        """Refuse, since ``error`` was raised just now; where no code of the user's raised it, the text says all."""
+        self._refuse(pending, str(error), "" if isinstance(error, NoRoom) else traceback.format_exc())
 
     def _refuse(self, pending: Pending, reason: str, remote_traceback: str) -> None:
         self.last_refusal = reason

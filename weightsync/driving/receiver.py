@@ -32,6 +32,8 @@ class Pending:
     payload: memoryview
     #: Makes the payload read as it was sent, whatever this process has written over it.
     refresh: Callable[[], None]
+    #: Why this process could not take the payload; empty: it could.
+    untaken: str = ""
 
 
 class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.Effect]):
@@ -298,10 +300,12 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         message = received.message
         match message:
             case Hello():
-                watch(link, message)
                 step = self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
                 if step.input is not ReceiverInput.REJECTED:
                     self.greeting = message
+                if number in self._links:
+                    # Behind the handshake: whoever cannot be watched is told why its link ends.
+                    watch(link, message)
             case Update():
                 self._update(number, message, received)
             case Bye():
@@ -326,7 +330,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.take(event)
         if self.data.pending not in (None, before):
             payload = received.payload if received.payload is not None else memoryview(b"")
-            self.pending = Pending(update, layout, payload, received.refresh)
+            self.pending = Pending(update, layout, payload, received.refresh, received.untaken)
 
     def _layout_of(self, update: Update) -> Layout:
         if update.layout:

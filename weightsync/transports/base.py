@@ -31,6 +31,8 @@ class Received:
     payload: memoryview | None = None
     #: Makes the payload read as it was sent, whatever this process has written over it since.
     refresh: Callable[[], None] = _nothing
+    #: Why this process could not take the payload, for want of memory or descriptors; empty: it could.
+    untaken: str = ""
 
 
 class Payloads(Enum):
