@@ -14,7 +14,7 @@ from weightsync.driving.hints import receiver_hint
 from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
 from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
 from weightsync.report import SyncReport
 from weightsync.transports.base import Link, Received
@@ -276,7 +276,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                     self._finish()
                 elif number == self._unwritable and isinstance(received.message, Bye):
                     # It had said goodbye already when we answered what came before that.
-                    self.ended, self.ended_as = _goodbye(received.message), SenderClosed
+                    self.ended, self.ended_as = _goodbye(received.message)
         except TransportError as error:
             self._down(number, str(error))
         except (ProtocolError, StateError) as error:
@@ -310,7 +310,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self._update(number, message, received)
             case Bye():
                 if message.incarnation == self.data.fence or number != self.data.link:
-                    self._ended(pure.LinkDown(number), _goodbye(message), SenderClosed)
+                    self._ended(pure.LinkDown(number), *_goodbye(message))
             case Ack() | Refusal():
                 raise ProtocolError(f"a sender sent {type(message).__name__}; only receivers send it.")
 
@@ -342,8 +342,11 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         return layout
 
 
-def _goodbye(bye: Bye) -> str:
-    return f"the sender said goodbye: {bye.reason}"
+def _goodbye(bye: Bye) -> tuple[str, type[TransportError]]:
+    """How a sender's end is told, and as what it is raised."""
+    if bye.ending is Ending.FAILED:
+        return f"the sender failed: {bye.reason}", TransportError
+    return f"the sender said goodbye: {bye.reason}", SenderClosed
 
 
 _REASONS = {
