@@ -17,7 +17,6 @@ from weightsync.packing import digest, digest_of
 from weightsync.serving import PATIENCE
 from weightsync.target import SwapBroken, Target
 from weightsync.timing import Deadline, Timeout
-from weightsync.transports.base import wait
 from weightsync.weights import layout_of, read_weights
 
 
@@ -61,7 +60,7 @@ class WeightReceiver(ByHand):
                 if deadline.passed:
                     return False
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
+                self._driver.wait(deadline.nap, seen)
 
     def apply_weights(
         self, weights: Any, *, inplace: bool = True, timeout: float | Timeout | None = Timeout.DEFAULT

@@ -18,7 +18,6 @@ from weightsync.report import OutcomeKind, SyncReport
 from weightsync.roster import Roster
 from weightsync.side import require_worker_id
 from weightsync.timing import Deadline, Stopwatch, Timeout
-from weightsync.transports.base import wait
 
 #: Seconds between two looks at processes that have not started yet.
 STARTS: Final = 0.5
@@ -323,7 +322,7 @@ class WeightSender(Roster):
             seen = self._driver.waker.fired
             while not self._reporter.is_over(version) and not deadline.passed:
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), self._nap(deadline), seen)
+                self._driver.wait(self._nap(deadline), seen)
                 seen = self._driver.waker.fired
                 self._driver.pump()
         except BaseException:

@@ -60,6 +60,31 @@ def test_g10_whatever_an_adapter_raises_in_a_worker_is_told_as_the_end_of_its_li
 
 
 @BY_HAND
+@pytest.mark.parametrize("method", ["waitables", "wants_write"])
+def test_g10_a_link_that_cannot_be_waited_for_is_lost_and_no_other(three: Pair, method: str) -> None:
+    assert three.sync().ok
+    three.sender.send_async()
+    setattr(link_to(three, 1), method, boom)
+    for receiver in (three.receivers[0], three.receivers[2]):
+        assert receiver.receive(timeout=0)
+    report = three.sender.wait_async(timeout=PATIENCE, on_failure="report")
+
+    assert [report[worker].kind.name for worker in range(3)] == ["APPLIED", "LOST", "APPLIED"]
+    assert "boom" in report[1].reason
+    assert served(three, 2.0, 0, 2).of(report[1].kind) == (1,)
+
+
+@BY_HAND
+def test_g10_a_worker_that_cannot_wait_for_its_link_tells_its_trainer(pair: Pair) -> None:
+    assert pair.sync().ok
+    pair.receiver._driver.links()[0].waitables = boom  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match="boom"):
+        pair.receiver.receive(timeout=PATIENCE)
+    with pytest.raises(WorkerLostError, match="boom"):
+        pair.sender.send(timeout=PATIENCE)
+
+
+@BY_HAND
 def test_g10_a_link_whose_close_raises_is_given_up_and_the_others_go_on(three: Pair) -> None:
     assert three.sync().ok
     link = link_to(three, 1)

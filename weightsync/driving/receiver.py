@@ -218,6 +218,11 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self._say_last(event.link, self._refusal((self.data.fence, 0), RefusalKind.FAILED, event.failure))
         self._close_link(event.link)
 
+    def _give_up(self, link: Link, reason: str) -> None:
+        for number, known in list(self._links.items()):
+            if known is link:
+                self._down(number, reason)
+
     def _leave(self, link: int) -> None:
         """Say goodbye over a link, and close it."""
         reason = "the receiver was closed"

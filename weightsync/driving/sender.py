@@ -273,6 +273,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         except Exception as error:  # noqa: BLE001 - whatever it is, the other links are still served
             yield pure.LinkLost(worker, number, mishandled(link, error))
 
+    def _give_up(self, link: Link, reason: str) -> None:
+        for number, (worker, known) in list(self._links.items()):
+            if known is link:
+                self._step(pure.LinkLost(worker, number, reason))
+
     def _listens(self, worker: int, number: int) -> bool:
         """Whether a link is in force. One that is lost amid a step is closed behind it."""
         entry = self.data.roll.get(worker)
