@@ -178,7 +178,7 @@ class Background:
 
     def _attend(self) -> None:
         receiver = self._receiver
-        receiver.take_in(receiver.target())
+        receiver.take_in_here()
         if receiver.driver.holding:
             self._hand_over()
         self._news_of()

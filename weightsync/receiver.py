@@ -54,7 +54,7 @@ class WeightReceiver(ByHand):
         with Shield(self._driver.waker.fire) as shield:
             while True:
                 seen = self._driver.waker.fired
-                applied = self.take_in(self._destination())
+                applied = self.take_in_here()
                 if applied is not None:
                     return applied
                 if deadline.passed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weightsync._tables import RefusalKind, State
 from weightsync.driving.receiver import Pending
-from weightsync.errors import LayoutError, WeightSyncError
+from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, WeightSyncError
 from weightsync.listening import Listening
 from weightsync.messages import Ack, Refusal
 from weightsync.packing import digest
@@ -65,6 +65,32 @@ class Swapping(Listening):
             if applied is None:
                 self.check_links()
             return applied
+
+    def take_in_here(self) -> bool | None:
+        """`take_in` into the registered model. What stands at its path by now may be no model: what comes is refused.
+
+        Raises:
+            ConfigurationError, ModelPathError: no model is registered, or there was never one at its path.
+        """
+        try:
+            target = self._destination()
+        except (ConfigurationError, LayoutError, ModelPathError) as error:
+            if self._model is None or isinstance(self._model, str):
+                raise
+            return self._turn_down(error)
+        return self.take_in(target)
+
+    def _turn_down(self, error: WeightSyncError) -> bool | None:
+        """Refuse what is pending, since there is nothing that it could be applied to."""
+        with self._driver.lock:
+            self._driver.pump()
+            pending = self._driver.pending
+            if pending is None or not self._appliable():
+                self.check_links()
+                return None
+            found = "" if self._path is None else f"what stands at {self._path!r} cannot be received into: "
+            self._refuse(pending, f"{found}{error}", "".join(traceback.format_exception(error)))
+            return False
 
     def _appliable(self) -> bool:
         return self.state is State.PENDING_ASYNC and not self._driver.holding
