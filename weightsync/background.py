@@ -17,7 +17,6 @@ from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
 from weightsync.serving import Hook, calling_frame
 from weightsync.timing import Deadline
-from weightsync.transports.base import wait
 from weightsync.transports.fork import forget_after_fork
 
 logger = logging.getLogger("weightsync")
@@ -158,7 +157,7 @@ class Background:
             seen = waker.fired
             if not self._go_on():
                 return
-            wait(waker, self._receiver.driver.links(), None, seen)
+            self._receiver.driver.wait(None, seen)
 
     def _go_on(self) -> bool:
         """Do what there is to do; False: the thread has ended."""
@@ -179,7 +178,7 @@ class Background:
 
     def _attend(self) -> None:
         receiver = self._receiver
-        receiver.take_in(receiver.target())
+        receiver.take_in_here()
         if receiver.driver.holding:
             self._hand_over()
         self._news_of()

@@ -14,7 +14,7 @@ from weightsync.protocol import receiver as pure
 from weightsync.report import Evidence
 from weightsync.swapping import Swapping
 from weightsync.timing import Deadline, Timeout
-from weightsync.transports.base import Link, wait
+from weightsync.transports.base import Link
 
 #: The only text that an ack by hand may have, if it is to say that the weights are applied.
 UPDATED = "updated"
@@ -61,7 +61,7 @@ class ByHand(Swapping):
                 if weights is not None or deadline.passed:
                     return weights
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
+                self._driver.wait(deadline.nap, seen)
 
     def has_update(self) -> bool:
         """Whether an update has arrived that was not handed out yet. Never waits.
@@ -99,7 +99,7 @@ class ByHand(Swapping):
                 digest = self._verified(pending)
                 weights = present_as(pending.update.form, pending.layout, pending.payload, pending.update.extras)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with it is told to the sender
-                self._refuse(pending, str(error), traceback.format_exc())
+                self._refuse_for(pending, error)
                 return None
             self._handed = Handed(pending, digest)
             return weights

@@ -84,12 +84,18 @@ class Listening(Side):
         with self._serving.alone(deadline, "register_model"), self._driver.lock:
             self._model, self._path = model, path
             self._drop_target()
-            if not isinstance(model, str):
-                self._make_target()
-            if self.version is not None and (self._target is None or self._target.digest() != self._served_digest()):
-                self._driver.spoil()
+            try:
+                if not isinstance(model, str):
+                    self._make_target()
+            finally:
+                if self.version is not None and not self._serves_the_same():
+                    self._driver.spoil()
         if self._attendant is not None:
             self._attendant.model_set(model)
+
+    def _serves_the_same(self) -> bool:
+        """Whether the model holds the very weights of the version served."""
+        return self._target is not None and self._target.digest() == self._served_digest()
 
     def _served_digest(self) -> bytes | None:
         answer = self._driver.data.answer

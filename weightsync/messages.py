@@ -109,13 +109,23 @@ class Refusal:
     evidence: Evidence = Evidence.ANSWER
 
 
+class Ending(enum.Enum):
+    """How whoever says goodbye has ended."""
+
+    #: In good order.
+    CLOSED = "closed"
+    #: Something failed, and the reason says what. Only senders say so: a receiver that fails says a `Refusal`.
+    FAILED = "failed"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bye:
-    """An orderly end of the link."""
+    """The end of the link."""
 
     model_id: str
     incarnation: int
     reason: str = ""
+    ending: Ending = Ending.CLOSED
 
 
 Message = Hello | Update | Ack | Refusal | Bye

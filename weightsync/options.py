@@ -54,4 +54,15 @@ def option(kind: type[Option], value: Option | str) -> Option:
         raise ConfigurationError(f"{name}= is {value!r}, which is none of {names}. Nothing has changed.") from None
 
 
+def switch(value: bool, argument: str) -> bool:
+    """The value of a keyword that is on or off.
+
+    Raises:
+        ConfigurationError: it is neither: "no" would count as on.
+    """
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{argument}= is {value!r}: give True or False. Nothing has changed.")
+    return value
+
+
 _ARGUMENTS = {OnFailure: "on_failure", OnPending: "on_pending", Verify: "verify"}

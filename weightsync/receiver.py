@@ -17,7 +17,6 @@ from weightsync.packing import digest, digest_of
 from weightsync.serving import PATIENCE
 from weightsync.target import SwapBroken, Target
 from weightsync.timing import Deadline, Timeout
-from weightsync.transports.base import wait
 from weightsync.weights import layout_of, read_weights
 
 
@@ -55,13 +54,13 @@ class WeightReceiver(ByHand):
         with Shield(self._driver.waker.fire) as shield:
             while True:
                 seen = self._driver.waker.fired
-                applied = self.take_in(self._destination())
+                applied = self.take_in_here()
                 if applied is not None:
                     return applied
                 if deadline.passed:
                     return False
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
+                self._driver.wait(deadline.nap, seen)
 
     def apply_weights(
         self, weights: Any, *, inplace: bool = True, timeout: float | Timeout | None = Timeout.DEFAULT
@@ -173,7 +172,7 @@ class WeightReceiver(ByHand):
     def _are_of(self, pending: Pending, weights: Any) -> bool:
         """Whether weights given by hand are those of the pending version, as their digest tells."""
         read = read_weights(weights)
-        if layout_of(read, pending.layout) != pending.layout:
+        if pending.untaken or layout_of(read, pending.layout) != pending.layout:
             return False
         wanted = pending.update.digest or digest(pending.payload, pending.update.extras)
         return wanted == digest_of(read, pending.layout, encode_extras(read.extras()))

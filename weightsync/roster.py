@@ -15,7 +15,7 @@ from weightsync.protocol import sender as pure
 from weightsync.side import Side, pipes_travel, require_whole, require_worker_id
 from weightsync.timing import Deadline, Timeout, new_incarnation
 from weightsync.transports.awaited import AwaitedProcess
-from weightsync.transports.base import Link, wait
+from weightsync.transports.base import Link
 from weightsync.transports.user import UserMessages
 
 
@@ -119,7 +119,7 @@ class Roster(Side):
                         pending=sorted(awaited),
                     )
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), deadline.nap, seen)
+                self._driver.wait(deadline.nap, seen)
         lost, refused = self._reasons(pure.Standing.LOST), self._reasons(pure.Standing.REFUSED)
         told = "; ".join(f"worker {worker}: {reason}" for worker, reason in sorted({**lost, **refused}.items()))
         if lost:

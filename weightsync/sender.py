@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from weightsync._tables import SenderInput, State
@@ -17,7 +18,6 @@ from weightsync.report import OutcomeKind, SyncReport
 from weightsync.roster import Roster
 from weightsync.side import require_worker_id
 from weightsync.timing import Deadline, Stopwatch, Timeout
-from weightsync.transports.base import wait
 
 #: Seconds between two looks at processes that have not started yet.
 STARTS: Final = 0.5
@@ -197,15 +197,22 @@ class WeightSender(Roster):
 
         Closing twice is allowed. Buffers are freed; what the workers serve stays.
         """
+        self._end(self._driver.close)
+
+    def fail(self, error: BaseException) -> None:
+        """Close for good, since ``error`` was raised: as `close`, but the workers are told what failed.
+
+        Their `receive()` raises `TransportError` with its type and text, not `SenderClosed`. Leaving a ``with sender:``
+        block by an exception does this.
+        """
+        told = "".join(traceback.format_exception_only(error)).strip()
+        self._end(lambda: self._driver.fail(told))
+
+    def _end(self, close: Callable[[], None]) -> None:
         with Shield(self._driver.waker.fire):
-            self._driver.take(pure.Close())
-            self._driver.waker.close()
+            close()
             self._packer.close()
             self._endpoints.clear()
-
-    def fail(self, error: BaseException) -> None:  # noqa: ARG002 - workers are told that the sender closed, and no more
-        """Close for good, since ``error`` was raised: as `close`."""
-        self.close()
 
     def digest(self) -> bytes:
         """The xxh3-128 digest of the newest version's weights as they travelled, 16 bytes; empty: none is kept."""
@@ -315,7 +322,7 @@ class WeightSender(Roster):
             seen = self._driver.waker.fired
             while not self._reporter.is_over(version) and not deadline.passed:
                 shield.deliver()
-                wait(self._driver.waker, self._driver.links(), self._nap(deadline), seen)
+                self._driver.wait(self._nap(deadline), seen)
                 seen = self._driver.waker.fired
                 self._driver.pump()
         except BaseException:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weightsync._tables import RefusalKind, State
 from weightsync.driving.receiver import Pending
-from weightsync.errors import LayoutError, WeightSyncError
+from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, WeightSyncError
 from weightsync.listening import Listening
 from weightsync.messages import Ack, Refusal
 from weightsync.packing import digest
@@ -16,6 +16,7 @@ from weightsync.protocol import receiver as pure
 from weightsync.report import Evidence
 from weightsync.target import Mode, Staged, SwapBroken, Target
 from weightsync.timing import Stopwatch
+from weightsync.transports.memory import NoRoom
 
 logger = logging.getLogger("weightsync")
 
@@ -65,6 +66,32 @@ class Swapping(Listening):
                 self.check_links()
             return applied
 
+    def take_in_here(self) -> bool | None:
+        """`take_in` into the registered model. What stands at its path by now may be no model: what comes is refused.
+
+        Raises:
+            ConfigurationError, ModelPathError: no model is registered, or there was never one at its path.
+        """
+        try:
+            target = self._destination()
+        except (ConfigurationError, LayoutError, ModelPathError) as error:
+            if self._model is None or isinstance(self._model, str):
+                raise
+            return self._turn_down(error)
+        return self.take_in(target)
+
+    def _turn_down(self, error: WeightSyncError) -> bool | None:
+        """Refuse what is pending, since there is nothing that it could be applied to."""
+        with self._driver.lock:
+            self._driver.pump()
+            pending = self._driver.pending
+            if pending is None or not self._appliable():
+                self.check_links()
+                return None
+            found = "" if self._path is None else f"what stands at {self._path!r} cannot be received into: "
+            self._refuse(pending, f"{found}{error}", "".join(traceback.format_exception(error)))
+            return False
+
     def _appliable(self) -> bool:
         return self.state is State.PENDING_ASYNC and not self._driver.holding
 
@@ -86,7 +113,7 @@ class Swapping(Listening):
             digest = self._verified(pending)
             staged = target.stage(pending.layout, pending.payload, pending.update.extras)
         except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
-            self._refuse(pending, str(error), traceback.format_exc())
+            self._refuse_for(pending, error)
             return False
         self._staged = Ready(pending, staged, digest, stopwatch.seconds)
         return True
@@ -104,7 +131,7 @@ class Swapping(Listening):
         except SwapBroken as error:
             raise self._break_down(ready, error, traceback.format_exc()) from error
         except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
-            self._refuse(ready.pending, str(error), traceback.format_exc())
+            self._refuse_for(ready.pending, error)
             return False
         self._staged = None
         if hands_on:
@@ -141,7 +168,17 @@ class Swapping(Listening):
         )
 
     def _verified(self, pending: Pending) -> bytes:
-        """The digest of what arrived, if the sender named one."""
+        """The digest of what arrived, if the sender named one.
+
+        Raises:
+            LayoutError: it was damaged on the way.
+            NoRoom: it could not be taken in here.
+        """
+        if pending.untaken:
+            raise NoRoom(
+                f"version {pending.update.version} could not be taken: {pending.untaken} The old weights stay. It is "
+                "taken again once this process has descriptors and memory: send the weights once more then."
+            )
         if not pending.update.digest:
             # No digest would show what this process has written over the pages that it mapped for an older version.
             if self._scheme.apply_mode is Mode.MAP:
@@ -157,6 +194,10 @@ class Swapping(Listening):
                 f"{pending.update.digest.hex()}: it was damaged on the way. The old weights stay."
             )
         return found
+
+    def _refuse_for(self, pending: Pending, error: Exception) -> None:
+        """Refuse, since ``error`` was raised just now; where no code of the user's raised it, the text says all."""
+        self._refuse(pending, str(error), "" if isinstance(error, NoRoom) else traceback.format_exc())
 
     def _refuse(self, pending: Pending, reason: str, remote_traceback: str) -> None:
         self.last_refusal = reason

@@ -28,7 +28,7 @@ from weightsync.header import (
     malformed,
     peek,
 )
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal, SlotRef, Update, WeightsForm
+from weightsync.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
 from weightsync.nested import decode_report, encode_report
 from weightsync.report import Evidence
 
@@ -51,11 +51,12 @@ _HELLO: Final = struct.Struct("!HHIBQQ16sQ")
 _UPDATE: Final = struct.Struct("!HHIIQBBQ")
 _ACK: Final = struct.Struct("!HIdB")
 _REFUSAL: Final = struct.Struct("!HBBII16s")
-_BYE: Final = struct.Struct("!HI")
+_BYE: Final = struct.Struct("!HBI")
 _DIGEST_SIZES: Final = (0, 16)
 _REFUSALS: Final = tuple(RefusalKind)
 _EVIDENCE: Final = tuple(Evidence)
 _FORMS: Final = tuple(WeightsForm)
+_ENDINGS: Final = tuple(Ending)
 #: Process ids are signed 32-bit numbers, and what is asked for another one raises anything.
 _MAX_PID: Final = 2**31 - 1
 #: Sizes of memory are signed 64-bit numbers.
@@ -119,7 +120,8 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
             return 4, message.version, b"", b"".join((fixed, name, *said))
         case Bye():
             reason = _prose(message.reason)
-            return 5, 0, b"", b"".join((_BYE.pack(len(name), len(reason)), name, reason))
+            fixed = _BYE.pack(len(name), _ENDINGS.index(message.ending), len(reason))
+            return 5, 0, b"", b"".join((fixed, name, reason))
 
 
 def _require_ranges(message: Message) -> None:
@@ -131,6 +133,8 @@ def _require_ranges(message: Message) -> None:
     match message:
         case Hello() if not 0 <= message.pid <= _MAX_PID:
             raise ValueError(f"a process id of {message.pid}")
+        case Update() | Ack() if message.version < 1:
+            raise ValueError(f"version {message.version}, which means none")
         case Update() if not 0 <= message.nbytes <= _MAX_NBYTES:
             raise ValueError(f"a payload of {message.nbytes} bytes")
         case Ack() if not isfinite(message.seconds) or message.seconds < 0:
@@ -258,9 +262,14 @@ def _read_refusal(head: Head, body: bytes) -> Refusal:
 
 
 def _read_bye(head: Head, body: bytes) -> Bye:
-    named, reasoned = _BYE.unpack_from(body)
+    named, ending, reasoned = _BYE.unpack_from(body)
     name, reason = _cut(body, _BYE.size, named, reasoned)
-    return Bye(model_id=name.decode(), incarnation=_int(head.incarnation), reason=reason.decode())
+    return Bye(
+        model_id=name.decode(),
+        incarnation=_int(head.incarnation),
+        reason=reason.decode(),
+        ending=_ENDINGS[ending],
+    )
 
 
 _READERS: Final[dict[int, Callable[[Head, bytes], Message]]] = {

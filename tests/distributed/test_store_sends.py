@@ -19,8 +19,9 @@ from torch import nn
 
 from weightsync import ConfigurationError, DistributedWeightSyncScheme, RefusedError, StateError, WorkerLostError
 from weightsync.report import Evidence, OutcomeKind
-from weightsync.transports.distributed import group
+from weightsync.transports.distributed import group, landing
 from weightsync.transports.distributed.letters import PIECE_NBYTES
+from weightsync.transports.memory import NoRoom
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -305,6 +306,24 @@ def test_in_a_forked_child_links_are_the_parents(pair: StorePair) -> None:
     filled(pair.source, 2.0)
     assert pair.sync().ok
     assert {2.0} == constants(pair.model)
+
+
+def test_g11_a_payload_that_finds_no_memory_is_refused_and_the_next_one_is_applied(
+    pair: StorePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(nbytes: int) -> Any:
+        raise NoRoom(f"No memory for {nbytes} bytes.")
+
+    monkeypatch.setattr(group, "BUCKET_NBYTES", 64 * 1024)
+    with monkeypatch.context() as patched:
+        patched.setattr(landing, "anonymous", none_left)
+        pair.sender.send_async()
+        assert pair.receiver.receive(timeout=PATIENCE) is False
+    with pytest.raises(RefusedError, match="could not be taken: No memory for 161200 bytes"):
+        pair.sender.wait_async(timeout=PATIENCE)
+
+    assert pair.sync().ok
+    assert {1.0} == constants(pair.model)
 
 
 def _keys(store: Any) -> list[str]:

@@ -21,6 +21,7 @@ from weightsync.report import OutcomeKind
 from weightsync.transports.distributed import announcing, exchange, listening, pulse
 from weightsync.transports.distributed import store as stores
 from weightsync.transports.distributed.letters import Ended, Inbox, Outbox, Shut, end
+from weightsync.transports.distributed.meeting import Meeting
 from weightsync.transports.distributed.store import Client
 
 JUNK = [b"", b"junk", b"\xff\xfe\x00", b"L", b"Lno frame", b"M" + bytes(9), b"-1", b"9" * 30]
@@ -100,6 +101,26 @@ def test_junk_under_a_links_next_letter_is_passed_over(pair: StorePair, junk: by
     assert pair.sync().ok
     assert constants(pair.model) == {2.0}
     assert pair.sync().ok
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+def test_junk_where_a_link_is_taken_or_a_group_is_agreed_on_is_written_over(
+    row: tuple[Client, Inbox], junk: bytes
+) -> None:
+    client, name = row[0], "0123456789abcdef" * 2
+    client.set(f"weightsync/link/{name}/taken", junk)
+    client.set("group/agreed", junk)
+    meeting = Meeting(client, "group/", threading.Event())
+
+    assert announcing.taken(client, name)
+    assert not announcing.taken(client, name)
+    assert [meeting._agree("connect"), meeting._agree("given up")] == ["connect", "connect"]
+
+
+def test_a_link_that_was_withdrawn_is_taken_by_nobody(row: tuple[Client, Inbox]) -> None:
+    client, name = row[0], "0123456789abcdef" * 2
+    client.set(f"weightsync/link/{name}/taken", b"closed")
+    assert not announcing.taken(client, name)
 
 
 def test_junk_in_a_heartbeat_harms_nobody(pair: StorePair) -> None:

@@ -10,9 +10,14 @@ import pytest
 from fleet import PATIENCE, Pair, constants, filled, raw, small
 
 from weightsync import TransportError, WorkerLostError, wire
-from weightsync.messages import Hello
+from weightsync._tables import RefusalKind
+from weightsync.driving.receiver import ReceiverDriver
+from weightsync.layout import Layout
+from weightsync.messages import Hello, Update
 from weightsync.protocol import sender as pure
 from weightsync.transports.base import Link
+from weightsync.transports.local import local_pair
+from weightsync.transports.memory import Buffer
 
 BY_HAND = pytest.mark.untraced("a link that is wrong on purpose")
 
@@ -57,6 +62,31 @@ def test_g10_whatever_an_adapter_raises_in_a_worker_is_told_as_the_end_of_its_li
         pair.receiver.receive(timeout=0)
     with pytest.raises(WorkerLostError):
         pair.sender.wait_async(timeout=PATIENCE)
+
+
+@BY_HAND
+@pytest.mark.parametrize("method", ["waitables", "wants_write"])
+def test_g10_a_link_that_cannot_be_waited_for_is_lost_and_no_other(three: Pair, method: str) -> None:
+    assert three.sync().ok
+    three.sender.send_async()
+    setattr(link_to(three, 1), method, boom)
+    for receiver in (three.receivers[0], three.receivers[2]):
+        assert receiver.receive(timeout=0)
+    report = three.sender.wait_async(timeout=PATIENCE, on_failure="report")
+
+    assert [report[worker].kind.name for worker in range(3)] == ["APPLIED", "LOST", "APPLIED"]
+    assert "boom" in report[1].reason
+    assert served(three, 2.0, 0, 2).of(report[1].kind) == (1,)
+
+
+@BY_HAND
+def test_g10_a_worker_that_cannot_wait_for_its_link_tells_its_trainer(pair: Pair) -> None:
+    assert pair.sync().ok
+    pair.receiver._driver.links()[0].waitables = boom  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match="boom"):
+        pair.receiver.receive(timeout=PATIENCE)
+    with pytest.raises(WorkerLostError, match="boom"):
+        pair.sender.send(timeout=PATIENCE)
 
 
 @BY_HAND
@@ -124,3 +154,36 @@ def test_the_trainers_own_errors_are_still_raised(pair: Pair) -> None:
     with pytest.raises(ValueError, match="worker"):
         pair.sender.send_async(worker_ids=[7])
     assert constants(small(1.0)) == constants(pair.model)
+
+
+@BY_HAND
+@pytest.mark.parametrize("told", [True, False], ids=["with its layout", "with a layout that is remembered no more"])
+def test_an_older_senders_update_over_a_shared_link_is_stale_and_the_newer_one_is_still_served(told: bool) -> None:
+    old, new = Layout([("a", "float32", (2,))]), Layout([("b", "float32", (3,))])
+    theirs, ours = local_pair()
+    driver = ReceiverDriver("policy")
+    driver.add_link(ours)
+
+    def says(incarnation: int, version: int, layout: Layout, told: bool) -> list[Any]:
+        """What the receiver answers to a sender's update; each sender has made its handshake."""
+        named = {"layout_digest": layout.digest, "layout": layout.encode() if told else b"", "nbytes": layout.nbytes}
+        update = Update(model_id="policy", incarnation=incarnation, version=version, **named)
+        theirs.send(update, Buffer(layout.nbytes))
+        driver.pump()
+        return [received.message for received in theirs.receive()]
+
+    for incarnation, layout in ((1, old), (2, new)):
+        theirs.send(Hello(model_id="policy", incarnation=incarnation))
+        driver.pump()
+        assert isinstance(theirs.receive()[0].message, Hello)
+        assert says(incarnation, 1, layout, told=True) == []
+    (stale,) = says(1, 2, old, told)
+    assert (stale.kind, stale.incarnation, stale.version) == (RefusalKind.STALE, 1, 2)
+    assert driver.links() == [ours]
+
+    (superseded,) = says(2, 2, new, told=False)
+    assert (superseded.kind, superseded.version) == (RefusalKind.SUPERSEDED, 1)
+    assert driver.pending is not None
+    assert driver.pending.update.version == 2
+    driver.close()
+    theirs.close()

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from fleet import PATIENCE, Pair, small
 
-from weightsync import ConfigurationError, OutcomeKind, RefusedError, WorkerLostError
+from weightsync import (
+    ConfigurationError,
+    OutcomeKind,
+    RefusedError,
+    SenderClosed,
+    TransportError,
+    WorkerLostError,
+)
 from weightsync.transports.base import Link
 
 
@@ -43,6 +50,30 @@ def test_a_worker_that_exits_as_it_should_says_goodbye(pair: Pair, error: System
     pair.sender.poll()
 
     assert pair.sender.worker_ids == ()
+
+
+@pytest.mark.parametrize("side", ["sender", "scheme"])
+def test_a_trainer_that_left_its_block_by_an_exception_tells_its_workers_what_it_was(three: Pair, side: str) -> None:
+    three.sync()
+    leave_by(three.sender if side == "sender" else three.scheme, ValueError("out of cheese"))
+
+    for receiver in three.receivers:
+        with pytest.raises(TransportError, match="the sender failed: ValueError: out of cheese") as caught:
+            receiver.receive(timeout=PATIENCE)
+        assert not isinstance(caught.value, SenderClosed)
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(0)])
+def test_a_trainer_that_leaves_its_block_as_it_should_says_goodbye(pair: Pair, error: BaseException | None) -> None:
+    pair.sync()
+    if error is None:
+        with pair.sender:
+            pass
+    else:
+        leave_by(pair.sender, error)
+
+    with pytest.raises(SenderClosed, match="said goodbye"):
+        pair.receiver.receive(timeout=PATIENCE)
 
 
 def test_g11_a_goodbye_is_in_the_next_report_and_in_the_log(three: Pair, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fleet import PATIENCE
 from torch import nn
 
-from weightsync import MultiProcessWeightSyncScheme, WeightReceiver
+from weightsync import MultiProcessWeightSyncScheme, RefusedError, WeightReceiver
 
 
 class Actor:
@@ -19,6 +20,14 @@ class Actor:
 
     def __init__(self) -> None:
         self.policy = nn.Linear(2, 2)
+
+
+class Elsewhere(nn.Linear):
+    """Keeps state where nobody finds it."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}elsewhere"] = torch.ones(1)
 
 
 def filled(number: float) -> nn.Linear:
@@ -91,6 +100,40 @@ def test_a_module_that_does_not_fit_refuses(pair: Any) -> None:
     assert not pair.receiver.receive(timeout=PATIENCE)
 
     assert pair.sender.wait_async(timeout=PATIENCE, on_failure="report").failed == (0,)
+
+
+@pytest.mark.parametrize("when", ["before it came", "while it is awaited"])
+def test_g2_what_is_no_model_any_more_refuses_and_serves_nothing(pair: Any, when: str) -> None:
+    send(pair, 1.0)
+    pair.actor.policy = Elsewhere(2, 2)
+    if when == "while it is awaited":
+        assert pair.receiver.receive(timeout=0) is False
+        assert pair.receiver.version is None
+    pair.sender.send_async()
+
+    assert pair.receiver.receive(timeout=PATIENCE) is False
+
+    with pytest.raises(RefusedError, match=r"what stands at 'policy' cannot be received into: .*elsewhere") as caught:
+        pair.sender.wait_async(timeout=PATIENCE)
+    assert str(pair.receiver.last_refusal) in str(caught.value)
+    pair.actor.policy = filled(0.0)
+    send(pair, 3.0)
+    assert held(pair.actor.policy) == {3.0}
+
+
+@pytest.mark.parametrize("gone", ["the attribute", "a number"])
+def test_a_path_that_leads_nowhere_any_more_refuses(pair: Any, gone: str) -> None:
+    send(pair, 1.0)
+    if gone == "a number":
+        pair.actor.policy = 5
+    else:
+        del pair.actor.policy
+    pair.sender.send_async()
+
+    assert pair.receiver.receive(timeout=PATIENCE) is False
+
+    with pytest.raises(RefusedError, match="policy"):
+        pair.sender.wait_async(timeout=PATIENCE)
 
 
 def test_a_context_that_was_collected_leaves_the_model_found_before(pair: Any) -> None:

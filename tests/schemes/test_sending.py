@@ -956,14 +956,16 @@ WRONG_CALLS: list[tuple[str, Callable[[Pair], Any]]] = [
     ("on_pending", lambda pair: pair.sender.send(on_pending=None)),
     ("fence", lambda pair: type(pair.scheme)().create_sender().connect(fence="5")),
 ]
-WRONG_INITS: dict[str, Any] = {
-    "pipes": multiprocessing.Pipe()[0],
-    "num_workers": "2",
-    "model_id": 5,
-    "fence": 1.5,
-    "devices": "cpu",
-    "ctx": 5,
-}
+WRONG_INITS: list[tuple[str, Any]] = [
+    ("pipes", multiprocessing.Pipe()[0]),
+    ("pipes", [5]),
+    ("pipes", [multiprocessing.Pipe()[0], "1"]),
+    ("num_workers", "2"),
+    ("model_id", 5),
+    ("fence", 1.5),
+    ("devices", "cpu"),
+    ("ctx", 5),
+]
 
 
 @pytest.mark.parametrize(("argument", "call"), WRONG_CALLS)
@@ -975,9 +977,9 @@ def test_an_argument_of_a_wrong_type_is_named(pair: Pair, argument: str, call: C
     assert pair.sender._driver.data == before
 
 
-@pytest.mark.parametrize("argument", WRONG_INITS)
-def test_an_argument_of_init_of_a_wrong_type_is_named(scheme_class: Any, argument: str) -> None:
-    given: dict[str, Any] = {"model_id": "policy", "model": small(), argument: WRONG_INITS[argument]}
+@pytest.mark.parametrize(("argument", "value"), WRONG_INITS)
+def test_an_argument_of_init_of_a_wrong_type_is_named(scheme_class: Any, argument: str, value: Any) -> None:
+    given: dict[str, Any] = {"model_id": "policy", "model": small(), argument: value}
     if argument == "ctx":
         given["num_workers"] = 1
     scheme = scheme_class()
@@ -985,3 +987,10 @@ def test_an_argument_of_init_of_a_wrong_type_is_named(scheme_class: Any, argumen
         scheme.init_on_sender(**given)
 
     assert not scheme.initialized_on_sender
+
+
+@pytest.mark.parametrize("argument", ["sync", "per_worker_weights"])
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_a_switch_of_a_scheme_that_is_neither_on_nor_off_is_named(scheme_class: Any, argument: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^{argument}= is "):
+        scheme_class(**{argument: value})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync._tables import PROTOCOL_VERSION, RefusalKind
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal, SlotRef, Update, WeightsForm
+from weightsync.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
 from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
 from weightsync.wire import encode
 
@@ -37,7 +37,8 @@ def messages() -> Iterator[tuple[str, Message]]:
         yield f"Ack handed on, {kind.name}", Ack(**_WHO, version=3, digest=_DIGEST, nested=_report(kind))
     for refusal in RefusalKind:
         yield f"Refusal {refusal.name}", _refusal(refusal, Evidence.ANSWER)
-    yield "Bye", Bye(**_WHO, reason="closed")
+    for ending in Ending:
+        yield f"Bye {ending.name}", Bye(**_WHO, reason="it is over", ending=ending)
 
 
 def _refusal(kind: RefusalKind, evidence: Evidence) -> Refusal:

@@ -188,6 +188,20 @@ def test_the_seconds_of_an_ack_are_finite_and_not_negative(seconds: float) -> No
         wire.encode(Ack(model_id="m", incarnation=1, version=1, seconds=seconds))
 
 
+@pytest.mark.parametrize(
+    "message",
+    [Ack(model_id="m", incarnation=1, version=9), Update(model_id="m", incarnation=1, version=9, layout_digest=b"")],
+    ids=["Ack", "Update"],
+)
+def test_no_version_is_neither_sent_nor_acked(message: Any) -> None:
+    head, body = bytearray(wire.encode(message))[: wire.HEADER_NBYTES], wire.encode(message)[wire.HEADER_NBYTES :]
+    head[48:56] = bytes(8)
+    with pytest.raises(ProtocolError, match="version 0, which means none"):
+        wire.decode(sealed(bytes(head), body))
+    with pytest.raises(ConfigurationError, match="version 0"):
+        wire.encode(replace(message, version=0))
+
+
 # -------------------------------------------------------------------------------------- layouts, extra state
 
 LAYOUT = Layout([("a.weight", "float32", (2, 3)), ("b", "int8", ()), ("ö", "bfloat16", (0, 4))], ["norm"])

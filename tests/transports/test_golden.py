@@ -44,12 +44,12 @@ def test_pinning_refuses_other_bytes_under_the_version_that_is_pinned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pins = tmp_path / "golden.json"
-    other = {**golden.frames(), "Bye": "00"}
+    other = {**golden.frames(), "Bye CLOSED": "00"}
     monkeypatch.setattr(golden, "GOLDEN", pins)
     pins.write_text(json.dumps({"protocol": PROTOCOL_VERSION, "frames": other}), encoding="utf-8")
 
     assert golden.main([]) == 1
-    assert "Bye: not the bytes of protocol" in capsys.readouterr().out
+    assert "Bye CLOSED: not the bytes of protocol" in capsys.readouterr().out
     pins.write_text(json.dumps({"protocol": PROTOCOL_VERSION - 1, "frames": other}), encoding="utf-8")
     assert golden.main([]) == 0
     assert golden.changed() == []

@@ -30,11 +30,11 @@ def versions(link: Link) -> list[int]:
 @pytest.mark.parametrize("delivery", Delivery)
 def test_a_prompt_network_delivers_at_once_and_in_order(delivery):
     first, second = local_pair(delivery)
-    for version in range(5):
+    for version in range(1, 6):
         first.send(ack(version))
 
     assert delivery is first.delivery
-    assert versions(second) == [0, 1, 2, 3, 4]
+    assert versions(second) == [1, 2, 3, 4, 5]
     assert versions(second) == []
 
 
@@ -157,9 +157,9 @@ def test_inline_payloads_are_snapshots_and_shared_ones_are_the_buffer_itself():
 def test_shared_payloads_are_pinned_by_the_rule_of_all_links():
     first, second = local_pair(payloads=Payloads.SHARED)
     old, new, last = Buffer(4), Buffer(4), Buffer(4)
-    for version, buffer in enumerate((old, new, last)):
+    for version, buffer in enumerate((old, new, last), 1):
         first.send(update(version, 4), buffer)
-    second.send(ack(1))
+    second.send(ack(2))
     first.receive()
     assert [buffer.pinned for buffer in (old, new, last)] == [False, True, True]
     first.close()

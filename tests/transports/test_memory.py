@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import mmap
@@ -16,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from weightsync._tables import RefusalKind
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.messages import Ack, Refusal, SlotRef, Update
-from weightsync.transports.memory import SPARE_BUFFERS, Buffer, Mapping, Pool, Segment, Storage
+from weightsync.transports.memory import SPARE_BUFFERS, Buffer, Mapping, NoRoom, Pool, Segment, Storage
 from weightsync.transports.pins import Pins
 from weightsync.transports.sharing import MAX_SEGMENTS, Mapped, Named
 
@@ -276,27 +277,37 @@ def test_a_worker_that_cannot_be_asked_keeps_its_buffers_for_ever():
 
 @settings(max_examples=60, stateful_step_count=40)
 class Sharing(RuleBasedStateMachine):
-    """Both ends' lists of segments stay in step, whatever is named in whatever order."""
+    """Both ends' lists of segments stay in step, whatever is named in whatever order, and what was lost comes again."""
 
     def __init__(self) -> None:
         super().__init__()
         self.named, self.mapped = Named(), Mapped()
+        self.version = 0
         self.segments = [Segment(4096) for _ in range(MAX_SEGMENTS + 3)]
         for segment in self.segments:
             segment.view[:8] = segment.number.to_bytes(8, "big")
 
-    @rule(index=st.integers(0, MAX_SEGMENTS + 2))
-    def name(self, index):
+    @rule(index=st.integers(0, MAX_SEGMENTS + 2), fate=st.sampled_from(["taken", "refused", "dropped"]))
+    def name(self, index, fate):
         segment = self.segments[index]
-        descriptors = tuple(map(os.dup, self.named.missing(segment)))
-        self.named.name(segment)
-        mapping = self.mapped.find(SlotRef(segment=segment.number), descriptors)
-        assert segment.number.to_bytes(8, "big") == mapping.view[:8]
+        self.version += 1
+        passed = self.named.missing(segment)
+        self.named.name(segment, update(self.version))
+        slot = SlotRef(segment=segment.number)
+        if passed and fate == "dropped":
+            with contextlib.suppress(NoRoom):
+                self.mapped.find(slot, (), "no descriptor")
+        else:
+            mapping = self.mapped.find(slot, tuple(map(os.dup, passed)))
+            assert segment.number.to_bytes(8, "big") == mapping.view[:8]
+        if fate != "taken":
+            self.named.answered(refusal(self.version, RefusalKind.REFUSED))
 
     @invariant()
     def bounded(self):
-        assert len(self.named._numbers) <= MAX_SEGMENTS
-        assert list(self.named._numbers) == list(self.mapped._mappings)
+        assert len(self.named._keys) <= MAX_SEGMENTS
+        assert self.named._again <= set(self.named._keys)
+        assert list(self.named._keys) == list(self.mapped._mappings)
 
 
 TestSharing = Sharing.TestCase

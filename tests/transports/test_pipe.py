@@ -69,12 +69,12 @@ def frame(message, payload: bytes = b"", preamble: bytes = PREAMBLE) -> bytes:
 
 def test_messages_arrive_in_order_in_both_directions(laid):
     first, second = laid()
-    for version in range(20):
+    for version in range(1, 21):
         first.send(update(version))
         second.send(ack(version))
 
-    assert [update(version) for version in range(20)] == [r.message for r in second.receive()]
-    assert [ack(version) for version in range(20)] == [r.message for r in first.receive()]
+    assert [update(version) for version in range(1, 21)] == [r.message for r in second.receive()]
+    assert [ack(version) for version in range(1, 21)] == [r.message for r in first.receive()]
     assert first.receive() + second.receive() == []
 
 
@@ -132,7 +132,7 @@ def test_a_landing_is_not_used_again_while_somebody_looks_at_it(laid):
     first, second = laid(payloads=Payloads.INLINE)
     kept = []
     for seed in range(6):
-        first.send(update(seed, 200_000), filled(200_000, seed=seed))
+        first.send(update(seed + 1, 200_000), filled(200_000, seed=seed))
         (received,) = exchange(first, second, 1)
         kept.append((received.payload[10:], bytes(filled(200_000, seed=seed).view[10:])))
 
@@ -142,7 +142,7 @@ def test_a_landing_is_not_used_again_while_somebody_looks_at_it(laid):
 def test_a_landing_is_used_again_when_nobody_does(laid):
     first, second = laid(payloads=Payloads.INLINE)
     places = set()
-    for version in range(6):
+    for version in range(1, 7):
         first.send(update(version, 200_000), filled(200_000))
         places.add(id(exchange(first, second, 1)[0].payload.obj))
 
@@ -204,13 +204,13 @@ def test_a_narrow_pipe_carries_everything_piece_by_piece(laid, payloads):
     narrow(ends[0])
     first, second = laid(ends=ends, payloads=payloads)
     buffers = [filled(100_000, Storage.SEGMENTS, seed) for seed in range(4)]
-    for version, buffer in enumerate(buffers):
+    for version, buffer in enumerate(buffers, 1):
         first.send(replace(update(version, 100_000), layout=bytes(50_000)), buffer)
         first.send(ack(version))
 
     assert first.wants_write() is not None
     received = exchange(first, second, 8)
-    assert [r.message.version for r in received] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [r.message.version for r in received] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert [bytes(buffer.view) for buffer in buffers] == [bytes(r.payload) for r in received[::2]]
     assert first.wants_write() is None
     assert first.flush()
@@ -387,7 +387,7 @@ def test_a_length_that_lies_allocates_nothing(laid):
 
 def test_what_was_readable_comes_before_the_end(laid):
     first, second = laid()
-    for version in range(5):
+    for version in range(1, 6):
         first.send(ack(version))
     first.close()
 

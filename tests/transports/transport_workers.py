@@ -61,7 +61,7 @@ def last_words(connection: Connection) -> None:
     """Write, and die on the spot."""
     link = PipeLink(connection, MODEL)
     hello(link)
-    for version in range(50):
+    for version in range(1, 51):
         link.send(Ack(model_id=MODEL, incarnation=1, version=version))
     os.kill(os.getpid(), signal.SIGKILL)
 

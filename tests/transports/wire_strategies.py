@@ -5,12 +5,13 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from weightsync._tables import RefusalKind
-from weightsync.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
+from weightsync.messages import Ack, Bye, Ending, Hello, Refusal, SlotRef, Update
 from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 model_ids = st.text(max_size=20)
 wide = st.integers(0, 2**128 - 1)
 numbers = st.integers(0, 2**64 - 1)
+versions = st.integers(1, 2**64 - 1)
 sizes = st.integers(0, 2**63 - 1)
 digests = st.sampled_from([b"", bytes(range(16))]) | st.binary(min_size=16, max_size=16)
 blobs = st.binary(max_size=200)
@@ -32,7 +33,7 @@ updates = st.builds(
     Update,
     model_id=model_ids,
     incarnation=wide,
-    version=numbers,
+    version=versions,
     layout_digest=blobs,
     layout=blobs,
     digest=digests,
@@ -63,7 +64,7 @@ acks = st.builds(
     Ack,
     model_id=model_ids,
     incarnation=wide,
-    version=numbers,
+    version=versions,
     digest=digests,
     seconds=st.floats(0, allow_nan=False, allow_infinity=False),
     evidence=st.sampled_from(Evidence),
@@ -80,5 +81,5 @@ refusals = st.builds(
     fence=wide,
     evidence=st.sampled_from(Evidence),
 )
-byes = st.builds(Bye, model_id=model_ids, incarnation=wide, reason=prose)
+byes = st.builds(Bye, model_id=model_ids, incarnation=wide, reason=prose, ending=st.sampled_from(Ending))
 messages = st.one_of(hellos, updates, acks, refusals, byes)

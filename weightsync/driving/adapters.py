@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.messages import Hello
-from weightsync.transports.base import Link, Received
+from weightsync.transports.base import Link, Received, WaitFailed, Waker, wait
 from weightsync.transports.liveness import own_host
 
 logger = logging.getLogger("weightsync")
@@ -69,6 +70,17 @@ def close(link: Link) -> None:
         link.close()
     except Exception as error:  # noqa: BLE001 - nothing more is asked of this link; the others go on
         _fault(link, error)
+
+
+def waited(waker: Waker, links: Sequence[Link], timeout: float | None, since: int) -> tuple[Link, str] | None:
+    """Wait for links: see `weightsync.transports.base.wait`; the one whose adapter failed, if any, and the reason."""
+    try:
+        wait(waker, links, timeout, since)
+    except WaitFailed as failed:
+        link, cause = links[failed.which], failed.__cause__
+        assert isinstance(cause, Exception)
+        return link, str(_fault(link, cause))
+    return None
 
 
 def mishandled(link: Link, error: Exception) -> str:

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from weightsync._tables import State
+from weightsync.driving.adapters import waited
 from weightsync.errors import StateError
 from weightsync.layout import Layout
 from weightsync.machine import Input, RoleMachine
 from weightsync.protocol.steps import Data, Effect, Step
 from weightsync.refusals import method_of, refusal
-from weightsync.transports.base import Waker
+from weightsync.transports.base import Link, Waker
 from weightsync.transports.liveness import own_host
 
 Event = TypeVar("Event")
@@ -103,6 +104,27 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
     @abstractmethod
     def _hint(self, asked: str) -> str:
         """What stands in the way of a method just now, and what its caller can do; empty: nothing more is known."""
+
+    def wait(self, timeout: float | None, since: int) -> None:
+        """Block until a link can be read or written, the waker fires, or time is up; a link that fails is lost.
+
+        Args:
+            timeout: seconds; None for ever.
+            since: the waker's `fired` as it was before the caller looked at what it waits for.
+        """
+        failed = waited(self.waker, self.links(), timeout, since)
+        if failed is not None:
+            with self.lock:
+                self._give_up(*failed)
+                self._finish()
+
+    @abstractmethod
+    def links(self) -> list[Link]:
+        """The links that are open."""
+
+    @abstractmethod
+    def _give_up(self, link: Link, reason: str) -> None:
+        """A link has failed, if it is still open."""
 
     def _step(self, event: Event) -> Step[Input, Data, Effect]:
         """The one place where a machine moves. Its effects are executed by the next `_finish`."""

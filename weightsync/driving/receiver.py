@@ -14,7 +14,7 @@ from weightsync.driving.hints import receiver_hint
 from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
 from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
 from weightsync.report import SyncReport
 from weightsync.transports.base import Link, Received
@@ -32,6 +32,8 @@ class Pending:
     payload: memoryview
     #: Makes the payload read as it was sent, whatever this process has written over it.
     refresh: Callable[[], None]
+    #: Why this process could not take the payload; empty: it could.
+    untaken: str = ""
 
 
 class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.Effect]):
@@ -216,6 +218,11 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self._say_last(event.link, self._refusal((self.data.fence, 0), RefusalKind.FAILED, event.failure))
         self._close_link(event.link)
 
+    def _give_up(self, link: Link, reason: str) -> None:
+        for number, known in list(self._links.items()):
+            if known is link:
+                self._down(number, reason)
+
     def _leave(self, link: int) -> None:
         """Say goodbye over a link, and close it."""
         reason = "the receiver was closed"
@@ -274,7 +281,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                     self._finish()
                 elif number == self._unwritable and isinstance(received.message, Bye):
                     # It had said goodbye already when we answered what came before that.
-                    self.ended, self.ended_as = _goodbye(received.message), SenderClosed
+                    self.ended, self.ended_as = _goodbye(received.message)
         except TransportError as error:
             self._down(number, str(error))
         except (ProtocolError, StateError) as error:
@@ -298,15 +305,17 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         message = received.message
         match message:
             case Hello():
-                watch(link, message)
                 step = self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
                 if step.input is not ReceiverInput.REJECTED:
                     self.greeting = message
+                if number in self._links:
+                    # Behind the handshake: whoever cannot be watched is told why its link ends.
+                    watch(link, message)
             case Update():
                 self._update(number, message, received)
             case Bye():
                 if message.incarnation == self.data.fence or number != self.data.link:
-                    self._ended(pure.LinkDown(number), _goodbye(message), SenderClosed)
+                    self._ended(pure.LinkDown(number), *_goodbye(message))
             case Ack() | Refusal():
                 raise ProtocolError(f"a sender sent {type(message).__name__}; only receivers send it.")
 
@@ -326,7 +335,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.take(event)
         if self.data.pending not in (None, before):
             payload = received.payload if received.payload is not None else memoryview(b"")
-            self.pending = Pending(update, layout, payload, received.refresh)
+            self.pending = Pending(update, layout, payload, received.refresh, received.untaken)
 
     def _layout_of(self, update: Update) -> Layout:
         if update.layout:
@@ -338,8 +347,11 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         return layout
 
 
-def _goodbye(bye: Bye) -> str:
-    return f"the sender said goodbye: {bye.reason}"
+def _goodbye(bye: Bye) -> tuple[str, type[TransportError]]:
+    """How a sender's end is told, and as what it is raised."""
+    if bye.ending is Ending.FAILED:
+        return f"the sender failed: {bye.reason}", TransportError
+    return f"the sender said goodbye: {bye.reason}", SenderClosed
 
 
 _REASONS = {

@@ -17,7 +17,7 @@ from weightsync.driving.hints import sender_hint
 from weightsync.driving.packing import Packed
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.machine import SenderMachine
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
 from weightsync.protocol import sender as pure
 from weightsync.report import SyncReport
 from weightsync.transports.awaited import AwaitedProcess
@@ -50,6 +50,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self._told: dict[int, bytes] = {}
         self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
         self._packed: dict[int, Packed] = {}
+        #: What its goodbyes say, as it has not failed.
+        self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
 
     # ------------------------------------------------------------------------------------------- events
 
@@ -88,6 +90,17 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             for event in pure.removal(self.machine.state, self.data, worker, reason):
                 self.take(event)
             self.hearing.forget(worker)
+
+    def close(self) -> None:
+        """Close for good: every link says goodbye and closes, a caller who waits is woken."""
+        self.take(pure.Close())
+        self.waker.close()
+
+    def fail(self, reason: str) -> None:
+        """Close for good, since something failed: every worker is told what."""
+        with self.lock:
+            self._parting = (Ending.FAILED, reason)
+            self.close()
 
     def told(self, report: SyncReport) -> None:
         """A caller is told this. Nothing changes; it is recorded where anybody records."""
@@ -169,9 +182,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self._backlogs.pop(link, None)
         self.hearing.closed(link)
         self._awaited.pop(link, None)
-        bye = Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason="the sender closed this link")
+        ending, reason = self._parting
         try:
-            closing.send(bye)
+            closing.send(Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason=reason, ending=ending))
         except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
             logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
@@ -259,6 +272,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             yield pure.LinkLost(worker, number, str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other links are still served
             yield pure.LinkLost(worker, number, mishandled(link, error))
+
+    def _give_up(self, link: Link, reason: str) -> None:
+        for number, (worker, known) in list(self._links.items()):
+            if known is link:
+                self._step(pure.LinkLost(worker, number, reason))
 
     def _listens(self, worker: int, number: int) -> bool:
         """Whether a link is in force. One that is lost amid a step is closed behind it."""

@@ -13,7 +13,7 @@ from weightsync.compat.distributed import DistributedTransport
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
-from weightsync.options import Verify
+from weightsync.options import Verify, switch
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Deadline
@@ -73,7 +73,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self._store_info: dict[str, Any] | None = None
         self._store: Store | None = None
         super().__init__(strategy, verify=verify)
-        self.sync = sync
+        self.sync = switch(sync, "sync")
 
     _left_behind = (*WeightSyncScheme._left_behind, "_hints")
 

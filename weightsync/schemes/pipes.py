@@ -11,7 +11,7 @@ from typing import Any
 
 from weightsync.compat.mp import MPTransport, connection_of
 from weightsync.errors import ConfigurationError
-from weightsync.options import Verify
+from weightsync.options import Verify, switch
 from weightsync.protocol.sender import Standing
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.sources import given_or_found
@@ -54,8 +54,8 @@ class PipeScheme(WeightSyncScheme):
         #: The workers' ends of pipes of ours, until they are taken.
         self._ends: dict[int, Connection[Any, Any]] = {}
         super().__init__(strategy, verify=verify)
-        self.sync = sync
-        self.per_worker_weights = per_worker_weights
+        self.sync = switch(sync, "sync")
+        self.per_worker_weights = switch(per_worker_weights, "per_worker_weights")
 
     # ---------------------------------------------------------------------------------------------- the pipes
 
@@ -198,5 +198,8 @@ def _refuse_unusable(pipes: Sequence[Any]) -> None:
     connections = [connection_of(pipe) for pipe in pipes]
     if len({id(connection) for connection in connections}) < len(connections):
         raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe a worker.")
-    for connection in connections:
-        Channel.of(connection)
+    for index, connection in enumerate(connections):
+        try:
+            Channel.of(connection)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"pipes= is no list of pipes: at {index}, {error} Nothing has changed.") from None

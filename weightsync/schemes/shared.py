@@ -7,7 +7,7 @@ from typing import Any
 
 from weightsync.compat.shared import SharedMemTransport, require_registered
 from weightsync.errors import ConfigurationError
-from weightsync.options import Verify
+from weightsync.options import Verify, switch
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.strategy import WeightStrategy
 from weightsync.target import Mode
@@ -67,7 +67,8 @@ class SharedMemWeightSyncScheme(PipeScheme):
         self._policy_weights = dict(policy_weights) if isinstance(policy_weights, Mapping) else {}
         #: Whether a model may be sent that was not registered.
         self.auto_register = second or bool(auto_register)
-        self.per_worker_weights = bool(auto_register) if second and auto_register is not _TRUE else per_worker_weights
+        given = bool(auto_register) if second and auto_register is not _TRUE else per_worker_weights
+        self.per_worker_weights = switch(given, "per_worker_weights")
 
     @property
     def policy_weights(self) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class Received:
     payload: memoryview | None = None
     #: Makes the payload read as it was sent, whatever this process has written over it since.
     refresh: Callable[[], None] = _nothing
+    #: Why this process could not take the payload, for want of memory or descriptors; empty: it could.
+    untaken: str = ""
 
 
 class Payloads(Enum):
@@ -221,6 +223,18 @@ class Waitable(Protocol):
         """The file descriptor to be watched for room to write; else None."""
 
 
+class WaitFailed(Exception):
+    """What is waited for cannot tell what it waits for itself.
+
+    Args:
+        which: its index among those that were to be waited for.
+    """
+
+    def __init__(self, which: int) -> None:
+        super().__init__(which)
+        self.which = which
+
+
 _Waited = TypeVar("_Waited", bound=Waitable)
 
 
@@ -235,6 +249,9 @@ def wait(waker: Waker, links: Sequence[_Waited], timeout: float | None, since: i
 
     Returns:
         The links that have something to read, room for what they have to write, or are dead.
+
+    Raises:
+        WaitFailed: one of them raised; that is the cause.
     """
     fd = waker.enter()
     if fd is None:
@@ -258,10 +275,13 @@ def _register(poller: select.poll, links: Sequence[Waitable]) -> dict[int, list[
     owners: dict[int, list[int]] = {}
     masks: dict[int, int] = {}
     for index, link in enumerate(links):
-        for fd in link.waitables():
+        try:
+            readable, writable = link.waitables(), link.wants_write()
+        except Exception as error:
+            raise WaitFailed(index) from error
+        for fd in readable:
             masks[fd] = masks.get(fd, 0) | select.POLLIN
             owners.setdefault(fd, []).append(index)
-        writable = link.wants_write()
         if writable is not None:
             masks[writable] = masks.get(writable, 0) | select.POLLOUT
             owners.setdefault(writable, []).append(index)

@@ -16,9 +16,8 @@ from collections import deque
 from typing import Final, NamedTuple
 
 from weightsync import wire
-from weightsync.errors import TransportError
 from weightsync.messages import Message, Update
-from weightsync.transports.memory import anonymous
+from weightsync.transports.memory import NoRoom, anonymous
 from weightsync.transports.preamble import may_be_ours, start_of_ours
 
 _SHORT: Final = struct.Struct("!i")
@@ -30,7 +29,10 @@ _MAX_DESCRIPTORS: Final = 8
 # Plain numbers: flags of an enum take a microsecond to test.
 _RECEIVE_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED: Final = int(socket.MSG_CTRUNC)
+#: Stands for a descriptor that was passed while this process could open no more: the kernel has dropped it for good.
+_DROPPED: Final = -1
 _ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+_NO_DESCRIPTOR: Final = "The descriptor of the peer's shared memory could not be taken: Too many open files."
 
 
 class Frame(NamedTuple):
@@ -39,6 +41,8 @@ class Frame(NamedTuple):
     message: Message
     payload: memoryview | None
     descriptors: tuple[int, ...]
+    #: Why its payload, or its descriptor, could not be taken; empty: it was.
+    untaken: str = ""
 
 
 class Foreign(NamedTuple):
@@ -77,6 +81,23 @@ class _Filling:
             self.filled += nbytes
             taken += nbytes
         return taken
+
+
+class _Skipping(_Filling):
+    """Bytes that are read and dropped, since there is no memory for them: those behind them are for others.
+
+    Args:
+        nbytes: how many.
+        why: there is none.
+    """
+
+    def __init__(self, nbytes: int, why: str) -> None:
+        super().__init__(nbytes)
+        self.why = why
+        self._scratch = memoryview(bytearray(_CHUNK_NBYTES))
+
+    def room(self) -> memoryview:
+        return self._scratch[: self.missing]
 
 
 class Inflow:
@@ -127,11 +148,11 @@ class Inflow:
                 descriptors = array.array("i")
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
                 self._descriptors.extend(descriptors)
+        if flags & _TRUNCATED:
+            self._descriptors.append(_DROPPED)
         if len(self._descriptors) > _MAX_DESCRIPTORS:
             count = len(self._descriptors)
             raise wire.malformed(f"The peer passed {count} descriptors that no frame of its own names", b"")
-        if flags & _TRUNCATED:
-            raise TransportError("A descriptor of shared memory was lost on its way: too many open files.")
         if nbytes == 0:
             raise EOFError
         return nbytes
@@ -141,7 +162,6 @@ class Inflow:
 
         Raises:
             ProtocolError: malformed bytes.
-            TransportError: no memory for a payload.
         """
         if self._filling is None:
             whole = self._whole()
@@ -177,7 +197,7 @@ class Inflow:
         head = _checked(frame, nbytes - start)
         message = wire.decode_with(head, frame[: head.control_nbytes])
         payload = memoryview(bytearray(frame[head.control_nbytes :])) if head.payload_nbytes else None
-        return Frame(message, payload, self._claim(head, message, frame))
+        return Frame(message, payload, *self._claim(head, message, frame))
 
     def _begin(self) -> bool:
         """Start on the frame at the head of the chunk, once enough of it is there to know what it is."""
@@ -213,23 +233,37 @@ class Inflow:
         if self._message is None:
             self._message = wire.decode_with(self._head, filled.grown)
             if self._head.payload_nbytes:
-                self._payload = self._land(self._head.payload_nbytes)
-                self._filling = _Filling(self._head.payload_nbytes, self._payload)
+                self._filling = self._landing(self._head.payload_nbytes)
                 return None
-        frame = Frame(self._message, self._payload, self._claim(self._head, self._message, filled.grown))
+        if isinstance(filled, _Skipping):
+            frame = Frame(self._message, None, (), filled.why)
+        else:
+            frame = Frame(self._message, self._payload, *self._claim(self._head, self._message, filled.grown))
         self._head = self._message = self._payload = None
         return frame
 
-    def _claim(self, head: wire.Head, message: Message, control: wire.Readable) -> tuple[int, ...]:
-        """The descriptors that came with a frame: that of a segment, with the first update that lies there."""
+    def _landing(self, nbytes: int) -> _Filling:
+        """Where a payload is to go; nowhere, if there is no memory for it."""
+        try:
+            self._payload = self._land(nbytes)
+        except NoRoom as error:
+            return _Skipping(nbytes, str(error))
+        return _Filling(nbytes, self._payload)
+
+    def _claim(self, head: wire.Head, message: Message, control: wire.Readable) -> tuple[tuple[int, ...], str]:
+        """The descriptors that came with a frame: that of a segment, with the first update that lies there.
+
+        If the kernel has dropped it, there is none, and it is said why.
+        """
         if not head.descriptors:
-            return ()
+            return (), ""
         if head.descriptors > 1 or not isinstance(message, Update) or message.slot is None:
             kind = type(message).__name__
             raise wire.malformed(f"The peer passed {head.descriptors} descriptors with a frame of {kind}", control)
         if head.descriptors > len(self._descriptors):
             raise wire.malformed(f"A frame came without its {head.descriptors} descriptors", control)
-        return (self._descriptors.popleft(),)
+        descriptor = self._descriptors.popleft()
+        return ((descriptor,), "") if descriptor != _DROPPED else ((), _NO_DESCRIPTOR)
 
     def _land(self, nbytes: int) -> memoryview:
         """Memory for a payload: pages touched before, once nobody refers to them."""
@@ -244,7 +278,9 @@ class Inflow:
     def close(self) -> None:
         """Close descriptors that no frame has claimed."""
         while self._descriptors:
-            os.close(self._descriptors.popleft())
+            descriptor = self._descriptors.popleft()
+            if descriptor != _DROPPED:
+                os.close(descriptor)
 
 
 def _checked(content: memoryview, nbytes: int) -> wire.Head:

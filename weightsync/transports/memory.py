@@ -8,6 +8,7 @@ and writes; a worker maps it private, so that one that writes over its parameter
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import mmap
@@ -28,6 +29,14 @@ SPARE_BUFFERS: Final = 1
 _F_SEAL_FUTURE_WRITE: Final = 0x10
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _numbers = itertools.count(1)
+
+
+#: What the kernel says where a process, or the machine, has no room for more.
+_NO_ROOM: Final = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
+
+
+class NoRoom(TransportError):
+    """This process has no memory, or no file descriptor, left for a payload. It may have some again later."""
 
 
 class Storage(Enum):
@@ -115,6 +124,7 @@ class Mapping:
         fd: the segment's descriptor; the caller still closes it.
 
     Raises:
+        NoRoom: there is not enough memory, or no file descriptor left.
         TransportError: it cannot be mapped, or is not a sealed segment.
     """
 
@@ -127,7 +137,8 @@ class Mapping:
         except (OSError, ValueError) as error:
             if isinstance(error, TransportError):
                 raise
-            raise TransportError(f"The peer's shared memory cannot be mapped: {error}.") from error
+            kind = NoRoom if isinstance(error, OSError) and error.errno in _NO_ROOM else TransportError
+            raise kind(f"The peer's shared memory cannot be mapped: {error}.") from error
         self.view = memoryview(self._map)
 
     def remap(self) -> None:
@@ -198,12 +209,12 @@ def anonymous(nbytes: int) -> mmap.mmap:
     """Fresh memory of this process alone, aligned to a page.
 
     Raises:
-        TransportError: there is not enough memory.
+        NoRoom: there is not enough memory.
     """
     try:
         heap = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise TransportError(f"No memory for a payload of {nbytes} bytes: {error}.") from error
+        raise NoRoom(f"No memory for a payload of {nbytes} bytes: {error}.") from error
     with contextlib.suppress(OSError):
         heap.madvise(mmap.MADV_HUGEPAGE)
     return heap

@@ -14,7 +14,7 @@ from weightsync.transports.base import Payloads, Received, TellsWhatIsRead
 from weightsync.transports.channel import Channel
 from weightsync.transports.inflow import Frame
 from weightsync.transports.mailbox import discard
-from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer
+from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer, NoRoom
 from weightsync.transports.outflow import Outgoing
 from weightsync.transports.pins import Pins
 from weightsync.transports.preamble import PREAMBLE
@@ -97,7 +97,7 @@ class PipeLink(TellsWhatIsRead):
         placed = replace(message, slot=SlotRef(segment=payload.segment.number))
         descriptors = self._named.missing(payload.segment)
         frame = Outgoing(_framed(placed, len(descriptors)), descriptors=descriptors, keep=payload)
-        self._named.name(payload.segment)
+        self._named.name(payload.segment, placed)
         # Held even if the link turns out to be dead: an earlier frame may have shown the same version.
         self._pins.hold(message, payload)
         self._channel.put(frame, self._peer)
@@ -118,6 +118,7 @@ class PipeLink(TellsWhatIsRead):
             for frame in frames:
                 received.append(self._open(frame))
                 self._pins.answered(frame.message)
+                self._named.answered(frame.message)
         except (ProtocolError, TransportError) as error:
             self._broken = error
             discard(frames[len(received) + 1 :])
@@ -130,8 +131,11 @@ class PipeLink(TellsWhatIsRead):
     def _open(self, frame: Frame) -> Received:
         message = frame.message
         if not isinstance(message, Update) or message.slot is None:
-            return Received(message, frame.payload)
-        mapping = self._mapped.find(message.slot, frame.descriptors)
+            return Received(message, frame.payload, untaken=frame.untaken)
+        try:
+            mapping = self._mapped.find(message.slot, frame.descriptors, frame.untaken)
+        except NoRoom as error:
+            return Received(message, untaken=str(error))
         if mapping.nbytes < message.nbytes:
             raise wire.malformed(f"{message.nbytes} bytes in a segment of {mapping.nbytes}", b"")
         return Received(message, mapping.view[: message.nbytes], mapping.remap)

@@ -104,10 +104,9 @@ class QueueChannel:
             return
         head = wire.peek(item)
         message = wire.decode_with(head, item[: head.control_nbytes])
-        payload = memoryview(bytearray(item[head.control_nbytes :])) if head.payload_nbytes else None
-        if (payload.nbytes if payload else 0) != head.payload_nbytes:
+        if len(item) - head.control_nbytes != head.payload_nbytes:
             raise ProtocolError(f"A frame came without its {head.payload_nbytes} bytes.", unread=item[:64])
-        self._boxes.setdefault(message.model_id, deque()).append(Received(message, payload))
+        self._boxes.setdefault(message.model_id, deque()).append(_with_payload(message, item, head))
         if message.model_id in self._wakers:
             self._wakers[message.model_id].fire()
 
@@ -117,6 +116,16 @@ class QueueChannel:
 
     def wants_write(self) -> None:
         """A queue's own thread writes."""
+
+
+def _with_payload(message: Message, item: bytes, head: wire.Head) -> Received:
+    """A message with a copy of its payload, that may be written."""
+    if not head.payload_nbytes:
+        return Received(message)
+    try:
+        return Received(message, memoryview(bytearray(memoryview(item)[head.control_nbytes :])))
+    except MemoryError:
+        return Received(message, untaken=f"No memory for a payload of {head.payload_nbytes} bytes.")
 
 
 class QueueLink:

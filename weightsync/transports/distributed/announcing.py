@@ -20,6 +20,8 @@ from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.sealing import Identity, Reason, announcement, new_name, refusal
 
 _NAME: Final = re.compile("[0-9a-f]{32}")
+_TAKER: Final = re.compile("[0-9a-f]{32} [0-9a-f]{32}")
+_WITHDRAWN: Final = "closed"
 #: Seconds that a goodbye waits for a link that is being announced.
 _PATIENCE: Final = 2.0
 #: A worker, by the store's host and port and its key there.
@@ -90,7 +92,7 @@ def sender_link(meeting: StoreEnd, model_id: str, peer: str) -> StoreLink:
 
     def withdraw(client: Client) -> None:
         made.set()
-        client.claim(f"weightsync/link/{name}/taken", "closed")
+        client.claim(_taken_key(name), _WITHDRAWN, _tells_who_took)
 
     def wait_for_others(_: Client) -> None:
         _under_way.wait(where)
@@ -171,7 +173,16 @@ def _identity(meeting: StoreEnd, model_id: str, name: str) -> Identity:
 def taken(client: Client, name: str) -> bool:
     """Whether a link that was announced is ours now: each is taken once."""
     mine = f"{pulse.process_name()} {uuid.uuid4().hex}"
-    return client.claim(f"weightsync/link/{name}/taken", mine) == mine
+    return client.claim(_taken_key(name), mine, _tells_who_took) == mine
+
+
+def _taken_key(name: str) -> str:
+    """Where it is written who has taken a link, or that there is none any more."""
+    return f"weightsync/link/{name}/taken"
+
+
+def _tells_who_took(value: str) -> bool:
+    return value == _WITHDRAWN or _TAKER.fullmatch(value) is not None
 
 
 def _nothing(_: Client) -> None:

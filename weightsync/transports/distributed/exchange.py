@@ -21,6 +21,7 @@ from weightsync.transports.distributed.outgoing import Outgoing
 from weightsync.transports.distributed.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.distributed.threads import start
 from weightsync.transports.liveness import own_network
+from weightsync.transports.memory import NoRoom
 
 #: How often, and after how many seconds each time, a connection is tried for that could not be had at once.
 _TRIES = 120
@@ -357,7 +358,12 @@ class Exchange:
             raise wire.malformed(f"{nbytes} bytes were announced, and {len(inline)} came", letter)
         if nbytes <= INLINE_NBYTES:
             return Received(message, inline if nbytes else None)
-        landing = self._landings.find(nbytes)
+        try:
+            landing = self._landings.find(nbytes)
+        except NoRoom as error:
+            # What comes behind it is for us all the same.
+            self._group.skip(client, nbytes, self._meeting.in_flight)
+            return Received(message, untaken=str(error))
         self._group.receive(client, landing, self._meeting.in_flight)
         if self._guard.keyed and digest_of(landing) != opened.digest:
             raise AuthenticationError("A payload is not the one that its sender sealed: it was not believed.")

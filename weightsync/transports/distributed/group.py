@@ -10,7 +10,7 @@ import ipaddress
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from weightsync.transports.distributed.c10d import ProcessGroupGloo, Store
 from weightsync.transports.distributed.meeting import Meeting
 from weightsync.transports.distributed.sockets import Watched, watching
 from weightsync.transports.distributed.store import Client
+from weightsync.transports.memory import anonymous
 
 #: A payload travels in pieces of this size.
 BUCKET_NBYTES: Final = 64 * 2**20
@@ -77,7 +78,7 @@ class Group:
             TransportError: the other rank is gone, or the group was aborted.
         """
         self._meet(client)
-        self._move(payload, in_flight, self._sending)
+        self._move(_buckets(payload), in_flight, self._sending)
 
     def receive(self, client: Client, payload: memoryview, in_flight: int) -> None:
         """Receive a payload; returns, or raises, when the group no longer writes it.
@@ -86,7 +87,18 @@ class Group:
             TransportError: as `send`; what is in ``payload`` is then nothing.
         """
         self._meet(client)
-        self._move(payload, in_flight, self._receiving)
+        self._move(_buckets(payload), in_flight, self._receiving)
+
+    def skip(self, client: Client, nbytes: int, in_flight: int) -> None:
+        """Receive a payload that there is no memory for, into that of one bucket.
+
+        Raises:
+            TransportError: as `send`; or there is not even memory for a bucket.
+        """
+        self._meet(client)
+        scratch = torch.frombuffer(anonymous(min(nbytes, BUCKET_NBYTES)), dtype=torch.uint8)
+        starts = range(0, nbytes, BUCKET_NBYTES)
+        self._move([scratch[: nbytes - start] for start in starts], in_flight, self._receiving)
 
     def abort(self) -> None:
         """Make whatever is on its way fail, here and at the other end. The group is of no use any more."""
@@ -152,13 +164,15 @@ class Group:
         raise TransportError("the process group was aborted")
 
     def _move(
-        self, payload: memoryview, in_flight: int, start: Callable[[torch.Tensor, int], Callable[[], None]]
+        self,
+        buckets: Sequence[torch.Tensor],
+        in_flight: int,
+        start: Callable[[torch.Tensor, int], Callable[[], None]],
     ) -> None:
-        whole = torch.frombuffer(payload, dtype=torch.uint8)
         ends: deque[Callable[[], None]] = deque()
         try:
             with _told("failed"):
-                for number, bucket in enumerate(torch.split(whole, BUCKET_NBYTES)):
+                for number, bucket in enumerate(buckets):
                     if len(ends) == in_flight:
                         ends.popleft()()
                     ends.append(start(bucket, number))
@@ -219,6 +233,10 @@ class Group:
                         self._works.remove(work)
 
         return finish
+
+
+def _buckets(payload: memoryview) -> Sequence[torch.Tensor]:
+    return torch.split(torch.frombuffer(payload, dtype=torch.uint8), BUCKET_NBYTES)
 
 
 def _byte() -> torch.Tensor:

@@ -80,7 +80,7 @@ class Meeting(Store):
         raise TransportError("the process group was given up while it was being made")
 
     def _agree(self, wish: str) -> str:
-        return self._client.claim(self._prefix + _AGREED, wish)
+        return self._client.claim(self._prefix + _AGREED, wish, (_CONNECT, _GIVEN_UP).__contains__)
 
     def give_up(self) -> None:
         """Have whoever still waits here for the other wait no longer."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
@@ -18,6 +19,8 @@ from weightsync.transports.distributed.hints import Hints
 from weightsync.transports.distributed.sockets import connected
 from weightsync.transports.exposure import is_exposed, tell
 from weightsync.transports.fork import forget_after_fork
+
+logger = logging.getLogger("weightsync")
 
 #: After that a store that cannot be reached is given up. torch asks the DNS for a name of each address it connects to,
 #: only to log it; where a DNS server does not answer, that alone takes 5 to 10 s.
@@ -198,10 +201,20 @@ class Client:
             found = store.compare_set(key, _ABSENT, _ABSENT)
         return None if found == _ABSENT.encode() else found
 
-    def claim(self, key: str, value: str) -> str:
-        """Write a value unless there is one; the value that is there then."""
+    def claim(self, key: str, value: str, ours: Callable[[str], bool] = lambda _: True) -> str:
+        """Write a value unless there is one; the value that is there then.
+
+        Args:
+            key: the key.
+            value: what to write.
+            ours: whether something is a value that one of us has written; what a stranger wrote there is written over.
+        """
         with self._guarded() as store:
-            return store.compare_set(key, "", value).decode("ascii", "replace")
+            found = store.compare_set(key, "", value)
+            while not ours(found.decode("ascii", "replace")):
+                logger.warning("the store's key %s held what nobody of ours wrote: it was written over", key)
+                found = store.compare_set(key, found, value)  # type: ignore[arg-type] # torch takes bytes
+            return found.decode("ascii", "replace")
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; what it is then. The store ends the connection if the key holds no number."""

@@ -1,0 +1,171 @@
+"""An update that a worker has no descriptor or no memory for is refused, with the reason, and the next one is taken."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exhausted import descriptors_left
+from fleet import PATIENCE, Crew, Pair, Seat, constants, filled, join, large, receive, serve, shows
+from torch import nn
+
+from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, SharedMemWeightSyncScheme, wire
+from weightsync.messages import Update
+from weightsync.transports import inflow, queues
+from weightsync.transports.memory import NoRoom
+from weightsync.transports.queues import QueueChannel
+
+
+def huge(fill: float = 0.0) -> nn.Module:
+    """A model of 32 MiB, more than a process has left beside its limit."""
+    return filled(nn.Linear(2048, 4096, bias=False), fill)
+
+
+@pytest.fixture
+def served(scheme_class: Any) -> Any:
+    """A pair whose weights lie in segments, at version 1."""
+    pair = Pair(scheme_class, model=large)
+    assert pair.sync().ok
+    yield pair
+    pair.close()
+
+
+def refused(pair: Pair, left: int) -> str:
+    """Send to a receiver that may open no more than ``left`` descriptors; why it refused."""
+    pair.sender.send_async()
+    with descriptors_left(left):
+        assert pair.receiver.receive(timeout=0) is False
+    with pytest.raises(RefusedError) as caught:
+        pair.sender.wait_async(timeout=PATIENCE)
+    assert pair.receiver.last_refusal in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_g11_an_update_without_a_descriptor_is_refused_with_the_reason_and_later_ones_are_applied(
+    served: Pair, left: int
+) -> None:
+    for _ in range(2):
+        told = refused(served, left)
+        assert "Too many open files" in told
+        assert "send the weights once more" in told
+    assert (served.receiver.version, constants(served.model)) == (1, {1.0})
+
+    for value in (2.0, 3.0, 4.0):
+        filled(served.source, value)
+        assert served.sync().ok
+        assert constants(served.model) == {value}
+
+
+def test_a_segment_that_was_lost_with_an_overtaken_version_is_passed_again(served: Pair) -> None:
+    served.sender.send_async()
+    with descriptors_left(0):
+        served.receiver._driver.pump()
+    served.sender.send_async(on_pending="supersede")
+    assert served.receiver.receive(timeout=0)
+    assert served.sender.wait_async(timeout=PATIENCE).ok
+
+    for value in (2.0, 3.0, 4.0):
+        filled(served.source, value)
+        assert served.sync().ok
+        assert constants(served.model) == {value}
+
+
+def test_weights_applied_by_hand_are_not_taken_for_those_of_an_update_that_could_not_be_taken(served: Pair) -> None:
+    filled(served.source, 2.0)
+    served.sender.send_async()
+    with descriptors_left(0):
+        served.receiver._driver.pump()
+    served.receiver.apply_weights(dict(served.source.state_dict()))
+
+    assert constants(served.model) == {2.0}
+    with pytest.raises(RefusedError, match="by hand"):
+        served.sender.wait_async(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("left", range(2))
+def test_g11_a_joiner_without_descriptors_is_told_of_in_the_next_report(served: Pair, left: int) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    joined = type(served.scheme)()
+    joined.init_on_worker("policy", pipe=theirs, model=large())
+    served.pipes.append((ours, theirs))
+    served.schemes.append(joined)
+    served.sender.add_worker(1, ours)
+    with descriptors_left(left):
+        joined.get_receiver()._driver.pump()
+    if left:  # enough to watch the trainer by, none for its segment
+        assert joined.get_receiver().receive(timeout=0) is False
+        served.receivers.append(joined.get_receiver())
+    served.sender.send_async()
+    for receiver in served.receivers:
+        assert receiver.receive(timeout=0)
+    report = served.sender.wait_async(timeout=PATIENCE, on_failure="report")
+
+    told = report.not_caught_up[1] if left else report[1]
+    assert told.kind is (OutcomeKind.REFUSED if left else OutcomeKind.LOST)
+    assert "Too many open files" in told.reason
+    assert [report[0].kind, served.sender.worker_ids] == [OutcomeKind.APPLIED, (0, 1)]
+
+
+def test_g11_a_payload_in_the_stream_that_finds_no_memory_is_refused_and_the_link_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair(MultiProcessWeightSyncScheme, model=large)
+    with monkeypatch.context() as patched:
+        patched.setattr("weightsync.transports.channel.Channel.passes_descriptors", False)
+        pair.sender.send_async()
+        patched.setattr(inflow, "anonymous", lambda nbytes: (_ for _ in ()).throw(NoRoom(f"No memory for {nbytes}.")))
+        while pair.receiver.receive(timeout=0) or not pair.receiver.last_refusal:
+            pair.sender.poll()
+        with pytest.raises(RefusedError, match="could not be taken: No memory for 161"):
+            pair.sender.wait_async(timeout=PATIENCE)
+    assert pair.sync().ok
+    assert constants(pair.model) == {1.0}
+    pair.close()
+
+
+def test_a_payload_in_a_queue_that_finds_no_memory_is_told_of_and_the_link_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left(_: Any) -> Any:
+        raise MemoryError
+
+    channel = QueueChannel(None, None)
+    payload = Update(model_id="policy", incarnation=1, version=1, layout_digest=b"", nbytes=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(queues, "bytearray", none_left, raising=False)
+        channel._sort(wire.encode(payload) + b"abc")
+    channel._sort(wire.encode(replace(payload, version=2)) + b"abc")
+
+    lost, taken = channel._boxes["policy"]
+    assert (lost.message.version, lost.payload, lost.untaken) == (1, None, "No memory for a payload of 3 bytes.")
+    assert (bytes(taken.payload), taken.untaken) == (b"abc", "")
+
+
+def _limit(_: Seat, spare: int | None) -> None:
+    """Let this process have no more address space than it has and ``spare`` bytes; None: as much as it likes."""
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (hard if spare is None else used + spare, hard))
+
+
+def test_g11_a_worker_at_its_limit_of_memory_refuses_and_applies_once_it_has_some(crew: Crew) -> None:
+    (worker,) = crew.start(SharedMemWeightSyncScheme())
+    worker.do(join, huge)
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", pipes=[worker.pipe], model=huge(1.0))
+        sender = scheme.get_sender()
+        worker.do(_limit, 24 * 2**20)
+        worker.tell(receive)
+        with pytest.raises(RefusedError, match="Cannot allocate memory"):
+            sender.send(timeout=PATIENCE)
+        assert worker.answer() is False
+        worker.do(_limit, None)
+        worker.tell(serve, 2)
+        assert sender.send(timeout=PATIENCE).ok
+        assert worker.answer() == 2
+        assert worker.do(shows)[2] == {1.0}
