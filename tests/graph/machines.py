@@ -14,11 +14,10 @@ from network import (
     Trainer,
     Worker,
     World,
-    closing_ends,
     emptied,
-    link_of,
+    hung_up,
+    place_of,
     posted,
-    without_letters,
 )
 
 from weightsync._tables import State
@@ -173,35 +172,38 @@ def heard(world: World, w: int, event: receiving.Event) -> World:
 
 
 def _executed(world: World, w: int, effect: receiving.Effect, before: Worker) -> World:
-    s, k = divmod(effect.link, 100)
+    last = world.bounds.max_version + 1
+
+    def said(incarnation: int, version: int, serial: int, kind: str, fence: int) -> World:
+        s, k = place_of(world, effect.link, incarnation)
+        return posted(world, Word(s, w, k, incarnation, version, serial, kind, fence))
+
     match effect:
         case receiving.Greet():
-            return posted(world, Word(s, w, k, world.worker(w).data.fence, 0, 0, "HELLO", 0))
+            return said(world.worker(w).data.fence, 0, 0, "HELLO", 0)
         case receiving.Reject(_, incarnation, kind, _):
-            return posted(world, Word(s, w, k, incarnation, 0, 0, kind.name, before.data.fence))
+            return said(incarnation, 0, 0, kind.name, before.data.fence)
         case receiving.Disown(_, incarnation, kind):
-            fence = world.worker(w).data.fence
-            return posted(world, Word(s, w, k, incarnation, 0, world.bounds.max_version + 1, kind.name, fence))
+            return said(incarnation, 0, last, kind.name, world.worker(w).data.fence)
         case receiving.Leave():
-            bye = Word(s, w, k, before.data.fence, 0, world.bounds.max_version + 1, "BYE", 0)
-            return closing_ends(without_letters(posted(world, bye), w, s, k), {(s, w, k)})
+            return hung_up(said(before.data.fence, 0, last, "BYE", 0), w, *divmod(effect.link, 100))
         case receiving.Tell(_, key, kind):
             serial = before.pending_p if key == before.data.pending else key[1]
-            return posted(world, Word(s, w, k, *key, serial, kind.name, before.data.fence))
+            return said(*key, serial, kind.name, world.worker(w).data.fence)
         case receiving.Reply(_, answer) if world.worker(w).state is not State.AWAITING_ACK:
-            return posted(world, word_of(effect.link, w, answer, before))
+            return posted(world, word_of(world, effect.link, w, answer, before))
         case receiving.CloseLink():
-            return closing_ends(without_letters(world, w, s, k), {(s, w, k)})
+            return hung_up(world, w, *divmod(effect.link, 100))
         case _:
             return world  # the answer to what was just decided leaves in Answered
 
 
-def word_of(link: int, w: int, answer: Ack | Refusal, worker: Worker) -> Word:
+def word_of(world: World, link: int, w: int, answer: Ack | Refusal, worker: Worker) -> Word:
     """An answer of a worker, on its way."""
-    s, k = divmod(link, 100)
+    s, k = place_of(world, link, answer.incarnation)
     kind = "ACK" if isinstance(answer, Ack) else answer.kind.name
     fence = 0 if isinstance(answer, Ack) else answer.fence
     return Word(s, w, k, answer.incarnation, answer.version, worker.decided_p, kind, fence)
 
 
-__all__ = ["RefusedError", "did", "executed", "forget", "heard", "link_of", "named_down", "took", "word_of"]
+__all__ = ["RefusedError", "did", "executed", "forget", "heard", "named_down", "took", "word_of"]

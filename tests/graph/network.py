@@ -127,13 +127,41 @@ def posted(world: World, word: Word) -> World:
     return world._replace(answers=world.answers | {word})
 
 
-def number(s: int, k: int) -> int:
+def is_shared(bounds: Bounds) -> bool:
+    """Whether all senders use one and the same link to a worker, as in Shared.tla."""
+    return "shared" in bounds.features
+
+
+def number(bounds: Bounds, s: int, k: int) -> int:
     """The receiver's number for a link."""
-    return 100 * s + k
+    return k if is_shared(bounds) else 100 * s + k
 
 
-def link_of(worker: Worker) -> tuple[int, int]:
-    return (0, 0) if worker.data.link is None else divmod(worker.data.link, 100)
+def place_of(world: World, link: int, incarnation: int) -> tuple[int, int]:
+    """Whose link that is, and the how manieth of his; of one that is shared, who has that incarnation."""
+    s, k = divmod(link, 100)
+    return (s or owner(world, incarnation), k)
+
+
+def owner(world: World, incarnation: int) -> int:
+    return next(s for s, trainer in enumerate(world.trainers, 1) if trainer.data.incarnation == incarnation)
+
+
+def link_of(world: World, worker: Worker) -> tuple[int, int]:
+    return (0, 0) if worker.data.link is None else place_of(world, worker.data.link, worker.data.fence)
+
+
+def connection(world: World, w: int, s: int, k: int) -> set[tuple[int, int, int]]:
+    """The ends of a link that its worker closes as one."""
+    return {(t, w, k) for t in world.bounds.all_senders} if is_shared(world.bounds) else {(s, w, k)}
+
+
+def hung_up(world: World, w: int, s: int, k: int) -> World:
+    """The worker closes its end of a link: what was on it is lost."""
+    ends = connection(world, w, s, k)
+    return closing_ends(
+        world._replace(letters=frozenset(m for m in world.letters if (m.s, m.w, m.k) not in ends)), ends
+    )
 
 
 def closing_ends(world: World, ends: set[tuple[int, int, int]]) -> World:
@@ -145,10 +173,6 @@ def closing_ends(world: World, ends: set[tuple[int, int, int]]) -> World:
 def all_ends(world: World, w: int) -> set[tuple[int, int, int]]:
     rolls = ((s, trainer.data.roll) for s, trainer in enumerate(world.trainers, 1))
     return {(s, w, roll[w].link) for s, roll in rolls if w in roll}
-
-
-def without_letters(world: World, w: int, s: int, k: int) -> World:
-    return world._replace(letters=frozenset(m for m in world.letters if (m.w, m.s, m.k) != (w, s, k)))
 
 
 def letters_read(world: World, w: int) -> World:

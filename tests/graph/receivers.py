@@ -12,13 +12,14 @@ from network import (
     all_ends,
     closing_ends,
     first,
+    hung_up,
     is_open,
+    is_shared,
     letters_read,
     link_of,
     number,
     posted,
     taken,
-    without_letters,
 )
 from senders import MODEL, Attempt
 
@@ -43,7 +44,10 @@ def attempts(world: World) -> Iterator[Attempt]:
 
 
 def _reads(world: World, w: int) -> Iterator[Attempt]:
-    link = link_of(world.worker(w))
+    if is_shared(world.bounds):
+        yield from _shared_reads(world, w)
+        return
+    link = link_of(world, world.worker(w))
     for m in world.letters:
         if m.w != w:
             continue
@@ -56,13 +60,36 @@ def _reads(world: World, w: int) -> Iterator[Attempt]:
             yield ("UpdateArrived", *place, m.v), lambda m=m: _update(world, m)
 
 
+def _shared_reads(world: World, w: int) -> Iterator[Attempt]:
+    """What is read over the one link that all senders use: not while the worker owes an answer over it."""
+    data = world.worker(w).data
+    for m in world.letters:
+        if m.w != w or world.worker(w).state is State.AWAITING_ACK:
+            continue
+        place = (w, m.s, m.k)
+        if m.v == 0:
+            yield ("SharedHello", *place), lambda m=m: _hello(world, m, "")
+            if "misfit" in world.bounds.features:
+                yield ("SharedMisfit", *place), lambda m=m: _hello(world, m, "another layout")
+            continue
+        greeted = (
+            data.link == m.k and world.trainer(m.s).data.incarnation <= data.fence
+        )  # or it is held back until then
+        if greeted and first(world, world.letters, m):
+            yield ("SharedUpdate", *place, m.v), lambda m=m: _update(world, m)
+
+
 def _downs(world: World, w: int) -> Iterator[Attempt]:
-    links = {(m.s, m.k) for m in world.letters if m.w == w} | ({link_of(world.worker(w))} - {(0, 0)})
+    ours = link_of(world, world.worker(w))
+    links = {(m.s, m.k) for m in world.letters if m.w == w} | ({ours} - {(0, 0)})
+    if is_shared(world.bounds) and ours != (0, 0):
+        links = {ours}  # an older sender's goodbye is nothing
+    label = "SharedLinkDown" if is_shared(world.bounds) else "LinkDown"
     for s, k in links:
         broke = "break" in world.bounds.features and (s, w) not in world.gone
         if broke or not is_open(world, s, w, k):
-            yield ("LinkDown", w, s, k), lambda s=s, k=k: _link_down(world, w, s, k)
-        if "fail" in world.bounds.features and link_of(world.worker(w)) == (s, k) and is_open(world, s, w, k):
+            yield (label, w, s, k), lambda s=s, k=k: _link_down(world, w, s, k)
+        if "fail" in world.bounds.features and ours == (s, k) and is_open(world, s, w, k):
             yield ("LinkFailed", w, s, k), lambda s=s, k=k: _link_down(world, w, s, k, "no memory")
 
 
@@ -70,7 +97,7 @@ def _hello(world: World, m: Letter, misfit: str) -> World:
     world = taken(world, m)
     incarnation = world.trainer(m.s).data.incarnation
     before = world.worker(m.w)
-    world = heard(world, m.w, receiving.HelloArrived(number(m.s, m.k), incarnation, misfit))
+    world = heard(world, m.w, receiving.HelloArrived(number(world.bounds, m.s, m.k), incarnation, misfit))
     worker = world.worker(m.w)
     if worker.data.link is not None and (worker.data.link, worker.data.fence) != (before.data.link, before.data.fence):
         world = world.with_worker(m.w, replace(worker, met=max(worker.met, incarnation), pending_p=0))
@@ -80,7 +107,7 @@ def _hello(world: World, m: Letter, misfit: str) -> World:
 def _update(world: World, m: Letter) -> World:
     world = taken(world, m)
     before = world.worker(m.w)
-    event = receiving.UpdateArrived(number(m.s, m.k), world.trainer(m.s).data.incarnation, m.v)
+    event = receiving.UpdateArrived(number(world.bounds, m.s, m.k), world.trainer(m.s).data.incarnation, m.v)
     world = heard(world, m.w, event)
     worker = world.worker(m.w)
     arrived = worker.data.pending != before.data.pending
@@ -88,12 +115,12 @@ def _update(world: World, m: Letter) -> World:
 
 
 def _link_down(world: World, w: int, s: int, k: int, failure: str = "") -> World:
-    event = receiving.LinkDown(number(s, k), failure)
+    event = receiving.LinkDown(number(world.bounds, s, k), failure)
     if named_down(world.worker(w), event):
         world = heard(world, w, event)
         world = world.with_worker(w, replace(world.worker(w), pending_p=0))
     # Never ours, or replaced: only what was on it is lost.
-    return closing_ends(without_letters(world, w, s, k), {(s, w, k)})
+    return hung_up(world, w, s, k)
 
 
 def _results(world: World, w: int) -> Iterator[Attempt]:
@@ -142,7 +169,7 @@ def _answered(world: World, w: int) -> World:
     world = heard(world, w, receiving.Answered())
     assert worker.data.link is not None
     assert worker.data.answer is not None
-    return posted(world, word_of(worker.data.link, w, worker.data.answer, worker))
+    return posted(world, word_of(world, worker.data.link, w, worker.data.answer, worker))
 
 
 def _ended(world: World, w: int, event: receiving.Event) -> World:

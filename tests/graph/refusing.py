@@ -73,7 +73,7 @@ def _messages(bounds: Bounds, versions: range) -> Iterator[Hello | Ack | Refusal
 
 def receiver_events(bounds: Bounds) -> list[receiving.Event]:
     """Every result and every message, also those that no sound network brings."""
-    links = [number(s, k) for s, k in product(bounds.all_senders, range(1, bounds.max_link + 2))]
+    links = [number(bounds, s, k) for s, k in product(bounds.all_senders, range(1, bounds.max_link + 2))]
     incarnations = range(1, bounds.max_clock + bounds.senders + 2)
     versions = range(1, bounds.max_version + 2)
     refusal = Refusal(model_id=MODEL, incarnation=1, version=1, kind=RefusalKind.REFUSED, fence=1)

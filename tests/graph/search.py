@@ -77,7 +77,7 @@ def projected(world: World) -> Node:
         tuple(t.life for t in trainers),
         tuple(t.blocked for t in trainers),
         tuple(w.state.value for w in workers),
-        tuple(map(_rdata, workers)),
+        tuple(_rdata(worker, link_of(world, worker)) for worker in workers),
         world.letters,
         world.answers,
         tuple(tuple((s, w) in world.gone for w in ids) for s in world.bounds.all_senders),
@@ -98,7 +98,7 @@ def _entry(t: Trainer, w: int) -> Entry:
 
 
 @cache
-def _rdata(worker: Worker) -> Receiver:
+def _rdata(worker: Worker, link: tuple[int, int]) -> Receiver:
     data = worker.data
 
     def payload(key: tuple[int, int] | None, serial: int) -> Payload:
@@ -108,7 +108,7 @@ def _rdata(worker: Worker) -> Receiver:
     answer = "NONE" if data.answer is None else "ACK" if isinstance(data.answer, Ack) else data.answer.kind.name
     served = payload(data.served, worker.served_p)
     return Receiver(
-        link=link_of(worker),
+        link=link,
         fence=data.fence,
         met=worker.met,
         decided=payload(data.decided, worker.decided_p),

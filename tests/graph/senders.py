@@ -8,7 +8,7 @@ from itertools import chain, combinations
 from typing import Any
 
 from machines import did, executed, took
-from network import Trainer, World, emptied, first, is_open, new_data, no_report, taken
+from network import Trainer, World, emptied, first, is_open, is_shared, new_data, no_report, taken
 
 from weightsync._tables import RefusalKind, State
 from weightsync.checker.second import Bounds, Label
@@ -175,7 +175,8 @@ def _answer(world: World, m: Word) -> Iterator[Attempt]:
                 yield ("AnswerBye", *place), lambda: _bye(world, m)
         case kind:
             refusal = Refusal(model_id=MODEL, incarnation=m.inc, version=m.v, kind=RefusalKind[kind], fence=m.fence)
-            label = ("AnswerRefusal", *place, m.v, kind) if m.v else ("AnswerRejected", *place, kind)
+            refused = "SharedRefusal" if is_shared(world.bounds) else "AnswerRefusal"
+            label = (refused, *place, m.v, kind) if m.v else ("AnswerRejected", *place, kind)
             yield label, lambda: _told(world, m, refusal)
 
 

@@ -141,6 +141,18 @@ def test_a_takeover_closes_the_old_link_drops_what_was_pending_and_keeps_what_is
     assert (receiver.data.pending, receiver.data.served) == (None, (5, 1))
 
 
+def test_g10_a_takeover_on_the_same_link_answers_what_was_pending(receiver: Receiver) -> None:
+    receiver.take(pure.UpdateArrived(1, 5, 2))
+
+    step = receiver.take(pure.HelloArrived(1, 6))
+
+    assert (step.input, step.effects) == (
+        ReceiverInput.TAKEOVER,
+        (pure.Tell(1, (5, 2), RefusalKind.STALE), pure.Greet(1)),
+    )
+    assert receiver.take(pure.HelloArrived(1, 7)).effects == (pure.Greet(1),)
+
+
 def test_a_sender_that_comes_on_a_new_link_is_not_fenced_over_its_old_one(receiver: Receiver) -> None:
     assert receiver.take(pure.HelloArrived(2, 5)).effects == (pure.CloseLink(1), pure.Greet(2))
 

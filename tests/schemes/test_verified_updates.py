@@ -19,10 +19,12 @@ from weightsync import (
     WeightReceiver,
     WeightSender,
 )
-from weightsync.messages import Ack, Bye, Hello, Update
+from weightsync._tables import RefusalKind
+from weightsync.messages import Ack, Bye, Hello, Refusal, Update
 from weightsync.transports.base import Received
 from weightsync.transports.local import LocalLink, local_pair
-from weightsync.transports.memory import Buffer
+from weightsync.transports.memory import Buffer, Storage
+from weightsync.weights import layout_of, read_weights
 
 
 class LocalScheme(MultiProcessWeightSyncScheme):
@@ -152,3 +154,31 @@ def test_g4_the_goodbye_of_another_sender_does_not_end_the_link_in_force(receive
     near.send(Bye(model_id="default", incarnation=7, reason="this one"))
     receiver._driver.pump()
     assert receiver.state.name == "UNINITIALIZED"
+
+
+@pytest.mark.untraced("two senders are forged over one link")
+def test_g10_an_older_sender_is_answered_when_a_newer_one_takes_over_on_its_link(receiver: WeightReceiver) -> None:
+    """No link closes then, so nothing else would tell it that its update was dropped: it would wait for ever."""
+    near, far = local_pair()
+    model = nn.Linear(2, 2)
+    receiver.register_model(model)
+    receiver.register_worker_transport(far)
+    layout = layout_of(read_weights(model))
+    update = Update(
+        model_id="default",
+        incarnation=7,
+        version=1,
+        layout_digest=layout.digest,
+        layout=layout.encode(),
+        nbytes=layout.nbytes,
+    )
+
+    near.send(Hello(model_id="default", incarnation=7))
+    near.send(update, Buffer(layout.nbytes, Storage.HEAP))
+    near.send(Hello(model_id="default", incarnation=8))
+    receiver.receive(timeout=0)
+
+    first, told, second = (received.message for received in near.receive())
+    assert [(each.incarnation, type(each)) for each in (first, second)] == [(7, Hello), (8, Hello)]
+    assert isinstance(told, Refusal)
+    assert (told.incarnation, told.version, told.kind, told.fence) == (7, 1, RefusalKind.STALE, 8)

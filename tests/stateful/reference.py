@@ -726,7 +726,9 @@ class Receiver:
                 self._close_wire(wire)
         elif wire is not self.wire or incarnation != self.fence:
             before, self.fence = self.fence, incarnation
-            if self.wire is not None and self.wire is not wire:
+            if self.wire is wire and self.pending is not None:
+                self._say(wire, Message("Refusal", *self.pending, "STALE", incarnation))
+            elif self.wire is not None and self.wire is not wire:
                 fenced = Message("Refusal", before, 0, "FENCED", incarnation) if before < incarnation else None
                 self._close_wire(self.wire, fenced)
             self.state, self.wire, self.pending = "ready", wire, None

@@ -286,9 +286,8 @@ def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tup
         case ReceiverInput.DUPLICATE:
             return data, ()
         case _:
-            old = _taken_over(data, event) if data.link != event.link else ()
             after = replace(data, link=event.link, fence=event.incarnation, pending=None)
-            return after, (*old, Greet(event.link))
+            return after, (*_taken_over(data, event), Greet(event.link))
 
 
 def _reject(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
@@ -318,9 +317,14 @@ def _reply(data: ReceiverData, answer: Ack | Refusal) -> tuple[Effect, ...]:
 
 
 def _taken_over(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
-    """The old link closes. An older sender is told that it is fenced; our own has replaced that link itself."""
+    """The old link closes. An older sender is told that it is fenced; our own has replaced that link itself.
+
+    If both senders use the same link, it stays: the older one hears the new fence with the answer to what was pending.
+    """
     if data.link is None:
         return ()
+    if data.link == event.link:
+        return (Tell(data.link, data.pending, RefusalKind.STALE),) if data.pending else ()
     told = (Disown(data.link, data.fence, RefusalKind.FENCED, _NEWER),) if data.fence < event.incarnation else ()
     return (*told, CloseLink(data.link))
 

@@ -32,11 +32,13 @@ class Model:
         folder: where the modules lie.
         root: the root module.
         constants: their values, as TLC reads them.
+        following: the definition that is its next-state relation.
     """
 
     folder: Path
     root: str
     constants: str
+    following: str = "Next"
 
 
 class Dumped(Enum):
@@ -104,7 +106,7 @@ class GraphRun:
     def _write(self, folder: Path) -> None:
         for module in self._model.folder.glob("*.tla"):
             shutil.copy(module, folder)
-        text = labelling_module(Library(self._model.folder), self._model.root)
+        text = labelling_module(Library(self._model.folder), self._model.root, self._model.following)
         (folder / f"{MODULE}.tla").write_text(text, encoding="utf-8")
         (folder / f"{MODULE}.cfg").write_text(labelling_config(self._model.constants), encoding="utf-8")
 

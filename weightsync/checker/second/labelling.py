@@ -23,8 +23,8 @@ _DISJUNCT = re.compile(r"\\/ \\E (?P<bound>.*?) : (?P<action>\w+)\((?P<args>[^)]
 _HEAD = "INIT SecondInit\nNEXT SecondNext\nVIEW vars\nACTION_CONSTRAINT SecondStep\nCHECK_DEADLOCK FALSE\n"
 
 
-def labelling_module(library: Library, root: str) -> str:
-    """A module that prints every node and every labelled step, made from `Next` itself.
+def labelling_module(library: Library, root: str, following: str = "Next") -> str:
+    """A module that prints every node and every labelled step, made from `Next` itself, or what is named instead.
 
     Raises:
         ConfigurationError: `Next` or `vars` is not written as it can be understood.
@@ -32,7 +32,7 @@ def labelling_module(library: Library, root: str) -> str:
     _know_variables(library, root)
     actions = [
         f'  \\/ \\E {" ".join(bound.split())} : {action}({args}) /\\ action\' = <<"{action}", {args}>>'
-        for bound, action, args in disjuncts(library, root)
+        for bound, action, args in disjuncts(library, root, following)
     ]
     whole = [_printed(name, name) for name in Node._fields]
     changed = [f"({name}' = {name} \\/ {_printed(name, name + chr(39))})" for name in Node._fields]
@@ -62,18 +62,19 @@ def _all(parts: Iterable[str]) -> str:
     return " /\\ ".join(parts)
 
 
-def disjuncts(library: Library, root: str) -> list[tuple[str, str, str]]:
+def disjuncts(library: Library, root: str, following: str = "Next") -> list[tuple[str, str, str]]:
     """The bounds, the name and the arguments of each action of `Next`.
 
     Raises:
         ConfigurationError: a disjunct is not a named action under one quantifier.
     """
-    found = library.resolve(root, "Next")
+    found = library.resolve(root, following)
     body = found.body if found else ""
     actions = _DISJUNCT.findall(body)
     if not actions or len(actions) != len(re.findall(r"^ *\\/ ", body, re.MULTILINE)):
         raise ConfigurationError(
-            f"Next of {root} cannot be labelled: each disjunct must be a named action under one \\E, on its own line."
+            f"{following} of {root} cannot be labelled: each disjunct must be a named action under one \\E, "
+            "on its own line."
         )
     return actions
 

@@ -1,0 +1,54 @@
+"""Senders that use one link one after another: the shipped halves have the graph of `tla/Shared.tla`.
+
+So a takeover over one link, what an older sender still sends, and refusals that name another version are what TLC has
+checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from graph_support import MODEL
+from missing import java_and_tlc
+from search import difference, search
+
+from weightsync.checker import Manifest
+from weightsync.checker.second import Bounds, Graph, GraphRun
+from weightsync.checker.second.dump import Dumped, Model
+from weightsync.checker.text import Config
+
+NAMES = ["SharedTakeover", "SharedStray", "SharedEnds", "SharedAgain"]
+names = pytest.mark.parametrize("name", NAMES)
+
+
+def bounds_of(name: str) -> Bounds:
+    return Bounds.read(Config.read(MODEL / f"{name}.cfg"))
+
+
+@cache
+def searched(name: str) -> Graph:
+    bounds = bounds_of(name)
+    return search(replace(bounds, features=bounds.features | {"shared"}))
+
+
+@names
+def test_the_shipped_halves_have_the_graph_that_is_pinned(name):
+    graph = searched(name)
+    [configuration] = Manifest.read(MODEL).select([name])
+    pinned = configuration.pinned
+
+    assert (len(graph.nodes), graph.depth) == (pinned.distinct, pinned.depth)
+    if "Reorders" not in bounds_of(name).links:  # TLC counts a step twice where a guard lets it by for two reasons
+        assert len(graph.edges) + 1 == pinned.generated
+
+
+@pytest.mark.tlc
+@names
+def test_the_shipped_halves_and_the_model_have_the_same_graph(name):
+    model = Model(MODEL, "Shared", bounds_of(name).text + "  Careless = {}\n", "SharedNext")
+    dump = GraphRun(java_and_tlc("THE GRAPH"), model).run()
+
+    assert dump.became is Dumped.WHOLE
+    assert difference(searched(name), dump.graph) == ""

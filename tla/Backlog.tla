@@ -1,0 +1,119 @@
+------------------------------ MODULE Backlog ------------------------------
+(***************************************************************************)
+(* How far a sender runs ahead of a worker that does not read: the backlog *)
+(* of one link, weightsync/driving/backlog.py.                             *)
+(*                                                                         *)
+(* A link carries at most two updates that nobody has answered.  A newer   *)
+(* one waits in the sender.  If a still newer one comes it takes that      *)
+(* one's place, and what was overtaken is never sent: nobody is owed an    *)
+(* answer for it, since it was abandoned before the newer one was          *)
+(* dispatched.  In AckProtocol.tla every update is sent.  One that is not  *)
+(* is a letter lost there, and safety is proved of links that lose (the    *)
+(* configuration MCBestEffort); that sends end in spite of it is proved    *)
+(* here.                                                                   *)
+(*                                                                         *)
+(* Abstracted: what the worker does between reading and answering; Hellos; *)
+(* links that end, with which their backlog ends.  Links that may lose     *)
+(* have no backlog.                                                        *)
+(***************************************************************************)
+EXTENDS Integers, FiniteSets
+
+CONSTANTS
+  MaxVersion,  \* dispatches
+  Reorders,    \* a message may overtake another
+  Careless     \* rules taken out, for the revert tests; {} otherwise
+
+AllRules == {
+  "TwoAtMost",         \* what comes behind two that are unanswered waits
+  "NewestWaits",       \* a newer one takes the place of one that waits
+  "OvertakenIsDropped",\* and that one is dropped
+  "AnswersAdmit",      \* an answer lets what waits leave
+  "OneOutstanding"     \* the next is dispatched when nothing is outstanding
+}
+ASSUME Careless \subseteq AllRules
+ASSUME MaxVersion \in Nat /\ Reorders \in BOOLEAN
+
+VARIABLES
+  newest,      \* the newest version dispatched over this link
+  owed,        \* the one outstanding, if its worker owes an answer; else 0
+  unanswered,  \* what the sender counts: those that left and for which no answer has come
+  waiting,     \* those that wait behind them: at most one
+  letters,     \* on their way to the worker, or with it
+  answers      \* on their way back
+
+vars == <<newest, owed, unanswered, waiting, letters, answers>>
+
+Versions == 1..MaxVersion
+Room == 2
+Follows(rule) == rule \notin Careless
+Full(counted) == Cardinality(counted) >= Room
+First(set, v) == v \in IF Reorders THEN set ELSE {u \in set : \A x \in set : u <= x}
+
+Init == newest = 0 /\ owed = 0 /\ unanswered = {} /\ waiting = {} /\ letters = {} /\ answers = {}
+
+\* Backlog.admit. Versions between went to other workers.
+Dispatch(v) ==
+  LET waits == Full(unanswered) /\ Follows("TwoAtMost")
+      takes == waiting = {} \/ Follows("NewestWaits") \/ ~Follows("OvertakenIsDropped")
+      kept == {u \in waiting : ~Follows("OvertakenIsDropped") \/ ~Follows("NewestWaits")} IN
+  /\ v > newest /\ (owed = 0 \/ ~Follows("OneOutstanding"))
+  /\ newest' = v /\ owed' = v
+  /\ waiting' = IF waits THEN kept \cup {u \in {v} : takes} ELSE waiting
+  /\ letters' = IF waits THEN letters ELSE letters \cup {v}
+  /\ unanswered' = IF waits THEN unanswered ELSE unanswered \cup {v}
+  /\ UNCHANGED answers
+
+Abandon(v) ==
+  /\ owed = v
+  /\ owed' = 0
+  /\ UNCHANGED <<newest, unanswered, waiting, letters, answers>>
+
+\* The worker has read it, and its answer leaves.
+Answer(v) ==
+  /\ First(letters, v)
+  /\ letters' = letters \ {v}
+  /\ answers' = answers \cup {v}
+  /\ UNCHANGED <<newest, owed, unanswered, waiting>>
+
+\* Backlog.answered. An answer counts for all that left before.
+Hear(v) ==
+  LET left == {u \in unanswered : u > v}
+      leaves == {u \in waiting : ~Full(left) /\ Follows("AnswersAdmit") /\ \A x \in waiting : u <= x} IN
+  /\ First(answers, v)
+  /\ answers' = answers \ {v}
+  /\ owed' = IF owed = v THEN 0 ELSE owed
+  /\ waiting' = waiting \ leaves
+  /\ letters' = letters \cup leaves
+  /\ unanswered' = left \cup leaves
+  /\ UNCHANGED newest
+
+Next ==
+  \/ \E v \in Versions : Dispatch(v)
+  \/ \E v \in Versions : Abandon(v)
+  \/ \E v \in Versions : Answer(v)
+  \/ \E v \in Versions : Hear(v)
+
+-----------------------------------------------------------------------------
+
+\* A worker that does not read costs no more than two versions on its link. On a link that reorders, more: an answer
+\* counts for all before it, though one of them may still be on its way.
+AtMostTwo == Cardinality(letters \cup answers) <= Room
+
+\* So the order is kept, and what was overtaken is never sent.
+OnlyTheNewestLeaves == [][\A v \in letters' \ letters : v = newest']_vars
+
+\* What will never be sent is owed to nobody.
+NobodyIsOwedTheOvertaken == [][\A v \in waiting \ (waiting' \cup letters') : owed # v]_vars
+
+\* What waits leaves, or is overtaken.
+WhatWaitsLeaves == \A v \in Versions : v \in waiting ~> v \notin waiting
+
+\* A backlog keeps no caller waiting.
+EveryUpdateIsAnswered == \A v \in Versions : owed = v ~> owed # v
+
+\* The canary: that nothing is ever overtaken.
+NothingIsOvertaken == [][waiting \subseteq (waiting' \cup letters')]_vars
+
+Fair == WF_vars(\E v \in Versions : Answer(v)) /\ WF_vars(\E v \in Versions : Hear(v))
+Spec == Init /\ [][Next]_vars /\ Fair
+=============================================================================

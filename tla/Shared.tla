@@ -1,0 +1,213 @@
+------------------------------- MODULE Shared -------------------------------
+(***************************************************************************)
+(* Senders that come one after another over one and the same link: a       *)
+(* trainer's pipe that its copy or successor goes on using.                *)
+(*                                                                         *)
+(* In AckProtocol.tla each sender lays links of its own.  Here the k-th    *)
+(* link to a worker is one connection, which all senders have in common:   *)
+(* to its worker it is one link, and the newest handshake over it says     *)
+(* whose.  <<s, w, k>> is what s writes to it and what is written to s.    *)
+(* Senders, calls, results of the receiver and properties are those of     *)
+(* AckProtocol.tla; what depends on whose a link is, is said again here.   *)
+(*                                                                         *)
+(* Abstracted: the order in which two senders' messages were written (it   *)
+(* reads them in any); who joins after the connection was closed has a     *)
+(* new one; receivers that close or fail, which AckProtocol.tla has.       *)
+(***************************************************************************)
+EXTENDS AckProtocol
+
+CONSTANT Careless   \* rules of this module taken out, for the revert tests; {} otherwise
+
+SharedRules == {
+  "StaleFirst",     \* an update below the fence is answered STALE, whatever else it names
+  "ForceStays",     \* a handshake that is rejected over the link in force leaves that as it is
+  "OldIsTold",      \* a takeover over the link in force answers what was pending STALE, since no link closes
+  "FenceEnds",      \* a refusal with a fence above our incarnation ends the link, whatever version it names
+  "OwnGoodbye"      \* of the senders of a link only the one in force ends it
+}
+ASSUME Careless \subseteq SharedRules
+ASSUME MaxLink = 1   \* one connection to each worker: Connection(w, 1)
+
+Follows(rule) == rule \notin Careless
+
+\* The connection in force is this one.
+InForce(w, k) == Link(w) # NoLink /\ Link(w)[2] = k
+Connection(w, k) == {<<s, w, k>> : s \in Senders}
+OffConnection(w, k) == {m \in letters : ~(m.w = w /\ m.k = k)}
+
+\* The link in force is not read while an answer is owed.
+MayRead(w, k) == ~(InForce(w, k) /\ rstate[w] = "awaiting_ack")
+
+-----------------------------------------------------------------------------
+(* The receiver *)
+
+\* A handshake was rejected: the connection closes, unless it is the one in force.
+Turned(w, k, m) ==
+  /\ letters' = IF InForce(w, k) THEN Taken(letters, m) ELSE OffConnection(w, k)
+  /\ gone' = IF InForce(w, k) /\ Follows("ForceStays") THEN gone ELSE Gone(Connection(w, k))
+  /\ UNCHANGED rdata
+
+SharedHello(w, s, k) ==
+  LET m == Letter(s, w, k, 0, 0)
+      input == NameHello(w, s, k)
+      incarnation == sdata[s].incarnation
+      pending == rdata[w].pending
+      stale == IF pending # NoPayload /\ Follows("OldIsTold")
+               THEN Posted(answers, Word(Link(w)[1], w, k, pending, "STALE", incarnation)) ELSE answers IN
+  /\ m \in letters /\ ReceiverMay(rstate[w], input) /\ MayRead(w, k)
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
+  /\ CASE input = "REJECTED" -> Turned(w, k, m) /\ answers' = Posted(answers, Rejection(w, s, k, "FENCED"))
+       [] input = "DUPLICATE" -> letters' = Taken(letters, m) /\ UNCHANGED <<answers, gone, rdata>>
+       [] OTHER ->
+            /\ rdata' = [rdata EXCEPT ![w].link = <<s, k>>, ![w].fence = incarnation, ![w].met = Max(@, incarnation),
+                                      ![w].pending = NoPayload]
+            /\ letters' = Taken(letters, m)
+            /\ answers' = Posted(stale, Word(s, w, k, <<incarnation, 0, 0>>, "HELLO", 0))
+            /\ UNCHANGED gone
+  /\ UNCHANGED sender
+
+\* Another layout, of a handshake that was made before too: the worker's model may be another one since.
+SharedMisfit(w, s, k) ==
+  LET m == Letter(s, w, k, 0, 0)
+      kind == IF sdata[s].incarnation < rdata[w].fence THEN "FENCED" ELSE "REFUSED" IN
+  /\ m \in letters /\ ReceiverMay(rstate[w], "REJECTED") /\ MayRead(w, k)
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "REJECTED"))
+  /\ Turned(w, k, m)
+  /\ answers' = Posted(answers, Rejection(w, s, k, kind))
+  /\ UNCHANGED sender
+
+\* Of the sender in force, or of an older one. A newer one's is held back until its Hello has been read.
+SharedUpdate(w, s, k, v) ==
+  \E m \in letters :
+    LET key == <<sdata[s].incarnation, v, m.p>>
+        input == NameUpdate(w, key)
+        breach == key[1] < rdata[w].fence /\ ~Follows("StaleFirst")
+        again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) IN
+    /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ LetterDue(m)
+    /\ InForce(w, k) /\ key[1] <= rdata[w].fence /\ ReceiverMay(rstate[w], input)
+    /\ IF breach
+       THEN /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
+            /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
+            /\ letters' = OffConnection(w, k)
+            /\ gone' = Gone(Connection(w, k))
+            /\ UNCHANGED answers
+       ELSE /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
+            /\ rdata' = IF input \in {"UPDATE", "NEWER"} THEN [rdata EXCEPT ![w].pending = key] ELSE rdata
+            /\ letters' = Taken(letters, m)
+            /\ answers' =
+                 CASE input = "STALE" -> Posted(answers, Word(s, w, k, key, "STALE", rdata[w].fence))
+                   [] input = "NEWER" -> Posted(answers, Word(s, w, k, rdata[w].pending, "SUPERSEDED", rdata[w].fence))
+                   [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>, rdata[w].answer,
+                                                    IF rdata[w].answer = "ACK" THEN 0 ELSE rdata[w].fence))
+                   [] OTHER -> answers
+            /\ UNCHANGED gone
+    /\ UNCHANGED sender
+
+\* The connection ends for its worker when the sender in force ends it, or when nobody is in force and one that wrote to
+\* it does. An older sender's goodbye is nothing.
+SharedLinkDown(w, s, k) ==
+  LET ours == Link(w) = <<s, k>> \/ (InForce(w, k) /\ ~Follows("OwnGoodbye") /\ sdata[s].incarnation # 0) IN
+  /\ ours \/ (Link(w) = NoLink /\ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k)
+  /\ ~Open(s, w, k) \/ (May("break") /\ ~gone[s][w])
+  /\ ReceiverMay(rstate[w], "LINK_DOWN")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
+  /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
+  /\ letters' = OffConnection(w, k)
+  /\ gone' = Gone(Connection(w, k))
+  /\ UNCHANGED <<sender, answers>>
+
+(* The sender *)
+
+\* The worker has met a newer sender: it says so by the fence, whatever version it refuses.
+Fences(m) == m.fence > m.inc /\ Follows("FenceEnds")
+NameRefusal(s, m) ==
+  IF Current(s, m.w, m.k) /\ m.inc = sdata[s].incarnation /\ Fences(m) THEN Settling(s, m.w, m.k, "LOST")
+  ELSE NameAnswer(s, m)
+
+SharedRefusal(s, w, k, v, kind) ==
+  \E m \in answers :
+    LET input == NameRefusal(s, m)
+        ends == Fences(m) /\ input # "STALE" IN
+    /\ v # 0 /\ m.s = s /\ m.w = w /\ m.k = k /\ m.v = v /\ m.kind = kind /\ AnswerDue(m)
+    /\ IF ends THEN End(s, w, k, "LOST", m.fence, input)
+       ELSE Took(s, input) /\ Count(s, m, "REFUSED", input) /\ UNCHANGED gone
+    /\ answers' = IF ends THEN AnswersLeft(s, {w}) \ {m} ELSE Taken(answers, m)
+    /\ letters' = IF ends THEN LettersLeft(s, {w}) ELSE letters
+    /\ UNCHANGED <<slife, receiver>>
+
+-----------------------------------------------------------------------------
+
+SharedNext ==
+  \/ \E s \in Others, t \in Others : Copy(s, t)
+  \/ \E s \in If("death", Senders) : Die(s)
+  \/ \E s \in Senders, c \in 1..MaxClock : Connect(s, c)
+  \/ \E s \in Senders, w \in Workers : Join(s, w)
+  \/ \E s \in Senders : SendAll(s)
+  \/ \E s \in If("async", Senders) : SendAsyncAll(s)
+  \/ \E s \in Senders : Wait(s)
+  \/ \E s \in If("deadline", Senders) : Deadline(s)
+  \/ \E s \in If("abandon", Senders) : Abandon(s)
+  \/ \E s \in If("close", Senders) : CloseSender(s)
+  \/ \E s \in Senders, w \in Workers : Notice(s, w)
+  \/ \E s \in Senders, w \in Workers, k \in Links : AnswerHello(s, w, k)
+  \/ \E s \in Senders, w \in Workers, k \in Links, v \in Versions : AnswerAck(s, w, k, v)
+  \/ \E s \in Senders, w \in Workers, k \in Links, v \in Versions, kind \in Refusals : SharedRefusal(s, w, k, v, kind)
+  \/ \E s \in Senders, w \in Workers, k \in Links, kind \in Rejections : AnswerRejected(s, w, k, kind)
+  \/ \E w \in Workers, s \in Senders, k \in Links : SharedHello(w, s, k)
+  \/ \E w \in If("misfit", Workers), s \in Senders, k \in Links : SharedMisfit(w, s, k)
+  \/ \E w \in Workers, s \in Senders, k \in Links, v \in Versions : SharedUpdate(w, s, k, v)
+  \/ \E w \in Workers : Applied(w)
+  \/ \E w \in If("refuse", Workers) : Refused(w)
+  \/ \E w \in Workers : Answered(w)
+  \/ \E w \in Workers, s \in Senders, k \in Links : SharedLinkDown(w, s, k)
+  \/ \E s \in If("stray", Senders), t \in Senders, w \in Workers, k \in Links : Stray(s, t, w, k)
+
+-----------------------------------------------------------------------------
+
+\* What an older sender says over the link in force changes nothing for the newer one.
+OldSendersHarmNobody ==
+  [][\A m \in letters \ letters' : InForce(m.w, m.k) /\ sdata[m.s].incarnation < rdata[m.w].fence /\ UNCHANGED sender =>
+       LET t == Link(m.w)[1] IN
+       /\ Open(t, m.w, m.k) => rstate'[m.w] = rstate[m.w] /\ rdata'[m.w] = rdata[m.w]
+       /\ gone'[t][m.w] = gone[t][m.w]]_vars
+
+\* The connection in force goes down with the sender in force only.
+OnlyItsSenderEndsIt ==
+  [][May("break") \/ \A w \in Workers : Link(w) # NoLink /\ rdata'[w].link = NoLink => ~Open(Link(w)[1], w, Link(w)[2])]_vars
+
+\* Who hears from its own link that its worker has met a newer sender loses it, and remembers the fence.
+TheFencedAreTold ==
+  [][\A m \in answers \ answers' :
+       LET e == sdata'[m.s].roll[m.w]
+           own == m.inc = sdata[m.s].incarnation /\ Open(m.s, m.w, m.k) /\ Keeps(m.s)
+           strays == \E n \in answers' \ answers : n.inc = m.inc /\ n.s # m.s IN
+       own /\ ~strays /\ m.fence > m.inc => e.standing = "LOST" /\ e.fence = m.fence]_vars
+
+\* An older sender is refused over the link in force: canaries.
+StaleBelowTheFence == \E m \in answers : m.kind = "STALE" /\ m.fence > m.inc
+NobodyIsStale == ~StaleBelowTheFence
+TakeoverOverOneLink == \E w \in Workers : Link(w) # NoLink /\ Link(w)'[2] = Link(w)[2] /\ Link(w)'[1] # Link(w)[1]
+NobodyTakesOver == [][~TakeoverOverOneLink]_vars
+\* A refusal ends the link though it names another version than the one outstanding.
+EndedByAnother == \E m \in answers : m.v # 0 /\ m.v # sdata[m.s].version /\ m.fence > m.inc
+                                     /\ m.inc = sdata[m.s].incarnation /\ Owes(m.s, m.w)
+NobodyIsEndedByAnother == ~EndedByAnother
+\* A handshake that was made is refused when it comes again.
+MisfitAgain == \E m \in answers : m.kind = "REFUSED" /\ m.v = 0 /\ Link(m.w) = <<m.s, m.k>>
+NoMisfitAgain == ~MisfitAgain
+
+SharedReads(w) ==
+  \E s \in Senders, k \in Links : SharedHello(w, s, k) \/ \E v \in Versions : SharedUpdate(w, s, k, v)
+SharedHears(s, w) == \E k \in Links :
+  \/ AnswerHello(s, w, k)
+  \/ \E v \in Versions : AnswerAck(s, w, k, v)
+  \/ \E kind \in Rejections : AnswerRejected(s, w, k, kind)
+  \/ \E v \in Versions, kind \in Refusals : SharedRefusal(s, w, k, v, kind)
+
+SharedWorld ==
+  /\ \A w \in Workers : WF_vars(SharedReads(w)) /\ WF_vars(Applied(w)) /\ WF_vars(Answered(w))
+  /\ \A s \in Senders, w \in Workers : WF_vars(SharedHears(s, w)) /\ WF_vars(Notice(s, w))
+
+SharedSpec == Init /\ [][SharedNext]_vars
+SharedBySpeech == SharedSpec /\ SharedWorld
+=============================================================================
