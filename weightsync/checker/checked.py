@@ -11,7 +11,7 @@ from weightsync.checker.text import Config
 
 #: The modules whose configurations check the properties of AckProtocol.tla over its own actions.
 OF_THE_PROTOCOL = ("MC", "MCHunt", "MCInductive")
-#: Have no protocol in them: the promise, whose steps are written out, and the exchange of challenges below the protocol.
+#: Have no protocol in them: the promise, whose steps are written out, and the exchange of challenges below it.
 _WITHOUT_IT = ("MCPromise", "Challenge")
 #: What configurations of the families of transports do not set themselves: their modules do.
 _OF_A_FAMILY = (

@@ -60,7 +60,7 @@ def test_a_sender_that_floods_a_door_loses_its_own_link(
         opened.knock(parcel("flood", number, nbytes))
 
     for number in (5, 6):
-        with pytest.raises(ProtocolError, match="5 messages .* lie here unread"):
+        with pytest.raises(ProtocolError, match=r"5 messages .* lie here unread"):
             opened.knock(parcel("flood", number, nbytes))
 
     good, flooded = links
