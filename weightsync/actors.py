@@ -94,14 +94,14 @@ class ActorLinks:
         """
         require_ray("A link to an actor")
         name, method = method_of(actor, methods, peer)
+        handle, key = _handle_of(actor), SharedKey.given(self._key)
         if name == CALL:
-            return CallLink(ActorCourier(method, model_id, peer, self._flat, SharedKey.given(self._key)), peer)
+            return CallLink(ActorCourier(method, model_id, peer, self._flat, key, _id_of(handle)), peer)
         form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
         plain = PlainCourier(_calling(name, method), peer, self._plain[form])
-        handle = _handle_of(actor)
         if handle is None:
             return CallLink(plain, peer)
-        ours = ActorCourier(CalledThrough(handle), model_id, peer, self._flat, SharedKey.given(self._key))
+        ours = ActorCourier(CalledThrough(handle), model_id, peer, self._flat, key, _id_of(handle))
         without = plain if name != RUN else NoCourier(_no_method(actor, methods, peer))
         return CallLink(AskingCourier(lambda: ask_attended(handle, model_id, peer), ours, without), peer)
 
@@ -139,6 +139,12 @@ def _handle_of(endpoint: Any) -> Any:
     """The actor's handle; None: what is given is none of Ray's."""
     handles = (each for each in (endpoint, optional(endpoint, "_actor")) if each is not MISSING)
     return next((handle for handle in handles if optional(handle, RUN) is not MISSING), None)
+
+
+def _id_of(handle: Any) -> str:
+    """The actor's id, as `own_actor` gives it in the actor; empty: it is no handle of Ray's."""
+    known = optional(handle, "_actor_id")
+    return "" if known is MISSING else str(known.hex())
 
 
 def _parameters(method: Any) -> set[str]:

@@ -69,3 +69,7 @@ class SharedKey:
 
     def __reduce__(self) -> tuple[type[SharedKey], tuple[bytes]]:
         return SharedKey, (self._secret,)
+
+
+#: What a key is given as.
+Secret = SharedKey | bytes | str

@@ -14,19 +14,25 @@ from ray_fleet import PATIENCE, constants, filled, init_by_hand, ray, set_policy
 from torch import nn
 
 from weightsync import (
+    AuthenticationError,
     ConfigurationError,
     Evidence,
     OutcomeKind,
+    RayModuleTransformScheme,
     RayWeightSyncScheme,
     RefusedError,
     State,
     WeightSyncScheme,
     WorkerLostError,
 )
+from weightsync.keys import SharedKey
 from weightsync.messages import Hello
 from weightsync.schemes import ray_desk
 from weightsync.tensors import bits_of
+from weightsync.transports.call_seals import Challenged, KeyedSeal
 from weightsync.transports.doors import Parcel
+from weightsync.transports.ray import WAY
+from weightsync.transports.sealing import Identity, Kind
 from weightsync.wire import encode
 
 
@@ -418,3 +424,66 @@ def test_an_actor_with_a_key_takes_weights_from_whoever_has_it_alone(seats: list
         assert get(seat.shows.remote()) == {2.0}
     finally:
         ray.get(seat.do.remote(_has_key, None))
+
+
+def _takes_key(actor: Any, key: str | None) -> str:
+    actor.weight_key = key
+    return str(ray_desk.own_actor())
+
+
+def test_an_actor_takes_its_key_from_its_class_and_transports_that_of_their_scheme(
+    seats: list[Any], trainer: Any
+) -> None:
+    seat = seats[0]
+    get(seat.do.remote(_takes_key, "k"))
+    try:
+        assert trainer([seat], small(1.0), key="k").send(timeout=PATIENCE).ok
+        with pytest.raises(WorkerLostError, match="has a key and this process has none"):
+            trainer([seat], small(66.0)).send(timeout=PATIENCE)
+        for scheme in (RayWeightSyncScheme("tensordict", key="k"), RayModuleTransformScheme("tensordict", key="k")):
+            transport = scheme.create_transport(seat)
+            assert transport.send_weights("policy", small(2.0), timeout=PATIENCE).ok
+            transport.close()
+        with pytest.raises(WorkerLostError, match="another key"):
+            RayWeightSyncScheme(key="another").create_transport(seat).send_weights("policy", small(66.0))
+
+        assert get(seat.shows.remote()) == {2.0}
+    finally:
+        get(seat.do.remote(_takes_key, None))
+
+
+def test_what_is_sealed_for_one_actor_is_believed_by_no_other(seats: list[Any]) -> None:
+    ours, other = get([seat.do.remote(_takes_key, "k") for seat in seats])
+    try:
+        seal = KeyedSeal(SharedKey("k"), Identity(WAY, "policy", ours, "a" * 32), "the actor")
+        call = ("policy", "a" * 32, 0, seal.frame(0, Hello(model_id="policy", incarnation=1), None), None, ())
+        assert (len(ours) > 8, ours != other) == (True, True)
+
+        with pytest.raises(AuthenticationError, match="has another key"):
+            seal.brought(get(seats[1]._weightsync_call.remote(*call)))
+        with pytest.raises(Challenged):
+            seal.brought(get(seats[0]._weightsync_call.remote(*call)))
+    finally:
+        get([seat.do.remote(_takes_key, None) for seat in seats])
+
+
+def test_a_strangers_call_takes_no_answer_of_a_link_and_skips_none_of_its_calls() -> None:
+    scheme = RayWeightSyncScheme(key="k")
+    scheme.init_on_worker("policy", context=SimpleNamespace())  # its model comes later: the handshake stays unanswered
+    desk = ray_desk.desk_of("policy")
+    try:
+        seal = KeyedSeal(SharedKey("k"), Identity(WAY, "policy", ray_desk.own_actor(), "a link"), "the actor")
+        hello = Hello(model_id="policy", incarnation=1)
+        with pytest.raises(Challenged):
+            seal.brought(desk.call(Parcel("a link", 0, seal.frame(0, hello, None)), ()))
+        assert desk.call(Parcel("a link", 0, seal.again(0)), ()) == []
+        before = list(desk._unanswered)
+
+        for frame in (encode(hello), b"WSYK" + bytes(60)):
+            [refused] = desk.call(Parcel("a link", 1, frame), (1, 2, 3))
+            assert refused[4] == Kind.REFUSED
+        assert before == list(desk._unanswered) == ["a link"]
+        assert desk._door.awaits_turn(Parcel("a link", 1, b""))
+    finally:
+        scheme.close()
+        ray_desk._desks.clear()

@@ -58,6 +58,42 @@ def test_a_version_is_applied_and_answered_for(world: World, make: Any) -> None:
         assert [worker.do(shows) for worker in world.workers] == [(1, {4.0})] * 3
 
 
+def _key(seat: Seat, key: str | None) -> None:
+    """The key of whatever this process makes from now on."""
+    os.environ.pop("WEIGHTSYNC_KEY", None)
+    if key is not None:
+        os.environ["WEIGHTSYNC_KEY"] = key
+
+
+@pytest.mark.parametrize("make", [small, large])
+def test_with_a_key_a_worker_applies_what_comes_from_whoever_has_it_alone(world: World, make: Any) -> None:
+    worker = world.workers[0]
+    for process in (world.trainer, worker):
+        process.do(_key, "k")
+    try:
+        with world.syncing([0], make) as trainer:
+            trainer.tell(send, 4.0)
+            assert worker.do(take)
+            assert trainer.answer().ok
+
+            stranger = world.workers[1]
+            stranger.do(_key, "another")
+            stranger.do(command, ["w0"], make)
+            told = stranger.do(attempt, send, 66.0)
+            assert isinstance(told, WorkerLostError)
+            assert "another key" in str(told)
+            assert worker.do(take, 0) is False
+
+            trainer.tell(send, 5.0)
+            assert worker.do(take)
+            assert trainer.answer().version == 2
+            assert worker.do(shows) == (2, {5.0})
+            stranger.do(retire)
+    finally:
+        for process in (world.trainer, *world.workers):
+            process.do(_key, None)
+
+
 def test_over_shared_memory_as_is_torchs_default(short_lived: Any) -> None:
     world = short_lived(1, **ANYTHING)
     with world.syncing([0], large) as trainer:

@@ -1,4 +1,4 @@
-"""The modules of the transports' families.
+"""The modules of the transports' families, and of the challenges.
 
 What they declare is what the adapters declare, what they name is in the code, each rule of theirs has its revert, each
 action is taken, and what is planted in them is found.
@@ -38,6 +38,8 @@ FAMILIES: dict[str, tuple[type[Link], ...]] = {
 SHARED = {"outbox", "inbox", "said", "heard"}
 
 families = pytest.mark.parametrize("family", FAMILIES)
+#: And the exchange of challenges, which is below the protocol and refines none of it.
+modules = pytest.mark.parametrize("family", [*FAMILIES, "Challenge"])
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def test_a_family_refines_the_protocol_in_each_of_its_proofs(model: Manifest, li
     assert {("AckProtocol", "Init"), ("AckProtocol", "Next")} <= safe
 
 
-@families
+@modules
 def test_each_rule_of_a_family_has_its_revert(model: Manifest, library: Library, family: str) -> None:
     rules = library.resolve(family, "SlotRules" if family == "Slots" else "AllRules")
     assert rules is not None
@@ -104,7 +106,7 @@ def test_each_rule_of_a_family_has_its_revert(model: Manifest, library: Library,
     assert sorted(taken_out) == sorted(f'{{"{rule}"}}' for rule in re.findall(r'"(\w+)"', rules.body))
 
 
-@families
+@modules
 def test_each_rule_of_a_family_stands_in_an_action(library: Library, family: str) -> None:
     text = module_of(library, family).text
     rules = library.resolve(family, "SlotRules" if family == "Slots" else "AllRules")
@@ -114,7 +116,7 @@ def test_each_rule_of_a_family_stands_in_an_action(library: Library, family: str
         assert text.count(f'Follows("{rule}")') == 1, rule
 
 
-@families
+@modules
 def test_the_readme_says_of_each_variable_where_it_is_in_the_code(
     model: Manifest, library: Library, family: str
 ) -> None:
@@ -127,7 +129,7 @@ def test_the_readme_says_of_each_variable_where_it_is_in_the_code(
     ) | SHARED
 
 
-@families
+@modules
 def test_what_the_readme_names_is_in_the_code(model: Manifest, family: str) -> None:
     named = 0
     for _, where in table_of(model, family):
@@ -140,7 +142,7 @@ def test_what_the_readme_names_is_in_the_code(model: Manifest, family: str) -> N
     assert named
 
 
-@families
+@modules
 def test_the_files_that_a_family_is_the_model_of_are_there(model: Manifest, family: str) -> None:
     text = (model.folder / f"{family}.tla").read_text(encoding="utf-8")
     files = re.findall(r"([\w/]+\.py)", text[: text.index("EXTENDS")])
@@ -182,7 +184,7 @@ def test_each_action_of_a_family_is_taken_in_some_proof(
 ) -> None:
     proofs = [
         found
-        for family in FAMILIES
+        for family in [*FAMILIES, "Challenge"]
         for found in configurations(model, family)
         if found.purpose is Purpose.PROOF and found.tier is Tier.QUICK
     ]
@@ -249,6 +251,18 @@ FAULTS = {
         'Moved(@, "answered", On(said, l))]\n  /\\ said\' = Off(said, {l})\n',
         'Moved(@, "answered", On(said, l))]\n  /\\ said\' = said\n',
         "RefinesAckProtocol",
+    ),
+    "challenges: what is proven for one end is read by another": (
+        "ChallengeRow",
+        '/\\ Envelope("PROVEN", link[w], w, n, content) \\in wire',
+        '/\\ \\E x \\in Workers : Envelope("PROVEN", link[w], x, n, content) \\in wire',
+        "OnlyTheSender",
+    ),
+    "challenges: an answer counts as often as it comes": (
+        "ChallengeCalls",
+        "(InTurn(n, n) /\\ \\A i \\in 1..Len(heard[s]) : heard[s][i] # content)",
+        "InTurn(n, n)",
+        "OnlyTheWorker",
     ),
     "calls: a failure is told before what came home": (
         "CallsEnds",

@@ -107,6 +107,25 @@ def test_weights_travel_by_calls_under_a_key(calls: Calls, model: Any) -> None:
         assert {frame[:4] for frame in carried} == {b"WSYK"}
 
 
+def test_a_transport_has_the_key_of_the_scheme_that_made_it(calls: Calls) -> None:
+    trains, another = RPCWeightSyncScheme(key="k"), RPCWeightSyncScheme(key="another")
+    with worker("k", small()) as receiver:
+        transport = trains.create_transport("worker")
+        transport.send_weights_async("policy", filled(small(), 2.0))
+        assert receiver.receive(timeout=PATIENCE)
+        assert transport.wait_ack(timeout=PATIENCE).version == 1
+        transport.close()
+        with pytest.raises(WorkerLostError, match="has another key"):
+            another.create_transport("worker").send_weights("policy", filled(small(), 66.0), timeout=PATIENCE)
+    takes = trains.create_transport()
+    takes_in = takes.receive_weights(timeout=0)  # now it listens
+    stranger = another.create_transport("worker")
+    with pytest.raises(WorkerLostError, match="has another key"):
+        stranger.send_weights("policy", filled(small(), 66.0), timeout=PATIENCE)
+    assert (takes_in, takes.receive_weights(timeout=0)) == (None, None)
+    takes.close()
+
+
 def test_what_was_sent_before_anybody_listens_is_met_under_a_key(calls: Calls) -> None:
     with trainer("k", small()) as sender:
         sender.send_async(filled(small(), 3.0))

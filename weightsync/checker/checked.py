@@ -11,8 +11,8 @@ from weightsync.checker.text import Config
 
 #: The modules whose configurations check the properties of AckProtocol.tla over its own actions.
 OF_THE_PROTOCOL = ("MC", "MCHunt", "MCInductive")
-#: Have no protocol in them: the steps of the promise, written out, and what waits in a sender.
-_APART = ("MCPromise", "Backlog")
+#: Have no protocol in them: the steps of the promise, what waits in a sender, and the exchange of challenges.
+_WITHOUT_IT = ("MCPromise", "Backlog", "Challenge")
 #: What configurations of the families of transports do not set themselves: their modules do.
 _OF_A_FAMILY = (
     *(f"{name} = FALSE" for name in ("Reorders", "Duplicates", "Loses", "Lingers")),
@@ -62,7 +62,7 @@ def proofs(manifest: Manifest, modules: Iterable[str] | None = None) -> tuple[Ch
     """
     wanted = None if modules is None else set(modules)
     found = (each for each in manifest.configurations if each.purpose is Purpose.PROOF)
-    of = (each for each in found if each.module not in _APART)
+    of = (each for each in found if each.module not in _WITHOUT_IT)
     return tuple(_checked(manifest, each) for each in of if wanted is None or each.module in wanted)
 
 

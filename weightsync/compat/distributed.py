@@ -10,7 +10,7 @@ import torch.distributed as dist
 from weightsync.compat.arguments import POLICY, UNSET, Form, Unset
 from weightsync.compat.facade import TransportFacade
 from weightsync.errors import ConfigurationError
-from weightsync.keys import SharedKey
+from weightsync.keys import Secret, SharedKey
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Deadline, Timeout
 from weightsync.transports.base import Link
@@ -47,7 +47,7 @@ class DistributedTransport(TransportFacade):
         *,
         weights_buffer: Any = UNSET,
         backend: str = "gloo",
-        key: SharedKey | bytes | str | None = None,
+        key: Secret | None = None,
         timeout: float | Timeout | None = Timeout.DEFAULT,
     ) -> None:
         super().__init__(form=Form.A if weights_buffer is UNSET else Form.B, timeout=timeout)
@@ -56,7 +56,7 @@ class DistributedTransport(TransportFacade):
         self.sync = sync
         self._buffer = None if weights_buffer is UNSET else weights_buffer
         self._backend = backend
-        self._key = key if key is None or isinstance(key, SharedKey) else SharedKey(key)
+        self._key = None if key is None else SharedKey.given(key)
 
     _live = (*TransportFacade._live, "_hints")
 

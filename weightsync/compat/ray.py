@@ -19,6 +19,7 @@ from weightsync.actors import (
 from weightsync.compat.arguments import UNSET, Form, Unset
 from weightsync.compat.facade import TransportFacade
 from weightsync.errors import ConfigurationError
+from weightsync.keys import Secret, SharedKey
 from weightsync.options import option
 from weightsync.strategy import WeightStrategy
 from weightsync.transports.base import Link
@@ -30,15 +31,16 @@ class _ActorFacade(TransportFacade):
 
     _live = (*TransportFacade._live, "_links")
 
-    def __init__(self, actor: Any, transport: TensorTransport | str, form: Form) -> None:
+    def __init__(self, actor: Any, transport: TensorTransport | str, form: Form, key: Secret | None) -> None:
         require_ray(type(self).__name__)
+        self._key = None if key is None else SharedKey.given(key)
         self._actor_ref = actor
         self._tensor_transport = tensor_transport_of(transport)
         super().__init__(form=form)
 
     def _begin(self) -> None:
         super()._begin()
-        self._links = ActorLinks(self._tensor_transport)
+        self._links = ActorLinks(self._tensor_transport, self._key)
 
     @abc.abstractmethod
     def _methods(self) -> Sequence[str]:
@@ -79,6 +81,7 @@ class RayTransport(_ActorFacade):
         backend: generation B: "gloo" or "nccl", without effect, since weights travel through Ray.
         connection_info_name: generation B: without effect, since there is no process group to be found.
         model_id: generation B: without effect; `send_weights` says which model is meant.
+        key: a secret shared with the actor: see `RayWeightSyncScheme`.
 
     Raises:
         MissingExtraError: (an ImportError) Ray is not installed, or nixl is asked for and is not.
@@ -95,6 +98,7 @@ class RayTransport(_ActorFacade):
         backend: Backend | str | None = None,
         connection_info_name: str | None = None,
         model_id: str | None = None,
+        key: Secret | None = None,
     ) -> None:
         if remote_collector is not None and remote_actor is not None:
             raise ConfigurationError("remote_collector= and remote_actor= are two names for the one actor: give one.")
@@ -102,7 +106,7 @@ class RayTransport(_ActorFacade):
         self.worker_idx = worker_idx
         self.backend = option(Backend, backend or Backend.GLOO)
         actor = remote_collector if remote_actor is None else remote_actor
-        super().__init__(actor, tensor_transport, Form.A if set(told) == {None} else Form.B)
+        super().__init__(actor, tensor_transport, Form.A if set(told) == {None} else Form.B, key)
 
     def _methods(self) -> Sequence[str]:
         return (CALL, POLICY_METHOD)
@@ -123,6 +127,7 @@ class RayActorTransport(_ActorFacade):
         actor_ref: the actor; `set_actor` gives it later.
         update_method: "tensordict" or "state_dict".
         tensor_transport: "object_store" or "nixl".
+        key: a secret shared with the actor: see `RayWeightSyncScheme`.
 
     Raises:
         MissingExtraError: (an ImportError) Ray is not installed, or nixl is asked for and is not.
@@ -134,12 +139,14 @@ class RayActorTransport(_ActorFacade):
         actor_ref: Any = None,
         update_method: str = "tensordict",
         tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
+        *,
+        key: Secret | None = None,
     ) -> None:
         methods = {"tensordict": TENSORDICT_METHOD, "state_dict": STATE_DICT_METHOD}
         if update_method not in methods:
             raise ConfigurationError(f"update_method is {update_method!r}: it must be one of {', '.join(methods)}.")
         self._method = methods[update_method]
-        super().__init__(actor_ref, tensor_transport, Form.A)
+        super().__init__(actor_ref, tensor_transport, Form.A, key)
 
     def _methods(self) -> Sequence[str]:
         return (CALL, self._method)

@@ -9,7 +9,7 @@ from weightsync.compat.arguments import UNSET, Form, Unset
 from weightsync.compat.collectors import Collector, Presenter, link_to
 from weightsync.compat.facade import TransportFacade
 from weightsync.errors import ConfigurationError
-from weightsync.keys import SharedKey
+from weightsync.keys import Secret, SharedKey
 from weightsync.strategy import WeightStrategy
 from weightsync.timing import Timeout
 from weightsync.transports.base import Link
@@ -28,6 +28,7 @@ class RPCTransport(TransportFacade):
             results.
         timeout: seconds that `send_weights` and `wait_ack` wait.
         strategy: how modules are extracted, and the format of weights handed out.
+        key: a secret shared with the other end: see `RPCWeightSyncScheme`.
     """
 
     _live = (*TransportFacade._live, "_presenter")
@@ -41,9 +42,11 @@ class RPCTransport(TransportFacade):
         *,
         timeout: float | Timeout | None = Timeout.DEFAULT,
         strategy: WeightStrategy | str = "state_dict",
+        key: Secret | None = None,
     ) -> None:
         form = Form.A if worker_rank is None else Form.B
         super().__init__(form=form, timeout=timeout, strategy=strategy)
+        self._key = None if key is None else SharedKey.given(key)
         self._collector = Collector(collector_info, collector_rref, collector_class)
 
     def _begin(self) -> None:
@@ -90,7 +93,7 @@ class RPCTransport(TransportFacade):
                 f"{type(self).__name__} was given no collector: pass collector_info=, or collector_rref= with "
                 "collector_class=. Nothing was sent."
             )
-        return link_to(self._collector, model_id, peer, self._presenter, SharedKey.given(None))
+        return link_to(self._collector, model_id, peer, self._presenter, SharedKey.given(self._key))
 
     def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        return door_of(model_id).open(accept, SharedKey.given(None))
+        return door_of(model_id).open(accept, SharedKey.given(self._key))

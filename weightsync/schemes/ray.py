@@ -47,8 +47,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         backend: "gloo" or "nccl", as TorchRL has it; weights travel through Ray, so it changes nothing.
         verify: "digest" or "layout": see `WeightSyncScheme`.
         tensor_transport: "object_store" (default), or "nixl": needs the package of that name.
-        key: a secret shared with the actors: see `DistributedWeightSyncScheme`. A `WeightSyncActor` takes its own from
-            ``WEIGHTSYNC_KEY``; of plain actors it protects nothing.
+        key: a secret shared with the actors: see `DistributedWeightSyncScheme`. A `WeightSyncActor` is given it as its
+            ``weight_key``; of plain actors it protects nothing.
 
     Raises:
         MissingExtraError: ``tensor_transport="nixl"`` without what it needs.
@@ -152,7 +152,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             ConfigurationError: several actors are given.
         """
         given = only_actor(pipe_or_context, pipe, remote_collector, remote_actor)
-        return RayTransport(given, self._tensor_transport, worker_idx=worker_idx)
+        return RayTransport(given, self._tensor_transport, worker_idx=worker_idx, key=self._key)
 
     def create_sender(self) -> ActorSender:
         """A sender without workers, whose copies carry the actors' handles."""

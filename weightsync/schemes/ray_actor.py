@@ -33,7 +33,13 @@ class WeightSyncActor:
     threads of your own) put them into ``with self.weight_receiver().serving():``. The model is what
     ``self.get_model(model_id)`` gives, else ``self.<model_id>``, such as ``self.policy``. An actor that initialises a
     `RayWeightSyncScheme` itself, by `init_on_worker`, is served by that.
+
+    Attributes:
+        weight_key: the key shared with the trainer, for an actor that sets it in ``__init__``: whoever has another, or
+            none, is turned away. None: the environment's ``WEIGHTSYNC_KEY``, if it has one.
     """
+
+    weight_key: bytes | str | None = None
 
     def weight_receiver(self, model_id: str = "policy") -> WeightReceiver:
         """The receiver of a model in this actor, made now if there is none yet.
@@ -50,7 +56,7 @@ class WeightSyncActor:
         desk = desk_of(model_id)
         with desk.lock:
             if not desk.attended:
-                RayWeightSyncScheme().init_on_worker(model_id, context=self)
+                RayWeightSyncScheme(key=self.weight_key).init_on_worker(model_id, context=self)
         return desk
 
     @_never_twice

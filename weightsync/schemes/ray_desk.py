@@ -18,8 +18,9 @@ from weightsync.sender import WeightSender
 from weightsync.timing import Deadline
 from weightsync.transports import ray_callee
 from weightsync.transports.base import Link
-from weightsync.transports.doors import Door, Frames, Parcel
+from weightsync.transports.doors import Door, Frames, NotLetIn, Parcel
 from weightsync.transports.ray import WAY
+from weightsync.transports.ray_session import own_actor
 
 #: Seconds that a call waits for those that were begun before it, in actors whose calls overtake each other.
 PATIENCE_FOR_ORDER: Final = 5.0
@@ -44,7 +45,7 @@ class Desk:
         self.lock = threading.RLock()
         #: Who is driven by the calls; None: none yet, or one that a thread of its own reads for.
         self.receiver: WeightReceiver | None = None
-        self._door = Door(model_id, WAY)
+        self._door = Door(model_id, WAY, own_actor)
         self._listening = False
         self._unanswered: dict[str, list[Answer]] = {}
 
@@ -96,7 +97,10 @@ class Desk:
 
     def _decided(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
         self._require_known(parcel)
-        answers = [*self._unanswered.pop(parcel.link, []), self._door.knock(parcel)]
+        answer = self._door.knock(parcel)
+        if isinstance(answer, NotLetIn):
+            return answer.result()
+        answers = [*self._unanswered.pop(parcel.link, []), answer]
         self._door.skip(parcel, lost)
         try:
             self._decide(parcel, answers[-1])

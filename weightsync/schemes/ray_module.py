@@ -221,7 +221,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             ConfigurationError: several actors are given.
         """
         given = only_actor(pipe_or_context, pipe, remote_collector, remote_actor)
-        return RayActorTransport(given, str(self.strategy), self._tensor_transport)
+        return RayActorTransport(given, str(self.strategy), self._tensor_transport, key=self._key)
 
     def create_sender(self) -> RayModuleTransformSender:
         """A sender to the one actor."""

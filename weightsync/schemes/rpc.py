@@ -115,7 +115,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         """
         apart = {"collector_info": collector_info, "collector_rref": collector_rref, "collector_class": collector_class}
         found = one_by_one(COLLECTOR, pipe_or_context, apart)
-        return RPCTransport(**found, worker_rank=worker_rank, strategy=self.strategy)
+        return RPCTransport(**found, worker_rank=worker_rank, strategy=self.strategy, key=self._key)
 
     # ---------------------------------------------------------------------------------------- the worker
 

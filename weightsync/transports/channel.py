@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.transports.base import Waker
 from weightsync.transports.endpoint import Failure, broken, lost, socket_of, unread_nbytes
-from weightsync.transports.exposure import leaves_host, tell
+from weightsync.transports.exposure import AUTHKEY, leaves_host, tell
 from weightsync.transports.fork import forget_after_fork
 from weightsync.transports.inflow import Foreign, Frame, Inflow
 from weightsync.transports.liveness import ProcessWatch, watching
@@ -60,7 +60,7 @@ class Channel:
             if channel is None or channel.connection is not connection:
                 sock = socket_of(connection)
                 if leaves_host(sock):
-                    tell("A connection given as a pipe goes to another host")
+                    tell("A connection given as a pipe goes to another host", AUTHKEY)
                 channel = _channels[id(connection)] = cls(connection, sock)
             return channel
 

@@ -23,6 +23,9 @@ Frames = list[bytes]
 _REMEMBERED: Final = 8
 #: How far a call may be ahead of the ones before it, which are still on their way.
 MAX_AHEAD: Final = 1024
+#: Messages that may lie here until the receiver reads them, and bytes of their payloads. One message may be larger.
+MAX_UNREAD: Final = 1024
+MAX_UNREAD_NBYTES: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,9 @@ class DoorLink(WokenLink):
         self._early: dict[int, Received | ProtocolError | None] = {}
         self._next = 0
         self._arrived: deque[Received | ProtocolError] = deque()
+        self._unread_nbytes = 0
+        #: More came than is kept: nothing else does.
+        self._flooded: ProtocolError | None = None
         self._open: dict[int, Future[Frames]] = {}
         self._answered: OrderedDict[int, Frames] = OrderedDict()
         self._said_bye = False
@@ -71,7 +77,7 @@ class DoorLink(WokenLink):
             received: what it brings: see `opened`; None: it has come before.
 
         Raises:
-            ProtocolError: the frame is malformed.
+            ProtocolError: the frame is malformed, or more lies here unread than is kept.
             GivenUp: the link was closed here.
         """
         with self._lock:
@@ -86,8 +92,10 @@ class DoorLink(WokenLink):
                 return _done(self._answered.get(number, []))
             if number >= self._next + MAX_AHEAD:
                 raise wire.malformed(f"Call {number} came while call {self._next} is awaited", b"")
+            self._require_room()
             answer = self._open[number] = Future()
             self._early[number] = received
+            self._unread_nbytes += _nbytes(received)
             self._deliver()
             ready = self._ready() if self._unsaid or self._hung_up else None
         _answer(ready)
@@ -95,6 +103,28 @@ class DoorLink(WokenLink):
         if isinstance(received, ProtocolError):
             raise received
         return answer
+
+    def _require_room(self) -> None:
+        count = len(self._early) + len(self._arrived)
+        if self._flooded is None and (count >= MAX_UNREAD or self._unread_nbytes >= MAX_UNREAD_NBYTES):
+            self._flooded = ProtocolError(
+                f"{count} messages ({self._unread_nbytes} bytes) of {self._peer} lie here unread, and another came: "
+                "this link is given up."
+            )
+            self._arrived.append(self._flooded)
+            self._waker.fire()
+        if self._flooded is not None:
+            raise self._flooded
+
+    @property
+    def unread_nbytes(self) -> int:
+        """Bytes of payloads that lie here unread."""
+        return self._unread_nbytes
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the link was closed."""
+        return self._closed
 
     def _deliver(self) -> None:
         while self._next in self._early:
@@ -178,6 +208,7 @@ class DoorLink(WokenLink):
                 break
             readable.append(received)
             self._arrived.popleft()
+            self._unread_nbytes -= _nbytes(received)
         return readable
 
     def close(self, reason: str = "the receiver gave this link up before it answered.") -> None:
@@ -196,6 +227,7 @@ class DoorLink(WokenLink):
             waiting = [self._open[number] for number in sorted(self._open)]
             self._open, self._early = {}, {}
             self._arrived.clear()
+            self._unread_nbytes = 0
         for call in waiting:
             if self._said_bye:
                 call.set_result([])
@@ -223,6 +255,10 @@ def opened(parcel: Parcel) -> Received | ProtocolError:
         return Received(message, parcel.payload[: message.nbytes])
     except ProtocolError as error:
         return error
+
+
+def _nbytes(received: Received | ProtocolError | None) -> int:
+    return received.payload.nbytes if isinstance(received, Received) and received.payload is not None else 0
 
 
 def _done(frames: Frames) -> Future[Frames]:

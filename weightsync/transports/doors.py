@@ -6,19 +6,31 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Final
 
-from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.messages import Hello
 from weightsync.transports.base import Link, Received
 from weightsync.transports.call_seals import decoded
 from weightsync.transports.door_links import DoorLink, Frames, Parcel, opened
 from weightsync.transports.exposure import tell
-from weightsync.transports.gates import Gate
+from weightsync.transports.gates import Gate, Kept, TurnedAway
 from weightsync.transports.liveness import own_host
 from weightsync.transports.sealing import is_envelope
 
-__all__ = ["Door", "DoorLink", "Frames", "Parcel", "decoded"]
+__all__ = ["Door", "DoorLink", "Frames", "NotLetIn", "Parcel", "decoded"]
+
+#: Links of one model that may be open in a process, and how many are remembered once they are closed.
+MAX_LINKS: Final = 256
+_REMEMBERED: Final = 64
+#: Links, or calls under a key, that wait behind a door at which nobody has listened yet; and bytes of their payloads.
+MAX_UNMET: Final = 64
+MAX_UNMET_NBYTES: Final = 2**30
+
+
+class NotLetIn(Future[Frames]):
+    """The answer to a call of somebody who is not believed: it has had no effect."""
 
 
 class Door:
@@ -46,11 +58,16 @@ class Door:
         """Take a call in, from whichever thread: see `DoorLink.bring`.
 
         A link that breaks the protocol while nobody listens is closed: its sender is told, and no receiver meets it.
+
+        Raises:
+            TransportError: more waits here than is kept.
         """
         with self._lock:
             gate = self._gate
             if gate is None and is_envelope(parcel.frame):
                 waiting: Future[Frames] = Future()
+                nbytes = sum(each.payload.nbytes for each, _ in self._sealed if each.payload is not None)
+                self._require_room(len(self._sealed), nbytes)
                 self._sealed.append((parcel, waiting))
                 return waiting
         if gate is None:
@@ -58,9 +75,17 @@ class Door:
         admitted = gate.admit(parcel)
         if isinstance(admitted, Parcel):
             return gate.sealed(parcel.link, self._bring(admitted))
-        gone: Future[Frames] = Future()
-        gone.set_result(admitted)
+        gone: Future[Frames] = NotLetIn() if isinstance(admitted, TurnedAway) else Future()
+        gone.set_result(admitted.frames)
         return gone
+
+    def _require_room(self, count: int, nbytes: int) -> None:
+        """Refuse what comes while too much waits for somebody to listen. What came before it stays."""
+        if count >= MAX_UNMET or nbytes >= MAX_UNMET_NBYTES:
+            raise TransportError(
+                f"nobody listens for model {self.model_id!r} here yet, and {count} others wait ({nbytes} bytes): make "
+                "the worker's receiver first."
+            )
 
     def _bring(self, parcel: Parcel) -> Future[Frames]:
         brought = opened(parcel) if parcel.frame else None
@@ -69,8 +94,11 @@ class Door:
         with self._lock:
             link = self._links.get(parcel.link)
             accept = None
+            if self._accept is None:
+                waiting = sum(each.unread_nbytes for each in self._unmet)
+                self._require_room(0 if link is not None else len(self._unmet), waiting)
             if link is None:
-                link = self._links[parcel.link] = DoorLink("the sender")
+                link = self._new_link(parcel.link)
                 accept = self._accept
                 if accept is None:
                     self._unmet.append(link)
@@ -85,6 +113,18 @@ class Door:
         finally:
             if accept is not None:
                 accept(link)
+
+    def _new_link(self, name: str) -> DoorLink:
+        closed = [each for each, link in self._links.items() if link.is_closed]
+        for each in closed[:-_REMEMBERED]:
+            del self._links[each]
+            if self._gate is not None:
+                self._gate.drop(each)
+        count = len(self._links) - len(closed[-_REMEMBERED:])
+        if count >= MAX_LINKS:
+            raise TransportError(f"{count} senders of model {self.model_id!r} have links here, and another called.")
+        link = self._links[name] = DoorLink("the sender")
+        return link
 
     @property
     def _key(self) -> SharedKey | None:
@@ -108,7 +148,7 @@ class Door:
             self._forget(parcel.link)
             return
         admitted = parcel if gate is None else gate.admit(parcel)
-        if gate is not None:
+        if gate is not None and isinstance(admitted, Parcel | Kept):
             gate.forget(parcel.link)
         if isinstance(admitted, Parcel):
             self._end(admitted)

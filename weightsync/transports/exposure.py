@@ -39,18 +39,26 @@ class _Said:
 _said = _Said()
 
 
-def tell(link: str) -> None:
+_OUR_KEY: Final = f"Give both ends the same secret as key= or in {VARIABLE}"
+#: Connections given as pipes are authenticated by who makes them.
+AUTHKEY: Final = (
+    f"Neither key= nor {VARIABLE} is used on a connection given as a pipe: give Listener and Client the same authkey="
+)
+
+
+def tell(link: str, remedy: str = _OUR_KEY) -> None:
     """Say in the log, once a process, that a link without a key can be reached by others.
 
     Args:
         link: which, and how: the beginning of a sentence.
+        remedy: what to do: the beginning of a sentence.
     """
     if _said.once():
         logger.warning(
-            "%s, and has no key: whoever reaches it can read the weights and send others. Give both ends the same "
-            "secret as key= or in %s, or keep the network to yourself: see SECURITY.md. This is said once.",
+            "%s, and has no key of ours: whoever reaches it can read the weights and send others. %s, or keep the "
+            "network to yourself: see SECURITY.md. This is said once.",
             link,
-            VARIABLE,
+            remedy,
         )
 
 

@@ -7,7 +7,8 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Final
 
 from weightsync.errors import AuthenticationError
 from weightsync.keys import SharedKey
@@ -16,6 +17,27 @@ from weightsync.transports.door_links import Frames, Parcel
 from weightsync.transports.sealing import TURNED_AWAY, Identity, Reason, WorkerSeal, is_envelope, refusal
 
 logger = logging.getLogger("weightsync")
+
+#: Links of senders that have not proved themselves, and bytes that are kept of them. The oldest goes first: a sender
+#: that lives proves itself within one call.
+MAX_UNPROVEN: Final = 64
+MAX_KEPT_NBYTES: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    """A call of somebody who is not believed."""
+
+    #: What it goes home with.
+    frames: Frames
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A call whose sender has the key, and may be a recording: what it brought is kept for now."""
+
+    #: What it goes home with: the challenge.
+    frames: Frames
 
 
 class Gate:
@@ -36,8 +58,8 @@ class Gate:
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
 
-    def admit(self, parcel: Parcel) -> Parcel | Frames:
-        """A parcel that may come in, opened; or what its call goes home with at once."""
+    def admit(self, parcel: Parcel) -> Parcel | Kept | TurnedAway:
+        """A parcel that may come in, opened; or what becomes of its call, which goes home at once."""
         if self.key is None:
             return self._refuse(Reason.WORKER_HAS_NONE) if is_envelope(parcel.frame) else parcel
         if not is_envelope(parcel.frame):
@@ -52,14 +74,24 @@ class Gate:
         with self._lock:
             # Of two calls that were the first at once, one comes in again, with the challenge of the other.
             first = self._sessions.setdefault(parcel.link, session)
+            if isinstance(admitted, Kept):
+                self._keep_few()
         return admitted if first is session else self.admit(parcel)
 
     def _begun(self, key: SharedKey, link: str) -> _Session:
         return _Session(WorkerSeal(key, Identity(self._way, self._model_id, self._worker(), link)))
 
-    def _refuse(self, reason: Reason) -> Frames:
+    def _keep_few(self) -> None:
+        unproven = [name for name, session in self._sessions.items() if not session.proven]
+        nbytes = sum(self._sessions[name].kept_nbytes for name in unproven)
+        for count, name in zip(range(len(unproven), 1, -1), unproven, strict=False):
+            if count <= MAX_UNPROVEN and nbytes <= MAX_KEPT_NBYTES:
+                return
+            nbytes -= self._sessions.pop(name).kept_nbytes
+
+    def _refuse(self, reason: Reason) -> TurnedAway:
         logger.warning("model %r: a sender's call was turned away: %s.", self._model_id, TURNED_AWAY[reason])
-        return [refusal(reason)]
+        return TurnedAway([refusal(reason)])
 
     def knows(self, link: str) -> bool:
         """Whether a call of that link has been admitted, or kept, before."""
@@ -79,6 +111,11 @@ class Gate:
         if session is not None:
             session.skip(number)
 
+    def drop(self, link: str) -> None:
+        """Nothing is known of that link any more."""
+        with self._lock:
+            self._sessions.pop(link, None)
+
     def forget(self, link: str) -> None:
         """The sender of a link has given it up: let go of what was kept for it."""
         with self._lock:
@@ -97,7 +134,18 @@ class _Session:
         self._asked_again: set[int] = set()
         self._answers = itertools.count()
 
-    def admit(self, parcel: Parcel) -> Parcel | Frames:
+    @property
+    def proven(self) -> bool:
+        """Whether its sender has proved that it lives."""
+        return self._seal.proven
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of the payloads that are kept."""
+        with self._lock:
+            return sum(each.payload.nbytes for each in self._kept.values() if each.payload is not None)
+
+    def admit(self, parcel: Parcel) -> Parcel | Kept:
         """Open a parcel; before its sender has proved that it lives it is kept, and the call goes home for a proof.
 
         Raises:
@@ -111,7 +159,7 @@ class _Session:
             opened = replace(parcel, frame=bytes(envelope.content))
             if opened.frame and not self._seal.proven:
                 self._kept[parcel.number] = opened
-                return [self._seal.challenge]
+                return Kept([self._seal.challenge])
             return opened if opened.frame else self._again(opened)
 
     def _again(self, parcel: Parcel) -> Parcel:

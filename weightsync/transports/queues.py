@@ -6,7 +6,7 @@ import multiprocessing.queues
 import queue
 import threading
 from collections import deque
-from typing import Any
+from typing import Any, Final
 
 from weightsync import wire
 from weightsync._tables import Delivery
@@ -14,7 +14,11 @@ from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Message, Update
 from weightsync.transports.base import Received, Waker
 from weightsync.transports.liveness import ProcessWatch, watching
+from weightsync.transports.mailbox import MAX_FOREIGN, MAX_KEPT_NBYTES, MAX_STRAYS
 from weightsync.transports.memory import Buffer
+
+#: Messages of one model that are kept until its link reads them.
+MAX_UNREAD: Final = 1024
 
 AnyQueue = multiprocessing.queues.Queue
 
@@ -37,6 +41,10 @@ class QueueChannel:
         self._outbox, self.inbox = outbox, inbox
         self._lock = threading.Lock()
         self._boxes: dict[str, deque[Received]] = {}
+        #: Of models of which more came than is kept: told behind what is kept.
+        self._flooded: dict[str, ProtocolError] = {}
+        #: Why nothing more is taken in.
+        self._broken: TransportError | ProtocolError | None = None
         #: Of links: one may take in what is another's.
         self._wakers: dict[str, Waker] = {}
         #: What is not ours: kept, in order.
@@ -57,7 +65,7 @@ class QueueChannel:
 
     def strays(self) -> tuple[str, ...]:
         """The models for which something is there."""
-        self.read()
+        self._read(None)
         with self._lock:
             return tuple(model_id for model_id, box in self._boxes.items() if box)
 
@@ -65,14 +73,17 @@ class QueueChannel:
         """Take out what has arrived for a model.
 
         Raises:
-            TransportError: the queue is closed.
-            ProtocolError: a frame is malformed.
+            TransportError: the queue is closed, or too many objects came that are no messages of ours.
+            ProtocolError: a frame is malformed, or more came for that model, or for those without a link, than is kept.
         """
-        self.read()
+        self._read(model_id)
         with self._lock:
             if model_id in self._wakers:
                 self._wakers[model_id].clear()
-            return list(self._boxes.pop(model_id, ()))
+            arrived = list(self._boxes.pop(model_id, ()))
+            if not arrived and model_id in self._flooded:
+                raise self._flooded[model_id]
+            return arrived
 
     def enroll(self, model_id: str, waker: Waker) -> None:
         """Fire ``waker`` when something of that model is taken in."""
@@ -86,11 +97,14 @@ class QueueChannel:
         with self._lock:
             if self._wakers.get(model_id) is waker:
                 del self._wakers[model_id]
+                self._flooded.pop(model_id, None)
 
-    def read(self) -> None:
-        """Take in what is in the queue."""
+    def _read(self, reader: str | None) -> None:
+        """Take in what is in the queue, as far as there is room for what the reader takes out next."""
         with self._lock:
-            while self.inbox is not None:
+            if self._broken is not None:
+                raise self._broken
+            while self.inbox is not None and self._has_room(reader):
                 try:
                     self._sort(self.inbox.get_nowait())
                 except queue.Empty:
@@ -100,15 +114,52 @@ class QueueChannel:
 
     def _sort(self, item: Any) -> None:
         if not isinstance(item, bytes) or item[: len(wire.MAGIC)] != wire.MAGIC:
-            self.foreign.append(item)
+            self._keep_foreign(item)
             return
         head = wire.peek(item)
         message = wire.decode_with(head, item[: head.control_nbytes])
         if len(item) - head.control_nbytes != head.payload_nbytes:
             raise ProtocolError(f"A frame came without its {head.payload_nbytes} bytes.", unread=item[:64])
-        self._boxes.setdefault(message.model_id, deque()).append(_with_payload(message, item, head))
-        if message.model_id in self._wakers:
-            self._wakers[message.model_id].fire()
+        self._keep(message.model_id, _with_payload(message, item, head))
+
+    def _has_room(self, reader: str | None) -> bool:
+        if reader is None:
+            count, nbytes = self._strays()
+            return count < MAX_STRAYS and nbytes < MAX_KEPT_NBYTES
+        box = self._boxes.get(reader, deque())
+        return len(box) < MAX_UNREAD and _nbytes(box) < MAX_KEPT_NBYTES
+
+    def _strays(self) -> tuple[int, int]:
+        """How many messages lie here for models without a link, and the bytes of their payloads."""
+        boxes = [box for known, box in self._boxes.items() if known not in self._wakers]
+        return sum(map(len, boxes)), sum(map(_nbytes, boxes))
+
+    def _keep(self, model_id: str, received: Received) -> None:
+        waker, box = self._wakers.get(model_id), self._boxes.get(model_id, deque())
+        count, nbytes = self._strays()
+        if waker is None and (count >= MAX_STRAYS or nbytes >= MAX_KEPT_NBYTES):
+            self._broken = ProtocolError(
+                f"{count} messages of {nbytes} bytes lie here for models without a link, and another came (for "
+                f"{model_id!r})."
+            )
+            raise self._broken
+        if len(box) >= MAX_UNREAD or _nbytes(box) >= MAX_KEPT_NBYTES:
+            self._flooded[model_id] = ProtocolError(
+                f"{len(box)} messages ({_nbytes(box)} bytes) for {model_id!r} lie here unread, and another came: this "
+                "link is given up."
+            )
+        if model_id not in self._flooded:
+            self._boxes.setdefault(model_id, box).append(received)
+        if waker is not None:
+            waker.fire()
+
+    def _keep_foreign(self, item: Any) -> None:
+        if len(self.foreign) >= MAX_FOREIGN:
+            self._broken = TransportError(
+                f"{len(self.foreign)} objects that are no messages of ours came by this queue: give it to nobody else."
+            )
+            raise self._broken
+        self.foreign.append(item)
 
     def waitables(self) -> list[int]:
         """Readable when something is in the queue."""
@@ -126,6 +177,10 @@ def _with_payload(message: Message, item: bytes, head: wire.Head) -> Received:
         return Received(message, memoryview(bytearray(memoryview(item)[head.control_nbytes :])))
     except MemoryError:
         return Received(message, untaken=f"No memory for a payload of {head.payload_nbytes} bytes.")
+
+
+def _nbytes(box: deque[Received]) -> int:
+    return sum(each.payload.nbytes for each in box if each.payload is not None)
 
 
 class QueueLink:

@@ -183,14 +183,17 @@ class ActorCourier(_Courier):
         peer: who is at the other end, for messages to people.
         rows: where its sender's row is found.
         key: shared with the worker; None: its answers are believed as they come.
+        actor: the actor's id, as it knows it itself: what is sealed for one actor is believed by no other.
     """
 
-    def __init__(self, call: Any, model_id: str, peer: str, rows: Rows, key: SharedKey | None = None) -> None:
+    def __init__(  # noqa: PLR0917 - all by name, but those that every courier takes
+        self, call: Any, model_id: str, peer: str, rows: Rows, key: SharedKey | None = None, actor: str = ""
+    ) -> None:
         super().__init__(peer, rows)
         self._call = call
         self._model_id = model_id
         self._link = new_name()
-        self._seal = seal_of(key, Identity(WAY, model_id, "", self._link), peer)
+        self._seal = seal_of(key, Identity(WAY, model_id, actor, self._link), peer)
         self._closed = False
         self._next = 0
         self._lost: list[int] = []

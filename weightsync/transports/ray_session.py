@@ -30,6 +30,12 @@ def require_ray(what: str) -> Any:
         raise MissingExtraError("ray", what) from error
 
 
+def own_actor() -> str:
+    """The id of the actor that this process is; empty: it is none."""
+    ray = require_ray("RayWeightSyncScheme")
+    return (ray.get_runtime_context().get_actor_id() or "") if ray.is_initialized() else ""
+
+
 def plain(text: str) -> str:
     """Ray's message without the colours of a terminal."""
     return _COLOURS.sub("", text).strip()

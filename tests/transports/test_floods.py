@@ -1,0 +1,301 @@
+"""What a peer may leave lying here is bounded: one that floods loses its own link, typed, and no other's."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from weightsync import AuthenticationError, ProtocolError, TransportError, wire
+from weightsync.keys import SharedKey
+from weightsync.messages import Bye, Hello, Update
+from weightsync.transports import door_links, doors, gates, queues
+from weightsync.transports.base import Received
+from weightsync.transports.call_seals import Challenged, KeyedSeal
+from weightsync.transports.doors import Door, Parcel
+from weightsync.transports.queues import QueueChannel, QueueLink
+from weightsync.transports.sealing import Identity
+
+KEY = SharedKey("a secret of both")
+PATIENCE = 30.0
+
+
+def hello(model_id: str = "m") -> bytes:
+    return wire.encode(Hello(model_id=model_id, incarnation=1))
+
+
+def update(version: int, nbytes: int = 0) -> bytes:
+    return wire.encode(Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=nbytes))
+
+
+def parcel(link: str, number: int, nbytes: int = 0) -> Parcel:
+    return Parcel(link, number, update(number, nbytes), memoryview(bytearray(nbytes)) if nbytes else None)
+
+
+# ------------------------------------------------------------------------------------------------------- calls
+
+
+@pytest.fixture
+def door() -> Iterator[tuple[Door, list[Any]]]:
+    made, links = Door("m"), []
+    stop = made.open(links.append)
+    yield made, links
+    stop()
+    for link in links:
+        link.close()
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "nbytes"), [("MAX_UNREAD", 5, 0), ("MAX_UNREAD_NBYTES", 50, 10)], ids=["messages", "bytes"]
+)
+def test_a_sender_that_floods_a_door_loses_its_own_link(
+    door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch, bound: str, most: int, nbytes: int
+) -> None:
+    monkeypatch.setattr(door_links, bound, most)
+    opened, links = door
+    opened.knock(parcel("good", 0))
+    for number in range(5):
+        opened.knock(parcel("flood", number, nbytes))
+
+    for number in (5, 6):
+        with pytest.raises(ProtocolError, match=r"5 messages .* lie here unread"):
+            opened.knock(parcel("flood", number, nbytes))
+
+    good, flooded = links
+    assert len(flooded.receive()) == 5
+    with pytest.raises(ProtocolError, match="given up"):
+        flooded.receive()
+    assert [each.message.version for each in good.receive()] == [0]
+    opened.knock(parcel("good", 1))
+    assert [each.message.version for each in good.receive()] == [1]
+
+
+def test_calls_ahead_of_their_turn_are_bounded_by_bytes_too(
+    door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_links, "MAX_UNREAD_NBYTES", 50)
+    opened, _ = door
+    for number in range(1, 6):
+        opened.knock(parcel("a", number, 10))
+    with pytest.raises(ProtocolError, match="50 bytes"):
+        opened.knock(parcel("a", 6, 10))
+
+
+def test_what_is_read_makes_room(door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_links, "MAX_UNREAD_NBYTES", 10)
+    opened, links = door
+    for number in range(30):
+        opened.knock(parcel("a", number, 10))
+        assert len(links[0].receive()) == 1
+
+
+def test_links_that_ended_are_forgotten_but_for_the_last_and_more_open_ones_are_refused(
+    door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "MAX_LINKS", 4)
+    monkeypatch.setattr(doors, "_REMEMBERED", 2)
+    opened, links = door
+    opened.knock(parcel("stays", 0))
+    for name in range(20):
+        opened.knock(parcel(f"{name}", 0))
+        opened.hang_up(Parcel(f"{name}", 1, wire.encode(Bye(model_id="m", incarnation=1))))
+        links[-1].close()
+    assert set(opened._links) == {"stays", "17", "18", "19"}
+    assert opened.knows("stays")
+
+    for name in "abc":
+        opened.knock(parcel(name, 0))
+    with pytest.raises(TransportError, match="4 senders of model 'm'"):
+        opened.knock(parcel("d", 0))
+    opened.knock(parcel("stays", 1))
+    assert len(links[0].receive()) == 2
+
+
+@pytest.mark.parametrize("keyed", [False, True], ids=["no key", "a key"])
+def test_what_waits_for_a_receiver_is_bounded_and_what_came_first_stays(
+    monkeypatch: pytest.MonkeyPatch, keyed: bool
+) -> None:
+    monkeypatch.setattr(doors, "MAX_UNMET", 3)
+    made, links = Door("m"), []
+    frame = KeyedSeal(KEY, Identity("calls", "m", "", "0"), "w").frame(0, wire.decode(hello()), None)
+    for name in range(3):
+        made.knock(Parcel(f"{name}", 0, frame if keyed else hello()))
+    with pytest.raises(TransportError, match="3 others wait"):
+        made.knock(Parcel("3", 0, frame if keyed else hello()))
+
+    stop = made.open(links.append, KEY if keyed else None)
+    assert (made.knows("0"), made.knows("3")) == (True, False)
+    assert len(links) == (0 if keyed else 3)
+    stop()
+    for link in links:
+        link.close()
+
+
+def test_the_bytes_that_wait_for_a_receiver_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "MAX_UNMET_NBYTES", 20)
+    made = Door("m")
+    for number in range(2):
+        made.knock(parcel("a", number, 10))
+    for flood in (parcel("a", 2, 10), parcel("b", 0, 10)):
+        with pytest.raises(TransportError, match="20 bytes"):
+            made.knock(flood)
+
+
+class Sender:
+    """A sender's end with the key, whose calls can be recorded."""
+
+    def __init__(self, opened: Door, name: str) -> None:
+        self.door = opened
+        self.name = name
+        self.seal = KeyedSeal(KEY, Identity("calls", "m", "", name), "the worker")
+        self.early = Parcel(name, 0, self.seal.frame(0, wire.decode(hello()), None))
+
+    def call(self) -> None:
+        with pytest.raises(Challenged):
+            self.seal.brought(self.door.knock(self.early).result(timeout=0))
+
+    def prove(self) -> Any:
+        return self.door.knock(Parcel(self.name, 0, self.seal.again(0)))
+
+
+@pytest.fixture
+def keyed() -> Iterator[tuple[Door, list[Any]]]:
+    made, links = Door("m"), []
+    stop = made.open(links.append, KEY)
+    yield made, links
+    stop()
+    for link in links:
+        link.close()
+
+
+def test_recordings_that_are_kept_are_bounded_and_the_oldest_goes_first(
+    keyed: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "MAX_UNPROVEN", 3)
+    opened, links = keyed
+    for name in range(10):
+        opened.knock(Sender(opened, f"{name}").early)
+    lives = Sender(opened, "lives")
+    lives.call()
+    for name in range(2):
+        opened.knock(Sender(opened, f"{name}").early)
+    assert [name for name in ("9", "lives", "0", "1") if opened.knows(name)] == ["lives", "0", "1"]
+
+    lives.prove()
+    [link] = links
+    assert len(link.receive()) == 1
+
+
+def test_a_stranger_hangs_no_kept_call_up(keyed: tuple[Door, list[Any]]) -> None:
+    opened, links = keyed
+    lives = Sender(opened, "lives")
+    lives.call()
+    for frame in (hello(), b"", b"WSYK" + bytes(60)):
+        opened.hang_up(Parcel("lives", 1, frame))
+
+    lives.prove()
+    assert len(links[0].receive()) == 1
+
+
+def test_a_proof_of_a_sender_that_was_let_go_is_refused(
+    keyed: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "MAX_UNPROVEN", 1)
+    opened, links = keyed
+    first = Sender(opened, "first")
+    first.call()
+    opened.knock(Sender(opened, "second").early)
+
+    with pytest.raises(AuthenticationError):
+        first.seal.brought(first.prove().result(timeout=0))
+    assert links == []
+
+
+# ------------------------------------------------------------------------------------------------------ queues
+
+
+class Inbox:
+    """What a queue gives, without its thread and its pipe."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def __call__(self) -> QueueChannel:
+        channel = QueueChannel(None, multiprocessing.Queue())
+        channel.inbox = self
+        return channel
+
+    def get_nowait(self) -> Any:
+        if not self.items:
+            raise queues.queue.Empty
+        return self.items.pop(0)
+
+
+@pytest.fixture
+def inbox() -> Inbox:
+    return Inbox()
+
+
+@pytest.fixture
+def open_link() -> Iterator[Callable[[QueueChannel, str], QueueLink]]:
+    made: list[QueueLink] = []
+
+    def make(channel: QueueChannel, model_id: str) -> QueueLink:
+        made.append(QueueLink(channel, model_id, "the sender"))
+        return made[-1]
+
+    yield make
+    for link in made:
+        link.close()
+
+
+def test_of_a_queue_no_more_is_read_than_its_reader_takes(
+    inbox: Inbox, open_link: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, "MAX_UNREAD", 10)
+    link = open_link(inbox(), "m")
+    inbox.items = [hello() for _ in range(25)]
+
+    assert [len(link.receive()) for _ in range(4)] == [10, 10, 5, 0]
+
+
+def test_a_model_that_floods_a_queue_loses_its_own_link(
+    inbox: Inbox, open_link: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, "MAX_UNREAD", 10)
+    channel = inbox()
+    good, flooded = open_link(channel, "good"), open_link(channel, "m")
+    inbox.items = [hello() for _ in range(25)] + [hello("good")]
+
+    assert [type(each) for each in good.receive()] == [Received]
+    assert len(flooded.receive()) == 10
+    with pytest.raises(ProtocolError, match="for 'm' lie here unread"):
+        flooded.receive()
+    inbox.items = [hello("good")]
+    assert len(good.receive()) == 1
+
+
+def test_messages_for_models_without_a_link_are_bounded(
+    inbox: Inbox, open_link: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, "MAX_STRAYS", 4)
+    channel = inbox()
+    inbox.items = [hello(f"{name}") for name in range(9)]
+    assert channel.strays() == ("0", "1", "2", "3")
+    assert len(inbox.items) == 5
+
+    link = open_link(channel, "good")
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match="models without a link"):
+            link.receive()
+
+
+def test_objects_that_are_not_ours_are_bounded(inbox: Inbox, open_link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "MAX_FOREIGN", 4)
+    link = open_link(inbox(), "m")
+    inbox.items = ["an object"] * 5
+
+    with pytest.raises(TransportError, match="no messages of ours"):
+        link.receive()
