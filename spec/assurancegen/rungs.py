@@ -48,6 +48,7 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
         f"{kinds[Purpose.CANARY]} situations that must be reached, {kinds[Purpose.CHECKER]} runs that must fail",
     )
     yield _families(manifest)
+    yield _challenges(manifest)
     yield _inductive(manifest)
     yield _mutants(manifest)
     yield _graphs(root)
@@ -73,6 +74,16 @@ def _families(manifest: Manifest) -> tuple[str, str, str]:
         "a way of carrying messages that is less than the protocol takes it for",
         f"{kinds[Purpose.PROOF]} proofs that each refines AckProtocol, {states:,} distinct states; "
         f"{kinds[Purpose.CANARY]} canaries, {kinds[Purpose.REVERT]} rules taken out",
+    )
+
+
+def _challenges(manifest: Manifest) -> tuple[str, str, str]:
+    kinds, states = _tally(manifest, ("Challenge",))
+    return (
+        "challenges under a shared key (`tla/Challenge.tla`), part of them too; random walks of an attacker in the code",
+        "somebody without the key who is believed",
+        f"{kinds[Purpose.PROOF]} proofs, {states:,} distinct states; {kinds[Purpose.CANARY]} canaries, "
+        f"{kinds[Purpose.REVERT]} rules taken out",
     )
 
 

@@ -15,10 +15,11 @@ from fleet import PATIENCE, filled, large, small
 from store_fleet import StorePair, reach
 from torch import nn
 
-from weightsync import DistributedWeightSyncScheme, WorkerLostError
+from weightsync import DistributedWeightSyncScheme, OutcomeKind, WorkerLostError, wire
+from weightsync.messages import Ack
 from weightsync.transports.distributed import exchange, letters
 from weightsync.transports.distributed.group import Group, own_address
-from weightsync.transports.sealing import Kind
+from weightsync.transports.sealing import Kind, Reason, refusal
 
 KEY = "the fleet's own secret"
 
@@ -119,6 +120,33 @@ def test_a_worker_without_a_key_refuses_a_trainer_with_one(store: Any, caplog: p
         with pytest.raises(WorkerLostError, match="has no key, and this process has one"):
             ours.get_sender().send(timeout=PATIENCE)
     assert "it has a key, and this process has none" in caplog.text
+
+
+@pytest.mark.parametrize("forged", ["a plain ack", "an answer of its own, again", "a refusal of the link"])
+def test_an_answer_that_a_stranger_writes_is_never_believed(
+    keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch, forged: str
+) -> None:
+    said: list[bytes] = []
+    before = letters.Outbox._write
+
+    def write(outbox: letters.Outbox, value: bytes) -> None:
+        said.extend([value] if outbox._key.endswith("/up") else [])
+        before(outbox, value)
+
+    monkeypatch.setattr(letters.Outbox, "_write", write)
+    pair = StorePair(store, model=small)
+    assert pair.sync().version == 1
+    ack = Ack(model_id="policy", incarnation=pair.sender._driver.data.incarnation, version=2)
+    texts = {"a plain ack": b"L" + wire.encode(ack), "an answer of its own, again": said[-1]}
+    inbox = pair.sender._driver.by_worker()[0]._exchange._inbox
+    reader = reach(store.port)
+    reader.set(f"{inbox._key}/{inbox.number}", texts.get(forged, b"L" + refusal(Reason.OTHER_KEY)))
+
+    with pytest.raises(WorkerLostError) as told:
+        pair.sender.send(filled(small(), 9.0), timeout=PATIENCE)
+    assert told.value.report[0].kind is OutcomeKind.LOST
+    assert "believed" in told.value.lost[0]
+    pair.close()
 
 
 # --------------------------------------------------------------------------------- what is written in the store
