@@ -149,7 +149,7 @@ def test_over_rows_of_letters_an_end_believes_what_the_model_says(seeds: range) 
 
 
 def ack(version: int) -> Ack:
-    return Ack(model_id="policy", incarnation=1, version=version)
+    return Ack(model_id="policy", incarnation=1, version=version + 1)
 
 
 class Calls:
