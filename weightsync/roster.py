@@ -113,9 +113,12 @@ class Roster(Side):
                 if not awaited:
                     break
                 if deadline.passed:
+                    remarks = "".join(
+                        f" Worker {worker}: {remark}." for worker in awaited if (remark := self._driver.remark(worker))
+                    )
                     raise AckTimeoutError(
-                        f"workers {sorted(awaited)} of {self._model_id!r} have not connected. They may still be "
-                        "starting: call it again, or remove_worker() takes one off the roll.",
+                        f"workers {sorted(awaited)} of {self._model_id!r} have not connected.{remarks} They may still "
+                        "be starting: call it again, or remove_worker() takes one off the roll.",
                         pending=sorted(awaited),
                     )
                 shield.deliver()

@@ -45,12 +45,12 @@ def ends():
 
 def test_each_link_gets_its_own_model_whoever_reads(laid, ends):
     actor, critic = laid("actor", ends), laid("critic", ends)
-    for version in range(3):
+    for version in range(1, 4):
         actor[0].send(ack(version, "actor"))
         critic[0].send(ack(version + 10, "critic"))
 
-    assert versions(actor[1]) == [0, 1, 2]
-    assert versions(critic[1]) == [10, 11, 12]
+    assert versions(actor[1]) == [1, 2, 3]
+    assert versions(critic[1]) == [11, 12, 13]
 
 
 def test_a_link_whose_frame_another_took_is_woken(laid, ends):
@@ -91,7 +91,7 @@ def test_two_threads_wait_for_two_models(laid, ends):
     threads = [threading.Thread(target=listen, args=(name,)) for name in pairs]
     for thread in threads:
         thread.start()
-    for version in range(200):
+    for version in range(1, 201):
         for name, (first, _) in pairs.items():
             first.send(ack(version, name))
             while not first.flush():
@@ -99,7 +99,7 @@ def test_two_threads_wait_for_two_models(laid, ends):
     for thread in threads:
         thread.join()
 
-    assert {name: list(range(200)) for name in pairs} == heard
+    assert {name: list(range(1, 201)) for name in pairs} == heard
 
 
 def test_the_connection_closes_with_its_last_link(laid, ends):
@@ -164,7 +164,7 @@ def test_frames_for_a_model_not_yet_registered_are_kept_for_it(laid, ends):
 def test_frames_for_models_that_nobody_registers_are_bounded(laid, ends):
     first, second = laid("policy", ends)
     nobody = PipeLink(ends[0], "nobody")
-    for version in range(MAX_STRAYS + 1):
+    for version in range(1, MAX_STRAYS + 2):
         nobody.send(ack(version, "nobody"))
     with pytest.raises(ProtocolError, match=f"{MAX_STRAYS} messages .*'nobody'"):
         second.receive()
@@ -211,7 +211,7 @@ def test_frames_for_a_model_whose_link_was_closed_are_dropped(laid, ends):
     actor, critic = laid("actor", ends), laid("critic", ends)
     critic[1].close()
     buffer = Buffer(100_000, Storage.SEGMENTS)
-    for version in range(MAX_STRAYS + 1):
+    for version in range(1, MAX_STRAYS + 2):
         update = Update(model_id="critic", incarnation=1, version=version, layout_digest=b"", nbytes=100_000)
         critic[0].send(update, buffer)
         assert versions(actor[1]) == []
@@ -236,12 +236,12 @@ def test_a_link_that_is_dropped_unclosed_leaves_nothing(ends):
 def test_the_users_messages_come_out_in_order_and_unchanged(laid, ends):
     first, second = laid("policy", ends)
     objects = [{"a": 1}, b"bytes", "x" * 20_000, list(range(10_000)), None]
-    for version, value in enumerate(objects):
+    for version, value in enumerate(objects, 1):
         first.user.send(value)
         first.send(ack(version))
     first.user.send_bytes(b"raw")
 
-    assert versions(second) == [0, 1, 2, 3, 4]
+    assert versions(second) == [1, 2, 3, 4, 5]
     assert objects == [second.user.recv() for _ in objects]
     assert second.user.recv_bytes() == b"raw"
     assert not second.user.poll()

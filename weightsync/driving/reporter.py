@@ -104,7 +104,8 @@ class Reporter:
             "it was never heard from" if silent is None else f"it was last heard from {silent:.1f} s ago",
             _READ[self._driver.has_read(worker)],
         ]
-        return Outcome(kind=owing, reason="; ".join(parts))
+        remark = self._driver.remark(worker)
+        return Outcome(kind=owing, reason="; ".join([*parts, remark] if remark else parts))
 
     def _report(
         self,

@@ -21,7 +21,7 @@ from weightsync.messages import Ack, Bye, Ending, Hello, Message, Refusal, Updat
 from weightsync.protocol import sender as pure
 from weightsync.report import SyncReport
 from weightsync.transports.awaited import AwaitedProcess
-from weightsync.transports.base import Link, TellsWhatIsRead
+from weightsync.transports.base import Link, Remarks, TellsWhatIsRead
 from weightsync.transports.calls import BlockingLink
 from weightsync.transports.liveness import own_host, own_identity
 from weightsync.transports.memory import Buffer
@@ -210,6 +210,13 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 return False
             _, link = self._links[entry.link]
             return link.all_read() if isinstance(link, TellsWhatIsRead) else None
+
+    def remark(self, worker: int) -> str:
+        """Why a worker does not answer, where its link was told; empty: it was not."""
+        with self.lock:
+            entry = self.data.roll[worker]
+            link = self._links[entry.link][1] if entry.link in self._links else None
+            return link.remark if isinstance(link, Remarks) else ""
 
     def blocking(self, targets: tuple[int, ...] | None) -> list[int]:
         """Those of the targets (None: all) that only a caller who waits can be sent to."""

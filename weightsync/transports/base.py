@@ -120,6 +120,15 @@ class TellsWhatIsRead(ABC):
         """Whether the peer's process has read all that was sent; None: that is not known."""
 
 
+class Remarks(ABC):
+    """A link that can say why its worker does not answer, though nothing has failed."""
+
+    @property
+    @abstractmethod
+    def remark(self) -> str:
+        """What was told of this link by others than its worker; empty: nothing, or its worker has answered since."""
+
+
 class Waker:
     """Ends a `wait` from another thread.
 

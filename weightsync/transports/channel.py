@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from multiprocessing.connection import Connection
@@ -18,6 +19,9 @@ from weightsync.transports.inflow import Foreign, Frame, Inflow
 from weightsync.transports.liveness import ProcessWatch, watching
 from weightsync.transports.mailbox import Mailbox, Sorter
 from weightsync.transports.outflow import Outflow, Outgoing
+from weightsync.transports.preamble import framed
+
+logger = logging.getLogger("weightsync")
 
 #: Reads in one call; the rest is for the next, so that no call lasts long.
 _ROUNDS: Final = 256
@@ -168,11 +172,21 @@ class Channel:
             self._read(box)
             frames = box.collect()
             if self._deaf is None:
+                if self._sorter.unmet:
+                    self._answer_unmet()
                 return frames
             if not frames:
                 raise self._deaf(box.peer)
             box.signal()
             return frames
+
+    def _answer_unmet(self) -> None:
+        """Tell senders of models that nobody has registered here, once each."""
+        for told in self._sorter.answers_to_unmet():
+            logger.warning("model %r: a sender's handshake came, and is not taken: %s", told.model_id, told.reason)
+            self._outflow.put(Outgoing(framed(told)))
+            with contextlib.suppress(OSError):  # whoever writes next is told
+                self._outflow.write()
 
     def user_waker(self) -> Waker:
         """Fired when another reader of the connection has come by a message of the user's own."""

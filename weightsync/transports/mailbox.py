@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.messages import Update
+from weightsync.messages import Refusal, Update
 from weightsync.transports.base import Waker
 from weightsync.transports.inflow import Foreign, Frame
+from weightsync.transports.unmet import answer, is_from_sender
 
 #: Frames kept for models that nobody has registered yet.
 MAX_STRAYS: Final = 64
@@ -57,6 +58,8 @@ class Sorter:
         self._boxes: dict[str, Mailbox] = {}
         self._strays: deque[Frame] = deque()
         self._left: set[str] = set()
+        #: Models that nobody has registered, and of which no sender was told so yet.
+        self.unmet: list[str] = []
         self._strays_nbytes = 0
         self.foreign: deque[Foreign] = deque()
         self._foreign_nbytes = 0
@@ -87,6 +90,7 @@ class Sorter:
             )
         box = self._boxes[model_id] = Mailbox(model_id, peer)
         self._left.discard(model_id)
+        self.unmet = [each for each in self.unmet if each != model_id]
         box.frames.extend(frame for frame in self._strays if frame.message.model_id == model_id)
         self._strays = deque(frame for frame in self._strays if frame.message.model_id != model_id)
         self._strays_nbytes = sum(map(_nbytes, self._strays))
@@ -104,6 +108,13 @@ class Sorter:
         box.frames.clear()
         box.waker.close()
         return True
+
+    def answers_to_unmet(self) -> list[Refusal]:
+        """What senders are still to be told, if anybody has registered anything."""
+        if not self._boxes:
+            return []
+        unmet, self.unmet = self.unmet, []
+        return [answer(model_id, self._boxes) for model_id in unmet]
 
     def strays(self) -> tuple[str, ...]:
         """The models for which something has come that nobody has registered."""
@@ -145,6 +156,8 @@ class Sorter:
             discard([frame])
         elif len(self._strays) < MAX_STRAYS and self._strays_nbytes < MAX_KEPT_NBYTES:
             self._strays.append(frame)
+            if is_from_sender(frame.message) and model_id not in self.unmet:
+                self.unmet.append(model_id)
             self._strays_nbytes += _nbytes(frame)
             if self._user_waker is not None:
                 self._user_waker.fire()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -10,19 +11,22 @@ from weightsync import wire
 from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.messages import Message, SlotRef, Update
-from weightsync.transports.base import Payloads, Received, TellsWhatIsRead
+from weightsync.transports.base import Payloads, Received, Remarks, TellsWhatIsRead
 from weightsync.transports.channel import Channel
 from weightsync.transports.inflow import Frame
 from weightsync.transports.mailbox import discard
 from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer, NoRoom
 from weightsync.transports.outflow import Outgoing
 from weightsync.transports.pins import Pins
-from weightsync.transports.preamble import PREAMBLE
+from weightsync.transports.preamble import framed
 from weightsync.transports.sharing import Mapped, Named
+from weightsync.transports.unmet import told_by
 from weightsync.transports.user import UserMessages
 
+logger = logging.getLogger("weightsync")
 
-class PipeLink(TellsWhatIsRead):
+
+class PipeLink(TellsWhatIsRead, Remarks):
     """A link over one end of ``multiprocessing.Pipe(duplex=True)``. See `Link` for its contract.
 
     Links of several models may share one connection object; it is closed with its last link. Meanwhile it is
@@ -50,6 +54,7 @@ class PipeLink(TellsWhatIsRead):
         payloads: Payloads = Payloads.SHARED,
     ) -> None:
         self._peer = peer
+        self._remark = ""
         self._payloads = payloads
         self._channel = Channel.of(connection)
         self._box = self._channel.register(model_id, peer)
@@ -73,7 +78,7 @@ class PipeLink(TellsWhatIsRead):
         """Queue a message and write what fits now: see `Link.send`."""
         self._require_open()
         if not isinstance(message, Update) or not message.nbytes:
-            self._channel.put(Outgoing(_framed(message)), self._peer)
+            self._channel.put(Outgoing(framed(message)), self._peer)
         elif payload is None or payload.nbytes < message.nbytes:
             raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
         elif payload.segment is not None and self._shares(message.nbytes):
@@ -87,7 +92,7 @@ class PipeLink(TellsWhatIsRead):
 
     def _send_inline(self, message: Update, payload: Buffer) -> None:
         token = object()
-        frame = Outgoing(_framed(message), payload.view[: message.nbytes], done=lambda: payload.unpin(token))
+        frame = Outgoing(framed(message), payload.view[: message.nbytes], done=lambda: payload.unpin(token))
         payload.pin(token)
         self._pins.hold(message, None)
         self._channel.put(frame, self._peer)
@@ -96,7 +101,7 @@ class PipeLink(TellsWhatIsRead):
         assert payload.segment is not None
         placed = replace(message, slot=SlotRef(segment=payload.segment.number))
         descriptors = self._named.missing(payload.segment)
-        frame = Outgoing(_framed(placed, len(descriptors)), descriptors=descriptors, keep=payload)
+        frame = Outgoing(framed(placed, len(descriptors)), descriptors=descriptors, keep=payload)
         self._named.name(payload.segment, placed)
         # Held even if the link turns out to be dead: an earlier frame may have shown the same version.
         self._pins.hold(message, payload)
@@ -113,7 +118,7 @@ class PipeLink(TellsWhatIsRead):
         if self._broken is not None:
             raise self._broken
         received: list[Received] = []
-        frames = self._channel.collect(self._box)
+        frames = [frame for frame in self._channel.collect(self._box) if not self._is_remark(frame.message)]
         try:
             for frame in frames:
                 received.append(self._open(frame))
@@ -127,6 +132,18 @@ class PipeLink(TellsWhatIsRead):
             # What came before is delivered now, the error at the next call: the wait before it must end.
             self._box.signal()
         return received
+
+    @property
+    def remark(self) -> str:
+        """What was told of this link by others than its worker: see `Remarks`."""
+        return self._remark
+
+    def _is_remark(self, message: Message) -> bool:
+        told = told_by(message)
+        if told:
+            logger.warning("model %r: %s has not taken the handshake: %s", self._box.model_id, self._peer, told)
+        self._remark = told
+        return bool(told)
 
     def _open(self, frame: Frame) -> Received:
         message = frame.message
@@ -174,8 +191,3 @@ class PipeLink(TellsWhatIsRead):
     def _require_open(self) -> None:
         if self._closed:
             raise TransportError(f"The link to {self._peer} is closed.")
-
-
-def _framed(message: Message, descriptors: int = 0) -> bytes:
-    """A message's control part as it goes over a pipe."""
-    return PREAMBLE + wire.encode(message, descriptors)

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from typing import Final
 
+from weightsync import wire
 from weightsync.header import MAGIC, Readable
+from weightsync.messages import Message
 
 #: GLOBAL weightsync.errors.raw_pipe, EMPTY_TUPLE, REDUCE, STOP.
 PREAMBLE: Final = b"cweightsync.errors\nraw_pipe\n)R."
+
+
+def framed(message: Message, descriptors: int = 0) -> bytes:
+    """A message's control part as it goes over a pipe."""
+    return PREAMBLE + wire.encode(message, descriptors)
 
 
 def start_of_ours(content: Readable) -> int | None:

@@ -1,0 +1,96 @@
+"""A handshake for a model that the worker has no receiver of is answered, told on both sides, and kept for later."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, constants, small
+
+from weightsync import AckTimeoutError
+
+
+class Apart:
+    """A trainer of one model, and a worker that has a receiver of another, over one pipe."""
+
+    def __init__(self, scheme_class: Any) -> None:
+        self.ours, self.theirs = multiprocessing.Pipe()
+        self.trainer, self.worker, self.later = (scheme_class() for _ in range(3))
+        self.trainer.init_on_sender("policy", pipes=[self.ours], model=small(1.0))
+        self.worker.init_on_worker("actor", pipe=self.theirs, model=small())
+
+    def look(self) -> None:
+        """Have the worker read what has come."""
+        assert self.worker.get_receiver().receive(timeout=0) is False
+
+    def close(self) -> None:
+        for scheme in (self.trainer, self.worker, self.later):
+            scheme.close()
+        self.ours.close()
+        self.theirs.close()
+
+
+@pytest.fixture
+def apart(scheme_class: Any) -> Iterator[Apart]:
+    made = Apart(scheme_class)
+    yield made
+    made.close()
+
+
+TOLD = "the worker has a receiver of 'actor' over this connection, and none of 'policy' so far"
+
+
+def test_g11_another_models_handshake_is_answered_and_both_sides_are_told(
+    apart: Apart, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = apart.trainer.get_sender()
+    with caplog.at_level(logging.WARNING, "weightsync"):
+        sender.send_async()
+        for _ in range(3):
+            apart.look()
+        with pytest.raises(AckTimeoutError, match=TOLD) as caught:
+            sender.wait_async(timeout=0)
+        with pytest.raises(AckTimeoutError, match="never connected"):
+            sender.wait_async(timeout=0)
+
+    assert "never connected" in caught.value.report[0].reason
+    here, there = (record.getMessage() for record in caplog.records)
+    assert here.startswith("model 'policy': a sender's handshake came, and is not taken")
+    assert there.startswith("model 'policy': worker 0 has not taken the handshake")
+    assert all(TOLD in said for said in (here, there))
+    assert sender.stale_answers == 0
+
+
+def test_a_rendez_vous_with_a_worker_of_another_model_says_so(apart: Apart) -> None:
+    apart.look()
+    with pytest.raises(AckTimeoutError, match=f"have not connected. Worker 0: {TOLD}"):
+        apart.trainer.get_sender().await_workers(timeout=0)
+
+
+def test_a_model_that_is_registered_after_its_handshake_was_answered_is_served_all_the_same(apart: Apart) -> None:
+    sender, model = apart.trainer.get_sender(), small()
+    sender.send_async()
+    apart.look()
+    sender.poll()
+    apart.later.init_on_worker("policy", pipe=apart.theirs, model=model)
+    assert apart.later.get_receiver().receive(timeout=0)
+
+    assert sender.wait_async(timeout=PATIENCE).ok
+    assert constants(model) == {1.0}
+    assert sender._driver.remark(0) == ""
+
+
+def test_models_that_are_all_registered_before_anything_is_read_are_told_of_nothing(
+    apart: Apart, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "weightsync"):
+        apart.trainer.get_sender().send_async()
+        apart.later.init_on_worker("policy", pipe=apart.theirs, model=small())
+        apart.look()
+        assert apart.later.get_receiver().receive(timeout=0)
+
+    assert apart.trainer.get_sender().wait_async(timeout=PATIENCE).ok
+    assert caplog.records == []
