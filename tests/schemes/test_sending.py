@@ -950,6 +950,8 @@ WRONG_CALLS: list[tuple[str, Callable[[Pair], Any]]] = [
     ("worker_ids", lambda pair: pair.sender.send(worker_ids="0")),
     ("worker_ids", lambda pair: pair.sender.send(worker_ids=b"0")),
     ("worker_ids", lambda pair: pair.sender.send(worker_ids=[0.5])),
+    ("expected_workers", lambda pair: pair.sender.send(expected_workers="2")),
+    ("expected_workers", lambda pair: pair.sender.send_async(expected_workers=-1)),
     ("worker_id", lambda pair: pair.sender.add_worker("0", multiprocessing.Pipe()[0])),
     ("process", lambda pair: pair.sender.add_worker(0, multiprocessing.Pipe()[0], process="1")),
     ("on_failure", lambda pair: pair.sender.send(on_failure=5)),
@@ -961,6 +963,7 @@ WRONG_INITS: dict[str, Any] = {
     "num_workers": "2",
     "model_id": 5,
     "fence": 1.5,
+    "expected_workers": True,
     "devices": "cpu",
     "ctx": 5,
 }
