@@ -16,7 +16,7 @@ from weightsync.options import OnFailure, OnPending, option
 from weightsync.protocol import sender as pure
 from weightsync.report import OutcomeKind, SyncReport
 from weightsync.roster import Roster
-from weightsync.side import require_worker_id
+from weightsync.side import expected_number, require_worker_id
 from weightsync.timing import Deadline, Stopwatch, Timeout
 
 #: Seconds between two looks at processes that have not started yet.
@@ -253,10 +253,10 @@ class WeightSender(Roster):
         """Whether nobody is on the roll, and that is allowed.
 
         Raises:
-            ConfigurationError: fewer workers are on the roll than are expected.
+            ConfigurationError: fewer workers are on the roll than are expected, or that is no number.
         """
-        data, expected = self._driver.data, wanted.expected
-        expected = self.expected_workers if expected is None else expected
+        data, expected = self._driver.data, expected_number(wanted.expected)
+        expected = expected_number(self.expected_workers) if expected is None else expected
         if expected is not None and len(data.roll) < expected:
             left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
             raise ConfigurationError(

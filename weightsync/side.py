@@ -150,6 +150,15 @@ def require_whole(value: Any, argument: str, what: str) -> int:
     return number
 
 
+def expected_number(value: Any) -> int | None:
+    """What was given as ``expected_workers``; None: nothing.
+
+    Raises:
+        ConfigurationError: it is no number of workers.
+    """
+    return None if value is None else require_whole(value, "expected_workers", "the number of workers")
+
+
 def _whole(value: Any) -> int | None:
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)

@@ -90,6 +90,21 @@ def test_g10_a_worker_that_cannot_wait_for_its_link_tells_its_trainer(pair: Pair
 
 
 @BY_HAND
+def test_g11_what_a_worker_answered_before_its_link_took_nothing_more_is_heard(three: Pair) -> None:
+    def cut(*_: Any) -> bool:
+        raise TransportError("cut")
+
+    three.sender.send_async()
+    for receiver in three.receivers:
+        assert receiver.receive(timeout=0)
+    link_to(three, 1).flush = cut  # type: ignore[method-assign]
+    report = three.sender.wait_async(timeout=PATIENCE, on_failure="report")
+
+    assert report.ok
+    assert three.sender.roll[1].standing is pure.Standing.LOST
+
+
+@BY_HAND
 def test_g10_a_link_whose_close_raises_is_given_up_and_the_others_go_on(three: Pair) -> None:
     assert three.sync().ok
     link = link_to(three, 1)

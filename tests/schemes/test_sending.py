@@ -369,6 +369,19 @@ def test_a_joiner_gets_nothing_that_was_not_due_to_it(pair: Pair, scheme_class: 
         assert late.get_receiver().version is None
 
 
+def test_g12_a_joiner_gets_what_was_sent_to_all_though_all_others_were_sent_newer(pair: Pair, scheme_class: Any) -> None:
+    pair.sync()
+    pair.sync(small(2.0), worker_ids=[0])
+    ours, theirs = multiprocessing.Pipe()
+    with scheme_class() as late:
+        late.init_on_worker("policy", pipe=theirs, model=small())
+        pair.sender.add_worker(1, ours)
+        receiver = late.get_receiver()
+
+        assert receiver.receive(timeout=0)
+        assert (receiver.version, constants(receiver.model)) == (1, {1.0})
+
+
 def test_a_joiner_that_refuses_is_told_in_the_next_report(pair: Pair, scheme_class: Any) -> None:
     pair.sync()
     ours, theirs = multiprocessing.Pipe()
@@ -950,6 +963,8 @@ WRONG_CALLS: list[tuple[str, Callable[[Pair], Any]]] = [
     ("worker_ids", lambda pair: pair.sender.send(worker_ids="0")),
     ("worker_ids", lambda pair: pair.sender.send(worker_ids=b"0")),
     ("worker_ids", lambda pair: pair.sender.send(worker_ids=[0.5])),
+    ("expected_workers", lambda pair: pair.sender.send(expected_workers="2")),
+    ("expected_workers", lambda pair: pair.sender.send_async(expected_workers=-1)),
     ("worker_id", lambda pair: pair.sender.add_worker("0", multiprocessing.Pipe()[0])),
     ("process", lambda pair: pair.sender.add_worker(0, multiprocessing.Pipe()[0], process="1")),
     ("on_failure", lambda pair: pair.sender.send(on_failure=5)),
@@ -963,6 +978,7 @@ WRONG_INITS: list[tuple[str, Any]] = [
     ("num_workers", "2"),
     ("model_id", 5),
     ("fence", 1.5),
+    ("expected_workers", True),
     ("devices", "cpu"),
     ("ctx", 5),
 ]

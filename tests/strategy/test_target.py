@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weightsync.packing import digest, pack
 from weightsync.target import Mode, Target
 from weightsync.tensors import DTYPE_NAMES
-from weightsync.weights import read_weights
+from weightsync.weights import layout_of, read_weights
 
 modes = pytest.mark.parametrize("mode", Mode)
 
@@ -187,6 +187,21 @@ def test_slots_that_come_round_again_are_mapped_again_and_single_payloads_let_go
         slots[0].close()
     target.release()
     slots[0].close()
+
+
+def test_g2_a_slot_that_comes_round_with_another_layout_is_read_by_that() -> None:
+    worker = nn.Linear(3, 3)
+    target = Target(worker, Mode.MAP)
+    slot = mmap.mmap(-1, target.layout.nbytes)
+    for shape in ((3, 3), (3, 3), (9, 1)):
+        worker.weight = nn.Parameter(torch.zeros(shape))
+        source = {"weight": torch.randn(shape), "bias": torch.randn(3)}
+        layout = layout_of(read_weights(source))
+        pack(read_weights(source), layout, memoryview(slot))
+        target.swap(target.stage(layout, memoryview(slot)))
+
+        assert torch.equal(worker.weight, source["weight"])
+
 
 
 def test_a_copied_payload_is_free_after_the_swap() -> None:

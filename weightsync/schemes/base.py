@@ -19,7 +19,7 @@ from weightsync.schemes.registry import WeightSyncBackend, scheme_of
 from weightsync.schemes.sources import checked, given_or_found, model_for_worker, processes_of, weights_of
 from weightsync.schemes.wired import Wired
 from weightsync.sender import WeightSender
-from weightsync.side import is_clean, require_name, require_whole
+from weightsync.side import expected_number, is_clean, require_name, require_whole
 from weightsync.strategy import WeightStrategy
 from weightsync.transports.fork import forget_after_fork
 
@@ -99,6 +99,7 @@ class WeightSyncScheme(Wired):
         fence = given.get("fence")
         if fence is not None:
             require_whole(fence, "fence", "the incarnation to rise above, as WorkerLostError.fence says it")
+        expected = expected_number(given.get("expected_workers"))
         workers = fleet(given, context, self._strategy)
         given = workers.counted(given)
         endpoints = self._endpoints(given, context, model_id)
@@ -111,7 +112,7 @@ class WeightSyncScheme(Wired):
             sender.add_worker(worker_id, endpoint, process=processes.get(worker_id))
         if not self._lays_links_at_connect(given, context):
             sender.connect(fence=fence)
-        sender.expected_workers = given.get("expected_workers")
+        sender.expected_workers = expected
         self._sender = sender
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
