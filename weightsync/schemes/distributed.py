@@ -37,6 +37,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     The user's own process group is neither needed nor touched. The trainer is rank 0, worker i is rank i + 1.
 
+    `init_on_sender` takes ``processes``, as those of pipes do, for workers on the trainer's host: one that dies before
+    it has reached the store is noticed at once.
+
     Args:
         backend: "gloo", or "nccl" where trainer and workers have a GPU each.
         sync: whether a payload's buckets leave one after another. If not, several are on their way at once; all are
@@ -52,7 +55,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         ConfigurationError: another backend, or one that is not to be had here; or an empty key.
     """
 
-    _sender_arguments = ("store",)
+    _sender_arguments = ("store", "processes")
     _worker_arguments = ("store", "rank", "store_info", "worker_idx")
 
     def __init__(
