@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
+from torch import nn
+
+from weightsync.blank import unshare
+from weightsync.cascade import is_torchrls
 from weightsync.compat.arguments import one_by_one
 from weightsync.compat.base import BareTransport
 from weightsync.compat.distributed import DistributedTransport
@@ -108,6 +112,13 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self._store_info = {"host": base.host, "port": base.port}
         workers = sorted(given.get("params_map", range(count)))
         return {worker: self._meeting_at(store, worker + 1) for worker in workers}
+
+    def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """The model given or found; of a TorchRL collector, in memory of its own: see `unshare`."""
+        found = super()._worker_model(given, context, model_id)
+        if is_torchrls(context) and isinstance(found, nn.Module):
+            unshare(found)
+        return found
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The meeting at ``store=`` (or ``context.store``, or what ``store_info`` says) for our rank."""
