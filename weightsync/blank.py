@@ -1,4 +1,4 @@
-"""Modules without weights: on the meta device until the first weights come."""
+"""Modules as they come to a worker: without weights, on the meta device, or in memory that others have too."""
 
 from __future__ import annotations
 
@@ -36,6 +36,22 @@ def fill_in(module: nn.Module) -> bool:
                 if tensor is not None and _is_blank(tensor):
                     held[key] = filled.setdefault(id(tensor), _filled(tensor))  # type: ignore[assignment]
     return bool(filled)
+
+
+def unshare(module: nn.Module) -> None:
+    """Give a module's parameters and buffers that lie in shared memory memory of their own. Ties are kept.
+
+    What `multiprocessing` hands to a process stays shared: the module would be the trainer's and every sibling's too,
+    and a version that one of them applies would be live in all of them, in the middle of their forward passes.
+    """
+    copies: dict[int, torch.UntypedStorage] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+            shared = tensor.untyped_storage()
+            own = copies.setdefault(shared.data_ptr(), shared.clone())  # type: ignore[no-untyped-call]
+            moved = torch.empty(0, dtype=tensor.dtype)
+            moved.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+            tensor.data = moved
 
 
 def is_blank(module: nn.Module) -> bool:

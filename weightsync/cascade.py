@@ -19,8 +19,8 @@ _SCHEMES = "_weight_sync_schemes"
 _COUNTER = "policy_version_tracker"
 
 
-def takes_tensordicts(context: Any) -> bool:
-    """Whether this is a TorchRL collector: whatever its workers' schemes are, they take weights as a TensorDict."""
+def is_torchrls(context: Any) -> bool:
+    """Whether this is a TorchRL collector that wires its workers' schemes: these take weights as a TensorDict."""
     return context is not None and optional(context, _SCHEMES) is not MISSING
 
 

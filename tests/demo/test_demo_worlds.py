@@ -74,6 +74,17 @@ def test_blocking_syncs_reach_everybody_over_torch_distributed() -> None:
     assert result.version == result.updates + 2
 
 
+@pytest.mark.gloo
+def test_a_worker_that_never_reaches_the_store_is_lost_as_its_process_ends() -> None:
+    settings = Settings(scheme=SchemeName.DISTRIBUTED, seconds=1.0)
+    board = Board(settings)
+
+    result = run(settings, board, demo_workers.never_starts)
+
+    assert (result.of(Verdict.PROVED), result.of(Verdict.LOST)) == ([0], [1])
+    assert [note for note in board.view().notes if "worker 1 is LOST (worker 1 has ended" in note]
+
+
 def twice(settings: Settings) -> str:
     """Two runs in one process; what became of the second."""
     result = run(settings, Board(settings))
@@ -110,6 +121,6 @@ def alone() -> None:
     grounds.START_TIMEOUT = 1.0
     world = grounds.RpcWorld(1)
     try:
-        world.arguments(lambda: None)
+        world.arguments(lambda: None, [])
     finally:
         world.close()

@@ -83,6 +83,22 @@ def test_worker_idx_is_the_rank_as_in_torchrl_and_0_is_the_trainers(store: Any) 
         DistributedWeightSyncScheme().init_on_receiver(model_id="policy", store=store, worker_idx=0, model=large())
 
 
+def test_a_torchrl_collectors_policy_gets_memory_of_its_own(store: Any) -> None:
+    """Its launcher hands one policy to all workers, in shared memory: each would serve what any of them applied."""
+    policy = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    policy[1].weight = policy[0].weight
+    policy.share_memory()
+    before, shared = list(policy.parameters()), policy[0].weight.detach()
+    with DistributedWeightSyncScheme() as scheme:
+        context = Holder(policy, _weight_sync_schemes=None)
+        scheme.init_on_receiver(model_id="policy", context=context, store=store, worker_idx=1)
+        shared.fill_(7.0)
+
+        assert not (policy[0].weight == 7.0).any()
+        assert policy[1].weight is policy[0].weight
+        assert all(now is then and not now.is_shared() for now, then in zip(policy.parameters(), before, strict=True))
+
+
 def test_a_collectors_port_plus_two_is_the_stores() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from collecting import cartpole, choose, chosen, policy
-from missing import not_tested
+from collecting import MARKS, cartpole, choose, chosen, policy
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.weight_update import WeightSyncScheme as TheirScheme
 
+import weightsync.integrations.torchrl
 from weightsync import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -20,23 +21,7 @@ from weightsync import (
     WeightSyncScheme,
 )
 
-pytestmark = [
-    pytest.mark.torchrl,
-    # TorchRL's, gymnasium's and their dependencies' own: not ours to mend.
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
-]
-
-try:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import gymnasium  # noqa: F401
-        import torchrl.weight_update
-        from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-
-        import weightsync.integrations.torchrl
-except ImportError as error:
-    not_tested("TORCHRL'S COLLECTORS ON OUR SCHEMES", f"{error} (pip install 'weightsync[torchrl,rl]')")
+pytestmark = MARKS
 
 FRAMES = 40
 
@@ -52,8 +37,8 @@ def collected() -> Iterator[None]:
 def test_our_schemes_are_theirs(kind: Any) -> None:
     weightsync.integrations.torchrl.accept()
 
-    assert isinstance(kind(), torchrl.weight_update.WeightSyncScheme)
-    assert issubclass(WeightSyncScheme, torchrl.weight_update.WeightSyncScheme)
+    assert isinstance(kind(), TheirScheme)
+    assert issubclass(WeightSyncScheme, TheirScheme)
 
 
 @pytest.mark.usefixtures("collected")

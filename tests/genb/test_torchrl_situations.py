@@ -9,17 +9,16 @@ import functools
 import gc
 import multiprocessing
 import multiprocessing.resource_sharer
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from collecting import WithCritic, cartpole, choose, chosen, policy, random_policy
-from missing import not_tested
-from tensordict import TensorDict
+import torchrl.collectors._multi_base
+from collecting import MARKS, WithCritic, cartpole, choose, chosen, policy, random_policy, tensordict
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
 
 from weightsync import (
     ConfigurationError,
@@ -32,23 +31,7 @@ from weightsync import (
     WorkerLostError,
 )
 
-pytestmark = [
-    pytest.mark.torchrl,
-    # TorchRL's, gymnasium's and their dependencies' own: not ours to mend.
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
-]
-
-try:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import gymnasium  # noqa: F401
-        import torchrl.collectors._multi_base
-        from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
-
-        import weightsync.integrations.torchrl  # noqa: F401 - by its import the collectors take our schemes
-except ImportError as error:
-    not_tested("TORCHRL'S COLLECTORS ON OUR SCHEMES", f"{error} (pip install 'weightsync[torchrl,rl]')")
+pytestmark = MARKS
 
 FRAMES = 20
 WORKERS = 2
@@ -90,10 +73,6 @@ def served(scheme: Any) -> list[int]:
 def halves(batch: Any) -> list[set[int]]:
     """The actions of each worker, in a batch of workers in step."""
     return [chosen(part) for part in batch.reshape(-1).split(FRAMES // WORKERS)]
-
-
-def tensordict(module: nn.Module) -> Any:
-    return TensorDict.from_module(module).data
 
 
 # ------------------------------------------------------------------------------------- policies and forms of weights

@@ -10,11 +10,12 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync import ConfigurationError, TransportError
@@ -49,11 +50,12 @@ class Ground(Protocol):
     def seat(self, index: int) -> Seat:
         """Make a worker's place."""
 
-    def arguments(self, gathered: Callable[[], None]) -> dict[str, Any]:
+    def arguments(self, gathered: Callable[[], None], processes: Sequence[BaseProcess]) -> dict[str, Any]:
         """What `init_on_sender` is to be given, now that all workers are started.
 
         Args:
             gathered: returns once each of them is about to take its seat, or raises.
+            processes: theirs.
         """
 
     def close(self) -> None:
@@ -92,9 +94,9 @@ class Pipes:
         self._ours.append(ours)
         return PipeSeat(theirs)
 
-    def arguments(self, gathered: Callable[[], None]) -> dict[str, Any]:
-        """Our ends."""
-        return {"pipes": self._ours}
+    def arguments(self, gathered: Callable[[], None], processes: Sequence[BaseProcess]) -> dict[str, Any]:
+        """Our ends, and who holds the others."""
+        return {"pipes": self._ours, "processes": processes}
 
     def close(self) -> None:
         """Close our ends."""
@@ -137,9 +139,9 @@ class Stores:
         """Worker i is rank i + 1."""
         return StoreSeat(self._store.port, index + 1)
 
-    def arguments(self, gathered: Callable[[], None]) -> dict[str, Any]:
-        """The store, and how many there are."""
-        return {"store": self._store, "num_workers": self._workers}
+    def arguments(self, gathered: Callable[[], None], processes: Sequence[BaseProcess]) -> dict[str, Any]:
+        """The store, how many there are, and who they are."""
+        return {"store": self._store, "num_workers": self._workers, "processes": processes}
 
     def close(self) -> None:
         """Let the store go."""
@@ -208,7 +210,7 @@ class RpcWorld:
         """Worker i is rank i + 1."""
         return RpcSeat(self._meeting, index + 1, self._world)
 
-    def arguments(self, gathered: Callable[[], None]) -> dict[str, Any]:
+    def arguments(self, gathered: Callable[[], None], processes: Sequence[BaseProcess]) -> dict[str, Any]:
         """The workers' names, once all have joined.
 
         Raises:

@@ -103,8 +103,8 @@ class ProcessFleet:
         return [process.pid for process in self._processes]
 
     def arguments(self) -> dict[str, Any]:
-        """What `init_on_sender` is to be given to reach them."""
-        return self._ground.arguments(self._gathered)
+        """What `init_on_sender` is to be given to reach them, and to notice those that die before they are reached."""
+        return self._ground.arguments(self._gathered, self._processes)
 
     def _gathered(self) -> None:
         """Wait until every worker has said something.

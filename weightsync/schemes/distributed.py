@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
+from torch import nn
+
+from weightsync.blank import unshare
+from weightsync.cascade import is_torchrls
 from weightsync.compat.arguments import one_by_one
 from weightsync.compat.base import BareTransport
 from weightsync.compat.distributed import DistributedTransport
@@ -37,6 +41,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     The user's own process group is neither needed nor touched. The trainer is rank 0, worker i is rank i + 1.
 
+    `init_on_sender` takes ``processes``, as those of pipes do, for workers on the trainer's host: one that dies before
+    it has reached the store is noticed at once.
+
     Args:
         backend: "gloo", or "nccl" where trainer and workers have a GPU each.
         sync: whether a payload's buckets leave one after another. If not, several are on their way at once; all are
@@ -52,7 +59,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         ConfigurationError: another backend, or one that is not to be had here; or an empty key.
     """
 
-    _sender_arguments = ("store",)
+    _sender_arguments = ("store", "processes")
     _worker_arguments = ("store", "rank", "store_info", "worker_idx")
 
     def __init__(
@@ -105,6 +112,13 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self._store_info = {"host": base.host, "port": base.port}
         workers = sorted(given.get("params_map", range(count)))
         return {worker: self._meeting_at(store, worker + 1) for worker in workers}
+
+    def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        """The model given or found; of a TorchRL collector, in memory of its own: see `unshare`."""
+        found = super()._worker_model(given, context, model_id)
+        if is_torchrls(context) and isinstance(found, nn.Module):
+            unshare(found)
+        return found
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The meeting at ``store=`` (or ``context.store``, or what ``store_info`` says) for our rank."""

@@ -18,6 +18,7 @@ from weightsync.actors import (
     tensor_transport_of,
 )
 from weightsync.background import Background
+from weightsync.cascade import is_torchrls
 from weightsync.compat.base import BareTransport
 from weightsync.compat.ray import RayActorTransport, RayTransport
 from weightsync.context import MISSING, optional
@@ -90,6 +91,13 @@ class RayWeightSyncScheme(WeightSyncScheme):
         for worker_id, actor in enumerate(actors):
             method_of(actor, methods_for(self.strategy), f"worker {worker_id}")
         return dict(enumerate(actors))
+
+    def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+        """For a TorchRL collector: it initialises the scheme in its actors after `init_on_sender`, before `connect`.
+
+        Asked at `init_on_sender` whether a receiver of ours listens in them, they would say no.
+        """
+        return is_torchrls(context)
 
     def _actors(self, given: Mapping[str, Any], context: Any) -> list[Any]:
         for name in ("remote_collectors", "actor_refs", "actors"):

@@ -9,7 +9,7 @@ from typing import Any
 
 from weightsync._tables import State
 from weightsync.background import Background, HandOn
-from weightsync.cascade import handing_on, takes_tensordicts
+from weightsync.cascade import handing_on, is_torchrls
 from weightsync.errors import AckTimeoutError, ConfigurationError, WeightSyncError
 from weightsync.options import OnFailure, option
 from weightsync.receiver import WeightReceiver
@@ -147,7 +147,7 @@ class Rendezvous(Sides):
         hand_on = handing_on(self.context, receiver.model_id)
         if hand_on is None:
             return None
-        form = WeightStrategy("tensordict") if takes_tensordicts(self.context) else self._strategy
+        form = WeightStrategy("tensordict") if is_torchrls(self.context) else self._strategy
         return lambda: hand_on(receiver.version, lambda: form.extract_weights(receiver.target().destination))
 
     def _extracted(self, receiver: WeightReceiver) -> Any:

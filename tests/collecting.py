@@ -1,18 +1,47 @@
-"""What TorchRL's collectors collect, importable by their workers."""
+"""What TorchRL's collectors collect, importable by their workers, and what all tests of them begin with.
+
+Imported where TorchRL or gymnasium is missing, it skips the module that imports it.
+"""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import pytest
 import torch
+from missing import not_tested
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import gymnasium  # noqa: F401
+        from torchrl.envs import GymEnv
+        from torchrl.modules import RandomPolicy
+
+        import weightsync.integrations.torchrl  # noqa: F401 - by its import the collectors take our schemes
+except ImportError as error:
+    not_tested("TORCHRL'S COLLECTORS ON OUR SCHEMES", f"{error} (pip install 'weightsync[torchrl,rl]')")
+
+#: Of every test that runs one of TorchRL's collectors.
+MARKS = [
+    pytest.mark.torchrl,
+    # TorchRL's, gymnasium's and their dependencies' own: not ours to mend.
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+
 
 def cartpole() -> Any:
-    from torchrl.envs import GymEnv  # noqa: PLC0415 - only where TorchRL is installed
-
     return GymEnv("CartPole-v1")
+
+
+def tensordict(module: nn.Module) -> Any:
+    """A module's weights as TorchRL's collectors take them."""
+    return TensorDict.from_module(module).data
 
 
 def policy(action: int) -> TensorDictModule:
@@ -38,8 +67,6 @@ def chosen(data: Any) -> set[int]:
 
 def random_policy() -> Any:
     """A policy without weights: a callable that is no module."""
-    from torchrl.modules import RandomPolicy  # noqa: PLC0415 - only where TorchRL is installed
-
     return RandomPolicy(cartpole().action_spec)
 
 

@@ -1,0 +1,141 @@
+"""TorchRL's `RayCollector` on our schemes and updaters: its actors are collectors with a receiver of ours in them."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from collecting import MARKS, cartpole, choose, chosen, policy, random_policy, tensordict
+from ray_fleet import ray
+from torchrl.collectors import MultiSyncCollector
+from torchrl.collectors.distributed import RayCollector
+
+from weightsync import Evidence, RayWeightSyncScheme, RayWeightUpdater
+
+pytestmark = [*MARKS, pytest.mark.slow]
+
+FRAMES, WORKERS = 20, 2
+
+
+@pytest.fixture
+def collector(cluster: Any) -> Iterator[Callable[..., Any]]:
+    """Makes a `RayCollector`. It is shut down at the end, and then none of its actors is left."""
+    made: list[Any] = []
+
+    def make(workers: int = WORKERS, **options: Any) -> Any:
+        given = {"policy": None, "sync": True, "collector_kwargs": [{} for _ in range(workers)], **options}
+        made.append(
+            RayCollector(
+                [cartpole] * workers,
+                frames_per_batch=FRAMES,
+                total_frames=10**6,
+                num_collectors=workers,
+                ray_init_config={"address": cluster.address},
+                remote_configs={"num_cpus": 0, "num_gpus": 0},
+                **given,
+            )
+        )
+        return made[-1]
+
+    yield make
+    for each in made:
+        actors = list(each.remote_collectors)
+        each.shutdown()
+        for actor in actors:
+            with pytest.raises(ray.exceptions.RayActorError):
+                ray.get(actor.stats.remote(), timeout=60)
+    made.clear()
+    gc.collect()
+
+
+def acted(batches: Iterator[Any]) -> list[set[int]]:
+    """The actions of each worker in the next batch."""
+    return [chosen(part) for part in next(batches)]
+
+
+def served(scheme: Any) -> list[int]:
+    return [entry.served for entry in scheme.get_sender().roll.values()]
+
+
+def test_workers_act_by_weights_of_every_form_as_each_update_returns(collector: Callable[..., Any]) -> None:
+    made, scheme = policy(0), RayWeightSyncScheme()
+    running = collector(policy=made, weight_sync_schemes={"policy": scheme})
+    running.update_policy_weights_()
+    batches = iter(running)
+    assert acted(batches) == [{0}, {0}]
+    for weights, action in ((policy(1), 1), (tensordict(policy(0)), 0), (dict(policy(1).state_dict()), 1)):
+        running.update_policy_weights_(weights)
+        assert acted(batches) == [{action}, {action}]
+    choose(made, 0)
+    assert acted(batches) == [{1}, {1}]
+    running.update_policy_weights_(worker_ids=[1])
+    assert acted(batches) == [{1}, {0}]
+
+    report = scheme.send(policy(1))
+
+    assert {outcome.evidence for outcome in report.outcomes.values()} == {Evidence.ANSWER}
+    assert acted(batches) == [{1}, {1}]
+
+
+def test_workers_that_make_their_policies_are_given_weights_together_or_each_its_own(
+    collector: Callable[..., Any],
+) -> None:
+    scheme = RayWeightSyncScheme("tensordict")
+    factories = [functools.partial(policy, action) for action in (0, 1)]
+    running = collector(policy_factory=factories, weight_sync_schemes={"policy": scheme})
+    batches = iter(running)
+    assert acted(batches) == [{0}, {1}]
+    running.update_policy_weights_(policy(1))
+    assert acted(batches) == [{1}, {1}]
+    running.update_policy_weights_({0: tensordict(policy(1)), 1: tensordict(policy(0))})
+    assert acted(batches) == [{1}, {0}]
+
+    running.update_policy_weights_({0: tensordict(policy(0))})
+
+    assert acted(batches) == [{0}, {0}]
+
+
+def test_a_policy_without_weights_has_versions_and_acks_as_any_other(collector: Callable[..., Any]) -> None:
+    """The actor's own method would raise: it has no weights to write into."""
+    scheme = RayWeightSyncScheme()
+    running = collector(policy=random_policy(), weight_sync_schemes={"policy": scheme})
+    batches = iter(running)
+    assert next(batches).numel() == FRAMES
+
+    running.update_policy_weights_()
+    first = served(scheme)
+    running.update_policy_weights_()
+
+    assert served(scheme) == [version + 1 for version in first]
+    assert next(batches).numel() == FRAMES
+
+
+def test_a_workers_own_workers_act_by_what_was_sent(collector: Callable[..., Any]) -> None:
+    running = collector(
+        workers=1,
+        policy_factory=functools.partial(policy, 0),
+        collector_class=MultiSyncCollector,
+        num_workers_per_collector=2,
+        weight_sync_schemes={"policy": RayWeightSyncScheme()},
+    )
+    batches = iter(running)
+    assert acted(batches) == [{0}]
+    running.update_policy_weights_(policy(1))
+
+    assert acted(batches) == [{1}]
+
+
+def test_our_updater_pushes_to_a_collectors_actors(collector: Callable[..., Any]) -> None:
+    updater = RayWeightUpdater(policy_weights=tensordict(policy(1)), remote_collectors=[], max_interval=0)
+    running = collector(policy=policy(0), weight_updater=lambda: updater)
+    updater.remote_collectors = running.remote_collectors
+    batches = iter(running)
+    assert acted(batches) == [{0}, {0}]
+
+    running.update_policy_weights_()
+
+    assert updater.collector is running
+    assert acted(batches) == [{1}, {1}]
