@@ -1,4 +1,4 @@
-"""Which tests are asked about a mutant of a driver or of the payload's path: those that enter its function.
+"""Which tests are asked about a mutant of a driver or of the payload's path: those that reach the lines it changes.
 
 They are recorded once a hunt. Each file of tests runs in a forked child, so that nothing of it stays in the process
 that forks for the mutants: each test once traced, once timed. A test that fails there, or takes long, is asked about
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import NoReturn
 
 import pytest
@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 #: The files of tests that may be asked: of one process and its forked children, without a cluster.
 FILES = (
+    "driving",
     "transports",
     "strategy",
     "planted",
@@ -58,10 +59,11 @@ FILES = (
     "distributed/test_store_strangers.py",
     "distributed/test_store_key.py",
 )
-#: Seconds that a test may take to be asked at all, and until it is taken for one that hangs.
-LONGEST, HANGS = 1.5, 30
-#: Seconds that the tests of one function take together at most; the quickest are asked.
-ENOUGH = 4.0
+#: Seconds that a test may take of the processor, or four times that, to be asked at all; and until it is taken for one
+#: that hangs.
+LONGEST, HANGS = 0.6, 20
+#: Seconds that the tests of one mutant take together at most, and how many they are; the quickest are asked.
+ENOUGH, MOST = 2.0, 60
 
 
 @dataclass(frozen=True)
@@ -70,19 +72,19 @@ class Asked:
 
     Attributes:
         seconds: what each test takes that passes.
-        entered: the functions that it enters, behind their modules.
+        reached: the tests that reach a line of a module.
     """
 
     seconds: dict[str, float]
-    entered: dict[str, list[str]]
+    reached: dict[tuple[str, int], set[str]]
 
-    def by_function(self) -> dict[str, list[str]]:
-        """The tests of each function in the order in which they are asked."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for test, functions in self.entered.items():
-            for function in functions:
-                found[function].append(test)
-        return {function: list(self._chosen(tests)) for function, tests in found.items()}
+    def about(self, module: str, *spans: range) -> list[str]:
+        """The tests that reach the first of these spans of lines that any reaches, in the order to be asked in."""
+        for lines in spans:
+            tests = set().union(*(self.reached.get((module, line), ()) for line in lines))
+            if tests:
+                return list(self._chosen(sorted(tests)))
+        return []
 
     def _chosen(self, tests: Sequence[str]) -> Iterator[str]:
         """The quickest first; of one test with several parameters, the later ones behind other tests."""
@@ -91,18 +93,18 @@ class Asked:
             name = test.partition("[")[0]
             met[name] += 1
             weights[test] = self.seconds[test] * met[name]
-        for test in sorted(weights, key=weights.__getitem__):
+        for test in sorted(weights, key=weights.__getitem__)[:MOST]:
             if spent + self.seconds[test] <= ENOUGH:
                 spent += self.seconds[test]
                 yield test
 
 
 def record(items: Sequence[pytest.Item], modules: Sequence[str], lines: Path) -> Asked:
-    """Run the tests in forked children, and see what they enter.
+    """Run the tests in forked children, and see what they reach.
 
     Args:
         items: the tests.
-        modules: whose functions are of interest.
+        modules: whose lines are of interest.
         lines: a file for what the children have to tell; what it tells already is believed.
     """
     lines.touch()
@@ -127,8 +129,13 @@ def _untold(items: Sequence[pytest.Item], lines: Path) -> list[pytest.Item]:
 
 def _read(lines: Path) -> Asked:
     told = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    asked = [each for each in told if each["passed"] and each["seconds"] <= LONGEST and each["entered"]]
-    return Asked({each["test"]: each["seconds"] for each in asked}, {each["test"]: each["entered"] for each in asked})
+    asked = [each for each in told if each["passed"] and each["seconds"] <= LONGEST]
+    reached: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for each in asked:
+        for module, numbers in each["reached"].items():
+            for line in numbers:
+                reached[module, line].add(each["test"])
+    return Asked({each["test"]: each["seconds"] for each in asked}, reached)
 
 
 def _in_process(item: pytest.Item) -> bool:
@@ -139,37 +146,40 @@ def _in_process(item: pytest.Item) -> bool:
 def _record(items: Sequence[pytest.Item], files: dict[str, str], lines: Path) -> NoReturn:
     with lines.open("a", encoding="utf-8") as told:
         for item in items:
-            entered: set[CodeType] = set()
+            tracer = Tracer(set(files))
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(HANGS)
-            passed, begun = run(item, None, Tracer(entered, set(files))), time.monotonic()
-            passed, taken = run(item, None) and passed, time.monotonic() - begun
-            names = sorted({f"{files[code.co_filename]}.{_outer(code)}" for code in entered})
-            print(
-                json.dumps({"test": item.nodeid, "passed": passed, "seconds": round(taken, 4), "entered": names}),
-                file=told,
-                flush=True,
-            )
+            traced = run(item, None, tracer)
+            passed, taken = _timed(item)
+            each = {"test": item.nodeid, "passed": passed and traced, "seconds": round(taken, 4)}
+            reached = {module: sorted(tracer.reached[file]) for file, module in files.items() if tracer.reached[file]}
+            print(json.dumps({**each, "reached": reached}), file=told, flush=True)
     os._exit(0)
 
 
-def _outer(code: CodeType) -> str:
-    return code.co_qualname.partition(".<locals>")[0]
+def _timed(item: pytest.Item) -> tuple[bool, float]:
+    """Whether a test passes, and what it takes: on a busy machine the clock goes too fast."""
+    clock, processor = time.monotonic(), time.process_time()
+    passed = run(item, None)
+    return passed, max((time.monotonic() - clock) / 4, time.process_time() - processor)
 
 
 class Tracer:
-    """Notes the functions of some files that any thread enters."""
+    """Notes the lines of some files that any thread reaches."""
 
-    def __init__(self, entered: set[CodeType], files: set[str]) -> None:
-        self._entered, self._files = entered, files
+    def __init__(self, files: set[str]) -> None:
+        self.reached: dict[str, set[int]] = {file: set() for file in files}
 
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code.co_filename in self._files:
-            self._entered.add(frame.f_code)
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Tracer | None:
+        lines = self.reached.get(frame.f_code.co_filename)
+        if lines is None:
+            return None
+        lines.add(frame.f_lineno)
+        return self
 
     def __enter__(self) -> None:
-        threading.settrace(self)
-        sys.settrace(self)
+        threading.settrace(self)  # type: ignore[arg-type]
+        sys.settrace(self)  # type: ignore[arg-type]
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)

@@ -1,7 +1,7 @@
 """Hunts the mutants of the drivers and of the payload's path.
 
-For each mutant this process forks; the child plants it, and runs the tests that enter its function (see `asking`), the
-quickest first, until one fails. A test that hangs is found out by an alarm. While children wait, others work.
+For each mutant this process forks; the child plants it, and runs the tests that reach what it changes (see `asking`),
+the quickest first, until one fails. A test that hangs is found out by an alarm. While children wait, others work.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SURVIVED, BY_LOADING, BY_TEST = 0, 11, 12
 HOW = {SURVIVED: "survived", BY_LOADING: "loading", BY_TEST: "test"}
 #: Seconds until a child that does nothing is taken for one that waits, and how many of those there may be.
 WAITS, MOST = 1.5, 8
-#: Seconds until a test is taken for one that hangs, beside ten times what it takes otherwise.
-HANGS = 5
+#: Seconds until a test is taken for one that hangs, beside twenty times what it takes otherwise.
+HANGS = 10
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DrivenHunt:
         wanted: whether a function is, by its full name.
         share: which of the mutants.
         result: the file for what became of each.
-        recorded: the file for which tests enter which functions.
+        recorded: the file for which tests reach which lines.
         workers: how many children work at once.
     """
 
@@ -74,39 +74,34 @@ class DrivenHunt:
         _settle(session)
         asked = record(session.items, DRIVEN, self._recorded)
         items = {item.nodeid: item for item in session.items}
-        tests = {
-            function: [items[test] for test in chosen if test in items]
-            for function, chosen in asked.by_function().items()
-        }
         found: list[list[object]] = []
-        self.failure = self._harmed(tests, asked)
-        for mutant, how in () if self.failure else self._hunted(tests, asked):
+        self.failure = self._harmed(items, asked)
+        for mutant, how in () if self.failure else self._hunted(items, asked):
             found.append([*mutant.key, how])
             if len(found) % 20 == 0:
                 self._write(found)
         self._write(found)
         return True
 
-    def _harmed(self, tests: dict[str, list[pytest.Item]], asked: Asked) -> str:
-        """Which module's tests fail of what is shipped; otherwise every mutant would be killed. Empty: none do."""
-        for module in DRIVEN:
-            functions = [name for name in tests if name.startswith(f"{module}.") and self._wanted(name)]
-            most = max((tests[name] for name in functions), key=len, default=[])
-            child = _forked(None, most, asked)
+    def _harmed(self, items: dict[str, pytest.Item], asked: Asked) -> str:
+        """Which test fails of what is shipped; otherwise every mutant would be killed. Empty: none does."""
+        for module in filter(self._wanted, DRIVEN):
+            tests = [items[test] for test in asked.about(module, range(10_000)) if test in items]
+            child = _forked(None, tests, asked, self._result)
             _, status = os.waitpid(child, 0)
             end(child)
             if os.waitstatus_to_exitcode(status) != SURVIVED:
-                return f"a test fails of {module} as it is shipped"
+                return f"{self._result.read_text(encoding='utf-8')} fails of {module} as it is shipped"
         return ""
 
     def _write(self, found: list[list[object]]) -> None:
         self._result.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
-    def _hunted(self, tests: dict[str, list[pytest.Item]], asked: Asked) -> Iterator[tuple[Mutant, str]]:
+    def _hunted(self, items: dict[str, pytest.Item], asked: Asked) -> Iterator[tuple[Mutant, str]]:
         for mutant in (mutant for module in DRIVEN for mutant in mutants(module, self._wanted)):
             if not self._share.has(mutant):
                 continue
-            chosen = tests.get(mutant.key[0], [])
+            chosen = [items[test] for test in asked.about(mutant.module, *mutant.spans) if test in items]
             while not self._has_room():
                 yield from self._ended()
             self._under_way[_forked(mutant, chosen, asked)] = mutant, time.monotonic()
@@ -147,24 +142,26 @@ def _works(child: int) -> bool:
         return False
 
 
-def _forked(mutant: Mutant | None, items: Sequence[pytest.Item], asked: Asked) -> int:
-    """A child that asks these tests about a mutant (None: the code as it is)."""
+def _forked(mutant: Mutant | None, items: Sequence[pytest.Item], asked: Asked, last: Path | None = None) -> int:
+    """A child that asks these tests about a mutant (None: the code as it is), and writes down which is the last."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        _try(mutant, items, asked)
+        _try(mutant, items, asked, last)
     return child
 
 
-def _try(mutant: Mutant | None, items: Sequence[pytest.Item], asked: Asked) -> NoReturn:
+def _try(mutant: Mutant | None, items: Sequence[pytest.Item], asked: Asked, last: Path | None) -> NoReturn:
     how = BY_LOADING
     try:
         if mutant is not None:
             mutant.plant()
         how = BY_TEST
         for item, after in zip_longest(items, items[1:]):
+            if last is not None:
+                last.write_text(item.nodeid, encoding="utf-8")
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(int(HANGS + 10 * asked.seconds[item.nodeid]))
+            signal.alarm(int(HANGS + 20 * asked.seconds[item.nodeid]))
             if not run(item, after):
                 os._exit(how)
     except BaseException:  # noqa: BLE001 - whatever a test raises, it has noticed

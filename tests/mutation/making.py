@@ -7,14 +7,14 @@ import importlib
 import inspect
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper
+from libcst.metadata import MetadataWrapper, PositionProvider
 from mutated import PURE
 from mutmut.mutation.file_mutation import Mutation, MutationVisitor
 from mutmut.mutation.mutators import mutation_operators
@@ -35,6 +35,7 @@ class Mutant:
         told: whether only a text for people is another one.
         twin: how many mutants before it read the same (the same change to another of several equal lines).
         source: the whole module.
+        spans: the lines of what is changed, as they were, and those of its function.
     """
 
     module: str
@@ -44,6 +45,7 @@ class Mutant:
     told: bool
     twin: int
     source: str
+    spans: tuple[range, range]
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -117,7 +119,7 @@ class _Decorated(MutationVisitor):
 def mutants(module: str, wanted: Callable[[str], bool] = bool) -> Iterator[Mutant]:
     """All of a module whose function's full name is wanted, in the order of its lines."""
     path = Path(str(importlib.import_module(module).__file__))
-    tree, mutations = _mutations(path, MutationVisitor if module in PURE else _Decorated)
+    tree, mutations, positions = _mutations(path, MutationVisitor if module in PURE else _Decorated)
     names, code, twins = _functions(tree), tree.code, Counter[tuple[str, str, str]]()
     for mutation in mutations:
         within = mutation.contained_by_top_level_function
@@ -133,15 +135,21 @@ def mutants(module: str, wanted: Callable[[str], bool] = bool) -> Iterator[Mutan
         same = names[within], *_difference(before, after)
         whole = _with(tree, code, within, changed, "    " if "." in names[within] else "")
         assert whole != code, f"{same} is no mutant"
-        yield Mutant(module, *same, told, twins[same], whole)
+        spans = _lines(positions, mutation.original_node), _lines(positions, within)
+        yield Mutant(module, *same, told, twins[same], whole, spans)
         twins[same] += 1
 
 
-def _mutations(path: Path, kind: type[MutationVisitor]) -> tuple[cst.Module, list[Mutation]]:
+def _lines(positions: Mapping[cst.CSTNode, Any], node: cst.CSTNode) -> range:
+    at = positions.get(node)  # an operator may have none
+    return range(at.start.line, at.end.line + 1) if at else range(0)
+
+
+def _mutations(path: Path, kind: type[MutationVisitor]) -> tuple[cst.Module, list[Mutation], Mapping[cst.CSTNode, Any]]:
     code = path.read_text(encoding="utf-8")
     wrapper = MetadataWrapper(cst.parse_module(code))
     visitor = kind(mutation_operators, get_ignored_lines(str(path), code, wrapper))
-    return wrapper.visit(visitor), visitor.mutations
+    return wrapper.visit(visitor), visitor.mutations, wrapper.resolve(PositionProvider)
 
 
 def _with(tree: cst.Module, code: str, within: cst.FunctionDef, changed: cst.FunctionDef, indent: str) -> str:

@@ -141,11 +141,10 @@ def main() -> int:
     def wanted(function: str) -> bool:
         return not told.names or any(name in function or function in name for name in told.names)
 
-    # The same examples each time.
-    os.environ["HYPOTHESIS_PROFILE"] = "ci"
+    os.environ["HYPOTHESIS_PROFILE"] = "mutants"
     # A signal that whoever started this ignores is none that tests can send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "--no-traces"]
+    quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--no-traces"]
     if told.driven:
         return _driven(told, wanted, quiet)
     hunt = Hunt(wanted, told.result)
