@@ -63,7 +63,7 @@ FILES = (
 #: that hangs.
 LONGEST, HANGS = 0.6, 20
 #: Seconds that the tests of one mutant take together at most, and how many they are; the quickest are asked.
-ENOUGH, MOST = 2.0, 60
+ENOUGH, MOST = 1.0, 40
 
 
 @dataclass(frozen=True)
