@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy
@@ -71,7 +72,7 @@ def test_a_deadline_tells_what_is_left_and_when_to_look_again() -> None:
 def test_behind_the_block_time_is_told_as_before_it() -> None:
     shipped, outer, inner = timing._clock, Stopped(1.0), Stopped(2.0)
     with told_by(outer):
-        with pytest.raises(KeyError), told_by(inner):
+        with contextlib.suppress(KeyError), told_by(inner):
             assert timing._clock is inner
             raise KeyError
         assert timing._clock is outer

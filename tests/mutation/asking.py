@@ -62,8 +62,8 @@ FILES = (
 #: Seconds that a test may take of the processor, or four times that, to be asked at all; and until it is taken for one
 #: that hangs.
 LONGEST, HANGS = 0.6, 20
-#: Seconds that the tests of one mutant take together at most, and how many they are; the quickest are asked.
-ENOUGH, MOST = 1.0, 40
+#: Seconds that the tests of one mutant take together at most, and how many they are.
+ENOUGH, MOST = 1.0, 50
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,12 @@ class Asked:
 
     Attributes:
         seconds: what each test takes that passes.
+        breadth: how many lines it reaches.
         reached: the tests that reach a line of a module.
     """
 
     seconds: dict[str, float]
+    breadth: dict[str, int]
     reached: dict[tuple[str, int], set[str]]
 
     def about(self, module: str, *spans: range) -> list[str]:
@@ -87,12 +89,12 @@ class Asked:
         return []
 
     def _chosen(self, tests: Sequence[str]) -> Iterator[str]:
-        """The quickest first; of one test with several parameters, the later ones behind other tests."""
+        """First those that reach little else; of one test with several parameters, the later ones a little later."""
         met, weights, spent = Counter[str](), {}, 0.0
-        for test in sorted(tests, key=self.seconds.__getitem__):
+        for test in sorted(tests, key=self.breadth.__getitem__):
             name = test.partition("[")[0]
+            weights[test] = self.breadth[test] * (10 + met[name])
             met[name] += 1
-            weights[test] = self.seconds[test] * met[name]
         for test in sorted(weights, key=weights.__getitem__)[:MOST]:
             if spent + self.seconds[test] <= ENOUGH:
                 spent += self.seconds[test]
@@ -135,7 +137,8 @@ def _read(lines: Path) -> Asked:
         for module, numbers in each["reached"].items():
             for line in numbers:
                 reached[module, line].add(each["test"])
-    return Asked({each["test"]: each["seconds"] for each in asked}, reached)
+    breadth = {each["test"]: sum(map(len, each["reached"].values())) for each in asked}
+    return Asked({each["test"]: each["seconds"] for each in asked}, breadth, reached)
 
 
 def _in_process(item: pytest.Item) -> bool:

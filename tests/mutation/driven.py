@@ -1,7 +1,7 @@
 """Hunts the mutants of the drivers and of the payload's path.
 
 For each mutant this process forks; the child plants it, and runs the tests that reach what it changes (see `asking`),
-the quickest first, until one fails. A test that hangs is found out by an alarm. While children wait, others work.
+until one fails. A test that hangs is found out by an alarm. While children wait, others work.
 """
 
 from __future__ import annotations
