@@ -34,6 +34,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("nightly", max_examples=5000, stateful_step_count=100, deadline=None, print_blob=True)
+# Asked about each of thousands of mutants (tests/mutation).
+settings.register_profile(
+    "mutants", max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 

@@ -59,6 +59,7 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
         f"{Recorded(root).all()}, held to the protocol in every run; so many when last counted",
     )
     yield _code_mutants(root)
+    yield _driver_mutants(root)
 
 
 def _tally(manifest: Manifest, modules: Container[str]) -> tuple[Counter[Purpose], int]:
@@ -116,6 +117,17 @@ def _code_mutants(root: Path) -> tuple[str, str, str]:
         "mutants of the code (`tests/mutation`)",
         "a test or a graph that does not look at what the machines do",
         f"{kept['killed']} of {kept['mutants']} killed, the others explained ({page}){rest}",
+    )
+
+
+def _driver_mutants(root: Path) -> tuple[str, str, str]:
+    kept = tomllib.loads((root / "tests" / "mutation" / "driven.toml").read_text(encoding="utf-8"))
+    mutants, killed = (sum(score[what] for score in kept["scores"].values()) for what in ("mutants", "killed"))
+    page = "[driver-mutants.md](driver-mutants.md)"
+    return (
+        "mutants of the drivers and of the payload's path (`tests/mutation`)",
+        "a test that does not look at what they do",
+        f"{killed} of {mutants} killed, the others explained ({page})",
     )
 
 

@@ -1,27 +1,26 @@
-"""The mutants: each is one of mutmut's mutations of one function of the machines or their pure halves."""
+"""The mutants: each is one of mutmut's mutations of one function of the machines, their pure halves, or the drivers."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
+import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 import libcst as cst
-from mutmut.mutation.file_mutation import create_mutations
+from libcst.metadata import MetadataWrapper, PositionProvider
+from mutated import PURE
+from mutmut.mutation.file_mutation import Mutation, MutationVisitor
+from mutmut.mutation.mutators import mutation_operators
+from mutmut.mutation.pragma_handling import get_ignored_lines
 
 from weightsync import machine
-
-MODULES = (
-    "weightsync.machine",
-    "weightsync.protocol.sender",
-    "weightsync.protocol.sender_guards",
-    "weightsync.protocol.receiver",
-)
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Mutant:
         told: whether only a text for people is another one.
         twin: how many mutants before it read the same (the same change to another of several equal lines).
         source: the whole module.
+        spans: the lines of what is changed, as they were, and those of its function.
     """
 
     module: str
@@ -45,6 +45,7 @@ class Mutant:
     told: bool
     twin: int
     source: str
+    spans: tuple[range, range]
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -53,11 +54,24 @@ class Mutant:
 
     def plant(self) -> None:
         """Give the function of this process the mutant's code; whoever holds the function, holds the mutant."""
-        function, mutated = self._find(vars(importlib.import_module(self.module))), self._find(self._executed())
-        function.__code__ = mutated.__code__
-        function.__defaults__, function.__kwdefaults__ = mutated.__defaults__, mutated.__kwdefaults__
+        space = vars(importlib.import_module(self.module))
+        function, mutated = self._find(space), self._find(self._executed())
+        if function.__code__.co_freevars == mutated.__code__.co_freevars:
+            function.__code__ = mutated.__code__
+            function.__defaults__, function.__kwdefaults__ = mutated.__defaults__, mutated.__kwdefaults__
+        else:
+            self._put(space, function, mutated)
         if self.module == machine.__name__:
             _build_again()
+
+    def _put(self, space: dict[str, Any], function: FunctionType, mutated: FunctionType) -> None:
+        """Without its `super()` a method has no cell for its class, and another function takes its place."""
+        owner, _, name = self.function.rpartition(".")
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        closure = tuple(cells[name] for name in mutated.__code__.co_freevars)
+        other = FunctionType(mutated.__code__, space, name, mutated.__defaults__, closure)
+        assert vars(space[owner])[name] is function, f"{self.function} is decorated"
+        setattr(space[owner], name, other)
 
     def _executed(self) -> dict[str, Any]:
         code: CodeType = compile(self.source, f"<mutant of {self.module}>", "exec")
@@ -70,9 +84,17 @@ class Mutant:
         found: Any = space[first]
         for name in rest:
             found = vars(found)[name]
-        function = found.fget if isinstance(found, property) else found
-        assert isinstance(function, FunctionType)
-        return function
+        return _undecorated(found)
+
+
+def _undecorated(found: Any) -> FunctionType:
+    if isinstance(found, property):
+        found = found.fget
+    elif isinstance(found, classmethod | staticmethod):
+        found = found.__func__
+    function = inspect.unwrap(found)
+    assert isinstance(function, FunctionType)
+    return function
 
 
 def _build_again() -> None:
@@ -82,33 +104,62 @@ def _build_again() -> None:
         role._events = machine._events(role.shared, role.inputs)
 
 
+class _Decorated(MutationVisitor):
+    """Mutates decorated functions too, and leaves alone what is only logged."""
+
+    def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.FunctionDef):
+            return False
+        logged = isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute)
+        if logged and isinstance(node.func.value, cst.Name) and node.func.value.value == "logger":
+            return True
+        return super()._skip_node_and_children(node)
+
+
 def mutants(module: str, wanted: Callable[[str], bool] = bool) -> Iterator[Mutant]:
     """All of a module whose function's full name is wanted, in the order of its lines."""
     path = Path(str(importlib.import_module(module).__file__))
-    tree, mutations, _, _ = create_mutations(str(path), path.read_text(encoding="utf-8"))
-    names, twins = _functions(tree), Counter[tuple[str, str, str]]()
+    tree, mutations, positions = _mutations(path, MutationVisitor if module in PURE else _Decorated)
+    names, code, twins = _functions(tree), tree.code, Counter[tuple[str, str, str]]()
     for mutation in mutations:
         within = mutation.contained_by_top_level_function
         if within is None or within not in names or not wanted(f"{module}.{names[within]}"):
+            continue
+        told = isinstance(mutation.original_node, cst.SimpleString) and " " in mutation.original_node.value
+        if told and module not in PURE:
             continue
         before = tree.code_for_node(within)
         changed = within.deep_replace(mutation.original_node, mutation.mutated_node)
         assert isinstance(changed, cst.FunctionDef)
         after = tree.code_for_node(changed)
         same = names[within], *_difference(before, after)
-        told = isinstance(mutation.original_node, cst.SimpleString) and " " in mutation.original_node.value
-        # A method's code by itself lacks its indentation; a function's saves a walk through the whole module.
-        whole = (
-            _code(tree.deep_replace(within, changed)) if "." in names[within] else tree.code.replace(before, after, 1)
-        )
-        assert whole != tree.code, f"{same} is no mutant"
-        yield Mutant(module, *same, told, twins[same], whole)
+        whole = _with(tree, code, within, changed, "    " if "." in names[within] else "")
+        assert whole != code, f"{same} is no mutant"
+        spans = _lines(positions, mutation.original_node), _lines(positions, within)
+        yield Mutant(module, *same, told, twins[same], whole, spans)
         twins[same] += 1
 
 
-def _code(tree: Any) -> str:
-    assert isinstance(tree, cst.Module)
-    return tree.code
+def _lines(positions: Mapping[cst.CSTNode, Any], node: cst.CSTNode) -> range:
+    at = positions.get(node)  # an operator may have none
+    return range(at.start.line, at.end.line + 1) if at else range(0)
+
+
+def _mutations(path: Path, kind: type[MutationVisitor]) -> tuple[cst.Module, list[Mutation], Mapping[cst.CSTNode, Any]]:
+    code = path.read_text(encoding="utf-8")
+    wrapper = MetadataWrapper(cst.parse_module(code))
+    visitor = kind(mutation_operators, get_ignored_lines(str(path), code, wrapper))
+    return wrapper.visit(visitor), visitor.mutations, wrapper.resolve(PositionProvider)
+
+
+def _with(tree: cst.Module, code: str, within: cst.FunctionDef, changed: cst.FunctionDef, indent: str) -> str:
+    """The module's text with another function: a method's by itself lacks its indentation."""
+    before, after = (textwrap.indent(tree.code_for_node(each), indent) for each in (within, changed))
+    if before in code:
+        return code.replace(before, after, 1)  # in a tenth of the time that another tree takes
+    whole = tree.deep_replace(within, changed)
+    assert isinstance(whole, cst.Module)
+    return whole.code
 
 
 def _functions(tree: cst.Module) -> dict[Any, str]:

@@ -1,5 +1,7 @@
 """Hunts the mutants: `python tests/mutation/run.py RESULT [NAME...]` writes what became of each.
 
+With `--driven` those of the drivers and of the payload's path: see `driven`. Otherwise those of the pure halves:
+
 The tests are collected once. For each mutant this process forks; the child plants it, and asks the oracles in turn,
 the fastest first: the tests of its module, then the small graphs of tests/graph, whose committed digests TLC agrees
 with. The first that fails kills it. A child is given seconds of the processor, not of the clock: a busy machine kills
@@ -8,12 +10,14 @@ nobody.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,8 +27,11 @@ from _pytest.runner import runtestprotocol
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "graph"), str(TESTS / "mutation")]
 
+from asking import FILES  # noqa: E402
 from configurations import SMALL, committed  # noqa: E402
-from making import MODULES, Mutant, mutants  # noqa: E402
+from driven import DrivenHunt, Share  # noqa: E402
+from making import Mutant, mutants  # noqa: E402
+from mutated import PURE  # noqa: E402
 from search import digest, search  # noqa: E402
 
 #: The tests that are asked about the mutants of a module.
@@ -46,8 +53,8 @@ HOW = {SURVIVED: "survived", BY_LOADING: "loading", BY_TEST: "test", BY_GRAPH: "
 class Hunt:
     """The plugin that runs instead of the tests."""
 
-    def __init__(self, names: Sequence[str], result: Path) -> None:
-        self._names, self._result = names, result
+    def __init__(self, wanted: Callable[[str], bool], result: Path) -> None:
+        self._wanted, self._result = wanted, result
         self.failure = ""
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -61,14 +68,14 @@ class Hunt:
 
     def _unharmed(self, items: list[pytest.Item]) -> bool:
         """Whether the oracles let pass what is shipped; otherwise every mutant would be killed."""
-        for module in filter(self._wanted, MODULES):
+        for module in filter(self._wanted, PURE):
             if os.waitstatus_to_exitcode(os.waitpid(_forked(module, None, items), 0)[1]) != SURVIVED:
                 self.failure = f"an oracle fails of {module} as it is shipped"
                 return False
         return True
 
     def _hunted(self, items: list[pytest.Item]) -> Iterator[tuple[Mutant, str]]:
-        todo = (mutant for module in MODULES for mutant in mutants(module, self._wanted))
+        todo = (mutant for module in PURE for mutant in mutants(module, self._wanted))
         under_way: dict[int, Mutant] = {}
         for mutant in todo:
             under_way[_forked(mutant.module, mutant, items)] = mutant
@@ -80,9 +87,6 @@ class Hunt:
     def _ended(self, under_way: dict[int, Mutant]) -> tuple[Mutant, str]:
         child, status = os.wait()
         return under_way.pop(child), HOW.get(os.waitstatus_to_exitcode(status), "time")
-
-    def _wanted(self, function: str) -> bool:
-        return not self._names or any(name in function or function in name for name in self._names)
 
 
 def _forked(module: str, mutant: Mutant | None, items: list[pytest.Item]) -> int:
@@ -132,12 +136,47 @@ def _graphs_differ() -> bool:
 
 def main() -> int:
     """Hunt; 0: it is written what became of each."""
-    hunt = Hunt(sys.argv[2:], Path(sys.argv[1]))
+    told = _arguments()
+
+    def wanted(function: str) -> bool:
+        return not told.names or any(name in function or function in name for name in told.names)
+
+    os.environ["HYPOTHESIS_PROFILE"] = "mutants"
+    # A signal that whoever started this ignores is none that tests can send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--no-traces"]
+    if told.driven:
+        return _driven(told, wanted, quiet)
+    hunt = Hunt(wanted, told.result)
     chosen = [str(TESTS / "protocol"), str(TESTS / "machines"), f"--deselect={TESTS / 'machines/test_cost.py'}"]
-    code = pytest.main([*chosen, "-q", "--no-header", "-p", "no:cacheprovider", "--no-traces"], plugins=[hunt])
+    return _ended(hunt, pytest.main([*chosen, *quiet], plugins=[hunt]))
+
+
+def _ended(hunt: Hunt | DrivenHunt, code: int) -> int:
     if hunt.failure:
         print(hunt.failure, file=sys.stderr)
     return 1 if hunt.failure else int(code)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Hunts the mutants of the code.")
+    parser.add_argument("result", type=Path, help="the file for what becomes of each")
+    parser.add_argument("names", nargs="*", help="of functions or modules; none: all")
+    parser.add_argument("--driven", action="store_true", help="those of the drivers and of the payload's path")
+    parser.add_argument("--share", default="0/1", help="which share of them, such as 3/20")
+    parser.add_argument("--recorded", type=Path, help="a file that keeps which tests enter what; it may be there")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="how many work at once")
+    return parser.parse_intermixed_args()
+
+
+def _driven(told: argparse.Namespace, wanted: Callable[[str], bool], quiet: list[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="weightsync-mutants-") as folder:
+        recorded = told.recorded or Path(folder, "recorded.jsonl")
+        index, _, of = told.share.partition("/")
+        hunt = DrivenHunt(wanted, Share(int(index), int(of)), told.result, recorded, told.workers)
+        chosen = [str(TESTS / name) for name in FILES]
+        kinds = "not slow and not tlc and not ray and not rpc and not gpu"
+        return _ended(hunt, pytest.main([*chosen, *quiet, "-m", kinds, f"--basetemp={folder}/tests"], plugins=[hunt]))
 
 
 if __name__ == "__main__":

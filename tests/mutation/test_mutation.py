@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import subprocess
 import sys
@@ -9,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from driven_ledger import PAGE as DRIVEN_PAGE
+from driven_ledger import Ledger, Score, unknown
 from missing import installed
+from mutated import DRIVEN
 from reviewed import PAGE, Key, Reviewed
 
 RUN = Path(__file__).with_name("run.py")
 LEAST = 0.9
+#: Each night another one of so many shares of the drivers' mutants is hunted.
+SHARES = 20
 
 
 def hunted(tmp_path: Path, *names: str, timeout: float) -> list[list[Any]]:
@@ -89,3 +95,56 @@ def test_only_the_reviewed_mutants_live(tmp_path: Path) -> None:
     )
     assert [key for key in reviewed.reasons if key not in found.reasons] == [], "they are killed now: take them off"
     assert found.killed * reviewed.mutants >= reviewed.killed * found.mutants, "the share of the killed has fallen"
+
+
+def test_of_the_mutants_of_the_drivers_enough_are_killed_in_every_module() -> None:
+    ledger = Ledger.read()
+
+    assert set(ledger.scores) == set(DRIVEN)
+    assert len(ledger.survivors) == ledger.whole.mutants - ledger.whole.killed
+    assert ledger.whole.share >= LEAST
+
+
+def test_every_mutant_of_a_driver_that_lives_has_its_reason() -> None:
+    ledger = Ledger.read()
+
+    assert [key for key, reason in ledger.survivors.items() if len(ledger.reasons.get(reason, "")) < 10] == []
+    assert set(ledger.reasons) == set(ledger.survivors.values()), "a reason that nothing lives for"
+
+
+def test_the_page_of_the_drivers_shows_what_is_committed() -> None:
+    assert DRIVEN_PAGE.read_text(encoding="utf-8") == Ledger.read().page
+
+
+def test_a_result_of_a_drivers_module_is_taken_in() -> None:
+    other: Key = ("weightsync.wire._cut", "a", "b", 0)
+    stale: Key = ("weightsync.header.peek", "a", "b", 0)
+    kept: Key = ("weightsync.header.peek", "c", "d", 1)
+    scores = {"weightsync.header": Score(2, 0), "weightsync.wire": Score(1, 0)}
+    before = Ledger(scores, {"equal": "it is the same"}, {other: "equal", stale: "equal", kept: "equal"})
+
+    after = before.after([[*kept, "survived"], ["weightsync.header.malformed", "e", "", 0, "test"]])
+
+    assert after.scores == {"weightsync.header": Score(2, 1), "weightsync.wire": Score(1, 0)}
+    assert after.survivors == {other: "equal", kept: "equal"}
+    assert after.without([kept]).survivors == {other: "equal"}
+    assert "1 of 2 (50.0 %)" in after.page
+    assert "- `wire._cut`: ``a`` became ``b``" in after.page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_of_a_share_of_the_drivers_mutants_only_the_reviewed_live(tmp_path: Path) -> None:
+    share = datetime.date.today().toordinal() % SHARES
+    found = hunted(tmp_path, "--driven", f"--share={share}/{SHARES}", timeout=1750)
+    known, living = Ledger.read().survivors, [each[:4] for each in found if each[-1] == "survived"]
+
+    assert len(found) > 50
+    assert [key for key in living if tuple(key) not in known] == [], "they live, and nobody has reviewed them"
+
+
+@pytest.mark.slow
+def test_all_reviewed_mutants_of_the_drivers_are_mutants_of_the_code_as_it_is() -> None:
+    installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE KILLED", extra="dev")
+
+    assert unknown(Ledger.read()) == [], "take them off: python tests/mutation/driven_ledger.py --prune"

@@ -120,6 +120,28 @@ def test_an_absurd_length_is_refused_before_anything_is_allocated():
         wire.peek(sealed(bytes(data)))
 
 
+def test_a_header_alone_is_read_up_to_the_largest_body():
+    data = wire.encode(EXAMPLES[0])
+    largest = data[:20] + struct.pack("!I", wire.MAX_BODY_NBYTES) + data[24 : wire.HEADER_NBYTES]
+
+    assert wire.peek(data) == wire.peek(data[: wire.HEADER_NBYTES])
+    assert wire.MAX_BODY_NBYTES == wire.peek(largest).body_nbytes
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (struct.pack("!4sH", b"HTTP", PROTOCOL_VERSION), "does not start as ours do"),
+        (struct.pack("!4sH", wire.MAGIC, PROTOCOL_VERSION), "ends after 6 bytes of its header's 72"),
+        (struct.pack("!4sHH64x", wire.MAGIC, PROTOCOL_VERSION, 1), "A header is malformed"),
+    ],
+    ids=["foreign", "short", "not zero"],
+)
+def test_what_is_no_header_is_refused_with_what_is_wrong(data, said):
+    with pytest.raises(ProtocolError, match=said):
+        wire.peek(data)
+
+
 @pytest.mark.parametrize(
     "misfit",
     [

@@ -1,0 +1,153 @@
+"""What arrived is verified, made live in whole or refused with everything that its sender needs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fleet import PATIENCE, Pair, constants, filled
+from torch import nn
+
+from weightsync import MultiProcessWeightSyncScheme, RefusedError, State, WeightSyncError, WorkerLostError, swapping
+from weightsync import target as targets
+from weightsync.report import Evidence, Outcome, OutcomeKind
+
+
+class Moody(nn.Module):
+    """Takes its extra state, unless it is told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.mood = 0
+
+    def get_extra_state(self) -> int:
+        return self.mood
+
+    def set_extra_state(self, state: Any) -> None:
+        if state == 13:
+            raise ValueError("no thirteen here")
+        self.mood = state
+
+
+def moody(fill: float = 0.0) -> nn.Module:
+    return filled(Moody(), fill)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair(MultiProcessWeightSyncScheme, model=moody)
+    yield made
+    made.close()
+
+
+def refused(pair: Pair) -> Outcome:
+    """What the sender is told of an update that the receiver refuses now."""
+    assert pair.receiver.receive(timeout=0) is False
+    with pytest.raises(RefusedError) as caught:
+        pair.sender.wait_async(timeout=PATIENCE)
+    outcome: Outcome = caught.value.report[0]
+    assert (outcome.kind, outcome.evidence, outcome.reason) == (
+        OutcomeKind.REFUSED,
+        Evidence.ANSWER,
+        pair.receiver.last_refusal,
+    )
+    return outcome
+
+
+def test_an_update_that_a_hook_of_the_model_refuses_is_refused_with_its_words_and_its_traceback(pair: Pair) -> None:
+    assert pair.receiver.last_refusal == ""
+    assert pair.sync()[0].kind is OutcomeKind.APPLIED
+    pair.source.mood = 13
+    pair.sender.send_async()
+    outcome = refused(pair)
+
+    assert outcome.reason == "no thirteen here"
+    assert "in set_extra_state" in outcome.remote_traceback
+    assert (pair.receiver.version, pair.receiver.state, constants(pair.model.linear)) == (1, State.READY, {1.0})
+    pair.source.mood = 14
+    assert pair.sync()[0].seconds > 0
+    assert (pair.receiver.version, pair.model.mood) == (3, 14)
+
+
+def test_an_update_that_does_not_fit_is_refused_with_what_differs_and_where(pair: Pair) -> None:
+    pair.model.another = nn.Linear(1, 1)
+    pair.sender.send_async()
+    outcome = refused(pair)
+
+    assert "another.weight" in outcome.reason
+    assert "in _stage" in outcome.remote_traceback
+
+
+def test_an_update_that_was_damaged_on_its_way_is_refused_after_a_second_look(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped, looks = swapping.digest, []
+
+    def digest(payload: memoryview, extras: bytes) -> bytes:
+        looks.append(bytes(payload))
+        return b"\1" * 16 if len(looks) < 3 else shipped(payload, extras)
+
+    monkeypatch.setattr(swapping, "digest", digest)
+    pair.sender.send_async()
+    outcome = refused(pair)
+    assert outcome.reason.startswith(f"version 1 arrived with digest {'01' * 16}, but its sender named ")
+    assert (len(looks), pair.receiver.version) == (2, None)
+
+    looks.append(b"")
+    assert pair.sync().ok
+
+
+def test_a_digest_that_fits_at_the_second_look_is_believed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped, answers = swapping.digest, [b"\1" * 16]
+    monkeypatch.setattr(swapping, "digest", lambda *what: answers.pop() if answers else shipped(*what))
+
+    assert pair.sync().ok
+    assert answers == []
+
+
+def test_a_swap_that_breaks_closes_the_receiver_and_both_ends_are_told_why(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scatter(*_: Any) -> None:
+        raise RuntimeError("the bus is gone")
+
+    monkeypatch.setattr(targets, "scatter", scatter)
+    pair.sender.send_async()
+    with pytest.raises(WeightSyncError) as caught:
+        pair.receiver.receive(timeout=0)
+    with pytest.raises(WorkerLostError) as lost:
+        pair.sender.wait_async(timeout=PATIENCE)
+
+    told = str(caught.value)
+    assert told.startswith("version 1 of 'policy' was swapped in half and could not be undone: ")
+    assert "the bus is gone" in told
+    assert isinstance(caught.value.__cause__, targets.SwapBroken)
+    assert (pair.receiver.broken, pair.receiver.state) == (caught.value, State.CLOSED)
+    assert told in lost.value.lost[0]
+    assert "in swap" in lost.value.report[0].remote_traceback
+
+
+def test_a_model_that_changes_behind_its_staging_is_looked_at_again(pair: Pair) -> None:
+    """What was staged for one model is not swapped into another."""
+    pair.sender.send_async()
+    with pair.receiver.serving():
+        assert pair.receiver.receive(timeout=0) is False
+    pair.receiver.register_model(moody(5.0))
+
+    assert pair.receiver.receive(timeout=0) is True
+    assert constants(pair.receiver.model.linear) == {1.0}
+    assert constants(pair.model.linear) == {0.0}
+
+
+def test_a_version_that_is_overtaken_while_it_is_staged_is_never_live(pair: Pair) -> None:
+    pair.sender.send_async()
+    with pair.receiver.serving():
+        assert pair.receiver.receive(timeout=0) is False
+        pair.sender.send_async(moody(2.0), on_pending="supersede")
+        assert pair.receiver.receive(timeout=0) is False
+    assert pair.receiver.receive(timeout=0) is True
+
+    assert (pair.receiver.version, constants(pair.model.linear)) == (2, {2.0})
+    assert pair.sender.wait_async(timeout=PATIENCE).ok

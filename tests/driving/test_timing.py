@@ -1,0 +1,92 @@
+"""What a timeout means, what a deadline tells, and whose time it is."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy
+import pytest
+
+from weightsync import ConfigurationError, timing
+from weightsync.timing import Clock, Deadline, Stopwatch, Timeout, new_incarnation, seconds, told_by
+
+
+class Stopped(Clock):
+    """A clock that stands still until it is told to go."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return int(self.now)
+
+
+@pytest.mark.parametrize(
+    "timeout", [-1, -0.001, float("nan"), "10", True, False, b"1", [1], numpy.array([1.0, 2.0])], ids=repr
+)
+def test_what_is_no_number_of_seconds_is_refused(timeout: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^timeout= is .*: give a number of seconds, 0 or more"):
+        seconds(timeout)
+
+
+@pytest.mark.parametrize("told", ["soon", "", "-1", "nan"])
+def test_what_the_environment_says_is_held_to_the_same(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", told)
+
+    with pytest.raises(ConfigurationError, match=rf"^the environment's WEIGHTSYNC_TIMEOUT is '{told}'"):
+        seconds(Timeout.DEFAULT)
+
+
+def test_a_timeout_is_the_callers_or_the_environments_or_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "0.5")
+    assert (seconds(Timeout.DEFAULT), seconds(Timeout.START), seconds(7), seconds(0), seconds(None)) == (
+        0.5,
+        2.5,
+        7.0,
+        0.0,
+        None,
+    )
+    monkeypatch.delenv("WEIGHTSYNC_TIMEOUT")
+    assert (seconds(Timeout.DEFAULT), seconds(Timeout.START)) == (60.0, 300.0)
+
+
+def test_a_deadline_tells_what_is_left_and_when_to_look_again() -> None:
+    clock = Stopped(100.0)
+    with told_by(clock):
+        soon, far, never, stopwatch = Deadline(10), Deadline(3 * 86400), Deadline(None), Stopwatch()
+        assert (soon.remaining, soon.nap, soon.passed) == (10.0, 10.0, False)
+        assert (far.remaining, far.nap) == (3 * 86400.0, 86400.0)
+        clock.now = 109.5
+        assert (soon.remaining, soon.passed, stopwatch.seconds) == (0.5, False, 9.5)
+        clock.now = 110.0
+        assert (soon.remaining, soon.passed) == (0.0, True)
+        clock.now = 200.0
+        assert (soon.remaining, soon.nap, soon.passed) == (0.0, 0.0, True)
+        assert (never.remaining, never.nap, never.passed) == (None, None, False)
+
+
+def test_behind_the_block_time_is_told_as_before_it() -> None:
+    shipped, outer, inner = timing._clock, Stopped(1.0), Stopped(2.0)
+    with told_by(outer):
+        with contextlib.suppress(KeyError), told_by(inner):
+            assert timing._clock is inner
+            raise KeyError
+        assert timing._clock is outer
+    assert timing._clock is shipped
+
+
+def test_an_incarnation_is_its_time_or_the_next_above_its_fence_and_no_two_are_one() -> None:
+    with told_by(Stopped(5_000)):
+        assert {new_incarnation(0) >> 32, new_incarnation(4_999 << 32) >> 32} == {5_000}
+        assert {new_incarnation(5_000 << 32) >> 32, new_incarnation((6_000 << 32) | 0xFFFFFFFF) >> 32} == {5_001, 6_001}
+        assert len({new_incarnation(0) for _ in range(8)}) == 8
+        assert max(new_incarnation(0) & 0xFFFFFFFF for _ in range(64)) >= 2**31
+
+
+def test_clocks_of_one_start_of_one_machine_have_one_name() -> None:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as told:
+        assert timing.clock_id() == told.read().strip()

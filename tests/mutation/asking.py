@@ -1,0 +1,207 @@
+"""Which tests are asked about a mutant of a driver or of the payload's path: those that reach the lines it changes.
+
+They are recorded once a hunt. Each file of tests runs in a forked child, so that nothing of it stays in the process
+that forks for the mutants: each test once traced, once timed. A test that fails there, or takes long, is asked about
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+ROOT = Path(__file__).parents[2]
+
+#: The files of tests that may be asked: of one process and its forked children, without a cluster.
+FILES = (
+    "driving",
+    "transports",
+    "strategy",
+    "planted",
+    "tracing/test_guarantees_told.py",
+    "stateful/test_directed.py",
+    "schemes/test_sending.py",
+    "schemes/test_names_a.py",
+    "schemes/test_bounds.py",
+    "schemes/test_odd_weights.py",
+    "schemes/test_fake_clock.py",
+    "schemes/test_verified_updates.py",
+    "schemes/test_models_by_path.py",
+    "schemes/test_weights_of_another_model.py",
+    "faults/test_bad_input.py",
+    "faults/test_wire_damage.py",
+    "faults/test_bad_links.py",
+    "faults/test_goodbyes.py",
+    "faults/test_interrupts_and_states.py",
+    "faults/test_no_descriptors.py",
+    "faults/test_other_hosts.py",
+    "genb/test_background.py",
+    "genb/test_cascade.py",
+    "genb/test_copies_b.py",
+    "distributed/test_store_group.py",
+    "distributed/test_store_sends.py",
+    "distributed/test_store_faults.py",
+    "distributed/test_store_exchange.py",
+    "distributed/test_store_strangers.py",
+    "distributed/test_store_key.py",
+)
+#: Seconds that a test may take of the processor, or four times that, to be asked at all; and until it is taken for one
+#: that hangs.
+LONGEST, HANGS = 0.6, 20
+#: Seconds that the tests of one mutant take together at most, and how many they are.
+ENOUGH, MOST = 1.0, 50
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was recorded.
+
+    Attributes:
+        seconds: what each test takes that passes.
+        breadth: how many lines it reaches.
+        reached: the tests that reach a line of a module.
+    """
+
+    seconds: dict[str, float]
+    breadth: dict[str, int]
+    reached: dict[tuple[str, int], set[str]]
+
+    def about(self, module: str, *spans: range) -> list[str]:
+        """The tests that reach the first of these spans of lines that any reaches, in the order to be asked in."""
+        for lines in spans:
+            tests = set().union(*(self.reached.get((module, line), ()) for line in lines))
+            if tests:
+                return list(self._chosen(sorted(tests)))
+        return []
+
+    def _chosen(self, tests: Sequence[str]) -> Iterator[str]:
+        """First those that reach little else; of one test with several parameters, the later ones a little later."""
+        met, weights, spent = Counter[str](), {}, 0.0
+        for test in sorted(tests, key=self.breadth.__getitem__):
+            name = test.partition("[")[0]
+            weights[test] = self.breadth[test] * (10 + met[name])
+            met[name] += 1
+        for test in sorted(weights, key=weights.__getitem__)[:MOST]:
+            if spent + self.seconds[test] <= ENOUGH:
+                spent += self.seconds[test]
+                yield test
+
+
+def record(items: Sequence[pytest.Item], modules: Sequence[str], lines: Path) -> Asked:
+    """Run the tests in forked children, and see what they reach.
+
+    Args:
+        items: the tests.
+        modules: whose lines are of interest.
+        lines: a file for what the children have to tell; what it tells already is believed.
+    """
+    lines.touch()
+    files = {str(ROOT / f"{module.replace('.', '/')}.py"): module for module in modules}
+    for _, group in groupby((item for item in items if _in_process(item)), key=lambda item: item.path):
+        left = _untold(list(group), lines)
+        while left:
+            child = os.fork()
+            if child == 0:
+                os.setpgid(0, 0)
+                _record(left, files, lines)
+            os.waitpid(child, 0)
+            end(child)
+            left = _untold(left, lines)[1:]  # the first one hung, or there is none
+    return _read(lines)
+
+
+def _untold(items: Sequence[pytest.Item], lines: Path) -> list[pytest.Item]:
+    told = {json.loads(line)["test"] for line in lines.read_text(encoding="utf-8").splitlines()}
+    return [item for item in items if item.nodeid not in told]
+
+
+def _read(lines: Path) -> Asked:
+    told = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    asked = [each for each in told if each["passed"] and each["seconds"] <= LONGEST]
+    reached: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for each in asked:
+        for module, numbers in each["reached"].items():
+            for line in numbers:
+                reached[module, line].add(each["test"])
+    breadth = {each["test"]: sum(map(len, each["reached"].values())) for each in asked}
+    return Asked({each["test"]: each["seconds"] for each in asked}, breadth, reached)
+
+
+def _in_process(item: pytest.Item) -> bool:
+    # A server of forked processes takes seconds to start, and its children import what is shipped.
+    return not {"forkserver", "cluster"} & set(getattr(item, "fixturenames", ()))
+
+
+def _record(items: Sequence[pytest.Item], files: dict[str, str], lines: Path) -> NoReturn:
+    with lines.open("a", encoding="utf-8") as told:
+        for item in items:
+            tracer = Tracer(set(files))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(HANGS)
+            traced = run(item, None, tracer)
+            passed, taken = _timed(item)
+            each = {"test": item.nodeid, "passed": passed and traced, "seconds": round(taken, 4)}
+            reached = {module: sorted(tracer.reached[file]) for file, module in files.items() if tracer.reached[file]}
+            print(json.dumps({**each, "reached": reached}), file=told, flush=True)
+    os._exit(0)
+
+
+def _timed(item: pytest.Item) -> tuple[bool, float]:
+    """Whether a test passes, and what it takes: on a busy machine the clock goes too fast."""
+    clock, processor = time.monotonic(), time.process_time()
+    passed = run(item, None)
+    return passed, max((time.monotonic() - clock) / 4, time.process_time() - processor)
+
+
+class Tracer:
+    """Notes the lines of some files that any thread reaches."""
+
+    def __init__(self, files: set[str]) -> None:
+        self.reached: dict[str, set[int]] = {file: set() for file in files}
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Tracer | None:
+        lines = self.reached.get(frame.f_code.co_filename)
+        if lines is None:
+            return None
+        lines.add(frame.f_lineno)
+        return self
+
+    def __enter__(self) -> None:
+        threading.settrace(self)  # type: ignore[arg-type]
+        sys.settrace(self)  # type: ignore[arg-type]
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def run(item: pytest.Item, following: pytest.Item | None, tracer: Tracer | None = None) -> bool:
+    """Whether a test passes, or skips itself."""
+    if tracer is None:
+        reports = runtestprotocol(item, log=False, nextitem=following)
+    else:
+        with tracer:
+            reports = runtestprotocol(item, log=False, nextitem=following)
+    return not any(report.failed for report in reports)
+
+
+def end(group: int) -> None:
+    """End what a child has left running: its processes are of one group."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
