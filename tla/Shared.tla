@@ -81,27 +81,18 @@ SharedUpdate(w, s, k, v) ==
   \E m \in letters :
     LET key == <<sdata[s].incarnation, v, m.p>>
         input == NameUpdate(w, key)
-        breach == key[1] < rdata[w].fence /\ ~Follows("StaleFirst")
         again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) IN
     /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ LetterDue(m)
     /\ InForce(w, k) /\ key[1] <= rdata[w].fence /\ ReceiverMay(rstate[w], input)
-    /\ IF breach
-       THEN /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
-            /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
-            /\ letters' = OffConnection(w, k)
-            /\ gone' = Gone(Connection(w, k))
-            /\ UNCHANGED answers
-       ELSE /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
-            /\ rdata' = IF input \in {"UPDATE", "NEWER"} THEN [rdata EXCEPT ![w].pending = key] ELSE rdata
-            /\ letters' = Taken(letters, m)
-            /\ answers' =
-                 CASE input = "STALE" -> Posted(answers, Word(s, w, k, key, "STALE", rdata[w].fence))
-                   [] input = "NEWER" -> Posted(answers, Word(s, w, k, rdata[w].pending, "SUPERSEDED", rdata[w].fence))
-                   [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>, rdata[w].answer,
-                                                    IF rdata[w].answer = "ACK" THEN 0 ELSE rdata[w].fence))
-                   [] OTHER -> answers
-            /\ UNCHANGED gone
-    /\ UNCHANGED sender
+    /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
+    /\ rdata' = IF input \in {"UPDATE", "NEWER"} THEN [rdata EXCEPT ![w].pending = key] ELSE rdata
+    /\ letters' = Taken(letters, m)
+    /\ answers' = CASE input = "STALE" -> Posted(answers, Word(s, w, k, key, "STALE", rdata[w].fence))
+                    [] input = "NEWER" -> Posted(answers, Word(s, w, k, rdata[w].pending, "SUPERSEDED", rdata[w].fence))
+                    [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>, rdata[w].answer,
+                                                     IF rdata[w].answer = "ACK" THEN 0 ELSE rdata[w].fence))
+                    [] OTHER -> answers
+    /\ UNCHANGED <<sender, gone>>
 
 \* The connection ends for its worker when the sender in force ends it, or when nobody is in force and one that wrote to
 \* it does. An older sender's goodbye is nothing.
@@ -109,6 +100,16 @@ SharedLinkDown(w, s, k) ==
   LET ours == Link(w) = <<s, k>> \/ (InForce(w, k) /\ ~Follows("OwnGoodbye") /\ sdata[s].incarnation # 0) IN
   /\ ours \/ (Link(w) = NoLink /\ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k)
   /\ ~Open(s, w, k) \/ (May("break") /\ ~gone[s][w])
+  /\ ReceiverMay(rstate[w], "LINK_DOWN")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
+  /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
+  /\ letters' = OffConnection(w, k)
+  /\ gone' = Gone(Connection(w, k))
+  /\ UNCHANGED <<sender, answers>>
+
+\* A rule taken out: an older sender's update is not understood, and taken for a breach of the protocol.
+SharedBreach(w, s, k, v) ==
+  /\ Letter(s, w, k, v, v) \in letters /\ v # 0 /\ InForce(w, k) /\ sdata[s].incarnation < rdata[w].fence
   /\ ReceiverMay(rstate[w], "LINK_DOWN")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "LINK_DOWN"))
   /\ rdata' = [rdata EXCEPT ![w].link = NoLink, ![w].pending = NoPayload]
@@ -161,19 +162,23 @@ SharedNext ==
   \/ \E w \in Workers : Answered(w)
   \/ \E w \in Workers, s \in Senders, k \in Links : SharedLinkDown(w, s, k)
   \/ \E s \in If("stray", Senders), t \in Senders, w \in Workers, k \in Links : Stray(s, t, w, k)
+  \/ \E w \in (IF Follows("StaleFirst") THEN {} ELSE Workers), s \in Senders, k \in Links, v \in Versions :
+        SharedBreach(w, s, k, v)
 
 -----------------------------------------------------------------------------
 
 \* What an older sender says over the link in force changes nothing for the newer one.
 OldSendersHarmNobody ==
-  [][\A m \in letters \ letters' : InForce(m.w, m.k) /\ sdata[m.s].incarnation < rdata[m.w].fence /\ UNCHANGED sender =>
+  [][\A m \in letters \ letters' :
        LET t == Link(m.w)[1] IN
+       InForce(m.w, m.k) /\ sdata[m.s].incarnation < rdata[m.w].fence /\ UNCHANGED sender =>
        /\ Open(t, m.w, m.k) => rstate'[m.w] = rstate[m.w] /\ rdata'[m.w] = rdata[m.w]
        /\ gone'[t][m.w] = gone[t][m.w]]_vars
 
 \* The connection in force goes down with the sender in force only.
 OnlyItsSenderEndsIt ==
-  [][May("break") \/ \A w \in Workers : Link(w) # NoLink /\ rdata'[w].link = NoLink => ~Open(Link(w)[1], w, Link(w)[2])]_vars
+  [][\A w \in Workers : Link(w) # NoLink /\ rdata'[w].link = NoLink =>
+       May("break") \/ ~Open(Link(w)[1], w, Link(w)[2])]_vars
 
 \* Who hears from its own link that its worker has met a newer sender loses it, and remembers the fence.
 TheFencedAreTold ==

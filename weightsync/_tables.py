@@ -94,8 +94,8 @@ class ReceiverInput(Enum):
     #: A handshake below the fence, or of another layout, protocol or key: answered with the reason and the fence, and
     #: that link closes.
     REJECTED = "REJECTED"
-    #: A handshake not below the fence on a new link: the old link closes, what was pending is dropped unanswered, the
-    #: version served stays.
+    #: A handshake not below the fence on a new link: the old link closes, what was pending is dropped; or a newer
+    #: sender's on the same link: what was pending is answered STALE; the version served stays.
     TAKEOVER = "TAKEOVER"
     #: A newer version has arrived whole.
     UPDATE = "UPDATE"

@@ -120,6 +120,53 @@ def test_each_rule_has_its_revert(model: Manifest, library: Library) -> None:
     assert taken_out == set(re.findall(r'"(\w+)"', rules.body))
 
 
+@pytest.mark.parametrize(("module", "named"), [("Shared", "SharedRules"), ("Backlog", "AllRules")])
+def test_each_rule_of_a_module_beside_the_protocol_has_its_revert(
+    model: Manifest, library: Library, module: str, named: str
+) -> None:
+    rules, text = library.resolve(module, named), library.module(module)
+    assert rules is not None
+    assert text is not None
+    of = [(found, Config.read(model.folder / found.config)) for found in model.configurations if found.module == module]
+    taken_out = [_names(config, "Careless") for found, config in of if found.purpose is Purpose.REVERT]
+
+    wanted = re.findall(r'"(\w+)"', rules.body)
+    assert sorted(taken_out) == sorted([rule] for rule in wanted)
+    assert [rule for rule in wanted if f'Follows("{rule}")' not in text.text] == []
+    assert [found.name for found, config in of if found.purpose is Purpose.PROOF and _names(config, "Careless")] == []
+
+
+#: What these proofs are there for: no fewer versions, features or properties, or a name would stand for less.
+_BESIDE = {
+    "SharedTakeover": (
+        1,
+        "copy async refuse abandon",
+        "RefinesWeightSync AckedMeansServed ServingIsMonotone "
+        "OldSendersHarmNobody OnlyItsSenderEndsIt TheFencedAreTold",
+    ),
+    "SharedStray": (1, "copy stray misfit", "AckNamesItsVersion AckedMeansServed RefinesWeightSync"),
+    "SharedEnds": (1, "copy close", "EverySendEnds ClosedIsFinal RefinesWeightSync"),
+    "SharedAgain": (1, "misfit refuse", "Consistent RefusalKeepsServing RefinesWeightSync"),
+    "SharedVersions": (2, "copy async abandon", "TheFencedAreTold ServingIsMonotone"),
+    "BacklogOrdered": (
+        5,
+        "",
+        "AtMostTwo OnlyTheNewestLeaves NobodyIsOwedTheOvertaken WhatWaitsLeaves EveryUpdateIsAnswered",
+    ),
+    "BacklogReordered": (5, "", "OnlyTheNewestLeaves NobodyIsOwedTheOvertaken WhatWaitsLeaves EveryUpdateIsAnswered"),
+}
+
+
+@pytest.mark.parametrize("name", _BESIDE)
+def test_a_proof_beside_the_protocol_checks_what_it_is_there_for(model: Manifest, name: str) -> None:
+    versions, features, properties = _BESIDE[name]
+    config = Config.read(model.folder / f"{name}.cfg")
+
+    assert f"MaxVersion = {versions}" in " ".join(config.entries["CONSTANT"])
+    assert set(features.split()) <= set(_names(config, "Features"))
+    assert set(properties.split()) <= {*config.invariants, *config.properties}
+
+
 def test_proofs_have_all_rules_and_all_fairness(model: Manifest) -> None:
     for found in model.configurations:
         if found.purpose is Purpose.PROOF:
