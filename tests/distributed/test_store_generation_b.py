@@ -90,7 +90,7 @@ def test_a_torchrl_collectors_policy_gets_memory_of_its_own(store: Any) -> None:
     policy.share_memory()
     before, shared = list(policy.parameters()), policy[0].weight.detach()
     with DistributedWeightSyncScheme() as scheme:
-        context = Holder(policy, _weight_sync_schemes=None)
+        context = Holder(policy, _weight_sync_schemes=None, get_model=lambda _: policy)
         scheme.init_on_receiver(model_id="policy", context=context, store=store, worker_idx=1)
         shared.fill_(7.0)
 

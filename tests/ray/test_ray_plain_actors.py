@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray_fleet import PATIENCE, Collector, Stranger, init_by_hand, ray, small
 
-from weightsync import Evidence, RayTransport, WorkerLostError
+from weightsync import Evidence, RayTransport, RayWeightSyncScheme, WorkerLostError
 
 
 def get(ref: Any) -> Any:
@@ -65,6 +66,18 @@ def test_it_is_preferred_to_the_actors_own_method(collector: Any, trainer: Any) 
 
     assert trainer([collector], small(7.0)).send(timeout=PATIENCE)[0].evidence is Evidence.ANSWER
     assert get(collector.shows.remote()) == {7.0}
+
+
+def test_a_torchrl_collectors_actors_are_asked_once_they_listen(collector: Any) -> None:
+    """It initialises the scheme in its actors after `init_on_sender`."""
+    context = SimpleNamespace(_weight_sync_schemes={}, remote_collectors=[collector])
+    with RayWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", context, model=small(1.0))
+        get(collector.do.remote(init_by_hand, "model"))
+        scheme.connect(timeout=PATIENCE)
+
+        assert scheme.send(small(2.0), timeout=PATIENCE)[0].evidence is Evidence.ANSWER
+    assert get(collector.shows.remote()) == {2.0}
 
 
 def test_an_actor_with_neither_is_lost_and_it_is_said_what_it_lacks(stranger: Any, trainer: Any) -> None:
