@@ -82,7 +82,6 @@ def _challenges(manifest: Manifest) -> tuple[str, str, str]:
     kinds, states = _tally(manifest, ("Challenge",))
     return (
         "challenges under a shared key (`tla/Challenge.tla`); the code under random attackers",
-        "challenges under a shared key (`tla/Challenge.tla`), part of them too; walks of an attacker in the code",
         "somebody without the key who is believed",
         f"{kinds[Purpose.PROOF]} proofs, {states:,} distinct states; {kinds[Purpose.CANARY]} canaries, "
         f"{kinds[Purpose.REVERT]} rules taken out",
