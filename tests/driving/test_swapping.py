@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -151,3 +153,37 @@ def test_a_version_that_is_overtaken_while_it_is_staged_is_never_live(pair: Pair
 
     assert (pair.receiver.version, constants(pair.model.linear)) == (2, {2.0})
     assert pair.sender.wait_async(timeout=PATIENCE).ok
+
+
+def test_a_receive_that_may_not_wait_does_not_wait_for_another_thread_that_serves(pair: Pair) -> None:
+    served, over = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        with pair.receiver.serving():
+            served.set()
+            over.wait(PATIENCE)
+
+    pair.sender.send_async()
+    with ThreadPoolExecutor(1) as beside:
+        serving = beside.submit(serve)
+        served.wait(PATIENCE)
+        assert pair.receiver.receive(timeout=0) is False
+        assert not serving.done()
+        over.set()
+    assert pair.receiver.receive(timeout=0) is True
+
+
+def test_weights_given_by_hand_that_are_the_pending_ones_are_acked_as_they_are(pair: Pair) -> None:
+    pair.sender.send_async()
+    pair.receiver.apply_weights(pair.source.state_dict())
+
+    assert (pair.receiver.version, constants(pair.model.linear)) == (1, {1.0})
+    assert pair.sender.wait_async(timeout=PATIENCE).ok
+
+
+def test_other_weights_given_by_hand_refuse_the_pending_version(pair: Pair) -> None:
+    pair.sender.send_async()
+    pair.receiver.apply_weights(moody(3.0).state_dict())
+    assert (pair.receiver.version, constants(pair.model.linear)) == (None, {3.0})
+
+    assert refused(pair).reason == "other weights were applied by hand"

