@@ -25,7 +25,7 @@ from weightsync import (
     WeightSender,
     WeightSyncScheme,
 )
-from weightsync import sender as sending
+from weightsync.driving.sender import SenderDriver
 
 
 class Way:
@@ -212,7 +212,7 @@ def test_the_ack_is_sent_once_the_weights_are_live_and_tells_what_became_of_them
 def test_weights_that_were_applied_are_acked_though_the_receiver_closes_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    closed, wait, close = threading.Event(), sending.wait, WeightSender.close
+    closed, wait, close = threading.Event(), SenderDriver.wait, WeightSender.close
 
     def late(*given: Any) -> Any:
         """The thread that awaits the receiver's answer looks for it only after the receiver was closed."""
@@ -224,7 +224,7 @@ def test_weights_that_were_applied_are_acked_though_the_receiver_closes_at_once(
         close(sender)
         closed.set()
 
-    monkeypatch.setattr(sending, "wait", late)
+    monkeypatch.setattr(SenderDriver, "wait", late)
     monkeypatch.setattr(WeightSender, "close", closing)
     transport, receiver = Acking(), Given().create_receiver()
     receiver.register_model(small())

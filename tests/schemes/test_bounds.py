@@ -15,6 +15,7 @@ from torch import nn
 
 from weightsync import AckTimeoutError, ModelBusyError, MultiProcessWeightSyncScheme, OutcomeKind, State, background
 from weightsync.background import Background
+from weightsync.driving.sender import SenderDriver
 from weightsync.testing import FakeClock
 from weightsync.timing import new_incarnation
 
@@ -40,7 +41,7 @@ def test_g10_a_deadline_counts_from_the_call_and_not_from_the_end_of_packing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FakeClock() as clock:
-        monkeypatch.setattr("weightsync.sender.wait", lambda *_: clock.advance(1))
+        monkeypatch.setattr(SenderDriver, "wait", lambda *_: clock.advance(1))
         pair.scheme.model = Slow(clock)
         begun = clock.monotonic()
         report = pair.sender.send(timeout=2, on_failure="report")

@@ -211,7 +211,7 @@ class World:
         self.clock = Clock()
         for name in ("time", "secrets"):
             patch.setattr(f"weightsync.timing.{name}", self.clock)
-        patch.setattr("weightsync.sender.wait", self._waiting)
+        patch.setattr("weightsync.driving.adapters.wait", self._waiting)
         self.trainers: list[Trainer] = []
         self.cables: list[Cable] = []
         self.workers: dict[int, Worker] = {}
