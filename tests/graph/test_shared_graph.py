@@ -19,7 +19,7 @@ from weightsync.checker.second import Bounds, Graph, GraphRun
 from weightsync.checker.second.dump import Dumped, Model
 from weightsync.checker.text import Config
 
-NAMES = ["SharedTakeover", "SharedStray", "SharedEnds", "SharedAgain"]
+NAMES = ["SharedTakeover", "SharedEnds", "SharedAgain"]
 names = pytest.mark.parametrize("name", NAMES)
 
 

@@ -144,7 +144,6 @@ _BESIDE = {
         "RefinesWeightSync AckedMeansServed ServingIsMonotone "
         "OldSendersHarmNobody OnlyItsSenderEndsIt TheFencedAreTold",
     ),
-    "SharedStray": (1, "copy stray misfit", "AckNamesItsVersion AckedMeansServed RefinesWeightSync"),
     "SharedEnds": (1, "copy close", "EverySendEnds ClosedIsFinal RefinesWeightSync"),
     "SharedAgain": (1, "misfit refuse", "Consistent RefusalKeepsServing RefinesWeightSync"),
     "SharedVersions": (2, "copy async abandon", "TheFencedAreTold ServingIsMonotone"),
