@@ -264,6 +264,7 @@ def test_on_pending_supersede_lists_what_each_worker_skipped(pair: Pair) -> None
 
     assert report.version == 3
     assert report.superseded == {0: (1, 2)}
+    assert pair.sync().superseded == {}
 
 
 @pytest.mark.parametrize("on_pending", ["supersede", "wait"])
