@@ -203,7 +203,6 @@ def test_g2_a_slot_that_comes_round_with_another_layout_is_read_by_that() -> Non
         assert torch.equal(worker.weight, source["weight"])
 
 
-
 def test_a_copied_payload_is_free_after_the_swap() -> None:
     worker = nn.Linear(3, 3)
     target = Target(worker)
