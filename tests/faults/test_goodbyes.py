@@ -94,6 +94,15 @@ def test_g11_a_goodbye_is_in_the_next_report_and_in_the_log(three: Pair, caplog:
     assert three.sender.wait_async(timeout=PATIENCE).left == {}
 
 
+def test_g11_a_goodbye_is_in_the_report_of_a_send_that_times_out_too(three: Pair) -> None:
+    three.sync()
+    three.sender.send_async()
+    three.receivers[2].close()
+    early = three.sender.wait_async(timeout=0, on_failure="report")
+
+    assert "the receiver was closed" in early.left[2]
+
+
 def test_g11_a_send_when_all_have_left_says_who_did(three: Pair) -> None:
     three.sync()
     for receiver in three.receivers:

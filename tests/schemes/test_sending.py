@@ -264,6 +264,7 @@ def test_on_pending_supersede_lists_what_each_worker_skipped(pair: Pair) -> None
 
     assert report.version == 3
     assert report.superseded == {0: (1, 2)}
+    assert pair.sync().superseded == {}
 
 
 @pytest.mark.parametrize("on_pending", ["supersede", "wait"])
@@ -372,6 +373,7 @@ def test_a_joiner_gets_nothing_that_was_not_due_to_it(pair: Pair, scheme_class: 
 def test_g12_a_joiner_gets_what_was_sent_to_all_though_all_others_were_sent_newer(
     pair: Pair, scheme_class: Any
 ) -> None:
+def test_g12_a_joiner_gets_what_was_sent_to_all_though_others_got_newer(pair: Pair, scheme_class: Any) -> None:
     pair.sync()
     pair.sync(small(2.0), worker_ids=[0])
     ours, theirs = multiprocessing.Pipe()

@@ -38,6 +38,8 @@ def test_other_weights_are_refused_in_the_trainer_which_names_both(
     one: Pair, change: Any, told: str, send: str
 ) -> None:
     one.sync()
+    pool = one.sender._packer._pool
+    pinned = pool.statistics().pinned
 
     with pytest.raises(LayoutError, match=told) as caught:
         getattr(one.sender, send)(change(state()))
@@ -46,7 +48,7 @@ def test_other_weights_are_refused_in_the_trainer_which_names_both(
     assert "are not those of the model that is registered for 'policy'" in message
     assert "The model has 9 tensors (1 int64, 8 float32): '0.bias', '0.weight', '1.bias' and 6 more." in message
     assert "The weights have " in message
-    assert (one.sender.version, one.sender.state) == (1, State.READY)
+    assert (one.sender.version, one.sender.state, pool.statistics().pinned) == (1, State.READY, pinned)
     assert one.sync(state()).ok
     assert one.receiver.version == 2
 
