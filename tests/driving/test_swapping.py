@@ -13,6 +13,7 @@ from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, RefusedError, State, WeightSyncError, WorkerLostError, swapping
 from weightsync import target as targets
+from weightsync.messages import Refusal
 from weightsync.report import Evidence, Outcome, OutcomeKind
 
 
@@ -50,6 +51,9 @@ def refused(pair: Pair) -> Outcome:
     with pytest.raises(RefusedError) as caught:
         pair.sender.wait_async(timeout=PATIENCE)
     outcome: Outcome = caught.value.report[0]
+    answer = pair.receiver.driver.data.answer
+    assert isinstance(answer, Refusal)
+    assert answer.fence == pair.receiver.driver.data.fence > 0
     assert (outcome.kind, outcome.evidence, outcome.reason) == (
         OutcomeKind.REFUSED,
         Evidence.ANSWER,

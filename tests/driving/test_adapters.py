@@ -1,0 +1,109 @@
+"""Whatever an adapter raises is the end of its link alone, and is told with the adapter's own words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from weightsync.driving import adapters
+from weightsync.errors import ProtocolError, TransportError
+from weightsync.messages import Hello
+from weightsync.transports.liveness import own_host
+
+
+class Adapter:
+    """A link of which every method raises the same, or notes what it was asked."""
+
+    peer = "somebody"
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.asked: list[Any] = []
+
+    def _ask(self, *what: Any) -> Any:
+        self.asked.append(what)
+        if self.error is not None:
+            raise self.error
+        return self.asked
+
+    def receive(self) -> Any:
+        return self._ask()
+
+    def flush(self) -> Any:
+        return self._ask()
+
+    def close(self) -> None:
+        self._ask()
+
+    def watch(self, pid: int, started: int) -> None:
+        self._ask(pid, started)
+
+
+def said(host: str) -> Hello:
+    return Hello(
+        model_id="policy", incarnation=1, version=0, layout_digest=b"", layout=b"", host=host, pid=77, started=88
+    )
+
+
+def watch(link: Any) -> None:
+    adapters.watch(link, said(own_host()))
+
+
+@pytest.mark.parametrize("ask", [adapters.read, adapters.flush, watch])
+def test_what_the_contract_does_not_name_is_a_fault_of_the_adapter(
+    ask: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    error = KeyError("lost")
+    with pytest.raises(adapters.AdapterFault, match=r"^the adapter of the link to somebody failed: KeyError\('lost'\)"):
+        ask(Adapter(error))
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
+
+
+@pytest.mark.parametrize("ask", [adapters.read, adapters.flush, watch])
+def test_a_transport_error_is_raised_as_it_is(ask: Callable[[Any], Any]) -> None:
+    error = TransportError("gone")
+    with pytest.raises(TransportError) as caught:
+        ask(Adapter(error))
+    assert caught.value is error
+
+
+def test_a_protocol_error_of_reading_is_raised_as_it_is() -> None:
+    with pytest.raises(ProtocolError, match="nonsense"):
+        adapters.read(Adapter(ProtocolError("nonsense")))  # type: ignore[arg-type]
+
+
+def test_what_an_adapter_gives_is_handed_on() -> None:
+    link: Any = Adapter()
+
+    assert adapters.read(link) is link.asked
+    assert adapters.flush(link) is link.asked
+
+
+def test_only_a_process_of_this_host_is_watched() -> None:
+    near, far = Adapter(), Adapter()
+    adapters.watch(near, said(own_host()))  # type: ignore[arg-type]
+    adapters.watch(far, said("elsewhere"))  # type: ignore[arg-type]
+
+    assert (near.asked, far.asked) == ([(77, 88)], [])
+
+
+def test_a_link_that_cannot_even_be_closed_is_told_of_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    error, link = OSError("stuck"), Adapter()
+    adapters.close(link)  # type: ignore[arg-type]
+    with caplog.at_level(logging.ERROR, "weightsync"):
+        adapters.close(Adapter(error))  # type: ignore[arg-type]
+
+    assert link.asked == [()]
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
+
+
+def test_a_message_that_could_not_be_handled_is_a_reason_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    error = ValueError("odd")
+
+    assert adapters.mishandled(Adapter(), error) == (  # type: ignore[arg-type]
+        "a message from somebody could not be handled: ValueError('odd')"
+    )
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]

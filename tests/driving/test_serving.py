@@ -1,0 +1,157 @@
+"""Who has a model: forwards share it, a swap has it alone, and each gives it back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillWaiting
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from weightsync import ModelBusyError
+from weightsync.serving import ServingLock
+from weightsync.timing import Deadline
+
+PATIENCE = 30.0
+#: The machine's seconds that show that somebody waits.
+WHILE = 0.05
+
+
+class Beside:
+    """Another thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+
+    def begin(self, call: Callable[[], Any]) -> Future[Any]:
+        return self._pool.submit(call)
+
+    def does(self, call: Callable[[], Any]) -> Any:
+        return self.begin(call).result(PATIENCE)
+
+    def end(self) -> None:
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def beside() -> Iterator[Beside]:
+    made = Beside()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def lock() -> ServingLock:
+    return ServingLock()
+
+
+def free(lock: ServingLock) -> bool:
+    """Whether a swap could have the model now."""
+    with lock.swapping() as got:
+        return got
+
+
+def test_a_swap_waits_for_no_forward_unless_it_is_told_to(lock: ServingLock, beside: Beside) -> None:
+    beside.does(lock.enter)
+    beside.does(lock.enter)
+    assert (free(lock), lock.mine(), beside.does(lock.mine)) == (False, False, True)
+    beside.does(lock.leave)
+    assert free(lock) is False
+    beside.does(lock.leave)
+    assert (free(lock), beside.does(lock.mine)) == (True, False)
+    beside.does(lock.leave)  # nothing was entered: nothing ends
+    assert free(lock) is True
+
+
+def test_a_swap_that_may_wait_goes_on_when_the_last_forward_ends(lock: ServingLock, beside: Beside) -> None:
+    def swap() -> bool:
+        with lock.swapping(PATIENCE) as got:
+            return got
+
+    lock.enter()
+    swapping = beside.begin(swap)
+    with pytest.raises(StillWaiting):
+        swapping.result(WHILE)
+    lock.leave()
+    assert swapping.result(PATIENCE) is True
+
+
+def test_who_serves_a_model_does_not_get_it_for_a_swap(lock: ServingLock) -> None:
+    lock.enter()
+    assert free(lock) is False
+    lock.leave()
+    assert free(lock) is True
+
+
+@pytest.mark.parametrize("hold", [lambda lock: lock.swapping(), lambda lock: lock.alone(Deadline(0), "ask")])
+def test_a_forward_waits_for_whoever_has_the_model_alone(lock: ServingLock, beside: Beside, hold: Any) -> None:
+    with hold(lock):
+        assert (free(lock), beside.does(lambda: free(lock))) == (False, False)
+        serving = beside.begin(lock.enter)
+        with pytest.raises(StillWaiting):
+            serving.result(WHILE)
+        lock.enter()
+        lock.leave()
+    serving.result(PATIENCE)
+    assert free(lock) is False
+    beside.does(lock.leave)
+
+
+def test_alone_is_beside_what_the_thread_itself_serves_and_may_be_nested(lock: ServingLock, beside: Beside) -> None:
+    lock.enter()
+    with lock.alone(Deadline(0), "outer"):
+        with lock.alone(Deadline(0), "inner"):
+            assert beside.does(lambda: free(lock)) is False
+        lock.leave()
+        assert beside.does(lambda: free(lock)) is False
+    assert beside.does(lambda: free(lock)) is True
+
+
+def test_alone_gives_up_on_others_at_its_deadline_and_leaves_all_as_it_was(lock: ServingLock, beside: Beside) -> None:
+    beside.does(lock.enter)
+    with (
+        pytest.raises(ModelBusyError, match=r"^apply_weights\(\): other threads served the model until time was up"),
+        lock.alone(Deadline(0.01), "apply_weights"),
+    ):
+        raise AssertionError("it had the model")
+    beside.does(lock.leave)
+
+    with lock.alone(Deadline(PATIENCE), "apply_weights"):
+        pass
+    assert free(lock) is True
+
+
+def test_alone_waits_for_a_swap_and_for_others_that_serve(lock: ServingLock, beside: Beside) -> None:
+    def alone() -> bool:
+        with lock.alone(Deadline(PATIENCE), "ask"):
+            return True
+
+    lock.enter()
+    asking = beside.begin(alone)
+    with pytest.raises(StillWaiting):
+        asking.result(WHILE)
+    lock.leave()
+    assert asking.result(PATIENCE) is True
+    with lock.swapping() as got:
+        assert got
+        asking = beside.begin(alone)
+        with pytest.raises(StillWaiting):
+            asking.result(WHILE)
+    assert asking.result(PATIENCE) is True
+
+
+def test_the_entry_of_a_call_that_has_ended_is_void(lock: ServingLock, beside: Beside) -> None:
+    def forward() -> FrameType:
+        frame = sys._getframe()
+        lock.enter(frame)
+        assert beside.does(lambda: free(lock)) is False
+        return frame
+
+    ended = forward()
+
+    assert beside.does(lambda: free(lock)) is True
+    assert not lock.mine()
+    del ended
