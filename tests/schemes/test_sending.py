@@ -370,9 +370,6 @@ def test_a_joiner_gets_nothing_that_was_not_due_to_it(pair: Pair, scheme_class: 
         assert late.get_receiver().version is None
 
 
-def test_g12_a_joiner_gets_what_was_sent_to_all_though_all_others_were_sent_newer(
-    pair: Pair, scheme_class: Any
-) -> None:
 def test_g12_a_joiner_gets_what_was_sent_to_all_though_others_got_newer(pair: Pair, scheme_class: Any) -> None:
     pair.sync()
     pair.sync(small(2.0), worker_ids=[0])
