@@ -1,0 +1,83 @@
+"""A segment owns one descriptor, and what it let go of it never closes again; memory that is not there is told of."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+
+from weightsync.errors import TransportError
+from weightsync.transports import memory
+from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer, Segment, Storage, anonymous
+
+LARGE = 128 * 1024
+
+
+def test_a_segment_that_was_forgotten_has_no_memory_and_closes_nothing_again() -> None:
+    segment = Segment(LARGE)
+    number = segment.fd
+    assert os.readlink(f"/proc/self/fd/{number}").startswith("/memfd:weightsync ")
+    segment.forget()
+    other = os.open("/dev/null", os.O_RDONLY)
+    assert (other, segment.fd) == (number, -1)
+
+    segment.forget()
+    with pytest.raises(TransportError, match="belongs to the process that this one was forked from"):
+        _ = segment.view
+    del segment
+    gc.collect()
+    os.fstat(other)
+    os.close(other)
+
+
+def test_a_segment_that_was_never_made_closes_nothing() -> None:
+    with pytest.raises(TransportError, match=r"^No shared memory for \d+ bytes: only \d+ kB are available\.$"):
+        Segment(2**50)
+    gc.collect()
+
+    for number in (0, 1, 2):
+        os.fstat(number)
+
+
+@pytest.mark.parametrize(("nbytes", "fits"), [(102_400, True), (102_401, False)])
+def test_memory_that_the_kernel_has_not_is_refused_to_the_byte(
+    nbytes: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "MemTotal: 1 kB\nMemAvailable:   100 kB\nMemFree: 1 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda self, encoding: said)
+    if fits:
+        memory._require_memory(nbytes)
+    else:
+        with pytest.raises(OSError, match="only 100 kB are available"):
+            memory._require_memory(nbytes)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_where_nobody_tells_how_much_there_is_it_is_tried(
+    error: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_text(self: Path, encoding: str) -> str:
+        raise error
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+
+    memory._require_memory(2**62)
+
+
+def test_what_is_cheaper_to_write_lies_in_no_segment() -> None:
+    assert Buffer(INLINE_BELOW_NBYTES - 1, Storage.SEGMENTS).segment is None
+    assert Buffer(INLINE_BELOW_NBYTES, Storage.SEGMENTS).segment is not None
+    assert Buffer(INLINE_BELOW_NBYTES, Storage.HEAP).segment is None
+
+
+def test_a_childs_writes_into_its_copy_of_a_heap_buffer_stay_its_own() -> None:
+    heap = anonymous(1)
+    child = os.fork()
+    if child == 0:
+        heap[:1] = b"x"
+        os._exit(0)
+    os.waitpid(child, 0)
+
+    assert heap[:1] == b"\0"
