@@ -142,7 +142,7 @@ def _needs(label: Label, before: World, gone: dict[Pair, str]) -> str:
                 return CUT
             if before.trainer(s).life == "dead":
                 return SENDER_LOST
-            owing = before.worker(w).state is State.AWAITING_ACK and link_of(before.worker(w)) == (s, k)
+            owing = before.worker(w).state is State.AWAITING_ACK and link_of(before, before.worker(w)) == (s, k)
             return LAST_WORDS if owing else SENDER_BYE  # who owes an answer reads no goodbye
         case ("Notice", s, w):
             why = gone[s, w]

@@ -324,10 +324,10 @@ def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
     assert pair.sync().ok
     claim = Client.claim
 
-    def claims_late(client: Client, key: str, value: str) -> str:
+    def claims_late(client: Client, key: str, *rest: Any) -> str:
         if "/door/" in key or key.endswith("/taken"):
             time.sleep(0.1)  # so that a goodbye that waits for nobody comes first
-        return claim(client, key, value)
+        return claim(client, key, *rest)
 
     monkeypatch.setattr(Client, "claim", claims_late)
     with serving(pair.receiver) as loop:

@@ -10,7 +10,7 @@ import pytest
 
 from weightsync.errors import TransportError
 from weightsync.transports import memory
-from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer, Segment, Storage, anonymous
+from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer, Pool, Segment, Storage, anonymous
 
 LARGE = 128 * 1024
 
@@ -70,6 +70,13 @@ def test_what_is_cheaper_to_write_lies_in_no_segment() -> None:
     assert Buffer(INLINE_BELOW_NBYTES - 1, Storage.SEGMENTS).segment is None
     assert Buffer(INLINE_BELOW_NBYTES, Storage.SEGMENTS).segment is not None
     assert Buffer(INLINE_BELOW_NBYTES, Storage.HEAP).segment is None
+    assert Pool().acquire(INLINE_BELOW_NBYTES).segment is not None
+    assert Pool(Storage.HEAP).acquire(INLINE_BELOW_NBYTES).segment is None
+
+
+def test_memory_of_ones_own_that_is_not_there_is_a_transport_error() -> None:
+    with pytest.raises(TransportError, match=r"^No memory for a payload of \d+ bytes: "):
+        anonymous(2**62)
 
 
 def test_a_childs_writes_into_its_copy_of_a_heap_buffer_stay_its_own() -> None:

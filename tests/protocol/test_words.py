@@ -297,9 +297,10 @@ def test_a_handshake_that_is_rejected(incarnation: int, misfit: str, kind: Refus
 
 
 TAKEN_OVER = receiver.Disown(1, 7, RefusalKind.FENCED, "this worker has met a newer sender")
+OUTDATED = receiver.Tell(1, (7, 3), RefusalKind.STALE)
 
 
-@pytest.mark.parametrize(("link", "old"), [(1, ()), (5, (TAKEN_OVER, receiver.CloseLink(1)))])
+@pytest.mark.parametrize(("link", "old"), [(1, (OUTDATED,)), (5, (TAKEN_OVER, receiver.CloseLink(1)))])
 def test_a_newer_sender_may_speak_over_the_link_of_the_one_before(link: int, old: tuple[receiver.Effect, ...]) -> None:
     step = receiver.step(State.READY, replace(SERVING, pending=(7, 3)), receiver.HelloArrived(link, 8))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 from collecting import MARKS, cartpole, choose, chosen, policy, random_policy, tensordict
 from ray_fleet import ray
 from torchrl.collectors import MultiSyncCollector
-from torchrl.collectors.distributed import RayCollector
 
 from weightsync import Evidence, RayWeightSyncScheme, RayWeightUpdater
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of TorchRL's own updaters, of which it imports all
+    from torchrl.collectors.distributed import RayCollector
 
 pytestmark = [*MARKS, pytest.mark.slow]
 
