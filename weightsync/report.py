@@ -119,7 +119,7 @@ class SyncReport:
         took = self.preparing + self.transferring
         text = f"{sent} {self.model_id!r} [{', '.join(told)}] {self.nbytes} bytes in {took:.3f} s"
         if self.connect_s:
-            text += f", after {self.connect_s:.3f} s until the workers had connected"
+            text += f", after {self.connect_s:.3f} s of waiting for workers to connect"
         return text if self.previous is None else f"{text}; before it: {self.previous}"
 
     def __getitem__(self, worker_id: int) -> Outcome:

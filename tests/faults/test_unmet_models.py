@@ -64,6 +64,27 @@ def test_g11_another_models_handshake_is_answered_and_both_sides_are_told(
     assert sender.stale_answers == 0
 
 
+def test_a_handshake_for_a_model_whose_receiver_was_closed_is_answered_and_kept(apart: Apart) -> None:
+    first, second, model = type(apart.later)(), type(apart.later)(), small()
+    second.init_on_sender("actor", pipes=[apart.ours], model=small())  # which keeps the connection open
+    first.init_on_worker("policy", pipe=apart.theirs, model=small())
+    sender = apart.trainer.get_sender()
+    sender.send_async()
+    assert first.get_receiver().receive(timeout=PATIENCE)
+    assert sender.wait_async(timeout=PATIENCE).ok
+    first.close()
+    sender.poll()
+    sender.add_worker(0, apart.ours)
+    for _ in range(2):
+        apart.look()
+    with pytest.raises(AckTimeoutError, match=f"have not connected. Worker 0: {TOLD}"):
+        sender.await_workers(timeout=0)
+    apart.later.init_on_worker("policy", pipe=apart.theirs, model=model)
+    assert apart.later.get_receiver().receive(timeout=0)
+    assert constants(model) == {1.0}
+    second.close()
+
+
 def test_a_rendez_vous_with_a_worker_of_another_model_says_so(apart: Apart) -> None:
     apart.look()
     with pytest.raises(AckTimeoutError, match=f"have not connected. Worker 0: {TOLD}"):

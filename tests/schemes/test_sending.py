@@ -755,7 +755,7 @@ def test_the_time_until_a_worker_connects_is_told_apart(pair: Pair) -> None:
         later = pair.sender.wait_async()
 
     assert (report.connect_s, report.transferring) == (pytest.approx(17), pytest.approx(1))
-    assert "in 1.000 s, after 17.000 s until the workers had connected" in str(report)
+    assert "in 1.000 s, after 17.000 s of waiting for workers to connect" in str(report)
     assert (later.connect_s, later.transferring) == (0, pytest.approx(2))
 
 

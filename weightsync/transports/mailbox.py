@@ -147,6 +147,8 @@ class Sorter:
         model_id = frame.message.model_id
         if isinstance(frame.message, Update):
             self._updated_at[model_id] = self._sorted
+        if is_from_sender(frame.message):
+            self._left.discard(model_id)  # what is still on its way to a receiver that closed ends here
         box = self._boxes.get(model_id)
         if box is not None:
             box.frames.append(frame)
