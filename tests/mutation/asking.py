@@ -58,6 +58,7 @@ FILES = (
     "distributed/test_store_exchange.py",
     "distributed/test_store_strangers.py",
     "distributed/test_store_key.py",
+    "distributed/test_store_client.py",
 )
 #: Seconds that a test may take of the processor, or four times that, to be asked at all; and until it is taken for one
 #: that hangs.
