@@ -38,7 +38,7 @@ def test_an_end_is_a_tcp_store_and_a_workers_rank(store: Any) -> None:
             StoreEnd(store, rank)  # type: ignore[arg-type]
         assert str(caught.value) == f"rank is {rank!r}: the trainer is rank 0, worker i is rank i + 1."
     for other in (dist.HashStore(), dist.PrefixStore("ours", dist.HashStore())):
-        with pytest.raises(ConfigurationError, match=r"^a HashStore is no store that trainer and workers can meet at: "):
+        with pytest.raises(ConfigurationError, match=r"^a HashStore is no store that trainer and workers can meet "):
             StoreEnd(other, 1)
 
 

@@ -11,7 +11,7 @@ from weightsync.driving.sender import SenderDriver
 from weightsync.layout import Layout
 from weightsync.messages import Ack, Hello, Message, Refusal, Update, WeightsForm
 from weightsync.protocol import sender as pure
-from weightsync.transports.base import Received
+from weightsync.transports.base import Received, Remarks, TellsWhatIsRead
 from weightsync.transports.memory import Buffer
 
 LAYOUT = Layout([("a", "float32", (2,))])
@@ -87,6 +87,16 @@ class Scripted:
     def _may(self, method: str) -> None:
         if method in self.raises:
             raise self.raises[method]
+
+
+class Telling(Scripted, TellsWhatIsRead, Remarks):
+    """A link that tells what its worker has read, and why it does not answer."""
+
+    read: bool | None = True
+    remark = "it is asleep"
+
+    def all_read(self) -> bool | None:
+        return self.read
 
 
 def packed(layout: Layout = LAYOUT, digest: bytes = DIGEST) -> Packed:

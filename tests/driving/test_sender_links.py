@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from scripted import Fleet, Scripted, both, hello, plain
+from scripted import Fleet, Scripted, Telling, both, hello, plain
 
 from weightsync import TransportError
 from weightsync.driving.sender import SenderDriver
 from weightsync.transports.awaited import AwaitedProcess
-from weightsync.transports.base import Remarks, TellsWhatIsRead
 from weightsync.transports.calls import BlockingLink
 
 # ------------------------------------------------------------------------------------------- awaited processes
@@ -84,16 +83,6 @@ def test_a_link_is_replaced_before_any_link_is_laid() -> None:
 
 
 # ----------------------------------------------------------------------------------------------- what it knows
-
-
-class Telling(Scripted, TellsWhatIsRead, Remarks):
-    """A link that tells what its worker has read, and why it does not answer."""
-
-    read: bool | None = True
-    remark = "it is asleep"
-
-    def all_read(self) -> bool | None:
-        return self.read
 
 
 class Blocking(Scripted, BlockingLink):
