@@ -9,12 +9,14 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch.distributed as dist
 
 from weightsync import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
+from weightsync.transports import fork
 from weightsync.transports.distributed import store as stores
 from weightsync.transports.distributed.store import Client, StoreEnd, base_of, hosted
 
@@ -240,16 +242,13 @@ def test_looking_for_descriptors_keeps_none() -> None:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_in_a_forked_child_nobody_dials_and_what_was_the_parents_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_the_parents_is_kept_in_a_child_and_nobody_dials_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork, "_inherited", WeakSet())
     monkeypatch.setattr(stores, "_inherited", [])
     stores.keep_in_child(1, 2)
     assert stores._inherited == [(1, 2)]
-    with stores._dialling.lock:
-        child = os.fork()
-        if child == 0:
-            free = stores._dialling.lock.acquire(blocking=False)
-            again = os.fork()
-            if again == 0:
-                os._exit(0 if stores._dialling.lock.acquire(blocking=False) else 1)
-            os._exit(os.waitstatus_to_exitcode(os.waitpid(again, 0)[1]) if free else 2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    dialling = stores._Dialling()
+    for _ in range(2):
+        assert dialling.lock.acquire(blocking=False)
+        fork._forget_all()  # as in a child, and in its own child

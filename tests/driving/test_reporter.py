@@ -125,6 +125,14 @@ def test_the_size_is_told_though_the_version_is_due_to_nobody_any_more() -> None
     assert made.driver.packed(1) is None
 
 
+def test_who_asks_between_a_dispatch_and_its_note_is_told_no_times(clock: FakeClock) -> None:
+    made = Reported(Scripted())
+    made.driver.dispatch(pure.SendAsync(None), packed())
+    report = made.reporter.so_far(OutcomeKind.PENDING)
+
+    assert (report.version, report.nbytes, report.preparing, report.connect_s) == (1, 0, 0.0, 0.0)
+
+
 def test_nothing_outstanding_is_told_as_nothing() -> None:
     made = Reported(Scripted())
     empty = SyncReport(model_id="policy", version=None, incarnation=EPOCH, outcomes={})
