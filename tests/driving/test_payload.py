@@ -51,7 +51,7 @@ def gathered(request: pytest.FixtureRequest, chunk: int, monkeypatch: pytest.Mon
     """Whether tensors are moved as if they were a device's, piece by piece."""
     device = bool(request.param == "gathered")
     if device:
-        monkeypatch.setattr(packing, "_on_one_device", bool)
+        monkeypatch.setattr(packing, "_on_one_device", lambda tensors: len(tensors) > 0)
     return device
 
 
@@ -150,16 +150,20 @@ def test_a_tensor_that_cannot_be_copied_is_named(gathered: bool) -> None:
         digest_of(sparse(), LAYOUT, b"")
 
 
-def test_what_is_no_tensors_fault_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_tensors_fault_is_raised_as_it_is(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("out of memory")
 
     def fails(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(torch, "_foreach_copy_", fails)
-    with pytest.raises(RuntimeError) as caught:
-        pack(WEIGHTS, LAYOUT, memoryview(bytearray(LAYOUT.nbytes)))
-    assert caught.value is error
+    for ask in (
+        lambda: pack(WEIGHTS, LAYOUT, memoryview(bytearray(LAYOUT.nbytes))),
+        lambda: digest_of(WEIGHTS, LAYOUT, b""),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            ask()
+        assert caught.value is error
     pack(read_weights({}), layout_of(read_weights({})), memoryview(bytearray()))
 
 
