@@ -33,7 +33,7 @@ processes, or by the traces that `make test` records.
 
 Not mutated: prose (texts with a space in them), what is only logged, and what stands outside functions.
 
-`python tests/mutation/run.py --driven RESULT [MODULE...]` hunts (all: an hour on two cores), and
+`python tests/mutation/run.py --driven RESULT [MODULE...]` hunts (all: forty minutes on two cores), and
 `python tests/mutation/driven_ledger.py RESULT` takes that in and renders this page. Then each new mutant wants its
 reason in `tests/mutation/driven.toml`, or a test that kills it; `--prune` in place of RESULT takes off what the code
 does not have any more. `make verify` hunts another twentieth each day, and fails if one lives that is not here.
