@@ -297,7 +297,7 @@ class WeightSender(Roster):
                 version = self._driver.dispatch(event, packed)
         finally:
             self._packer.handed_over(packed)
-        self._reporter.dispatched(preparing)
+        self._reporter.dispatched(preparing, packed.nbytes)
         return version
 
     @contextlib.contextmanager

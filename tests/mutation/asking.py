@@ -58,7 +58,10 @@ FILES = (
     "distributed/test_store_exchange.py",
     "distributed/test_store_strangers.py",
     "distributed/test_store_key.py",
+    "distributed/test_store_client.py",
 )
+#: Those of them that are about these modules alone, and asked first.
+OWN = ("tests/driving/", "tests/distributed/test_store_client.py")
 #: Seconds that a test may take of the processor, or four times that, to be asked at all; and until it is taken for one
 #: that hangs.
 LONGEST, HANGS = 0.6, 20
@@ -96,7 +99,7 @@ class Asked:
                 yield test
 
     def _ordered(self, tests: Sequence[str]) -> Iterator[str]:
-        """The drivers' own tests, then in turn one that reaches little else and one that reaches much."""
+        """The modules' own tests, then in turn one that reaches little else and one that reaches much."""
         met, weights = Counter[str](), {}
         for test in sorted(tests, key=self.breadth.__getitem__):
             name = test.partition("[")[0]
@@ -104,7 +107,7 @@ class Asked:
             weights[test] = self.breadth[test] * (10 + met[name])
             met[name] += 1
         others = deque(sorted(weights, key=weights.__getitem__))
-        own = [test for test in others if test.startswith("tests/driving/")]
+        own = [test for test in others if test.startswith(OWN)]
         yield from own
         for test in own:
             others.remove(test)

@@ -27,13 +27,13 @@ HEAD = """# Mutants of the drivers and of the payload's path
 
 As [those of the machines](code-mutants.md), these are functions changed in one place by mutmut. The tests that reach
 the changed lines are asked: those of one process and its forked children that take at most 0.6 s of the processor, at
-most 50 a mutant and one second of them together; first `tests/driving`, then in turn one that reaches little else and
-one that reaches much. What lives here may still be killed by others, of Ray, RPC or spawned processes, or by the traces
-that `make test` records.
+most 50 a mutant and one second of them together; first the modules' own (`tests/driving`), then in turn one that
+reaches little else and one that reaches much. What lives here may still be killed by others, of Ray, RPC or spawned
+processes, or by the traces that `make test` records.
 
 Not mutated: prose (texts with a space in them), what is only logged, and what stands outside functions.
 
-`python tests/mutation/run.py --driven RESULT [MODULE...]` hunts (all: an hour on two cores), and
+`python tests/mutation/run.py --driven RESULT [MODULE...]` hunts (all: forty minutes on two cores), and
 `python tests/mutation/driven_ledger.py RESULT` takes that in and renders this page. Then each new mutant wants its
 reason in `tests/mutation/driven.toml`, or a test that kills it; `--prune` in place of RESULT takes off what the code
 does not have any more. `make verify` hunts another twentieth each day, and fails if one lives that is not here.

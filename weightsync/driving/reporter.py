@@ -23,6 +23,7 @@ class Reporter:
     def __init__(self, driver: SenderDriver) -> None:
         self._driver = driver
         self._preparing = 0.0
+        self._nbytes = 0
         self._dispatched = Stopwatch()
         self._given_up: dict[int, tuple[int, ...]] = {}
         #: What became of the update before, until a report has told of it.
@@ -32,9 +33,10 @@ class Reporter:
         """The next update was made to wait for that of ``previous``: the next report tells of both."""
         self._previous = previous
 
-    def dispatched(self, preparing: float) -> None:
-        """A version has just been dispatched, after ``preparing`` seconds of packing."""
+    def dispatched(self, preparing: float, nbytes: int) -> None:
+        """A version of ``nbytes`` bytes has just been dispatched, after ``preparing`` seconds of packing."""
         self._preparing = preparing
+        self._nbytes = nbytes
         self._dispatched = Stopwatch()
 
     def superseded(self, report: SyncReport) -> None:
@@ -114,14 +116,13 @@ class Reporter:
         not_caught_up: Mapping[int, Outcome],
         left: Mapping[int, str],
     ) -> SyncReport:
-        packed, seconds = self._driver.packed(version), self._dispatched.seconds
-        connecting = self._connecting(outcomes)
+        seconds, connecting = self._dispatched.seconds, self._connecting(outcomes)
         report = SyncReport(
             model_id=self._driver.model_id,
             version=version,
             incarnation=self._driver.data.incarnation,
             outcomes=dict(sorted(outcomes.items())),
-            nbytes=packed.nbytes if packed else 0,
+            nbytes=self._nbytes,
             preparing=self._preparing,
             connect_s=min(connecting, seconds),
             transferring=max(0.0, seconds - connecting),

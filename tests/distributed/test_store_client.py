@@ -1,0 +1,254 @@
+"""Where trainer and workers meet, and our own connections to it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch.distributed as dist
+
+from weightsync import ConfigurationError, TransportError
+from weightsync.keys import SharedKey
+from weightsync.transports import fork
+from weightsync.transports.distributed import store as stores
+from weightsync.transports.distributed.store import Client, StoreEnd, base_of, hosted
+
+
+@pytest.fixture
+def client(store: Any) -> Iterator[Client]:
+    made = Client(dist.PrefixStore("ours", store))
+    yield made
+    made.close()
+
+
+# ----------------------------------------------------------------------------------------------- where they meet
+
+
+def test_an_end_is_a_tcp_store_and_a_workers_rank(store: Any) -> None:
+    end = StoreEnd(dist.PrefixStore("outer", dist.PrefixStore("inner", store)), 1)
+    assert (end.rank, end.backend, end.in_flight, end.key) == (1, "gloo", 1, None)
+    assert base_of(end.store).port == store.port
+    for rank in (0, -1, True, "1", 1.0):
+        with pytest.raises(ConfigurationError) as caught:
+            StoreEnd(store, rank)  # type: ignore[arg-type]
+        assert str(caught.value) == f"rank is {rank!r}: the trainer is rank 0, worker i is rank i + 1."
+    for other in (dist.HashStore(), dist.PrefixStore("ours", dist.HashStore())):
+        with pytest.raises(ConfigurationError, match=r"^a HashStore is no store that trainer and workers can meet "):
+            StoreEnd(other, 1)
+
+
+def test_an_end_travels_with_all_it_was_given_and_without_prefixes(store: Any) -> None:
+    end = StoreEnd(store, 3, "nccl", 2, SharedKey("secret"))
+    there = pickle.loads(pickle.dumps(end))
+
+    assert (there.rank, there.backend, there.in_flight) == (3, "nccl", 2)
+    assert there.key._secret == b"secret"
+    there.store.set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(ConfigurationError, match=r"^A PrefixStore does not travel to another process"):
+        pickle.dumps(StoreEnd(dist.PrefixStore("ours", store), 3))
+
+
+@pytest.mark.parametrize(("exposed", "key"), [(True, None), (True, SharedKey("secret")), (False, None)])
+def test_a_store_that_others_can_reach_is_told_of_unless_there_is_a_key(
+    store: Any, exposed: bool, key: SharedKey | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(stores, "is_exposed", lambda *where: asked.append(where) or exposed)
+    monkeypatch.setattr(stores, "tell", asked.append)
+    StoreEnd(dist.PrefixStore("ours", store), 1, key=key).tell_if_exposed()
+
+    where = store.host, store.port
+    told = f"The store at {store.host}:{store.port} can be reached from other hosts"
+    assert asked == ([] if key else [where, told] if exposed else [where])
+
+
+def test_a_store_of_our_own_listens_where_it_says_and_nowhere_else() -> None:
+    made = hosted("127.0.0.1", 0, timedelta(seconds=7))
+    assert (made.host, made.timeout) == ("127.0.0.1", timedelta(seconds=7))
+    made.set("key", "value")
+    assert made.get("key") == b"value"
+    with socket.create_connection(("127.0.0.1", made.port), 5):
+        pass
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", made.port), 5)
+    with pytest.raises(OSError, match="in use"):
+        hosted("127.0.0.1", made.port, timedelta(seconds=7))
+
+
+def test_connections_are_made_with_a_bounded_wait_and_wait_for_nobody(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    class Recorded(dist.TCPStore):  # type: ignore[misc]
+        def __init__(self, *told: Any, **named: Any) -> None:
+            made.append((told, named))
+            super().__init__(*told, **named)
+
+    monkeypatch.setattr(stores, "TCPStore", Recorded)
+    base = Recorded("127.0.0.1", store.port, None, False, timedelta(seconds=5), wait_for_workers=False)
+    Client(base).close()
+    stores._arrived("127.0.0.1", store.port, 2)
+    hosted("127.0.0.1", 0, timedelta(seconds=7))
+
+    dialled = ((store.host, store.port, None, False, timedelta(seconds=15)), {"wait_for_workers": False})
+    assert made[1:3] == [dialled, dialled]
+    (_, port, *told), named = made[3]
+    assert (told, named["wait_for_workers"]) == ([None, True, timedelta(seconds=7)], False)
+    assert port > 0
+    assert named["master_listen_fd"] > 2
+
+
+# -------------------------------------------------------------------------------------------------- what is there
+
+
+def test_what_is_written_is_found_under_its_prefix(client: Client, store: Any) -> None:
+    assert (client.present("key"), client.value("key"), client.peek("key")) == (False, None, None)
+    client.set("key", b"\xff\0")
+    assert client.present("key")
+    assert client.await_value("key") == client.value("key") == client.peek("key") == b"\xff\0"
+    assert store.get("ours/key") == b"\xff\0"
+    client.delete("key")
+    assert (client.present("key"), client.peek("key"), store.check(["ours/key"])) == (False, None, False)
+    assert (client.add("count", 2), client.add("count", 3)) == (2, 5)
+
+
+def test_a_value_is_claimed_once_and_strangers_are_written_over(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (client.claim("key", "one"), client.claim("key", "two")) == ("one", "one")
+    assert caplog.messages == []
+    client.set("key", b"\xffjunk")
+    assert client.claim("key", "two", lambda value: value.isascii()) == "two"
+    assert caplog.messages == ["the store's key key held what nobody of ours wrote: it was written over"]
+    assert client.claim("key", "three", lambda value: value.isascii()) == "two"
+    client.set("key", b"\xff")
+    assert client.claim("key", "three") == "\ufffd"
+
+
+def test_a_connection_waits_for_a_key_without_end_and_cutting_it_ends_that(client: Client, store: Any) -> None:
+    assert client._store is not None
+    assert client._store.timeout == timedelta(days=365)  # type: ignore[attr-defined]
+    assert client.own_address in ("127.0.0.1", "::ffff:127.0.0.1")
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            client.await_value("never")
+        except TransportError as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    client.cut()
+    waiting.join(20)
+    (error,) = failed
+    assert str(error).startswith(f"the store at 127.0.0.1:{store.port} failed: ")
+    assert "\n" not in str(error)
+    assert isinstance(error.__cause__, RuntimeError)
+    with pytest.raises(TransportError, match="the store at "):
+        client.set("key", b"")
+
+
+def test_a_connection_that_was_closed_says_so_and_has_no_address(client: Client, store: Any) -> None:
+    client.close()
+    for ask in (client.present, client.peek, client.delete, client.await_value):
+        with pytest.raises(TransportError) as caught:
+            ask("key")
+        assert str(caught.value) == f"The connection to the store at 127.0.0.1:{store.port} was closed."
+    assert client.own_address is None
+    client.cut()
+    client.close()
+
+
+# ----------------------------------------------------------------------------------------- sockets, descriptors
+
+
+class Socket:
+    """A new connection, as it is found."""
+
+    def __init__(self, peer: int, copied: Any = None) -> None:
+        self.peer, self.copied = peer, copied
+
+    def copy(self) -> Any:
+        return self.copied
+
+
+def found(monkeypatch: pytest.MonkeyPatch, *fresh: Socket) -> None:
+    """Have a connection that is made find these, beside one that was there."""
+    looks = iter([{"old": fresh[0]}, {"old": fresh[0], **dict(enumerate(fresh))}])
+    monkeypatch.setattr(stores, "connected", lambda: next(looks))
+
+
+def test_only_a_socket_that_must_be_ours_is_watched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    for sockets in ([Socket(store.port), Socket(store.port)], [Socket(1)]):
+        found(monkeypatch, *sockets)
+        client = Client(store)
+        assert (client._plug, client.own_address) == (None, None)
+        client.cut()
+        client.set("key", b"")
+        client.close()
+    found(monkeypatch, Socket(1), Socket(store.port, ours))
+    client = Client(store)
+    assert client._plug is ours
+    client.cut()
+    assert theirs.recv(1) == b""
+    client.close()
+    assert ours.fileno() == -1
+    theirs.close()
+
+
+def test_a_connection_that_ends_as_it_is_made_is_told(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch, Socket(store.port))
+    with pytest.raises(TransportError) as caught:
+        Client(store)
+    where = f"the store at {store.host}:{store.port}"
+    assert str(caught.value) == f"The connection to {where} ended as it was made, or no descriptor is left."
+
+
+@pytest.mark.parametrize("left", [0, 2, 3])
+def test_a_connection_needs_three_descriptors_and_keeps_none_of_those_it_looked_for(
+    store: Any, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped, made = os.eventfd, []
+
+    def eventfd(*told: int) -> int:
+        if len(made) == left:
+            raise OSError(24, "Too many open files")
+        made.append((shipped(*told), told))
+        return made[-1][0]
+
+    monkeypatch.setattr(os, "eventfd", eventfd)
+    if left == 3:
+        Client(store).close()
+    else:
+        with pytest.raises(TransportError, match=r"^the store at .* failed: \[Errno 24\] Too many open files$"):
+            Client(store)
+    assert [told for _, told in made] == [(0, os.EFD_CLOEXEC)] * left
+
+
+def test_looking_for_descriptors_keeps_none() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    stores._require_descriptors()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_the_parents_is_kept_in_a_child_and_nobody_dials_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork, "_inherited", WeakSet())
+    monkeypatch.setattr(stores, "_inherited", [])
+    stores.keep_in_child(1, 2)
+    assert stores._inherited == [(1, 2)]
+
+    dialling = stores._Dialling()
+    for _ in range(2):
+        assert dialling.lock.acquire(blocking=False)
+        fork._forget_all()  # as in a child, and in its own child

@@ -1,0 +1,165 @@
+"""A link that a test holds in its hand: it hears what it is given, and keeps what it was given to say; and a fleet."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from weightsync._tables import Delivery, RefusalKind
+from weightsync.driving.packing import Packed
+from weightsync.driving.sender import SenderDriver
+from weightsync.layout import Layout
+from weightsync.messages import Ack, Hello, Message, Refusal, Update, WeightsForm
+from weightsync.protocol import sender as pure
+from weightsync.transports.base import Received, Remarks, TellsWhatIsRead
+from weightsync.transports.memory import Buffer
+
+LAYOUT = Layout([("a", "float32", (2,))])
+OTHER = Layout([("b", "float64", (3,))])
+EPOCH = 5
+DIGEST = b"\1" * 16
+
+
+class Scripted:
+    """A link without a peer.
+
+    Args:
+        delivery: what it promises.
+    """
+
+    peer = "somebody"
+
+    def __init__(self, delivery: Delivery = Delivery.ORDERED) -> None:
+        self.delivery = delivery
+        self.said: list[Message] = []
+        self.payloads: list[Any] = []
+        self.heard: deque[Received] = deque()
+        #: What its methods raise, by their names.
+        self.raises: dict[str, BaseException] = {}
+        #: How many messages it takes before `send` raises.
+        self.takes_at_most = 0
+        #: Whether all that was said has left.
+        self.gone = True
+        self.flushed = 0
+        self.closed = 0
+        self.watched: list[tuple[int, int]] = []
+
+    def hears(self, message: Message, **what: Any) -> None:
+        """Let a message be read next."""
+        self.heard.append(Received(message, **what))
+
+    def takes(self) -> list[Message]:
+        """What was said since the last time."""
+        said, self.said = self.said, []
+        return said
+
+    def send(self, message: Message, payload: Any = None) -> None:
+        if len(self.said) >= self.takes_at_most:
+            self._may("send")
+        self.said.append(message)
+        self.payloads.append(payload)
+
+    def flush(self) -> bool:
+        self.flushed += 1
+        self._may("flush")
+        return self.gone
+
+    def receive(self) -> list[Received]:
+        found = list(self.heard)
+        self.heard.clear()
+        if not found:
+            self._may("receive")
+        return found
+
+    def watch(self, pid: int, started: int) -> None:
+        self._may("watch")
+        self.watched.append((pid, started))
+
+    def waitables(self) -> list[int]:
+        return []
+
+    def wants_write(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def _may(self, method: str) -> None:
+        if method in self.raises:
+            raise self.raises[method]
+
+
+class Telling(Scripted, TellsWhatIsRead, Remarks):
+    """A link that tells what its worker has read, and why it does not answer."""
+
+    read: bool | None = True
+    remark = "it is asleep"
+
+    def all_read(self) -> bool | None:
+        return self.read
+
+
+def packed(layout: Layout = LAYOUT, digest: bytes = DIGEST) -> Packed:
+    return Packed(layout, Buffer(layout.nbytes), b"extras", digest, WeightsForm.NESTED)
+
+
+def ack(version: int, digest: bytes = DIGEST, incarnation: int = EPOCH) -> Ack:
+    return Ack(model_id="policy", incarnation=incarnation, version=version, digest=digest)
+
+
+def refusal(version: int, kind: RefusalKind = RefusalKind.REFUSED) -> Refusal:
+    return Refusal(model_id="policy", incarnation=EPOCH, version=version, kind=kind, reason="no")
+
+
+def hello(**told: Any) -> Hello:
+    return Hello(model_id="policy", incarnation=EPOCH, **told)
+
+
+class Fleet:
+    """A connected driver, its links, and what may be asked of both."""
+
+    def __init__(self, *links: Any) -> None:
+        self.driver = SenderDriver("policy")
+        self.links = links
+        for worker, link in enumerate(links):
+            self.driver.join(worker, link)
+        self.driver.take(pure.Connect(EPOCH))
+        for link in links:
+            link.takes()
+
+    def sends(self, what: Packed | None = None, targets: tuple[int, ...] | None = None) -> Packed:
+        """Dispatch a version; what it was."""
+        sent = packed() if what is None else what
+        self.driver.dispatch(pure.Send(targets), sent)
+        return sent
+
+    def gives_up(self, times: int, targets: tuple[int, ...] | None = None) -> None:
+        """Dispatch so many versions, and wait for none."""
+        for _ in range(times):
+            self.driver.dispatch(pure.SendAsync(targets), packed())
+            self.driver.take(pure.Abandon())
+
+    def hears(self, worker: int, *messages: Any) -> None:
+        """Let a worker say something."""
+        for message in messages:
+            self.links[worker].hears(message)
+        self.driver.pump()
+
+    def standing(self, worker: int = 0) -> pure.Standing:
+        return self.driver.data.roll[worker].standing
+
+    def reason(self, worker: int = 0) -> str:
+        return self.driver.data.roll[worker].reason
+
+
+def versions(link: Scripted) -> list[int]:
+    """Those of the updates that it was given."""
+    return [told.version for told in link.said if isinstance(told, Update)]
+
+
+def plain() -> Fleet:
+    return Fleet(Scripted())
+
+
+def both() -> Fleet:
+    return Fleet(Scripted(), Scripted())

@@ -1,0 +1,487 @@
+"""What a receiver's driver says over its links, whom it hears, and what it keeps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scripted import Scripted
+
+from weightsync import ProtocolError, StateError, TransportError
+from weightsync._tables import RefusalKind, State
+from weightsync.driving.receiver import ReceiverDriver
+from weightsync.errors import SenderClosed
+from weightsync.layout import Layout
+from weightsync.messages import Ack, Bye, Ending, Hello, Refusal, Update
+from weightsync.protocol import receiver as pure
+from weightsync.report import SyncReport
+from weightsync.transports.liveness import own_host, own_identity
+
+LAYOUT = Layout([("a", "float32", (2,))])
+OTHER = Layout([("b", "float64", (3,))])
+EPOCH = 5
+NESTED = SyncReport(model_id="policy", version=1, incarnation=2, outcomes={})
+
+
+def hello(incarnation: int = EPOCH, **told: Any) -> Hello:
+    return Hello(model_id="policy", incarnation=incarnation, **told)
+
+
+def update(version: int, layout: Layout = LAYOUT, *, told: bool = True, incarnation: int = EPOCH) -> Update:
+    return Update(
+        model_id="policy",
+        incarnation=incarnation,
+        version=version,
+        layout_digest=layout.digest,
+        layout=layout.encode() if told else b"",
+        nbytes=layout.nbytes,
+    )
+
+
+def bye(incarnation: int = EPOCH, ending: Ending = Ending.CLOSED) -> Bye:
+    return Bye(model_id="policy", incarnation=incarnation, reason="enough", ending=ending)
+
+
+def ack(version: int) -> Ack:
+    return Ack(model_id="policy", incarnation=EPOCH, version=version)
+
+
+def refusal(version: int, kind: RefusalKind, reason: str, **what: Any) -> Refusal:
+    told = {"incarnation": EPOCH, "fence": EPOCH, **what}
+    return Refusal(model_id="policy", version=version, kind=kind, reason=reason, **told)
+
+
+class Worker:
+    """A driver whose first link has made its handshake, and its links."""
+
+    def __init__(self, others: int = 0) -> None:
+        self.driver = ReceiverDriver("policy")
+        self.links = [Scripted() for _ in range(1 + others)]
+        for link in self.links:
+            self.driver.add_link(link)
+        self.hears(0, hello())
+        self.link = self.links[0]
+        self.link.takes()
+
+    def hears(self, which: int, *messages: Any) -> None:
+        """Let a link say something."""
+        for message in messages:
+            self.links[which].hears(message)
+        self.driver.pump()
+
+    def applies(self, version: int) -> Ack:
+        """A version arrives and is live; its answer."""
+        answer = ack(version)
+        self.hears(0, update(version))
+        self.driver.take(pure.Applied(answer))
+        return answer
+
+    @property
+    def state(self) -> State:
+        return self.driver.machine.state
+
+
+def raised_by(worker: Worker, which: int, *messages: Any) -> ProtocolError:
+    with pytest.raises(ProtocolError) as caught:
+        worker.hears(which, *messages)
+    return caught.value
+
+
+# ------------------------------------------------------------------------------------------------- what it says
+
+
+def test_its_hello_tells_who_it_is_and_what_it_serves() -> None:
+    worker, late = Worker(1), Scripted()
+    pid, started = own_identity()
+    told = hello(fence=EPOCH, host=own_host(), pid=pid, started=started)
+    worker.driver.layout = LAYOUT
+    worker.applies(3)
+    worker.driver.add_link(late)
+    late.hears(hello())
+    worker.driver.pump()
+    assert late.takes() == [replace(told, link=3, version=3, layout_digest=LAYOUT.digest)]
+
+    worker.driver.layout = None
+    worker.hears(1, hello(EPOCH + 1))
+    assert worker.links[1].takes() == [replace(told, incarnation=EPOCH + 1, fence=EPOCH + 1, link=2)]
+
+
+def test_an_older_senders_handshake_is_refused_with_the_fence_and_is_not_the_greeting() -> None:
+    worker = Worker(1)
+    worker.hears(1, hello(EPOCH - 1))
+
+    reason = "this worker has met a newer sender"
+    assert worker.links[1].takes() == [refusal(0, RefusalKind.FENCED, reason, incarnation=EPOCH - 1)]
+    assert (worker.links[1].closed, worker.driver.greeting) == (1, hello())
+    assert (worker.driver.ended, worker.driver.ended_as) == (f"its handshake was refused: {reason}", TransportError)
+
+
+@pytest.mark.parametrize("layout", [OTHER, LAYOUT], ids=["another", "the same"])
+def test_a_handshake_is_refused_for_what_differs_and_for_nothing_else(layout: Layout) -> None:
+    worker = Worker(1)
+    worker.driver.layout = LAYOUT
+    worker.hears(1, hello(EPOCH + 1, layout_digest=b"unknown digest..", layout=layout.encode()))
+
+    (said,) = worker.links[1].takes()
+    assert isinstance(said, Hello if layout is LAYOUT else Refusal)
+    if isinstance(said, Refusal):
+        assert (said.kind, said.reason) == (RefusalKind.REFUSED, str(LAYOUT.difference(OTHER)))
+
+
+def test_whoever_is_taken_over_from_hears_the_new_fence_as_the_last_word() -> None:
+    worker = Worker(1)
+    worker.hears(1, hello(EPOCH + 1))
+
+    reason = "this worker has met a newer sender"
+    assert worker.link.takes() == [refusal(0, RefusalKind.FENCED, reason, fence=EPOCH + 1)]
+    assert (worker.link.closed, worker.driver.in_force()) == (1, worker.links[1])
+
+
+def test_a_goodbye_goes_over_every_link_that_is_closed_in_good_order() -> None:
+    worker = Worker(1)
+    worker.links[1].raises["send"] = ZeroDivisionError()
+    worker.hears(0, update(1))
+    worker.driver.close()
+
+    said = Bye(model_id="policy", incarnation=EPOCH, reason="the receiver was closed")
+    assert (worker.link.takes(), worker.links[1].takes()) == ([said], [])
+    assert [link.closed for link in worker.links] == [1, 1]
+    assert (worker.driver.links(), worker.driver.pending, worker.state) == ([], None, State.CLOSED)
+    assert worker.driver.waker.enter() is None
+    worker.driver.add_link(late := Scripted())
+    assert (late.closed, worker.driver.links()) == (1, [])
+
+
+@pytest.mark.parametrize("method", ["fail", "break_down"])
+def test_what_failed_is_the_last_word_over_the_link_in_force_and_all_are_closed(method: str) -> None:
+    worker = Worker(1)
+    worker.hears(0, update(1))
+    getattr(worker.driver, method)("the bus is gone", "a traceback")
+
+    assert worker.link.takes() == [refusal(0, RefusalKind.FAILED, "the bus is gone", remote_traceback="a traceback")]
+    assert ([link.closed for link in worker.links], worker.driver.links()) == ([1, 1], [])
+    assert worker.driver.pending is None
+    assert worker.driver.waker.enter() is None
+
+
+def test_versions_that_are_overtaken_or_old_are_refused_with_the_reason() -> None:
+    worker = Worker()
+    worker.hears(0, update(2), update(3, told=False), update(1, told=False))
+    assert worker.link.takes() == [
+        refusal(2, RefusalKind.SUPERSEDED, "a newer version arrived before this one was applied"),
+        refusal(1, RefusalKind.STALE, "a newer version, or a newer sender, has been met already"),
+    ]
+    assert worker.driver.pending is not None
+    assert worker.driver.pending.update.version == 3
+
+
+# --------------------------------------------------------------------------------------------------- its answers
+
+
+def test_an_answer_is_written_at_once_and_no_more_is_read_until_it_has_left() -> None:
+    worker = Worker(1)
+    worker.link.gone = False
+    answer = worker.applies(1)
+    assert (worker.link.takes(), worker.state) == ([answer], State.AWAITING_ACK)
+    worker.hears(0, update(2))
+    assert worker.driver.pending is None
+
+    worker.links[1].gone = True
+    worker.hears(1, hello(EPOCH - 1))
+    assert (worker.state, worker.links[1].closed) == (State.AWAITING_ACK, 1)
+    worker.link.gone = True
+    worker.driver.pump()
+    assert worker.state is State.PENDING_ASYNC
+
+
+def test_an_answer_has_left_when_its_own_link_is_empty_and_no_other() -> None:
+    worker = Worker(1)
+    worker.link.gone = False
+    worker.applies(1)
+    worker.links[1].gone = True
+    worker.driver.pump()
+
+    assert worker.state is State.AWAITING_ACK
+
+
+def test_an_answer_that_is_held_back_leaves_with_what_became_of_the_version_elsewhere() -> None:
+    worker, before = Worker(), 0
+    worker.driver.hold()
+    answer = worker.applies(1)
+    worker.driver.pump()
+    assert (worker.link.takes(), worker.state) == ([], State.AWAITING_ACK)
+    before = worker.driver.waker.fired
+    worker.driver.release(NESTED)
+
+    told = replace(answer, nested=NESTED)
+    assert (worker.link.takes(), worker.state) == ([told], State.READY)
+    assert worker.driver.data.answer == told
+    assert worker.driver.waker.fired == before + 1
+    worker.hears(0, update(1))
+    assert worker.link.takes() == [told]
+
+
+def test_a_refusal_is_never_held_back_for_what_became_of_it_elsewhere() -> None:
+    worker = Worker()
+    worker.driver.hold()
+    worker.hears(0, update(1))
+    worker.driver.take(pure.Refused(refusal(1, RefusalKind.REFUSED, "no")))
+    worker.driver.release(NESTED)
+
+    assert worker.driver.data.answer == refusal(1, RefusalKind.REFUSED, "no")
+
+
+def test_a_release_with_nothing_held_back_says_nothing() -> None:
+    worker = Worker()
+    assert not worker.driver.holding
+    worker.driver.release(NESTED)
+    assert worker.link.takes() == []
+
+
+def test_an_answer_that_was_held_back_for_a_link_that_is_gone_is_kept_for_the_next() -> None:
+    worker = Worker()
+    worker.driver.hold()
+    answer = worker.applies(1)
+    worker.link.raises["flush"] = TransportError("cut")
+    worker.driver.pump()
+    assert worker.driver.links() == []
+    worker.driver.release(NESTED)
+    worker.driver.add_link(late := Scripted())
+    late.hears(hello())
+    late.hears(update(1))
+    worker.driver.pump()
+
+    assert late.takes()[1:] == [replace(answer, nested=NESTED)]
+
+
+def test_no_version_is_served_after_weights_were_written_by_hand() -> None:
+    worker = Worker()
+    worker.applies(1)
+    assert worker.driver.data.served == (EPOCH, 1)
+    worker.driver.spoil()
+    assert worker.driver.data.served is None
+
+
+# ------------------------------------------------------------------------------------------------ how links end
+
+
+@pytest.mark.parametrize("method", ["receive", "flush"])
+@pytest.mark.parametrize(
+    ("error", "reason"), [(TransportError("cut"), "cut"), (KeyError("odd"), "the adapter of the link to somebody fa")]
+)
+def test_a_link_that_fails_is_told_so_as_its_last_word_and_closed(method: str, error: Exception, reason: str) -> None:
+    worker = Worker()
+    assert (worker.driver.ended, worker.driver.ended_as) == ("", TransportError)
+    worker.link.raises[method] = error
+    worker.driver.pump()
+
+    (said,) = worker.link.takes()
+    assert isinstance(said, Refusal)
+    assert (said.kind, said.version, said.incarnation) == (RefusalKind.FAILED, 0, EPOCH)
+    assert worker.driver.ended == said.reason
+    assert said.reason.startswith(reason)
+    assert (worker.link.closed, worker.driver.links()) == (1, [])
+    assert (worker.driver.in_force(), worker.state) == (None, State.UNINITIALIZED)
+
+
+@pytest.mark.parametrize("method", ["receive", "flush"])
+def test_a_link_beside_the_one_in_force_fails_alone_with_a_last_word(method: str) -> None:
+    worker = Worker(2)
+    worker.links[1].raises[method] = TransportError("cut")
+    worker.links[2].hears(hello(EPOCH - 1))
+    worker.driver.pump()
+
+    assert worker.links[1].takes() == [refusal(0, RefusalKind.FAILED, "cut")]
+    assert [link.closed for link in worker.links] == [0, 1, 1]
+    assert (worker.driver.in_force(), worker.state) == (worker.link, State.READY)
+
+
+def test_links_behind_one_that_fails_are_written_to_as_well() -> None:
+    worker = Worker(1)
+    flushed = worker.links[1].flushed
+    worker.link.raises["flush"] = TransportError("cut")
+    worker.driver.flush()
+
+    assert worker.links[1].flushed == flushed + 1
+
+
+@pytest.mark.parametrize(("error", "reason"), [(TransportError("cut"), "cut"), (MemoryError(), "MemoryError()")])
+def test_a_link_that_takes_no_word_is_down_with_the_reason(error: Exception, reason: str) -> None:
+    worker = Worker()
+    worker.link.raises["send"] = error
+    worker.hears(0, update(2), update(1))
+
+    assert (worker.driver.ended, worker.link.closed, worker.state) == (reason, 1, State.UNINITIALIZED)
+
+
+def test_a_goodbye_behind_what_could_not_be_answered_is_how_the_link_ended() -> None:
+    worker = Worker()
+    worker.link.raises["send"] = TransportError("cut")
+    worker.hears(0, update(2), update(1), bye())
+    assert (worker.driver.ended, worker.driver.ended_as) == ("the sender said goodbye: enough", SenderClosed)
+
+    worker = Worker()
+    worker.link.raises["send"] = TransportError("cut")
+    worker.hears(0, update(2), update(1), update(3))
+    assert (worker.driver.ended, worker.driver.ended_as) == ("cut", TransportError)
+
+
+def test_what_follows_a_goodbye_is_not_heard() -> None:
+    worker = Worker()
+    worker.hears(0, bye(), bye(ending=Ending.FAILED), update(1))
+
+    assert worker.driver.ended == "the sender said goodbye: enough"
+    assert worker.driver.pending is None
+
+
+def test_how_a_sender_ended_is_told_and_raised_as_it_was() -> None:
+    worker = Worker(1)
+    worker.hears(0, bye(EPOCH - 1))
+    assert (worker.driver.ended, worker.link.closed) == ("", 0)
+    worker.hears(0, bye())
+    assert (worker.driver.ended, worker.driver.ended_as) == ("the sender said goodbye: enough", SenderClosed)
+    assert (worker.link.closed, worker.link.takes(), worker.state) == (1, [], State.UNINITIALIZED)
+
+    worker.hears(1, bye(EPOCH - 2, Ending.FAILED))
+    assert (worker.driver.ended, worker.driver.ended_as) == ("the sender failed: enough", TransportError)
+    assert (worker.links[1].closed, worker.links[1].takes()) == (1, [])
+
+
+def test_how_the_last_link_ended_is_over_once_another_is_there_or_expected() -> None:
+    worker = Worker()
+    worker.hears(0, bye())
+    before, ended = worker.driver.waker.fired, worker.driver.ended
+    with worker.driver.expecting():
+        assert worker.driver.ended == ""
+    worker.driver.ended = ended
+    with pytest.raises(KeyError), worker.driver.expecting():
+        raise KeyError
+    assert worker.driver.ended == ended
+    worker.driver.add_link(Scripted())
+    assert (worker.driver.ended, worker.driver.waker.fired) == ("", before + 1)
+
+
+def test_a_link_that_cannot_be_waited_for_is_down_alone() -> None:
+    worker = Worker(1)
+    worker.driver._give_up(worker.links[1], "stuck")
+
+    assert ([link.closed for link in worker.links], worker.driver.ended) == ([0, 1], "stuck")
+    assert worker.driver.links() == [worker.link]
+
+
+# --------------------------------------------------------------------------------------------- breaches, failures
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_breach_is_raised_only_where_it_is_over_the_link_in_force(
+    which: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, told = Worker(1), "a sender sent Ack; only receivers send it."
+    if which == 0:
+        assert str(raised_by(worker, 0, ack(1))) == told
+    else:
+        with caplog.at_level(logging.ERROR, "weightsync"):
+            worker.hears(1, ack(1))
+        assert f"a link of 'policy' to somebody broke the protocol: {told}" in caplog.text
+
+    assert (worker.driver.ended, worker.links[which].closed) == (told, 1)
+    assert worker.links[which].takes() == [refusal(0, RefusalKind.FAILED, told)]
+    assert worker.driver.links() == [worker.links[1 - which]]
+
+
+def test_a_breach_of_the_only_link_is_raised_though_it_is_not_in_force() -> None:
+    driver, link = ReceiverDriver("policy"), Scripted()
+    driver.add_link(link)
+    link.hears(ack(1))
+    with pytest.raises(ProtocolError, match="a sender sent Ack"):
+        driver.pump()
+
+
+def test_what_could_not_be_read_goes_with_the_error() -> None:
+    worker = Worker()
+    worker.link.raises["receive"] = ProtocolError("nonsense", b"bytes")
+    error = raised_by(worker, 0)
+    assert (str(error), error.unread) == ("nonsense", b"bytes")
+
+    driver, link = ReceiverDriver("policy"), Scripted()
+    driver.add_link(link)
+    link.hears(update(1))
+    with pytest.raises(ProtocolError) as caught:
+        driver.pump()
+    assert isinstance(caught.value.__cause__, StateError)
+    assert caught.value.unread == b""
+
+
+def test_an_update_names_a_layout_and_a_size_that_its_link_has_carried() -> None:
+    for wrong in (update(1, told=False), replace(update(1), nbytes=7)):
+        worker = Worker()
+        told = "version 1 names a layout or a size that this link has not carried."
+        assert str(raised_by(worker, 0, wrong)) == told
+        assert worker.driver.ended == told
+
+
+def test_whoever_cannot_be_watched_is_told_why_its_link_ends() -> None:
+    driver, link = ReceiverDriver("policy"), Scripted()
+    driver.add_link(link)
+    link.raises["watch"] = TransportError("no descriptor")
+    link.hears(hello(host=own_host(), pid=77, started=88))
+    driver.pump()
+
+    greeting, last = link.takes()
+    assert isinstance(greeting, Hello)
+    assert last == refusal(0, RefusalKind.FAILED, "no descriptor")
+
+
+def test_a_handshake_that_is_taken_is_the_greeting_and_its_process_is_watched() -> None:
+    worker, told = Worker(1), hello(EPOCH + 1, host=own_host(), pid=77, started=88)
+    worker.hears(1, told)
+    assert (worker.driver.greeting, worker.links[1].watched) == (told, [(77, 88)])
+
+
+def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(1)
+    monkeypatch.setattr(worker.driver, "_layout_of", lambda update: update.nothing)
+    worker.hears(0, update(1))
+
+    assert worker.driver.ended.startswith("a message from somebody could not be handled: AttributeError(")
+    assert worker.link.takes() == [refusal(0, RefusalKind.FAILED, worker.driver.ended)]
+    assert [link.closed for link in worker.links] == [1, 0]
+
+
+# ---------------------------------------------------------------------------------------------- what is pending
+
+
+def test_a_new_driver_knows_of_nobody() -> None:
+    driver = ReceiverDriver("policy")
+
+    assert (driver.pending, driver.greeting, driver.holding, driver.in_force()) == (None, None, False, None)
+    assert (driver.ended, driver.ended_as) == ("", TransportError)
+
+
+def test_what_is_pending_is_all_that_arrived() -> None:
+    worker, payload = Worker(), memoryview(bytearray(8))
+    assert worker.driver.pending is None
+    worker.link.hears(update(1), payload=payload, refresh=worker.driver.spoil, untaken="no memory")
+    worker.driver.pump()
+
+    pending = worker.driver.pending
+    assert pending is not None
+    assert (pending.update, pending.layout, pending.untaken) == (update(1), LAYOUT, "no memory")
+    assert (pending.payload, pending.refresh) == (payload, worker.driver.spoil)
+    worker.hears(0, update(1))
+    assert worker.driver.pending is pending
+    worker.hears(0, update(2))
+    assert worker.driver.pending is not None
+    assert (bytes(worker.driver.pending.payload), worker.driver.pending.untaken) == (b"", "")
+    worker.hears(0, bye())
+    assert worker.driver.pending is None
+
+
+def test_the_last_layout_is_remembered_and_no_other() -> None:
+    worker = Worker()
+    worker.hears(0, update(1), update(2, told=False), update(3, OTHER), update(4, OTHER, told=False))
+    assert worker.driver.pending is not None
+    assert worker.driver.pending.layout == OTHER
+    assert "has not carried" in str(raised_by(worker, 0, update(5, told=False)))

@@ -1,0 +1,259 @@
+"""A report tells all that the driver knows of a version, with its times, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scripted import EPOCH, Fleet, Scripted, Telling, ack, hello, packed, refusal
+
+from weightsync import RefusedError, TransportError, WorkerLostError
+from weightsync.driving.reporter import Reporter
+from weightsync.messages import Bye
+from weightsync.protocol import sender as pure
+from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
+from weightsync.testing import FakeClock
+
+PENDING, TIMED_OUT = Outcome(kind=OutcomeKind.PENDING), OutcomeKind.TIMED_OUT
+
+
+@pytest.fixture
+def clock() -> Iterator[FakeClock]:
+    """Time that passes when it is told to, in numbers that are exact."""
+    with FakeClock() as clock:
+        clock._started = 0.0, clock._started[1]
+        yield clock
+
+
+class Reported:
+    """A fleet, and what its reporter tells."""
+
+    def __init__(self, *links: Any) -> None:
+        self.fleet = Fleet(*links)
+        self.driver = self.fleet.driver
+        self.reporter = Reporter(self.driver)
+        self.recorded: list[SyncReport] = []
+        self.driver.told = self.recorded.append  # type: ignore[method-assign]
+
+    def sends(self, preparing: float = 0.0, targets: tuple[int, ...] | None = None) -> int:
+        """Dispatch a version; which it is."""
+        sent = packed()
+        version = self.driver.dispatch(pure.SendAsync(targets), sent)
+        self.reporter.dispatched(preparing, sent.nbytes)
+        return version
+
+    def concluded(self, version: int) -> SyncReport:
+        """The report of a version, once it was waited for."""
+        assert not self.reporter.is_over(version)
+        self.driver.take(pure.Wait())
+        assert self.reporter.is_over(version)
+        report = self.reporter.concluded(version)
+        assert not self.reporter.is_over(version)
+        assert self.recorded[-1] is report
+        return report
+
+    def gives_up(self, version: int) -> SyncReport:
+        self.driver.take(pure.Abandon())
+        report = self.reporter.concluded(version)
+        self.reporter.superseded(report)
+        return report
+
+
+def reason_of(made: Reported, worker: int) -> list[str]:
+    return made.reporter.so_far(TIMED_OUT)[worker].reason.split("; ")
+
+
+# --------------------------------------------------------------------------------------------------- what is known
+
+
+def test_what_is_outstanding_is_told_of_those_who_answered_and_of_those_who_owe(clock: FakeClock) -> None:
+    made = Reported(Scripted(), Scripted())
+    made.sends(preparing=2.0)
+    clock.advance(3.0)
+    made.fleet.hears(1, replace(ack(1), seconds=0.5))
+    clock.advance(4.0)
+    report = made.reporter.so_far(OutcomeKind.PENDING)
+
+    applied = Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.ANSWER, seconds=0.5)
+    expected = SyncReport(
+        model_id="policy",
+        version=1,
+        incarnation=EPOCH,
+        outcomes={0: PENDING, 1: applied},
+        nbytes=packed().nbytes,
+        preparing=2.0,
+        connect_s=7.0,
+        transferring=0.0,
+        applying=0.5,
+    )
+    assert report == expected
+    assert (list(report), made.recorded) == ([0, 1], [report])
+
+    made.fleet.hears(0, hello())
+    clock.advance(5.0)
+    assert made.reporter.so_far(OutcomeKind.PENDING) == replace(expected, connect_s=7.0, transferring=5.0)
+    made.fleet.hears(0, replace(ack(1), seconds=0.25))
+    report = made.concluded(1)
+    assert (report.outcomes, report.applying) == ({0: replace(applied, seconds=0.25), 1: applied}, 0.5)
+    assert (report.preparing, report.connect_s, report.transferring) == (2.0, 7.0, 5.0)
+    assert report.nbytes == packed().nbytes
+
+
+def test_workers_that_are_lost_or_gone_or_of_no_concern_delay_no_connecting(clock: FakeClock) -> None:
+    made = Reported(Scripted(), Scripted(), Scripted())
+    made.sends(targets=(0, 1))
+    made.fleet.hears(0, hello())
+    clock.advance(3.0)
+    made.fleet.links[1].raises["receive"] = TransportError("cut")
+    made.driver.pump()
+    report = made.reporter.so_far(OutcomeKind.PENDING)
+    assert (report.connect_s, report.transferring, report.applying) == (0.0, 3.0, 0.0)
+    assert report[1] == Outcome(kind=OutcomeKind.LOST, reason="cut")
+
+    made.driver.remove(1, "not needed")
+    assert made.reporter.so_far(OutcomeKind.PENDING).connect_s == 0.0
+
+
+def test_the_size_is_told_though_the_version_is_due_to_nobody_any_more() -> None:
+    made = Reported(Scripted(), Scripted())
+    made.sends(targets=(0,))
+    made.driver.remove(0, "not needed")
+
+    assert made.concluded(1).nbytes == packed().nbytes > 0
+    assert made.driver.packed(1) is None
+
+
+def test_who_asks_between_a_dispatch_and_its_note_is_told_no_times(clock: FakeClock) -> None:
+    made = Reported(Scripted())
+    made.driver.dispatch(pure.SendAsync(None), packed())
+    report = made.reporter.so_far(OutcomeKind.PENDING)
+
+    assert (report.version, report.nbytes, report.preparing, report.connect_s) == (1, 0, 0.0, 0.0)
+
+
+def test_nothing_outstanding_is_told_as_nothing() -> None:
+    made = Reported(Scripted())
+    empty = SyncReport(model_id="policy", version=None, incarnation=EPOCH, outcomes={})
+
+    assert made.reporter.so_far(OutcomeKind.PENDING) == made.reporter.empty() == empty
+
+
+def test_whoever_left_or_did_not_catch_up_is_told_of_in_the_next_report() -> None:
+    made = Reported(Scripted(), Scripted())
+    made.sends(targets=(0,))
+    made.fleet.hears(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
+    late = Scripted()
+    made.driver.take(pure.Abandon())
+    made.reporter.concluded(1)
+    made.sends()
+    made.driver.take(pure.Abandon())
+    made.reporter.concluded(2)
+    made.driver.join(2, late)
+    late.hears(refusal(2))
+    made.driver.pump()
+    made.sends(targets=(0,))
+    assert made.reporter.so_far(OutcomeKind.PENDING).not_caught_up == {}
+    made.fleet.hears(0, ack(3), Bye(model_id="policy", incarnation=EPOCH, reason="done"))
+    assert made.reporter.so_far(OutcomeKind.PENDING).left == {0: "done"}
+    report = made.concluded(3)
+
+    assert report.left == {0: "done"}
+    assert {worker: outcome.reason for worker, outcome in report.not_caught_up.items()} == {2: "no"}
+    assert report.connect_s == 0.0
+
+
+# ------------------------------------------------------------------------------------------------- what is owed
+
+
+def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> None:
+    made = Reported(Scripted(), Telling())
+    made.sends()
+    unread = "it has not read all that was sent to it"
+    never = ["never connected", "no version of ours is known to be served", "it was never heard from", unread]
+    assert reason_of(made, 0) == never
+    made.fleet.hears(0, hello())
+    made.fleet.hears(1, ack(1))
+    clock.advance(2.0)
+    made.driver.take(pure.Abandon())
+    made.sends()
+
+    silent = "it was last heard from 2.0 s ago"
+    connected = "connected, but has not answered"
+    assert reason_of(made, 0) == [connected, never[1], silent, "whether it has read the update is unknown"]
+    assert reason_of(made, 1) == [
+        connected,
+        "it last served version 1",
+        silent,
+        "it has read the update",
+        "it is asleep",
+    ]
+    assert made.reporter.so_far(TIMED_OUT)[0].kind is TIMED_OUT
+    assert made.reporter.so_far(OutcomeKind.PENDING).outcomes == {0: PENDING, 1: PENDING}
+
+
+# --------------------------------------------------------------------------------------- updates before this one
+
+
+def test_versions_given_up_in_favour_of_later_ones_are_told_until_their_worker_was_told_of_another() -> None:
+    made = Reported(Scripted(), Scripted())
+    made.sends()
+    made.fleet.hears(1, ack(1))
+    made.gives_up(1)
+    made.sends()
+    report = made.reporter.so_far(OutcomeKind.PENDING)
+    assert report.superseded == {0: (1,)}
+    assert made.gives_up(2).superseded == {0: (1,)}
+    made.sends(targets=(1,))
+    assert made.reporter.so_far(OutcomeKind.PENDING).superseded == {1: (2,)}
+    made.fleet.hears(1, ack(3))
+    assert made.concluded(3).superseded == {1: (2,)}
+
+    made.sends()
+    for worker in (0, 1):
+        made.fleet.hears(worker, ack(4))
+    assert made.concluded(4).superseded == {0: (1, 2)}
+    assert made.reporter._given_up == {}
+
+
+def test_what_became_of_the_update_before_is_told_once() -> None:
+    made = Reported(Scripted(), Scripted())
+    before = SyncReport(model_id="policy", version=7, incarnation=EPOCH, outcomes={})
+    made.reporter.follows(before)
+    assert made.reporter.empty() == replace(before, version=None, previous=before)
+    assert made.reporter.empty().previous is None
+    made.sends()
+    made.reporter.follows(before)
+    assert made.reporter.so_far(OutcomeKind.PENDING).previous is before
+    assert made.reporter.so_far(OutcomeKind.PENDING).previous is None
+
+
+@pytest.mark.parametrize("targets", [None, (1,)])
+def test_an_update_that_was_not_sent_for_want_of_time_says_whom_the_one_before_awaits(
+    targets: tuple[int, ...] | None,
+) -> None:
+    made = Reported(Scripted(), Scripted())
+    applied = Outcome(kind=OutcomeKind.APPLIED)
+    late = Outcome(kind=TIMED_OUT)
+    before = SyncReport(model_id="policy", version=7, incarnation=EPOCH, outcomes={0: applied, 1: late})
+    made.reporter.follows(before)
+
+    reason = "not sent: time was up while version 7 still awaited worker 1"
+    told = dict.fromkeys((0, 1) if targets is None else targets, Outcome(kind=TIMED_OUT, reason=reason))
+    assert made.reporter.not_sent(targets) == replace(before, version=None, outcomes=told, previous=before)
+    assert made.reporter.empty().previous is None
+
+
+def test_a_send_that_no_target_can_take_says_why_of_each() -> None:
+    made = Reported(Scripted(), Scripted())
+    made.fleet.links[0].raises["receive"] = TransportError("cut")
+    made.fleet.hears(1, refusal(0))
+    lost, refused = WorkerLostError("all lost", lost={0: "cut", 9: "gone"}), RefusedError("refused", refused={1: "no"})
+
+    assert made.reporter.all_ended(lost) is lost
+    assert lost.report.outcomes == {0: Outcome(kind=OutcomeKind.LOST, reason="cut")}
+    assert made.reporter.all_ended(refused) is refused
+    assert {worker: outcome.kind for worker, outcome in refused.report.outcomes.items()} == {1: OutcomeKind.REFUSED}
+    assert (lost.report.version, lost.report.incarnation) == (None, EPOCH)
+    assert made.recorded == [lost.report, refused.report]

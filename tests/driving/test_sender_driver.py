@@ -1,0 +1,365 @@
+"""What a sender's driver says over its links, whom it hears, and what it keeps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scripted import DIGEST, EPOCH, LAYOUT, OTHER, Fleet, Scripted, ack, both, hello, packed, plain, refusal, versions
+
+from weightsync import ConfigurationError, ProtocolError, TransportError
+from weightsync._tables import Delivery, State
+from weightsync.driving.sender import SenderDriver
+from weightsync.messages import Bye, Ending, Update, WeightsForm
+from weightsync.protocol import sender as pure
+from weightsync.report import OutcomeKind
+from weightsync.transports.liveness import own_host, own_identity
+
+# ------------------------------------------------------------------------------------------------- what it says
+
+
+def test_its_hello_tells_who_it_is_and_what_it_owes() -> None:
+    driver, first, second = SenderDriver("policy"), Scripted(), Scripted()
+    driver.join(4, first)
+    driver.take(pure.Connect(EPOCH))
+    pid, started = own_identity()
+    told = hello(host=own_host(), pid=pid, started=started)
+    assert first.takes() == [replace(told, link=1)]
+
+    sent = packed()
+    driver.dispatch(pure.SendAsync(None), sent)
+    driver.layout = LAYOUT
+    driver.join(5, second)
+    layout = {"layout_digest": LAYOUT.digest, "layout": LAYOUT.encode()}
+    greeting, update = second.takes()
+    assert greeting == replace(told, link=2, version=1, **layout)
+    assert isinstance(update, Update)
+    assert update.version == 1
+    assert second.payloads == [None, sent.buffer]
+
+
+def test_an_update_tells_all_that_was_packed_and_its_layout_once_a_link() -> None:
+    fleet = both()
+    first, other = fleet.links
+    sent = fleet.sends()
+    told = Update(
+        model_id="policy",
+        incarnation=EPOCH,
+        version=1,
+        layout_digest=LAYOUT.digest,
+        layout=LAYOUT.encode(),
+        digest=DIGEST,
+        nbytes=LAYOUT.nbytes,
+        extras=b"extras",
+        form=WeightsForm.NESTED,
+    )
+    assert first.takes() == other.takes() == [told]
+    assert first.payloads[-1] is sent.buffer
+    fleet.hears(0, ack(1))
+    fleet.hears(1, ack(1))
+
+    fleet.sends(targets=(0,))
+    assert first.takes() == [replace(told, version=2, layout=b"")]
+    assert other.takes() == []
+    fleet.hears(0, ack(2))
+    fleet.sends(packed(OTHER))
+    (update,) = first.takes()
+    assert isinstance(update, Update)
+    assert (update.layout_digest, update.layout, update.nbytes) == (OTHER.digest, OTHER.encode(), OTHER.nbytes)
+
+
+@pytest.mark.parametrize("delivery", [Delivery.REORDERED, Delivery.AT_LEAST_ONCE, Delivery.BEST_EFFORT])
+def test_where_updates_may_overtake_one_another_each_tells_its_layout(delivery: Delivery) -> None:
+    fleet = Fleet(Scripted(delivery))
+    for version in (1, 2):
+        fleet.sends()
+        fleet.hears(0, ack(version))
+
+    assert [told.layout for told in fleet.links[0].said if isinstance(told, Update)] == [LAYOUT.encode()] * 2
+
+
+def test_only_where_answers_may_be_lost_a_link_runs_ahead_without_end() -> None:
+    fleet = Fleet(Scripted(), Scripted(Delivery.BEST_EFFORT))
+    fleet.gives_up(4)
+
+    assert [versions(link) for link in fleet.links] == [[1, 2], [1, 2, 3, 4]]
+    fleet.hears(0, ack(1))
+    assert versions(fleet.links[0]) == [1, 2, 4]
+
+
+def test_an_answer_to_an_earlier_sender_frees_nothing() -> None:
+    fleet = plain()
+    fleet.gives_up(3)
+    fleet.hears(0, ack(1, incarnation=EPOCH - 1))
+
+    assert versions(fleet.links[0]) == [1, 2]
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+def test_its_goodbye_says_how_it_ended(ending: Ending) -> None:
+    fleet = both()
+    if ending is Ending.FAILED:
+        fleet.driver.fail("the bus is gone")
+    else:
+        fleet.driver.close()
+
+    reason = "the bus is gone" if ending is Ending.FAILED else "the sender closed this link"
+    bye = Bye(model_id="policy", incarnation=EPOCH, reason=reason, ending=ending)
+    assert [(link.said, link.closed) for link in fleet.links] == [([bye], 1), ([bye], 1)]
+    assert (fleet.driver.links(), fleet.driver.machine.state) == ([], State.CLOSED)
+    assert fleet.driver.waker.enter() is None
+
+
+def test_a_link_that_takes_no_goodbye_is_closed_all_the_same() -> None:
+    fleet = both()
+    fleet.links[0].raises["send"] = ZeroDivisionError()
+    fleet.driver.close()
+
+    assert [(len(link.said), link.closed) for link in fleet.links] == [(0, 1), (1, 1)]
+
+
+# ------------------------------------------------------------------------------------------------- whom it hears
+
+
+def test_an_answer_names_the_digest_of_what_was_sent_or_ends_its_link() -> None:
+    fleet = plain()
+    fleet.sends()
+    fleet.hears(0, ack(1, b"\2" * 16))
+
+    told = f"an ack of version 1 names digest {'02' * 16}, which is not that of what was sent ({'01' * 16})."
+    assert (fleet.standing(), fleet.reason().startswith(told)) == (pure.Standing.LOST, True)
+    assert fleet.driver.concluded[1].outstanding.outcomes[0].kind is OutcomeKind.LOST
+    assert fleet.links[0].closed == 1
+
+
+@pytest.mark.parametrize("sent", [b"", DIGEST], ids=["unverified", "of another sender"])
+def test_a_digest_is_compared_only_where_one_was_sent_by_us(sent: bytes) -> None:
+    fleet = plain()
+    fleet.sends(packed(digest=sent))
+    fleet.hears(0, ack(1, b"\2" * 16, EPOCH if not sent else EPOCH - 1))
+
+    assert fleet.standing() is not pure.Standing.LOST
+
+
+def test_the_layout_that_handshakes_tell_is_one_that_somebody_took() -> None:
+    fleet = both()
+    fleet.sends()
+    assert fleet.driver.layout is None
+    fleet.hears(0, refusal(1))
+    assert fleet.driver.layout is None
+    fleet.hears(0, ack(1))  # nobody is owed it: stale
+    assert fleet.driver.layout is None
+    fleet.hears(1, ack(1))
+    assert fleet.driver.layout is LAYOUT
+
+
+def test_a_worker_that_sends_an_update_loses_its_link_alone() -> None:
+    fleet = both()
+    fleet.hears(1, Update(model_id="policy", incarnation=EPOCH, version=1, layout_digest=b""))
+
+    assert fleet.reason(1) == "worker 1 sent an Update; only senders send them. Its link is taken down."
+    assert (fleet.standing(0), fleet.standing(1)) == (pure.Standing.EXPECTED, pure.Standing.LOST)
+    assert fleet.driver.by_worker() == {0: fleet.links[0]}
+
+
+def test_a_handshake_brings_its_worker_up_and_its_process_is_watched() -> None:
+    fleet = plain()
+    fleet.hears(0, hello(host=own_host(), pid=77, started=88))
+
+    assert (fleet.standing(), fleet.links[0].watched) == (pure.Standing.UP, [(77, 88)])
+
+
+def test_a_goodbye_takes_its_worker_off_the_roll_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = both()
+    bye = Bye(model_id="policy", incarnation=EPOCH - 1, reason="enough")
+    fleet.hears(1, bye)
+    assert (list(fleet.driver.data.roll), caplog.messages) == ([0, 1], [])
+    with caplog.at_level(logging.WARNING, "weightsync"):
+        fleet.hears(1, replace(bye, incarnation=EPOCH))
+
+    assert (list(fleet.driver.data.roll), fleet.links[1].closed) == ([0], 1)
+    assert "'policy': worker 1 said goodbye and left: enough" in caplog.text
+
+
+def test_what_follows_the_end_of_a_link_is_not_heard() -> None:
+    fleet = both()
+    fleet.sends()
+    fleet.hears(0, Bye(model_id="policy", incarnation=EPOCH), ack(1))
+    assert 0 not in fleet.driver.data.roll
+    assert fleet.driver.data.late == fleet.driver.data.stale == 0
+
+    fleet.hears(1, refusal(0), ack(1))
+    assert (fleet.standing(1), fleet.driver.data.stale) == (pure.Standing.REFUSED, 0)
+
+
+def test_a_link_that_cannot_be_written_to_says_its_last_word_first() -> None:
+    fleet = both()
+    fleet.sends()
+    fleet.links[0].hears(ack(1))
+    fleet.links[0].raises["flush"] = TransportError("cut")
+    fleet.links[1].raises["flush"] = KeyError("odd")
+    fleet.driver.pump()
+
+    outcomes = fleet.driver.concluded[1].outstanding.outcomes
+    assert (outcomes[0].kind, outcomes[1].kind) == (OutcomeKind.APPLIED, OutcomeKind.LOST)
+    assert (fleet.reason(0), fleet.standing(0)) == ("cut", pure.Standing.LOST)
+    assert "KeyError('odd')" in fleet.reason(1)
+
+
+@pytest.mark.parametrize(("error", "reason"), [(TransportError("cut"), "cut"), (MemoryError(), "MemoryError()")])
+def test_a_link_that_takes_no_update_is_lost_with_the_reason_and_the_others_are_sent_to(
+    error: Exception, reason: str
+) -> None:
+    fleet = both()
+    fleet.links[0].raises["send"] = error
+    fleet.sends()
+
+    assert (fleet.standing(0), fleet.reason(0)) == (pure.Standing.LOST, reason)
+    assert versions(fleet.links[1]) == [1]
+    assert fleet.driver.data.outstanding is not None
+    assert fleet.driver.data.outstanding.owed == {1: 2}
+
+
+def test_a_link_that_does_not_take_what_waited_for_an_answer_is_lost() -> None:
+    fleet = plain()
+    fleet.gives_up(3)
+    fleet.links[0].raises["send"] = TransportError("cut")
+    fleet.hears(0, ack(1))
+
+    assert (fleet.standing(), fleet.reason(), versions(fleet.links[0])) == (pure.Standing.LOST, "cut", [1, 2])
+
+
+@pytest.mark.parametrize(("sent", "taken"), [(0, 0), (1, 0), (1, 1)])
+def test_a_link_that_does_not_take_what_a_joiner_is_owed_is_lost(sent: int, taken: int) -> None:
+    fleet, late = plain(), Scripted()
+    fleet.gives_up(sent)
+    late.takes_at_most, late.raises["send"] = taken, TransportError("cut")
+    fleet.driver.join(1, late)
+
+    assert (fleet.standing(1), fleet.reason(1), len(late.said), late.closed) == (pure.Standing.LOST, "cut", taken, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TransportError("cut"), "cut"),
+        (ProtocolError("nonsense"), "nonsense"),
+        (KeyError("odd"), "the adapter of the link to somebody failed: KeyError('odd')"),
+    ],
+)
+def test_a_link_that_cannot_be_read_is_lost_with_the_reason(error: Exception, reason: str) -> None:
+    fleet = both()
+    fleet.links[1].raises["receive"] = error
+    fleet.driver.pump()
+
+    assert (fleet.standing(1), fleet.reason(1)) == (pure.Standing.LOST, reason)
+    assert fleet.standing(0) is pure.Standing.EXPECTED
+
+
+def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = both()
+    verify = fleet.driver._verify
+    monkeypatch.setattr(fleet.driver, "_verify", lambda message: verify(message) if message.version > 1 else 1 / 0)
+    fleet.hears(0, ack(1))
+    step = fleet.driver._pure_step
+
+    def steps(state: Any, data: Any, event: Any) -> Any:
+        if isinstance(event, pure.Answer):
+            raise ZeroDivisionError("again")
+        return step(state, data, event)
+
+    monkeypatch.setattr(fleet.driver, "_pure_step", steps)
+    fleet.hears(1, hello())
+
+    handled = "a message from somebody could not be handled: ZeroDivisionError("
+    assert fleet.reason(0) == f"{handled}'division by zero')"
+    assert fleet.reason(1) == f"{handled}'again')"
+    assert [link.closed for link in fleet.links] == [1, 1]
+
+
+def test_a_link_that_cannot_be_waited_for_is_given_up_alone() -> None:
+    fleet = both()
+    fleet.driver._give_up(fleet.links[1], "stuck")
+
+    assert (fleet.standing(0), fleet.standing(1)) == (pure.Standing.EXPECTED, pure.Standing.LOST)
+    assert fleet.reason(1) == "stuck"
+
+
+# ------------------------------------------------------------------------------------------------ what it keeps
+
+
+def test_a_version_is_kept_while_it_is_due_to_anybody() -> None:
+    fleet = both()
+    first = fleet.sends(targets=(0,))
+    assert fleet.driver.packed(1) is first
+    assert first.buffer.pinned
+    fleet.hears(0, ack(1))
+    second = fleet.sends(targets=(1,))
+    fleet.hears(1, ack(2))
+    assert [fleet.driver.packed(version) for version in (1, 2)] == [first, second]
+
+    third = fleet.sends()
+    assert [fleet.driver.packed(version) for version in (1, 2, 3)] == [None, None, third]
+    assert [each.buffer.pinned for each in (first, second, third)] == [False, False, True]
+    fleet.driver.close()
+    assert fleet.driver.packed(3) is None
+    assert not third.buffer.pinned
+
+
+def test_a_version_that_was_given_up_by_name_is_kept_no_longer_than_it_is_outstanding() -> None:
+    fleet = both()
+    sent = fleet.sends(targets=(0,))
+    fleet.driver.remove(0, "not needed")
+
+    assert fleet.driver.concluded[1].outstanding.outcomes[0].kind is OutcomeKind.LOST
+    assert (fleet.driver.packed(1), sent.buffer.pinned) == (None, False)
+
+
+def test_a_version_that_is_due_to_nobody_is_kept_until_it_was_waited_for() -> None:
+    fleet, sent = both(), packed()
+    fleet.driver.dispatch(pure.SendAsync((0,)), sent)
+    fleet.driver.remove(0, "not needed")
+    assert fleet.driver.packed(1) is sent
+    fleet.driver.take(pure.Wait())
+    assert fleet.driver.packed(1) is None
+
+
+def test_a_send_that_is_refused_keeps_nothing_and_uses_no_version() -> None:
+    fleet, sent = plain(), packed()
+    with pytest.raises(ConfigurationError):
+        fleet.driver.dispatch(pure.SendAsync((7,)), sent)
+    assert (fleet.driver.data.version, fleet.driver.packed(1), sent.buffer.pinned) == (0, None, False)
+    assert fleet.driver.dispatch(pure.SendAsync(None), sent) == 1
+
+
+def test_a_send_that_is_interrupted_after_its_step_keeps_its_version() -> None:
+    fleet, sent = plain(), packed()
+    fleet.links[0].raises["send"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        fleet.sends(sent)
+
+    assert (fleet.driver.data.version, fleet.driver.packed(1), sent.buffer.pinned) == (1, sent, True)
+
+
+def test_an_update_that_is_concluded_wakes_whoever_waits() -> None:
+    fleet = plain()
+    fleet.sends()
+    before = fleet.driver.waker.fired
+    fleet.hears(0, ack(1))
+
+    assert fleet.driver.waker.fired == before + 1
+    assert list(fleet.driver.concluded) == [1]
+
+
+def test_nothing_is_read_before_the_links_are_laid_nor_after_it_is_closed() -> None:
+    driver, link = SenderDriver("policy"), Scripted()
+    driver.join(0, link)
+    link.hears(hello())
+    driver.pump()
+    assert (link.flushed, len(link.heard)) == (0, 1)
+    driver.take(pure.Connect(EPOCH))
+    driver.close()
+    driver.pump()
+    assert (link.flushed, link.closed) == (0, 1)

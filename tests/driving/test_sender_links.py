@@ -1,0 +1,131 @@
+"""What a sender's driver knows of its links and of the processes behind them."""
+
+from __future__ import annotations
+
+from scripted import Fleet, Scripted, Telling, both, hello, plain
+
+from weightsync import TransportError
+from weightsync.driving.sender import SenderDriver
+from weightsync.transports.awaited import AwaitedProcess
+from weightsync.transports.calls import BlockingLink
+
+# ------------------------------------------------------------------------------------------- awaited processes
+
+
+class Process(AwaitedProcess):
+    """A process of which a test says what is known."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.known: tuple[int, int] | None = None
+        self.over = ""
+
+    @property
+    def end(self) -> str:
+        return self.over
+
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        return self.known
+
+
+def test_a_process_is_watched_once_it_has_started() -> None:
+    fleet, process, link = plain(), Process(), Scripted()
+    assert not fleet.driver.awaits_processes
+    fleet.driver.join(1, link, process)
+    fleet.driver.pump()
+    assert (fleet.driver.awaits_processes, link.watched) == (True, [])
+
+    process.known = (77, 88)
+    fleet.driver.pump()
+    fleet.driver.pump()
+    assert (fleet.driver.awaits_processes, link.watched) == (False, [(77, 88)])
+
+
+def test_a_process_that_cannot_be_watched_or_has_ended_is_its_workers_loss() -> None:
+    fleet, blind, dead = plain(), Process(), Process()
+    blind.known, dead.known, dead.over = (77, 88), (78, 89), "it has ended"
+    links = Scripted(), Scripted()
+    links[0].raises["watch"] = TransportError("no descriptor")
+    fleet.driver.join(1, links[0], blind)
+    fleet.driver.join(2, links[1], dead)
+    links[1].hears(hello())
+    fleet.driver.pump()
+
+    assert (fleet.reason(1), fleet.reason(2)) == ("no descriptor", "it has ended")
+    assert not fleet.driver.awaits_processes
+    assert fleet.driver.links() == [fleet.links[0]]
+    assert links[1].watched == []
+
+
+def test_nothing_is_kept_of_a_link_that_was_replaced() -> None:
+    fleet = plain()
+    fleet.driver.join(1, Scripted(), Process())
+    fleet.sends()
+    fleet.links[0].hears(hello())
+    fleet.driver.pump()
+    driver = fleet.driver
+    assert (set(driver._told), set(driver._backlogs), set(driver.hearing._first)) == ({1, 2}, {1, 2}, {1})
+    fleet.driver.join(1, Scripted())
+    fleet.driver.join(0, Scripted())
+
+    assert not fleet.driver.awaits_processes
+    assert (set(driver._told), set(driver._backlogs), set(driver.hearing._first)) == ({3, 4}, {3, 4}, set())
+
+
+def test_a_link_is_replaced_before_any_link_is_laid() -> None:
+    driver, first, second = SenderDriver("policy"), Scripted(), Scripted()
+    driver.join(0, first)
+    driver.join(0, second)
+
+    assert (driver.links(), first.closed, second.closed) == ([second], 1, 0)
+    assert driver.data.late == 0
+
+
+# ----------------------------------------------------------------------------------------------- what it knows
+
+
+class Blocking(Scripted, BlockingLink):
+    """A link that only a caller who waits can send over."""
+
+
+def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
+    fleet = Fleet(Scripted(), Telling())
+    assert [fleet.driver.has_read(worker) for worker in (0, 1)] == [False, False]
+    for worker in (0, 1):
+        fleet.hears(worker, hello())
+
+    assert [fleet.driver.has_read(worker) for worker in (0, 1)] == [None, True]
+    assert [fleet.driver.remark(worker) for worker in (0, 1)] == ["", "it is asleep"]
+    fleet.gives_up(3, (1,))
+    assert fleet.driver.has_read(1) is False
+    fleet.links[1].raises["receive"] = TransportError("cut")
+    fleet.driver.pump()
+    assert fleet.driver.remark(1) == ""
+
+
+def test_those_that_only_a_caller_who_waits_can_be_sent_to_are_told() -> None:
+    fleet = Fleet(Scripted(), Blocking(), Blocking())  # type: ignore[call-arg]
+
+    assert fleet.driver.blocking(None) == [1, 2]
+    assert fleet.driver.blocking((0, 2)) == [2]
+    assert fleet.driver.blocking(()) == []
+
+
+def test_links_are_told_by_worker_in_the_order_of_their_numbers() -> None:
+    fleet, late = both(), Scripted()
+    fleet.driver.join(0, late)
+
+    assert list(fleet.driver.by_worker().items()) == [(0, late), (1, fleet.links[1])]
+    assert fleet.driver.links() == [fleet.links[1], late]
+    assert fleet.links[0].closed == 1
+
+
+def test_a_worker_that_was_removed_is_told_nothing_more_and_its_silence_is_forgotten() -> None:
+    fleet = both()
+    fleet.hears(1, hello())
+    assert fleet.driver.hearing.silent_for(1) is not None
+    fleet.driver.remove(1, "not needed")
+
+    assert fleet.driver.hearing.silent_for(1) is None
+    assert (list(fleet.driver.data.roll), fleet.links[1].closed) == ([0], 1)
