@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fleet import PATIENCE, Crew, constants, filled, large
-from store_fleet import StorePair, is_written_for_the_reference
+from store_fleet import StorePair, follows_torchrls_keys, is_written_for_the_reference
 from tensordict import TensorDict
 from torch import nn
 
@@ -256,6 +256,25 @@ def test_a_worker_loop_written_for_the_reference(crew: Crew, store: Any) -> None
         for fill in (1.0, 2.0, 3.0):
             scheme.get_sender().send({"weight": torch.full((300, 300), fill)}, timeout=PATIENCE)
         assert [1.0, 2.0, 3.0] == worker.answer()
+
+
+def test_such_a_loop_begins_behind_the_initial_weights_and_takes_each_update_once(store: Any) -> None:
+    trainer, worker = DistributedTransport(store, 1), DistributedTransport(store, 1)
+    begun: list[float] = []
+    with trainer, worker:
+
+        def serve() -> None:
+            begun.append(float(worker.receive_initial_weights()["weight"][0, 0]))
+            begun.extend(follows_torchrls_keys(worker, 2))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        for send, fill in ((trainer.send_initial_weights, 1.0), *((trainer.send_weights, fill) for fill in (2.0, 3.0))):
+            send({"weight": torch.full((300, 100), fill)})
+        thread.join(PATIENCE)
+
+        assert begun == [1.0, 2.0, 3.0]
+        assert not store.check(["NODE_1_in"])
 
 
 def test_create_transport_takes_store_and_rank(store: Any) -> None:
