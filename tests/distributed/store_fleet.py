@@ -183,15 +183,8 @@ def wait_until_met(seat: Seat) -> int | None:
     return version
 
 
-def is_written_for_the_reference(seat: Seat, port: int, rank: int, times: int) -> list[float]:
-    """A worker's loop on TorchRL's own keys; the first number of each version's "weight"."""
-    transport = DistributedTransport(reach(port), rank)
-    with transport:
-        return follows_torchrls_keys(transport, times)
-
-
 def follows_torchrls_keys(transport: DistributedTransport, times: int) -> list[float]:
-    """That loop: an instruction, its weights, an answer."""
+    """A worker's loop on TorchRL's own keys: an instruction, its weights, an answer; the first number of each."""
     store, rank, seen = transport.store, transport.rank, []
     for _ in range(times):
         instruction = store.get(f"NODE_{rank}_in")
