@@ -5,6 +5,7 @@ Imported where TorchRL or gymnasium is missing, it skips the module that imports
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from typing import Any
 
@@ -19,6 +20,7 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import gymnasium  # noqa: F401
+        import torchrl.collectors._multi_base
         from torchrl.envs import GymEnv
         from torchrl.modules import RandomPolicy
 
@@ -33,6 +35,12 @@ MARKS = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(300),
 ]
+
+
+def start_workers_by(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on collectors start their workers so. Forked ones cost a tenth of spawned ones."""
+    context = multiprocessing.get_context(method)
+    monkeypatch.setattr(torchrl.collectors._multi_base, "_get_mp_ctx", lambda *_: context)
 
 
 def cartpole() -> Any:

@@ -24,6 +24,12 @@ def is_torchrls(context: Any) -> bool:
     return context is not None and optional(context, _SCHEMES) is not MISSING
 
 
+def leads_on(context: Any, model_id: str) -> bool:
+    """Whether this is a TorchRL collector with a scheme that leads to its own workers' models of that name."""
+    schemes = MISSING if context is None else optional(context, _SCHEMES)
+    return schemes is not MISSING and bool(schemes) and model_id in schemes
+
+
 def handing_on(context: Any, model_id: str) -> HandOn | None:
     """What is to be done with a version of this model once it is live, before we answer for it; None: nothing.
 
@@ -33,8 +39,7 @@ def handing_on(context: Any, model_id: str) -> HandOn | None:
     """
     if context is None or optional(context, "update_policy_weights_") is MISSING:
         return None
-    schemes = optional(context, _SCHEMES)
-    if schemes is MISSING or (schemes and model_id in schemes):
+    if optional(context, _SCHEMES) is MISSING or leads_on(context, model_id):
         return lambda version, weights: _guarded(model_id, version, lambda: _update(context, model_id, weights()))
     if optional(context, _COUNTER) in (MISSING, None):
         return None

@@ -11,6 +11,7 @@ from weightsync.driving.traced import receiver_driver
 from weightsync.errors import ConfigurationError, ModelBusyError
 from weightsync.messages import Ack
 from weightsync.paths import _resolve_model
+from weightsync.relay import Relay, RelayTarget
 from weightsync.serving import ServingLock
 from weightsync.side import Side, pipes_travel
 from weightsync.target import Target
@@ -182,9 +183,12 @@ class Listening(Side):
                 f"no model is registered for {self._model_id!r}: call register_model() with a module, a "
                 "TensorDict, a dict or a path on the context."
             )
-        self._target = Target(self._model, self._scheme.apply_mode)
-        self._driver.layout = self._target.layout
+        self._target = self._target_of(self._model)
+        self._driver.layout = self._target.demanded
         return self._target
+
+    def _target_of(self, model: Any) -> Target:
+        return RelayTarget(model) if isinstance(model, Relay) else Target(model, self._scheme.apply_mode)
 
     def _drop_target(self) -> None:
         """Another model is served from now on."""

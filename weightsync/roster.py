@@ -118,7 +118,8 @@ class Roster(Side):
                     )
                     raise AckTimeoutError(
                         f"workers {sorted(awaited)} of {self._model_id!r} have not connected.{remarks} They may still "
-                        "be starting: call it again, or remove_worker() takes one off the roll.",
+                        "be starting, or have no model of that name yet: see their logs, call it again, or "
+                        "remove_worker() takes one off the roll.",
                         pending=sorted(awaited),
                     )
                 shield.deliver()

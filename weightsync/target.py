@@ -79,6 +79,11 @@ class Target:
         """The layout of the destination as it is now."""
         return self._look().layout
 
+    @property
+    def demanded(self) -> Layout | None:
+        """The layout that updates must have."""
+        return self.layout
+
     def stage(self, layout: Layout, payload: memoryview, extras: bytes = b"") -> Staged:
         """Validate an update in full. Nothing is changed, whatever is raised.
 
@@ -93,11 +98,7 @@ class Target:
                 values of tied tensors differ from one another, or a tensor of the destination cannot be written.
             ProtocolError: payload or extras are not what the layout says.
         """
-        if payload.nbytes != layout.nbytes or not payload.c_contiguous:
-            raise ProtocolError(f"A payload of {payload.nbytes} bytes came for {layout!r}.")
-        decoded = decode_extras(extras)
-        if tuple(sorted(decoded)) != layout.extras:
-            raise ProtocolError(f"Extra state came for {sorted(decoded)}, but the layout names {list(layout.extras)}.")
+        decoded = self._decoded(layout, payload, extras)
         return Staged(layout, payload, decoded, self._validated(layout, payload))
 
     def swap(self, staged: Staged) -> None:
@@ -150,6 +151,16 @@ class Target:
     def release(self) -> None:
         """Forget the views kept of payloads; those that are live stay."""
         self._mapped.clear()
+
+    @staticmethod
+    def _decoded(layout: Layout, payload: memoryview, extras: bytes) -> dict[str, ExtraState]:
+        """The extra state of an update that is what its layout says."""
+        if payload.nbytes != layout.nbytes or not payload.c_contiguous:
+            raise ProtocolError(f"A payload of {payload.nbytes} bytes came for {layout!r}.")
+        decoded = decode_extras(extras)
+        if tuple(sorted(decoded)) != layout.extras:
+            raise ProtocolError(f"Extra state came for {sorted(decoded)}, but the layout names {list(layout.extras)}.")
+        return decoded
 
     def _look(self) -> Live:
         self._live = look_at(self.destination, self._live)

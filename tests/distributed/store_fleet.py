@@ -183,10 +183,9 @@ def wait_until_met(seat: Seat) -> int | None:
     return version
 
 
-def is_written_for_the_reference(seat: Seat, port: int, rank: int, times: int) -> list[float]:
-    """A worker's loop on TorchRL's own keys; the first number of each version's "weight"."""
-    store, seen = reach(port), []
-    transport = DistributedTransport(store, rank)
+def follows_torchrls_keys(transport: DistributedTransport, times: int) -> list[float]:
+    """A worker's loop on TorchRL's own keys: an instruction, its weights, an answer; the first number of each."""
+    store, rank, seen = transport.store, transport.rank, []
     for _ in range(times):
         instruction = store.get(f"NODE_{rank}_in")
         store.delete_key(f"NODE_{rank}_in")
@@ -195,7 +194,6 @@ def is_written_for_the_reference(seat: Seat, port: int, rank: int, times: int) -
         assert model_id == "policy"
         seen.append(float(weights["weight"][0, 0]))
         transport.send_ack("updated")
-    transport.close()
     return seen
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fleet import PATIENCE, Crew, constants, filled, large
-from store_fleet import StorePair, is_written_for_the_reference
+from fleet import PATIENCE, constants, filled, large
+from store_fleet import StorePair, follows_torchrls_keys
 from tensordict import TensorDict
 from torch import nn
 
@@ -247,15 +247,41 @@ def test_nothing_rests_on_the_hints(store: Any) -> None:
         assert {2.0} == constants(pair.model)
 
 
-def test_a_worker_loop_written_for_the_reference(crew: Crew, store: Any) -> None:
-    (worker,) = crew.start(None)
-    worker.tell(is_written_for_the_reference, store.port, 1, 3)
-    scheme = DistributedWeightSyncScheme()
-    scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(300, 300, bias=False))
-    with scheme:
-        for fill in (1.0, 2.0, 3.0):
-            scheme.get_sender().send({"weight": torch.full((300, 300), fill)}, timeout=PATIENCE)
-        assert [1.0, 2.0, 3.0] == worker.answer()
+def test_a_worker_loop_written_for_the_reference(store: Any) -> None:
+    """It begins behind the initial weights, which are no update to it, and takes each update once."""
+    worker, trainer, scheme = (
+        DistributedTransport(store, 1),
+        DistributedTransport(store, 1),
+        DistributedWeightSyncScheme(),
+    )
+    seen: list[float] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        seen.append(float(worker.receive_initial_weights()["weight"][0, 0]))
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        seen.extend(follows_torchrls_keys(worker, 3))
+
+    def of(fill: float) -> dict[str, torch.Tensor]:
+        return {"weight": torch.full((300, 100), fill)}
+
+    with worker, scheme:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with trainer:
+            trainer.send_initial_weights(of(1.0))
+            assert begun.wait(PATIENCE)
+            assert not store.check(["NODE_1_in"]), "the loop would take it for an update, and stand still"
+            go_on.set()
+            trainer.send_weights(of(2.0))
+        scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(100, 300, bias=False))
+        for fill in (3.0, 4.0):
+            scheme.get_sender().send(of(fill), timeout=PATIENCE)
+        thread.join(PATIENCE)
+
+        assert seen == [1.0, 2.0, 3.0, 4.0]
+        assert not store.check(["NODE_1_in"])
 
 
 def test_create_transport_takes_store_and_rank(store: Any) -> None:

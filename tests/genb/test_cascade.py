@@ -6,12 +6,23 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from duo import Duo, beside, reader
 from fleet import PATIENCE
 from tensordict import TensorDictBase
+from torch import nn
 
-from weightsync import OutcomeKind, SharedMemWeightSyncScheme, State, SyncError, SyncReport
+from weightsync import (
+    ModelPathError,
+    OutcomeKind,
+    SharedMemWeightSyncScheme,
+    State,
+    SyncError,
+    SyncReport,
+    WeightSyncError,
+)
 from weightsync.report import Outcome
+from weightsync.target import Target
 
 
 class Manager:
@@ -170,6 +181,70 @@ def test_a_collector_with_workers_is_handed_a_tensordict_whatever_the_strategy(s
 
     assert isinstance(branch.handed, TensorDictBase)
     assert set(branch.handed["mark"].tolist()) == {1.0}
+    duo.end()
+
+
+class Relaying(Branch):
+    """Its own workers make their policies: it has none itself, and says so as TorchRL's do."""
+
+    policy = None
+
+    def get_model(self, model_id: str) -> Any:
+        raise ValueError(f"No policy found for model_id {model_id!r}")
+
+
+def test_a_collector_without_a_model_hands_on_what_came_and_answers_with_its_digest() -> None:
+    duo = Duo(SharedMemWeightSyncScheme)
+    relaying = Relaying({"policy": object()})
+    duo.connect(context=relaying, model=None)
+
+    report = duo.send(2.0)
+
+    receiver = duo.receiving.get_receiver()
+    assert report[0].kind is OutcomeKind.APPLIED
+    assert set(relaying.handed["mark"].tolist()) == {2.0}
+    handed = relaying.handed.flatten_keys(".")
+    assert {name: tensor.shape for name, tensor in handed.items()} == {
+        name: tensor.shape for name, tensor in duo.source.state_dict().items()
+    }
+    assert receiver.digest() == Target(duo.source).digest()
+    duo.send(3.0)
+    assert set(handed["mark"].tolist()) == {2.0}, "what was handed on is not written over"
+    duo.end()
+
+
+def test_a_collector_without_a_model_or_workers_of_its_own_is_told_that_it_has_none() -> None:
+    duo = Duo(SharedMemWeightSyncScheme)
+    leaf = Relaying({"value": object()})
+    duo.arrive(context=leaf, model=None)
+
+    with pytest.raises(ModelPathError, match="'policy' is None"):
+        duo.receiving.get_receiver().target()
+    duo.end()
+
+
+class WithNotes(nn.Module):
+    """Has extra state."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.register_buffer("mark", torch.full((3,), fill))
+
+    def get_extra_state(self) -> Any:
+        return {"notes": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("nobody has it")
+
+
+def test_extra_state_that_cannot_be_handed_on_is_refused() -> None:
+    duo = Duo(SharedMemWeightSyncScheme, make=WithNotes)
+    relaying = Relaying({"policy": object()})
+
+    with pytest.raises(WeightSyncError, match="hands weights on to its workers"):
+        duo.connect(context=relaying, model=None)
+
+    assert relaying.handed is None
     duo.end()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from collecting import MARKS, cartpole, choose, chosen, policy
+from collecting import MARKS, cartpole, choose, chosen, policy, start_workers_by
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.weight_update import WeightSyncScheme as TheirScheme
 
@@ -43,17 +43,18 @@ def test_our_schemes_are_theirs(kind: Any) -> None:
 
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize(
-    ("kind", "collector_class", "under_way"),
+    ("kind", "collector_class", "under_way", "start"),
     [
-        (SharedMemWeightSyncScheme, MultiSyncCollector, 0),
-        # Each worker has begun a batch, and a slow one's may be the last to come.
-        (MultiProcessWeightSyncScheme, MultiAsyncCollector, 2),
+        (SharedMemWeightSyncScheme, MultiSyncCollector, 0, "spawn"),
+        # Each worker has begun a batch, and a slow one's may be the last to come. Forked, which is cheap.
+        (MultiProcessWeightSyncScheme, MultiAsyncCollector, 2, "fork"),
     ],
     ids=["shared, in step", "pipes, out of step"],
 )
 def test_a_collectors_workers_act_by_the_weights_that_were_sent(
-    kind: Any, collector_class: Any, under_way: int
+    kind: Any, collector_class: Any, under_way: int, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    start_workers_by(start, monkeypatch)
     made, scheme = policy(0), kind()
     collector = collector_class(
         [cartpole, cartpole],

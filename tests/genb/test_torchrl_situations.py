@@ -1,6 +1,6 @@
 """What users do with TorchRL's multi-process collectors, on our schemes: policies, weights, workers, models, options.
 
-The workers are forked, which costs a tenth of spawning them; `test_torchrl_collectors` spawns.
+The workers are forked, which costs a tenth of spawning them; `test_torchrl_collectors` spawns once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torchrl.collectors._multi_base
-from collecting import MARKS, WithCritic, cartpole, choose, chosen, policy, random_policy, tensordict
+from collecting import MARKS, WithCritic, cartpole, choose, chosen, policy, random_policy, start_workers_by, tensordict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
@@ -41,8 +40,7 @@ Making = Callable[..., Any]
 @pytest.fixture
 def multi(monkeypatch: pytest.MonkeyPatch) -> Iterator[Making]:
     """Makes a collector of forked workers, in step if nothing else is said. It is shut down at the end."""
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(torchrl.collectors._multi_base, "_get_mp_ctx", lambda *_: fork)
+    start_workers_by("fork", monkeypatch)
     made: list[Any] = []
 
     def make(scheme: Any, collector_class: Any = MultiSyncCollector, **options: Any) -> Any:

@@ -8,9 +8,11 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
+from weightsync.cascade import leads_on
 from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.paths import _resolve_model
+from weightsync.relay import Relay
 from weightsync.transports.awaited import AwaitedProcess
 
 
@@ -64,6 +66,8 @@ def processes_of(given: Any, workers: Collection[int]) -> dict[int, Any]:
 def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     """What a worker's weights are applied to: a model, or a path on the context.
 
+    A TorchRL collector whose own workers make their policies has none itself: it keeps the weights to hand them on.
+
     Raises:
         ConfigurationError: there is neither a model nor a context.
     """
@@ -74,6 +78,8 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
         return weights_of(found)
     if context is None:
         raise ConfigurationError("init_on_worker() needs model=, or a context on which model_id is resolved.")
+    if leads_on(context, model_id) and _from_path(given, context, model_id) is MISSING:
+        return Relay()
     return model_id
 
 
