@@ -160,6 +160,15 @@ class SyncReport:
         if any(report.failed for report in self._history()):
             raise self.error(advice)
 
+    def raise_for_previous(self) -> None:
+        """Raise if any worker failed of an update before this one.
+
+        Raises:
+            SyncError: as `raise_on_failure`.
+        """
+        if any(report.failed for report in self._history()[1:]):
+            raise self.error()
+
     def error(self, advice: Mapping[OutcomeKind, str] | None = None) -> SyncError:
         """The exception that tells of this report's failures, and of those of the `previous` one.
 
@@ -195,15 +204,19 @@ class SyncReport:
 
     def _lines(self) -> list[str]:
         """What failed of this update and of those before it."""
-        failures, what = self._failures(), f"version {self.version} of {self.model_id!r}"
-        if failures and self.version is None:
-            lines = [f"nothing was sent of {self.model_id!r}:"]
-        elif failures:
-            lines = [f"{what} did not reach {len(failures)} of {len(self)} workers:"]
-        else:
-            lines = [f"{what} was sent, but an update before it did not reach everybody:"]
-        lines += [f"  {line}" for line in _each(failures)]
-        return lines if self.previous is None or not self.previous.failed else [*lines, *self.previous._lines()]
+        told = [line for report in self._history() for line in report._own_lines()]
+        if self.failed:
+            return told
+        sent = f"version {self.version} of {self.model_id!r} was sent"
+        return [f"{sent}, but an update before it did not reach everybody:", *told]
+
+    def _own_lines(self) -> list[str]:
+        failures = self._failures()
+        if not failures:
+            return []
+        reached = f"version {self.version} of {self.model_id!r} did not reach {len(failures)} of {len(self)} workers:"
+        head = f"nothing was sent of {self.model_id!r}:" if self.version is None else reached
+        return [head, *(f"  {line}" for line in _each(failures))]
 
 
 def _each(outcomes: Mapping[int, Outcome], apart: Collection[OutcomeKind] = ()) -> list[str]:

@@ -140,8 +140,7 @@ class WeightSender(Roster):
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._dispatch(pure.SendAsync(targets), packed, stopwatch.seconds)
             report = self._reporter.so_far(OutcomeKind.PENDING)
-        if report.previous is not None and report.previous.failed:
-            raise report.error()
+        report.raise_for_previous()
         return report
 
     def wait_async(

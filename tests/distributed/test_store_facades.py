@@ -266,15 +266,14 @@ def test_a_worker_loop_written_for_the_reference(store: Any) -> None:
     def of(fill: float) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((300, 100), fill)}
 
-    with worker, scheme:
+    with worker, trainer, scheme:  # the first trainer stays: a loop that hears its goodbye first ends
         thread = threading.Thread(target=serve)
         thread.start()
-        with trainer:
-            trainer.send_initial_weights(of(1.0))
-            assert begun.wait(PATIENCE)
-            assert not store.check(["NODE_1_in"]), "the loop would take it for an update, and stand still"
-            go_on.set()
-            trainer.send_weights(of(2.0))
+        trainer.send_initial_weights(of(1.0))
+        assert begun.wait(PATIENCE)
+        assert not store.check(["NODE_1_in"]), "the loop would take it for an update, and stand still"
+        go_on.set()
+        trainer.send_weights(of(2.0))
         scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(100, 300, bias=False))
         for fill in (3.0, 4.0):
             scheme.get_sender().send(of(fill), timeout=PATIENCE)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from fleet import PATIENCE, Pair, constants, filled, small
+from torch import nn
 
-from weightsync import ConfigurationError, OutcomeKind, State, StateError, TransportError
+from weightsync import ConfigurationError, OutcomeKind, RefusedError, State, StateError, TransportError
 from weightsync._tables import ReceiverInput, SenderInput
 
 
@@ -60,6 +61,24 @@ def test_an_interrupt_in_a_wait_is_re_raised_and_the_update_stays_outstanding(th
     for receiver in three.receivers:
         assert receiver.receive(timeout=0)
     assert three.sender.wait_async().ok
+
+
+def test_g11_a_failure_that_an_interrupted_send_did_not_report_is_raised_by_the_next(three: Pair, signum: int) -> None:
+    three.receivers[1].model.more = nn.Linear(1, 1)
+    three.sender.send_async()
+    assert [receiver.receive(timeout=0) for receiver in three.receivers] == [True, False, True]
+    sent = threading.Event()
+    three.sender._driver.machine.observe(lambda _b, event, _a: event is SenderInput.SEND and sent.set())
+    striking = threading.Thread(target=lambda: sent.wait(PATIENCE) and os.kill(os.getpid(), signum))
+    striking.start()
+    with pytest.raises((KeyboardInterrupt, Alarm)):
+        three.sender.send(on_pending="wait", timeout=PATIENCE)
+    striking.join(PATIENCE)
+    del three.receivers[1].model.more
+    assert all(receiver.receive(timeout=0) for receiver in three.receivers)
+
+    with pytest.raises(RefusedError, match="version 1 of 'policy' did not reach 1 of 3"):
+        three.sender.send_async(on_pending="wait", timeout=PATIENCE)
 
 
 def test_an_interrupt_in_a_dispatch_is_deferred_until_all_are_dispatched_to(three: Pair, signum: int) -> None:
