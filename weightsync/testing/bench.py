@@ -277,7 +277,13 @@ class Bench(Comparing):
             if not sender.gone:
                 sender.driver.take(sending.Close())
         self.stage.watch.check()
-        self.payloads.all_free(self.stage)
+        # A link may come up only now: whoever sends over it waits until it is closed.
+        self.payloads.all_free(self.stage, self._close_late_links)
+
+    def _close_late_links(self) -> None:
+        while self._come_up:
+            _, tap = self._come_up.popleft()
+            tap.close()
 
 
 def bench_of(stage: Stage, workers: int = 1) -> Bench:

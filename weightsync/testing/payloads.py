@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 
@@ -78,9 +79,9 @@ class Payloads:
         """Whether a payload still is what was sent."""
         return digest(payload, b"") == wanted
 
-    def all_free(self, stage: Stage) -> None:
+    def all_free(self, stage: Stage, meanwhile: Callable[[], object]) -> None:
         """Every buffer is free, or soon will be."""
-        stage.until_free(self._buffers, "are still pinned after everything was closed")
+        stage.until_free(self._buffers, "are still pinned after everything was closed", meanwhile)
 
 
 def fill(buffer: Buffer, nbytes: int, seed: int) -> None:

@@ -190,15 +190,16 @@ class Stage:
         what = f"{tap.end.value} says that there is something to receive, and {_SPURIOUS} reads found nothing"
         raise Breach(Rule.QUIET, what)
 
-    def until_free(self, buffers: Sequence[Buffer], what: str) -> None:
+    def until_free(self, buffers: Sequence[Buffer], what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Every buffer is free, or becomes so; ``what`` is said of those that do not."""
         held = [buffer for buffer in buffers if buffer.pinned]
-        self.until(
-            lambda: not any(buffer.pinned for buffer in held),
-            lambda: wait(self._waker, [], 0.01),
-            Rule.UNPINNED,
-            f"{len(held)} buffers {what}",
-        )
+
+        def act() -> None:
+            meanwhile()
+            wait(self._waker, [], 0.01)
+
+        rule, told = Rule.UNPINNED, f"{len(held)} buffers {what}"
+        self.until(lambda: not any(buffer.pinned for buffer in held), act, rule, told)
 
 
 def _breathe() -> None:

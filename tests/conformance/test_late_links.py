@@ -1,0 +1,45 @@
+"""The kit waits for a transport's threads, however late they are."""
+
+from __future__ import annotations
+
+from functools import partial
+from threading import Timer
+
+import pytest
+from in_process_courier import DirectCourier
+
+from weightsync.testing.bench import Bench
+from weightsync.testing.ends import Ends
+from weightsync.testing.stage import Stage
+from weightsync.transports.calls import Answers, CallLink
+from weightsync.transports.doors import Door, Parcel
+
+PATIENCE = 20.0
+LATE = 0.2
+
+
+class LateCourier(DirectCourier):
+    """Brings each call a while after it was begun."""
+
+    def _bring(self, parcel: Parcel, answers: Answers) -> None:
+        Timer(LATE, partial(super()._bring, parcel, answers)).start()
+
+
+def late(model_id: str) -> Ends:
+    opened = Door(model_id)
+    return Ends(CallLink(LateCourier(opened), "the worker"), opened.open)
+
+
+@pytest.mark.untraced("the kit's own bench")
+def test_a_link_that_comes_up_once_everything_is_closed_holds_no_buffer() -> None:
+    stage = Stage(late, PATIENCE)
+    bench = Bench(stage)
+    bench.join(0)
+    bench.connect()
+    bench.send()
+    assert not bench.receivers[0].links, "the link is not there yet"
+
+    bench.finish()
+
+    assert not any(buffer.pinned for buffer in bench.payloads._buffers)
+    stage.strike()
