@@ -79,7 +79,7 @@ class Payloads:
         """Whether a payload still is what was sent."""
         return digest(payload, b"") == wanted
 
-    def all_free(self, stage: Stage, meanwhile: Callable[[], object]) -> None:
+    def all_free(self, stage: Stage, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Every buffer is free, or soon will be."""
         stage.until_free(self._buffers, "are still pinned after everything was closed", meanwhile)
 
