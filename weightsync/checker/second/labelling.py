@@ -18,7 +18,7 @@ MODULE = "SecondGraph"
 #: What closes the lines of a node, and of a step from it, before which stand the variables that it changes.
 FROM, STEP = "FROM", "STEP"
 
-_DISJUNCT = re.compile(r"\\/ \\E (?P<bound>.*?) : (?P<action>\w+)\((?P<args>[^)]*)\)", re.DOTALL)
+_DISJUNCT = re.compile(r"\\/ \\E (?P<bound>.*?) :\s+(?P<action>\w+)\((?P<args>[^)]*)\)", re.DOTALL)
 #: How TLC is told where a graph starts and how it goes on, and that all of it is printed.
 _HEAD = "INIT SecondInit\nNEXT SecondNext\nVIEW vars\nACTION_CONSTRAINT SecondStep\nCHECK_DEADLOCK FALSE\n"
 
