@@ -21,6 +21,7 @@ from weightsync.checker.second import SecondVerdict
 from weightsync.cli import _check_display as display
 from weightsync.cli._app import COMMANDS, build
 from weightsync.cli._second_display import second_line, second_summary
+from weightsync.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
 SPECS = ROOT / "tests" / "tla" / "specs"
@@ -41,7 +42,7 @@ def manifest() -> Manifest:
 def verdict(manifest: Manifest, name: str, complaints: tuple[str, ...] = ()) -> Verdict:
     [configuration] = manifest.select([name])
     findings = Findings(counts=Counts(2003, 2002, 2002))
-    job = Job(SPECS, configuration.module, configuration.config)
+    job = Job(SPECS, configuration.module, configuration.config.text)
     return Verdict(configuration, job, Outcome(Ending.EXITED, 0, findings, 1.25), (), complaints)
 
 
@@ -52,8 +53,32 @@ def test_help_names_the_commands_and_the_exit_codes(runner: CliRunner) -> None:
     assert (top.exit_code, check.exit_code) == (0, 0)
     assert "Check the protocol's model with TLC." in top.output
     assert "1 if one differs" in check.output
-    for option in ("--all", "--list", "--coverage", "--second", "--pin", "--json", "--model"):
+    for option in ("--all", "--list", "--coverage", "--second", "--pin", "--json", "--write-cfg", "--model"):
         assert option in check.output
+
+
+def test_write_cfg_writes_what_tlc_is_given_and_runs_nothing(
+    runner: CliRunner, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("weightsync.cli.check"), "find_toolchain", None)
+    one, everything = tmp_path / "one", tmp_path / "all"
+
+    named = runner.invoke(build(), ["check", "--model", str(SPECS), "--write-cfg", str(one), "Stuck"])
+    told = runner.invoke(build(), ["check", "--model", str(SPECS), "--write-cfg", str(everything)])
+
+    assert (named.exit_code, told.exit_code) == (0, 0), told.output
+    assert [path.name for path in one.iterdir()] == ["Stuck.cfg"]
+    written = {path.stem: path.read_text() for path in everything.iterdir()}
+    assert written == {found.name: found.config.text for found in manifest.configurations}
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(runner: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    told = runner.invoke(build(), ["check", "--model", str(SPECS), "--write-cfg", str(tmp_path / "file")])
+
+    assert isinstance(told.exception, ConfigurationError)
+    assert "The .cfg files cannot be written to" in str(told.exception)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

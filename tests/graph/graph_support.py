@@ -39,7 +39,7 @@ def rows_taken(name: str) -> frozenset[object]:
 def printed(name: str) -> Dump:
     """What TLC reaches."""
     size = Size.LARGE if name in LARGE else Size.SMALL
-    return GraphRun(java_and_tlc("THE GRAPH"), Model(MODEL, "MC", CONFIGURATIONS[name].text), size, _MOST).run()
+    return GraphRun(java_and_tlc("THE GRAPH"), Model(MODEL, "MC", CONFIGURATIONS[name].constants), size, _MOST).run()
 
 
 def as_committed(name: str, graph: Graph) -> dict[str, object]:

@@ -78,8 +78,8 @@ def command(specs: Path, tmp_path: Path, toolchain: Toolchain) -> Iterator[Comma
 @pytest.fixture
 def endless(specs: Path) -> None:
     """The larger configuration never ends."""
-    path = specs / "HoldsLarger.cfg"
-    path.write_text(path.read_text().replace("2000", "2000000000"))
+    path = specs / "manifest.toml"
+    path.write_text(path.read_text().replace("Max = 2000 ", "Max = 2000000000 "))
 
 
 def wait_until(command: Command, count: int) -> None:

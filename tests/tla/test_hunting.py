@@ -72,7 +72,7 @@ def test_all_as_the_ledger_says_exits_with_0_and_prints_the_score_by_killer(hunt
 
 
 def test_a_property_left_out_lets_mutants_live_and_exits_with_1(hunt: Hunt) -> None:
-    hunt.change("Lamp.cfg", "PROPERTIES Switches Counts", "PROPERTIES Switches")
+    hunt.change("manifest.toml", 'properties = ["Switches", "Counts"]', 'properties = ["Switches"]')
 
     code, said = hunt.run()
 

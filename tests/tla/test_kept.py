@@ -13,14 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.checker import Toolchain, ToolMissingError
+from weightsync.checker import Manifest, Toolchain, ToolMissingError
+from weightsync.checker.config import Config
 from weightsync.checker.kept import KeptTlc
 from weightsync.checker.output import Kind
 from weightsync.checker.process import Ending, Job, Outcome, TlcRun
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
-ENDLESS = "CONSTANT Max = 2000000000\nSPECIFICATION Unfair\nINVARIANT TypeOK\nCHECK_DEADLOCK FALSE\n"
+#: Configurations that check no temporal property, as a kept JVM wants them, and one that TLC cannot read.
+CONFIGS = {
+    "Endless": Config("Unfair", {"Max": 2_000_000_000}, invariants=("TypeOK",)),
+    "Safe": Config("Spec", {"Max": 3}, deadlock=True, invariants=("TypeOK",), properties=("Rises",)),
+    "NoSuchInvariant": Config("Spec", {"Max": 3}, invariants=("Typo",)),
+}
 
 
 @pytest.fixture
@@ -33,16 +39,9 @@ def kept(toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.fixture
-def specs(specs: Path) -> Path:
-    """The small model, with configurations that check no temporal property, as a kept JVM wants them."""
-    (specs / "Endless.cfg").write_text(ENDLESS)
-    (specs / "Safe.cfg").write_text("CONSTANT Max = 3\nSPECIFICATION Spec\nINVARIANT TypeOK\nPROPERTY Rises\n")
-    return specs
-
-
 def job(specs: Path, name: str, timeout: float = 100.0) -> Job:
-    return Job(specs, "Counter", f"{name}.cfg", timeout=timeout)
+    config = CONFIGS[name] if name in CONFIGS else Manifest.read(specs).select([name])[0].config
+    return Job(specs, "Counter", config.text, timeout=timeout)
 
 
 def machine(kept: KeptTlc) -> int:
@@ -130,9 +129,9 @@ def test_its_jvm_ends_with_a_process_that_is_killed_also_while_it_runs(
         "from weightsync.checker.kept import KeptTlc\n"
         "from weightsync.checker.process import Job\n"
         "kept, folder = KeptTlc(find_toolchain()), Path(sys.argv[1])\n"
-        "kept.run(Job(folder, 'Counter', 'Safe.cfg'))\n"
+        f"kept.run(Job(folder, 'Counter', {CONFIGS['Safe'].text!r}))\n"
         "print(kept._process.pid, flush=True)\n"
-        "kept.run(Job(folder, 'Counter', 'Endless.cfg'))\n"
+        f"kept.run(Job(folder, 'Counter', {CONFIGS['Endless'].text!r}))\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "TLA2TOOLS_JAR": str(toolchain.jar)}
     with subprocess.Popen(

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from weightsync.checker import Configuration, Counts, Expected, Manifest, Purpose, Tier, Toolchain, find_model
+from weightsync.checker.config import Config
 from weightsync.checker.mutants import (
     Entry,
     Fate,
@@ -214,7 +215,9 @@ def test_what_is_no_share_is_refused(text: str) -> None:
 
 # One run of a mutant.
 
-HUNT = Configuration("H", "M", "H.cfg", Purpose.PROOF, Tier.ALL, Expected.PASS, None, "", (), 1, 1.0, None)
+HUNT = Configuration(
+    "H", "M", Config("Spec", invariants=("P",)), Purpose.PROOF, Tier.ALL, Expected.PASS, None, "", (), 1, 1.0, None
+)
 GROUND = Ground(HUNT, Counts(10, 5, 3), frozenset({"this", "that"}))
 
 
@@ -244,9 +247,7 @@ def outcome(counts: Counts = GROUND.counts, met: Sequence[str] = ("this", "that"
 def test_a_run_is_judged_by_properties_and_situations_never_by_counts(
     seen: Outcome, expected: Finding, tmp_path: Path
 ) -> None:
-    (tmp_path / "H.cfg").write_text("INVARIANT P")
-
-    assert judge(GROUND, seen, Library(tmp_path), tmp_path) == expected
+    assert judge(GROUND, seen, Library(tmp_path)) == expected
 
 
 # The ledger and the score.

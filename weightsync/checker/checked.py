@@ -1,23 +1,20 @@
-"""What TLC is given to check: read from the configuration file that it runs, never from what the manifest says."""
+"""What TLC is given to check: read from the configuration that it runs, never from what the manifest says of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from weightsync.checker.config import Value
 from weightsync.checker.manifest import Configuration, Manifest, Purpose
-from weightsync.checker.second.bounds import Bounds
-from weightsync.checker.text import Config
+from weightsync.checker.second.bounds import LINKS, Bounds
 
 #: The modules whose configurations check the properties of AckProtocol.tla over its own actions.
 OF_THE_PROTOCOL = ("MC", "MCHunt", "MCInductive")
 #: Have no protocol in them: the steps of the promise, what waits in a sender, and the exchange of challenges.
 _WITHOUT_IT = ("MCPromise", "Backlog", "Challenge")
 #: What configurations of the families of transports do not set themselves: their modules do.
-_OF_A_FAMILY = (
-    *(f"{name} = FALSE" for name in ("Reorders", "Duplicates", "Loses", "Lingers")),
-    *(f"{name} = {{}}" for name in ("Without", "Unfair")),
-)
+_OF_A_FAMILY: dict[str, Value] = {**dict.fromkeys(LINKS, False), "Without": [], "Unfair": []}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +23,8 @@ class Checked:
 
     Attributes:
         configuration: its entry in the manifest.
-        properties: the invariants and properties in its file.
-        bounds: the constants in its file.
+        properties: the invariants and properties that are checked in it.
+        bounds: its constants.
     """
 
     configuration: Configuration
@@ -58,17 +55,14 @@ def proofs(manifest: Manifest, modules: Iterable[str] | None = None) -> tuple[Ch
         modules: only those of these root modules; None: all that have the protocol in them.
 
     Raises:
-        ConfigurationError: a configuration file is missing, or a constant in it cannot be read.
+        ConfigurationError: a constant that the protocol needs is missing, or is no plain value.
     """
     wanted = None if modules is None else set(modules)
     found = (each for each in manifest.configurations if each.purpose is Purpose.PROOF)
     of = (each for each in found if each.module not in _WITHOUT_IT)
-    return tuple(_checked(manifest, each) for each in of if wanted is None or each.module in wanted)
+    return tuple(_checked(each) for each in of if wanted is None or each.module in wanted)
 
 
-def _checked(manifest: Manifest, configuration: Configuration) -> Checked:
-    config = Config.read(manifest.folder / configuration.config)
-    given = config
-    if configuration.module not in OF_THE_PROTOCOL:
-        given = Config({"CONSTANT": (*config.entries.get("CONSTANT", ()), *_OF_A_FAMILY)})
-    return Checked(configuration, (*config.invariants, *config.properties), Bounds.read(given))
+def _checked(configuration: Configuration) -> Checked:
+    config = configuration.config
+    return Checked(configuration, config.checked, Bounds.read({**_OF_A_FAMILY, **config.constants}))

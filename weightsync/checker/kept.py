@@ -92,7 +92,8 @@ class KeptTlc:
         return Path(self._folder.name) / f"meta{self._runs}"
 
     def _arguments(self, job: Job) -> list[str]:
-        module, config = job.folder / f"{job.module}.tla", job.folder / job.config
+        module, config = job.folder / f"{job.module}.tla", Path(self._folder.name) / f"{job.module}.cfg"
+        config.write_text(job.config, encoding="utf-8")
         return ["-tool", "-workers", "1", "-metadir", str(self._meta), "-config", str(config), str(module)]
 
     def _started(self) -> subprocess.Popen[str] | None:

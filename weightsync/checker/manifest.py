@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from weightsync.checker.config import CONFIG_KEYS, Config, Groups
 from weightsync.checker.output import Counts
 from weightsync.errors import ConfigurationError
 
@@ -79,7 +80,7 @@ class Configuration:
     Attributes:
         name: what it is called on the command line.
         module: its root module.
-        config: its configuration file.
+        config: what TLC is given besides.
         purpose: what it is there for.
         tier: when it is run.
         expected: what TLC must say.
@@ -93,7 +94,7 @@ class Configuration:
 
     name: str
     module: str
-    config: str
+    config: Config
     purpose: Purpose
     tier: Tier
     expected: Expected
@@ -150,7 +151,8 @@ class Manifest:
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigurationError(f"The manifest {folder / MANIFEST} cannot be read: {error}.") from error
         entries = document.get("configuration", [])
-        found = tuple(_configuration(entry) for entry in entries)
+        groups = Groups.read(document)
+        found = tuple(_configuration(entry, groups) for entry in entries)
         names = [configuration.name for configuration in found]
         twice = {name for name in names if names.count(name) > 1}
         if twice or not found:
@@ -197,7 +199,7 @@ def find_model(package: Path = _PACKAGE) -> Path:
     raise ConfigurationError(f"No model lies in {package.parent / 'tla'} or {package / 'tla'} ({MANIFEST}).")
 
 
-def _configuration(entry: Mapping[str, Any]) -> Configuration:
+def _configuration(entry: Mapping[str, Any], groups: Groups) -> Configuration:
     name = str(entry.get("name", "(without a name)"))
     unknown = set(entry) - _KEYS
     if unknown:
@@ -207,7 +209,7 @@ def _configuration(entry: Mapping[str, Any]) -> Configuration:
             Configuration(
                 name=entry["name"],
                 module=entry["module"],
-                config=entry.get("cfg", f"{entry['name']}.cfg"),
+                config=groups.config(entry),
                 purpose=Purpose(entry["kind"]),
                 tier=Tier(entry["set"]),
                 expected=Expected(entry["expected"]),
@@ -226,8 +228,8 @@ def _configuration(entry: Mapping[str, Any]) -> Configuration:
 
 
 _KEYS = {
-    "name", "module", "cfg", "kind", "set", "expected", "violates", "covers", "guarantees", "workers", "timeout",
-    *_COUNTS,
+    "name", "module", "kind", "set", "expected", "violates", "covers", "guarantees", "workers", "timeout",
+    *_COUNTS, *CONFIG_KEYS,
 }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ from weightsync.checker.second import SecondSuite, SecondVerdict, story
 from weightsync.cli._check_display import display, listing, results, summary
 from weightsync.cli._check_mutants import hunt_mutants
 from weightsync.cli._second_display import second_line, second_summary
+from weightsync.errors import ConfigurationError
 
 _PLAIN_WIDTH = 120
 _DIFFERS = 1
@@ -87,6 +88,15 @@ def check(  # noqa: PLR0917
     report: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all that was found to a file.")
     ] = None,
+    write_cfg: Annotated[
+        Path | None,
+        typer.Option(
+            "--write-cfg",
+            metavar="FOLDER",
+            help="Write the .cfg files of the configurations named, or of all, for TLC run by hand, and run none.",
+            show_default=False,
+        ),
+    ] = None,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FOLDER", help="Check another model than our own.")
     ] = None,
@@ -98,9 +108,14 @@ def check(  # noqa: PLR0917
     """
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     manifest = Manifest.read(model or find_model())
-    chosen = manifest.select(names) if names else manifest.tier(Tier.ALL if everything or show else Tier.QUICK)
+    whole = everything or show or write_cfg is not None
+    chosen = manifest.select(names) if names else manifest.tier(Tier.ALL if whole else Tier.QUICK)
     if show:
         console.print(listing(chosen))
+        return
+    if write_cfg:
+        _write(chosen, write_cfg)
+        console.print(f"{len(chosen)} .cfg files written to {write_cfg}", markup=False, soft_wrap=True)
         return
     if mutants:
         _hunt(manifest, console, _share(share), repin)
@@ -122,6 +137,16 @@ def check(  # noqa: PLR0917
     agreed = second is None or _examine_again(manifest, verdicts, second, console)
     if vacuous or not agreed or not all(verdict.as_expected for verdict in verdicts):
         raise typer.Exit(_DIFFERS)
+
+
+def _write(chosen: Sequence[Configuration], folder: Path) -> None:
+    """Write the files that TLC reads when it is run by hand."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for found in chosen:
+            (folder / f"{found.name}.cfg").write_text(found.config.text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"The .cfg files cannot be written to {folder}: {error}.") from error
 
 
 def _examine_again(manifest: Manifest, verdicts: Sequence[Verdict], tier: Tier, console: Console) -> bool:

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightsync.checker.kept import KeptTlc
+from weightsync.checker.manifest import Configuration
 from weightsync.checker.mutants.generate import Mutant
 from weightsync.checker.mutants.hunt import Fate, Finding, Ground, Hunter, job, judge, placed
 from weightsync.checker.mutants.ledger import Entry, Ledger, deadliest
 from weightsync.checker.mutants.source import Source
 from weightsync.checker.process import Outcome
-from weightsync.checker.text import Config, Library
+from weightsync.checker.text import Library
 from weightsync.checker.toolchain import Toolchain
 from weightsync.errors import ConfigurationError
 
@@ -71,7 +72,7 @@ class Confirmer:
         for kept in self._kept:
             for ground in grounds[:1]:
                 outcome = kept.run(job(self._ledger.folder, ground.configuration))
-                if judge(ground, outcome, self._library, self._ledger.folder).fate is not Fate.EQUIVALENT:
+                if judge(ground, outcome, self._library).fate is not Fate.EQUIVALENT:
                     raise ConfigurationError(
                         f"A JVM that was kept for many runs no longer finds the model itself right in "
                         f"{ground.configuration.name}, so what it has confirmed is not to be believed: "
@@ -100,19 +101,16 @@ class Confirmer:
 
     def _found(self, folder: Path, ground: Ground, checked: Collection[str] | None) -> Finding:
         """Run a ground with only some of what it checks, or with all."""
-        configuration = ground.configuration
-        config = Config.read(self._ledger.folder / configuration.config)
         if checked is not None:
-            config = config.checking(checked)
-        (folder / configuration.config).write_text(str(config), encoding="utf-8")
-        outcome = self._run(folder, ground, config)
-        return judge(ground, outcome, self._library, folder)
+            fewer = ground.configuration.config.checking(checked)
+            ground = replace(ground, configuration=replace(ground.configuration, config=fewer))
+        return judge(ground, self._run(folder, ground.configuration), self._library)
 
-    def _run(self, folder: Path, ground: Ground, config: Config) -> Outcome:
-        if self._temporal[ground.configuration.name].intersection(config.properties):
-            return self._hunter.run(folder, ground.configuration)
+    def _run(self, folder: Path, configuration: Configuration) -> Outcome:
+        if self._temporal[configuration.name].intersection(configuration.config.properties):
+            return self._hunter.run(folder, configuration)
         with self._jvm() as kept:
-            return kept.run(job(folder, ground.configuration))
+            return kept.run(job(folder, configuration))
 
     @contextmanager
     def _jvm(self) -> Iterator[KeptTlc]:
@@ -128,5 +126,5 @@ class Confirmer:
 
     def _temporal_of(self, ground: Ground) -> frozenset[str]:
         configuration = ground.configuration
-        listed = Config.read(self._ledger.folder / configuration.config).properties
+        listed = configuration.config.properties
         return frozenset(name for name in listed if self._library.is_temporal(configuration.module, name))

@@ -15,7 +15,7 @@ from weightsync.checker.mutants.generate import Mutant
 from weightsync.checker.mutants.source import Source
 from weightsync.checker.output import Counts
 from weightsync.checker.process import FOLDER_PREFIX, Ending, Job, Outcome, Size, TlcRun
-from weightsync.checker.text import Config, Library
+from weightsync.checker.text import Library
 from weightsync.checker.toolchain import Toolchain
 from weightsync.checker.verdict import named
 
@@ -116,8 +116,7 @@ class Hunter:
         found: list[Finding] = []
         with placed(mutant, self._source, self._folder) as folder:
             for ground in order:
-                shutil.copy(self._folder / ground.configuration.config, folder)
-                finding = judge(ground, self.run(folder, ground.configuration), self._library, self._folder)
+                finding = judge(ground, self.run(folder, ground.configuration), self._library)
                 if finding.fate.killed:
                     return finding
                 if finding.fate is Fate.INVALID and ground.configuration.name == first:
@@ -149,18 +148,17 @@ class Hunter:
 
 def job(folder: Path, configuration: Configuration) -> Job:
     """Return the run of one hunting configuration in a folder."""
-    return Job(folder, configuration.module, configuration.config, timeout=PATIENCE, size=Size.SMALL)
+    return Job(folder, configuration.module, configuration.config.text, timeout=PATIENCE, size=Size.SMALL)
 
 
-def judge(ground: Ground, outcome: Outcome, library: Library, folder: Path) -> Finding:
+def judge(ground: Ground, outcome: Outcome, library: Library) -> Finding:
     """Say what one run decides: what is violated, or else what is not met, or else whether the graph is the same."""
     configuration = ground.configuration
     if outcome.ending is not Ending.EXITED:
         return Finding(Fate.UNDECIDED, outcome.ending.value, configuration.name)
     findings = outcome.findings
     if findings.violations:
-        config = Config.read(folder / configuration.config)
-        by = named(findings.violations[0], configuration.module, config, library)
+        by = named(findings.violations[0], configuration.module, configuration.config, library)
         return Finding(Fate.PROPERTY, by, configuration.name)
     if outcome.exit_code != 0 or not findings.completed or findings.errors or findings.counts is None:
         said = " ".join(" ".join([*findings.errors, *outcome.loose]).split())[:200]

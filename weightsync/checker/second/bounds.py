@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
-from weightsync.checker.text import Config
+from weightsync.checker.config import Value
 from weightsync.errors import ConfigurationError
+
+_Kind = TypeVar("_Kind")
 
 LINKS = ("Reorders", "Duplicates", "Loses", "Lingers")
 
@@ -40,23 +41,22 @@ class Bounds:
     unfair: frozenset[str] = frozenset()
 
     @classmethod
-    def read(cls, config: Config) -> Bounds:
-        """The constants of a configuration file.
+    def read(cls, constants: Mapping[str, Value]) -> Bounds:
+        """The constants of a configuration.
 
         Raises:
-            ConfigurationError: one is missing, or not written as `text` writes it.
+            ConfigurationError: one is missing, or of another kind than it must be.
         """
-        given = " ".join(config.entries.get("CONSTANT", ()))
         return cls(
-            senders=_count(given, "Senders"),
-            workers=_count(given, "Workers"),
-            max_version=_number(given, "MaxVersion"),
-            max_link=_number(given, "MaxLink"),
-            max_clock=_number(given, "MaxClock"),
-            features=_strings(given, "Features"),
-            links=frozenset(name for name in LINKS if _word(given, name) == "TRUE"),
-            without=_strings(given, "Without"),
-            unfair=_strings(given, "Unfair"),
+            senders=_count(constants, "Senders"),
+            workers=_count(constants, "Workers"),
+            max_version=_given(constants, "MaxVersion", int),
+            max_link=_given(constants, "MaxLink", int),
+            max_clock=_given(constants, "MaxClock", int),
+            features=_strings(constants, "Features"),
+            links=frozenset(name for name in LINKS if _given(constants, name, bool)),
+            without=_strings(constants, "Without"),
+            unfair=_strings(constants, "Unfair"),
         )
 
     @property
@@ -89,54 +89,38 @@ class Bounds:
         return larger and self.features >= least.features and self.links == least.links
 
     @property
-    def text(self) -> str:
-        """The constants as TLC reads them."""
-        return "\n".join(
-            [
-                "CONSTANTS",
-                f"  Senders = {_set(map(str, self.all_senders))}",
-                f"  Workers = {_set(map(str, self.all_workers))}",
-                f"  MaxVersion = {self.max_version}",
-                f"  MaxLink = {self.max_link}",
-                f"  MaxClock = {self.max_clock}",
-                *(f"  {name} = {str(name in self.links).upper()}" for name in LINKS),
-                f"  Features = {_set(map(json.dumps, sorted(self.features)))}",
-                f"  Without = {_set(map(json.dumps, sorted(self.without)))}",
-                f"  Unfair = {_set(map(json.dumps, sorted(self.unfair)))}",
-                "",
-            ]
-        )
+    def constants(self) -> dict[str, Value]:
+        """What `read` reads."""
+        return {
+            "Senders": list(self.all_senders),
+            "Workers": list(self.all_workers),
+            "MaxVersion": self.max_version,
+            "MaxLink": self.max_link,
+            "MaxClock": self.max_clock,
+            **{name: name in self.links for name in LINKS},
+            "Features": sorted(self.features),
+            "Without": sorted(self.without),
+            "Unfair": sorted(self.unfair),
+        }
 
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _set(members: Iterable[str]) -> str:
-    return f"{{{', '.join(members)}}}"
+def _given(constants: Mapping[str, Value], name: str, kind: type[_Kind]) -> _Kind:
+    value = constants.get(name)
+    if type(value) is not kind:
+        raise ConfigurationError(f"The configuration's {name} is {value!r}, not of the kind {kind.__name__}.")
+    return value
 
 
-def _given(text: str, name: str, pattern: str) -> str:
-    found = re.search(rf"\b{name} = {pattern}", text)
-    if found is None:
-        raise ConfigurationError(f"The configuration gives no {name}, or not as a plain value.")
-    return found.group(1)
-
-
-def _word(text: str, name: str) -> str:
-    return _given(text, name, r"(\w+)")
-
-
-def _number(text: str, name: str) -> int:
-    return int(_given(text, name, r"(\d+)"))
-
-
-def _count(text: str, name: str) -> int:
-    members = sorted(map(int, re.findall(r"\d+", _given(text, name, r"\{([^}]*)\}"))))
+def _count(constants: Mapping[str, Value], name: str) -> int:
+    members = _given(constants, name, list)
     if members != list(range(1, len(members) + 1)):
         raise ConfigurationError(f"The configuration's {name} are {members}, not 1..n.")
     return len(members)
 
 
-def _strings(text: str, name: str) -> frozenset[str]:
-    return frozenset(re.findall(r'"(\w+)"', _given(text, name, r"\{([^}]*)\}")))
+def _strings(constants: Mapping[str, Value], name: str) -> frozenset[str]:
+    return frozenset(map(str, _given(constants, name, list)))

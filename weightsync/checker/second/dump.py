@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from weightsync.checker.config import Value
 from weightsync.checker.output import Counts, Findings
 from weightsync.checker.process import FOLDER_PREFIX, Ending, Job, Size, TlcRun
 from weightsync.checker.second.graph import Graph
@@ -31,13 +33,13 @@ class Model:
     Attributes:
         folder: where the modules lie.
         root: the root module.
-        constants: their values, as TLC reads them.
+        constants: their values.
         following: the definition that is its next-state relation.
     """
 
     folder: Path
     root: str
-    constants: str
+    constants: Mapping[str, Value]
     following: str = "Next"
 
 
@@ -75,7 +77,7 @@ class GraphRun:
         self._model = model
         self._most = most
         self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True)
-        job = Job(Path(self._folder.name), MODULE, f"{MODULE}.cfg", timeout=_TIMEOUT, size=size)
+        job = Job(Path(self._folder.name), MODULE, labelling_config(model.constants), timeout=_TIMEOUT, size=size)
         self._run = TlcRun(toolchain, job)
         self._reader = GraphReader()
         self._enough = False
@@ -108,7 +110,6 @@ class GraphRun:
             shutil.copy(module, folder)
         text = labelling_module(Library(self._model.folder), self._model.root, self._model.following)
         (folder / f"{MODULE}.tla").write_text(text, encoding="utf-8")
-        (folder / f"{MODULE}.cfg").write_text(labelling_config(self._model.constants), encoding="utf-8")
 
     def _read(self, line: str) -> None:
         if self._enough:

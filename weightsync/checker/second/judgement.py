@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from weightsync.checker.config import Config
 from weightsync.checker.manifest import Configuration, Expected, Purpose
 from weightsync.checker.output import Counts
 from weightsync.checker.second.bounds import Bounds
@@ -12,7 +13,7 @@ from weightsync.checker.second.dump import MOST_NODES, Dump, Dumped
 from weightsync.checker.second.examination import DEADLOCK, Broken, Question, examine, unread
 from weightsync.checker.second.labelling import PROTOCOL
 from weightsync.checker.second.liveness import ENDINGS
-from weightsync.checker.text import Config, Library
+from weightsync.checker.text import Library
 from weightsync.checker.verdict import Verdict
 
 _MARGIN = 500
@@ -54,20 +55,17 @@ class SecondVerdict:
 
 
 def question_of(config: Config) -> Question:
-    """What a configuration file asks.
+    """What a configuration asks.
 
     Raises:
         ConfigurationError: its constants are not those of the protocol.
     """
-    specification = " ".join(config.entries.get("SPECIFICATION", ()))
-    deadlock = config.entries.get("CHECK_DEADLOCK", ("TRUE",)) == ("TRUE",)
-    return Question(Bounds.read(config), specification, (*config.invariants, *config.properties), deadlock)
+    return Question(Bounds.read(config.constants), config.specification, config.checked, config.deadlock)
 
 
 def reason_to_leave_out(configuration: Configuration, library: Library) -> str:
     """Why a configuration is not examined a second time; empty: it is."""
-    named = Config.read(library.folder / configuration.config).entries.get("SPECIFICATION", ("Next",))
-    homes = [library.resolve(configuration.module, name) for name in ("Next", *named)]
+    homes = [library.resolve(configuration.module, name) for name in ("Next", configuration.config.specification)]
     if any(home is None or home.module != PROTOCOL for home in homes):
         return f"its actions are not those of {PROTOCOL}.tla"
     if configuration.expected is Expected.ASSUMPTION:
@@ -75,7 +73,7 @@ def reason_to_leave_out(configuration: Configuration, library: Library) -> str:
     if configuration.pinned and configuration.pinned.distinct > MOST_NODES:
         return _too_large(configuration.pinned.distinct)
     if configuration.purpose is Purpose.CANARY:
-        missing = unread(question_of(Config.read(library.folder / configuration.config)))
+        missing = unread(question_of(configuration.config))
         return f"no second reading of {', '.join(missing)}" if missing else ""
     return ""
 

@@ -7,10 +7,11 @@ dump names actions without their arguments.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from weightsync.checker.config import Value, constant_lines
 from weightsync.checker.second.words import Node
-from weightsync.checker.text import Config, Library
+from weightsync.checker.text import Library
 from weightsync.errors import ConfigurationError
 
 PROTOCOL = "AckProtocol"
@@ -89,11 +90,6 @@ def _know_variables(library: Library, root: str) -> None:
         )
 
 
-def labelling_config(constants: str) -> str:
+def labelling_config(constants: Mapping[str, Value]) -> str:
     """The configuration of that module: the same constants, no property, all steps printed."""
-    return _HEAD + constants
-
-
-def constants_of(config: Config) -> str:
-    """The constants as a configuration file gives them."""
-    return f"CONSTANTS\n  {' '.join(config.entries.get('CONSTANT', ()))}\n"
+    return _HEAD + "".join(f"{line}\n" for line in constant_lines(constants))

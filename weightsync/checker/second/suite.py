@@ -16,9 +16,8 @@ from weightsync.checker.second.judgement import (
     question_of,
     reason_to_leave_out,
 )
-from weightsync.checker.second.labelling import constants_of
 from weightsync.checker.suite import cores
-from weightsync.checker.text import Config, Library
+from weightsync.checker.text import Library
 from weightsync.checker.toolchain import Toolchain
 from weightsync.checker.verdict import Verdict
 
@@ -72,10 +71,9 @@ class SecondSuite:
         reason = reason_to_leave_out(configuration, self._library)
         if reason:
             return SecondVerdict(first, left_out=reason)
-        config = Config.read(self._manifest.folder / configuration.config)
-        question = question_of(config)
+        question = question_of(configuration.config)
         size = Size.SMALL if _states(first) < _FEW_STATES else Size.LARGE
-        model = Model(self._manifest.folder, configuration.module, constants_of(config))
+        model = Model(self._manifest.folder, configuration.module, configuration.config.constants)
         run = GraphRun(self._toolchain, model, size, nodes_to_read(first, question))
         self._runs.append(run)
         try:
