@@ -16,8 +16,8 @@ from assurancegen import rungs, sources
 from assurancegen.pages import keep
 from assurancegen.sources import Guarantee
 from assurancegen.traces import Recorded
+from modelcheck.checked import OF_THE_PROTOCOL, Checked, proofs
 
-from weightsync.checker.checked import OF_THE_PROTOCOL, Checked, proofs
 from weightsync.checker.manifest import Configuration, Manifest, Purpose
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,12 +15,12 @@ import pytest
 import torch
 from graph_support import MODEL
 from missing import java_and_tlc
+from modelcheck.second.values import parse
 
 from weightsync._tables import Delivery
 from weightsync.checker import Manifest
 from weightsync.checker.output import Counts
 from weightsync.checker.process import Ending, Job, Size, TlcRun
-from weightsync.checker.second.values import parse
 from weightsync.driving.packing import Packed
 from weightsync.driving.sender import SenderDriver
 from weightsync.errors import StateError

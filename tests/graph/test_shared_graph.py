@@ -12,11 +12,11 @@ from functools import cache
 import pytest
 from graph_support import MODEL
 from missing import java_and_tlc
+from modelcheck.second import Bounds, Graph, GraphRun
+from modelcheck.second.dump import Dumped, Model
 from search import difference, search
 
 from weightsync.checker import Manifest
-from weightsync.checker.second import Bounds, Graph, GraphRun
-from weightsync.checker.second.dump import Dumped, Model
 
 NAMES = ["SharedTakeover", "SharedEnds", "SharedAgain"]
 names = pytest.mark.parametrize("name", NAMES)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from modelcheck.second import Bounds, Graph, Node, Question, examine
+from modelcheck.second.graph import components
+from modelcheck.second.liveness import Fair, lasting
+from modelcheck.second.words import NEW_RECEIVER, new_sender
 
-from weightsync.checker.second import Bounds, Graph, Node, Question, examine
-from weightsync.checker.second.graph import components
-from weightsync.checker.second.liveness import Fair, lasting
-from weightsync.checker.second.words import NEW_RECEIVER, new_sender
 from weightsync.errors import ConfigurationError
 
 NODE = Node(("ready",), (new_sender(1),), ("alive",), (False,), ("ready",), (NEW_RECEIVER,), frozenset(), frozenset(),

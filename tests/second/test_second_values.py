@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from modelcheck.second import Bounds, question_of
+from modelcheck.second.examination import KNOWN
+from modelcheck.second.judgement import reason_to_leave_out
+from modelcheck.second.labelling import disjuncts, labelling_module
+from modelcheck.second.reading import GraphReader
+from modelcheck.second.values import parse
+from modelcheck.second.words import Letter, Node
 
 from weightsync.checker import Manifest, Purpose, find_model
-from weightsync.checker.second import Bounds, question_of
-from weightsync.checker.second.examination import KNOWN
-from weightsync.checker.second.judgement import reason_to_leave_out
-from weightsync.checker.second.labelling import disjuncts, labelling_module
-from weightsync.checker.second.reading import GraphReader
-from weightsync.checker.second.values import parse
-from weightsync.checker.second.words import Letter, Node
 from weightsync.checker.text import Library
 from weightsync.errors import ConfigurationError
 

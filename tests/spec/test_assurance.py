@@ -9,8 +9,8 @@ from pathlib import Path
 import assurance
 import pytest
 from assurancegen import sources
+from modelcheck.checked import OF_THE_PROTOCOL, Checked, proofs
 
-from weightsync.checker.checked import OF_THE_PROTOCOL, Checked, proofs
 from weightsync.checker.manifest import Manifest
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from modelcheck.kept import KeptTlc
+from modelcheck.mutants import Entry, Fate, Finding, Hunter, Ledger, Mutant, Session, draw
+from modelcheck.mutants.confirm import Confirmer
+from modelcheck.mutants.session import source_of
 
 from weightsync.checker import Manifest, Toolchain
-from weightsync.checker.kept import KeptTlc
-from weightsync.checker.mutants import Entry, Fate, Finding, Hunter, Ledger, Mutant, Session, draw
-from weightsync.checker.mutants.confirm import Confirmer
-from weightsync.checker.mutants.session import source_of
 from weightsync.checker.process import Job, Outcome
 from weightsync.errors import ConfigurationError
 
@@ -32,7 +32,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 @pytest.fixture(scope="module")
 def ledger(manifest: Manifest) -> Ledger:
-    return Ledger.read(manifest.folder)
+    return Ledger.read(manifest.folder / "mutants.toml")
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from modelcheck.pinning import pin
 
-from weightsync.checker import Counts, Manifest, Purpose, Tier, find_model, pin
+from weightsync.checker import Counts, Manifest, Purpose, Tier, find_model
 from weightsync.errors import ConfigurationError
 
 ENTRY = """\

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from modelcheck.pinning import pin
 from tlc_support import Recorder
 
-from weightsync.checker import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, pin, vacuity
+from weightsync.checker import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, vacuity
 from weightsync.checker.process import Ending, Job, TlcRun
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]

@@ -72,14 +72,16 @@ def test_another_count_fails_and_says_how_to_repin(court: Court, changed: dict[s
     verdict = court.judge(configuration, "holds_with_coverage", 0)
 
     assert len(verdict.complaints) == 1
-    assert "weightsync check --pin Holds" in verdict.complaints[0]
+    assert "python spec/check.py model --pin Holds" in verdict.complaints[0]
     assert Counts(6, 5, 5) == verdict.repin
 
 
 def test_a_configuration_that_holds_must_have_counts_pinned(court: Court) -> None:
     verdict = court.judge(replace(court.configuration("Holds"), pinned=None), "holds_with_coverage", 0)
 
-    assert verdict.complaints == ("no counts are pinned; pin what TLC counts now by weightsync check --pin Holds",)
+    assert verdict.complaints == (
+        "no counts are pinned; pin what TLC counts now by python spec/check.py model --pin Holds",
+    )
     assert Counts(6, 5, 5) == verdict.repin
 
 

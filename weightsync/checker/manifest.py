@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from weightsync.errors import ConfigurationError
 MANIFEST = "manifest.toml"
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DEFAULT_TIMEOUT = 1800.0
-_COUNTS = ("generated", "distinct", "depth")
-_COUNT_LINE = re.compile(rf"(?:{'|'.join(_COUNTS)}) *=")
+#: The keys of what TLC counts.
+COUNTS = ("generated", "distinct", "depth")
 
 
 class Tier(Enum):
@@ -229,7 +228,7 @@ def _configuration(entry: Mapping[str, Any], groups: Groups) -> Configuration:
 
 _KEYS = {
     "name", "module", "kind", "set", "expected", "violates", "covers", "guarantees", "workers", "timeout",
-    *_COUNTS, *CONFIG_KEYS,
+    *COUNTS, *CONFIG_KEYS,
 }  # fmt: skip
 
 
@@ -242,34 +241,7 @@ def _checked(configuration: Configuration) -> Configuration:
 
 
 def _pinned(entry: Mapping[str, Any]) -> Counts | None:
-    if not any(key in entry for key in _COUNTS):
+    if not any(key in entry for key in COUNTS):
         return None
     depth = entry.get("depth")
     return Counts(int(entry["generated"]), int(entry["distinct"]), None if depth is None else int(depth))
-
-
-def pin(manifest: Manifest, seen: Mapping[str, Counts]) -> Manifest:
-    """Write counts into the manifest's text, all else in it as it was, and return it read anew.
-
-    Args:
-        manifest: the manifest to rewrite.
-        seen: a configuration's name to its counts.
-    """
-    path = manifest.folder / MANIFEST
-    head, *tables = re.split(r"(?m)^(?=\[\[configuration\]\])", path.read_text(encoding="utf-8"))
-    rewritten = [_repinned(table, seen) for table in tables]
-    path.write_text("".join([head, *rewritten]), encoding="utf-8")
-    return Manifest.read(manifest.folder)
-
-
-def _repinned(table: str, seen: Mapping[str, Counts]) -> str:
-    name = tomllib.loads(table)["configuration"][0]["name"]
-    if name not in seen:
-        return table
-    fresh = [f"{key} = {count}\n" for key, count in seen[name].known().items()]
-    lines = table.splitlines(keepends=True)
-    old = [place for place, line in enumerate(lines) if _COUNT_LINE.match(line)]
-    said = [place for place, line in enumerate(lines) if line.strip() and not line.startswith("#")]
-    kept = [[] if place in old else [line] for place, line in enumerate(lines)]
-    kept[old[0] if old else said[-1]] += fresh
-    return "".join(line for group in kept for line in group)

@@ -27,7 +27,7 @@ class Verdict:
         outcome: what TLC gave; None if it was not run, since the text has a trap.
         found: what TLC found amiss, in words.
         complaints: what is not as expected; empty if all is.
-        repin: the counts seen, if nothing but the pinned ones is the matter, so that `--pin` may set them.
+        repin: the counts seen, if nothing but the pinned ones is the matter, so that they may be pinned.
     """
 
     configuration: Configuration
@@ -163,7 +163,7 @@ def _recounted(configuration: Configuration, counts: Counts | None) -> Iterator[
         )
 
 
-_REPIN = "pin what TLC counts now by weightsync check --pin"
+_REPIN = "pin what TLC counts now by python spec/check.py model --pin"
 
 
 def _shown(count: int | None) -> str:
