@@ -26,6 +26,10 @@ def library(model: Manifest) -> Library:
     return Library(model.folder)
 
 
+def test_no_configuration_lies_beside_the_manifest_unread(model: Manifest) -> None:
+    assert list(model.folder.glob("*.cfg")) == [], "what TLC is given is said in tla/manifest.toml, and rendered for it"
+
+
 def test_each_module_is_used(model: Manifest, library: Library) -> None:
     used = {module.name for found in model.configurations for module in library.closure(found.module)}
     used |= {module.name for module in library.closure("Trace")}  # what `weightsync verify` has TLC follow traces with

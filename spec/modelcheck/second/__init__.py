@@ -1,4 +1,4 @@
-"""A second checker: TLC's graph, or the shipped machines', examined in Python. Standard library only.
+"""A second checker: TLC's graph, or the shipped machines', examined in Python.
 
 Each property is read a second time, from the charter's words; liveness by strongly connected components. Its verdicts
 must agree with TLC's, whose version at hand has known faults.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
+
+import networkx
 
 from modelcheck.second.words import Node
 
@@ -90,51 +92,13 @@ class Graph:
         return found[::-1]
 
 
-def components(among: Iterable[int], successors: Callable[[int], Iterable[int]]) -> Iterator[list[int]]:
-    """The strongly connected components of a part of a graph (Tarjan's, without recursion).
+def components(among: Collection[int], successors: Sequence[Iterable[int]]) -> Iterator[set[int]]:
+    """The strongly connected components of a part of a graph.
 
     Args:
         among: the nodes of that part.
-        successors: the nodes of that part that a node's edges lead to.
+        successors: where each node's edges lead, in that part or out of it.
     """
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    on_stack: set[int] = set()
-    for root in among:
-        if root in index:
-            continue
-        work: list[tuple[int, Iterator[int]]] = []
-        _enter(root, index, low, stack, on_stack)
-        work.append((root, iter(successors(root))))
-        while work:
-            node, rest = work[-1]
-            for after in rest:
-                if after not in index:
-                    _enter(after, index, low, stack, on_stack)
-                    work.append((after, iter(successors(after))))
-                    break
-                if after in on_stack:
-                    low[node] = min(low[node], index[after])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    yield _leave(node, stack, on_stack)
-
-
-def _enter(node: int, index: dict[int, int], low: dict[int, int], stack: list[int], on_stack: set[int]) -> None:
-    index[node] = low[node] = len(index)
-    stack.append(node)
-    on_stack.add(node)
-
-
-def _leave(node: int, stack: list[int], on_stack: set[int]) -> list[int]:
-    found = []
-    while True:
-        member = stack.pop()
-        on_stack.discard(member)
-        found.append(member)
-        if member == node:
-            return found
+    part = networkx.DiGraph((node, after) for node in among for after in successors[node] if after in among)
+    part.add_nodes_from(among)
+    yield from networkx.strongly_connected_components(part)

@@ -8,7 +8,7 @@ reaches a component without ``q`` that is fair to all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -113,15 +113,11 @@ ENDINGS: Mapping[str, Callable[[Bounds], list[Condition]]] = {
 }
 
 
-def lasting(graph: Graph, condition: Condition, fair: list[Fair]) -> list[int] | None:
+def lasting(graph: Graph, condition: Condition, fair: list[Fair]) -> set[int] | None:
     """A component in which the condition holds for ever on a fair walk; None: there is none, it always ends."""
     within = {place for place, node in enumerate(graph.nodes) if condition(node)}
-
-    def successors(place: int) -> Iterator[int]:
-        return (after for after in graph.successors[place] if after in within)
-
-    for component in components(within, successors):
-        if all(_is_fair(graph, set(component), each) for each in fair):
+    for component in components(within, graph.successors):
+        if all(_is_fair(graph, component, each) for each in fair):
             return component
     return None
 
