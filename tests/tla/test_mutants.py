@@ -114,7 +114,7 @@ def test_what_is_read_is_written_again_with_its_operands_in_brackets(text: str, 
     assert parse(written) == parse(text)
 
 
-@pytest.mark.parametrize("text", ["a /\\", "[a EXCEPT ![s] = ", "IF a THEN b", "a )"])
+@pytest.mark.parametrize("text", ["a /\\", "[a EXCEPT ![s] = ", "IF a THEN b", "a )", "a^+", "[][a]_v", "a!b"])
 def test_what_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="The model's text cannot be read"):
         parse(text)

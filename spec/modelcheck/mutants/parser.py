@@ -1,275 +1,205 @@
-"""Reads definitions of a model into trees.
+"""Reads definitions of a model into trees, by tree-sitter and its grammar of TLA+.
 
-It knows the TLA+ that our modules are written in: bulleted lists by their columns, IF, CASE, LET, quantifiers, sets,
-functions, records, EXCEPT and the usual operators. What else it meets it refuses.
+What has no kind in `syntax` is refused.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator
+
+import tree_sitter
+import tree_sitter_tlaplus
 
 from modelcheck.mutants.syntax import Kind, Node, name
 from weightsync.errors import ConfigurationError
 
-_TOKEN = re.compile(
-    r'"[^"]*"|\d+|\w+|\|->|<=>|==|=>|~>|<<|>>|/\\|\\/|<=|>=|\.\.|\[\]|->|\\[a-zA-Z]+|[-=#<>~+*,:()\[\]{}@\'!.\\]'
-)
-_BULLETS = {"/\\": Kind.AND, "\\/": Kind.OR}
-#: How tightly an infix operator binds.
-_INFIX = {
-    "=>": 1, "<=>": 2, "~>": 2, "/\\": 3, "\\/": 3,
-    **dict.fromkeys(("=", "#", "<", ">", "<=", ">=", "\\in", "\\notin", "\\subseteq"), 5),
-    **dict.fromkeys(("\\cup", "\\cap", "\\"), 8), "..": 9, "\\X": 10, "+": 11, "-": 11,
-}  # fmt: skip
-_PREFIX = {"~": 4, "UNCHANGED": 12, "SUBSET": 8, "DOMAIN": 9, "ENABLED": 12}
-_END = "end of text"
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # the grammar hands over its address as a number
+    _PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_tlaplus.language()))
 
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    text: str
-    column: int
+#: What stands between the parts of a node and says nothing that its type does not say.
+_MARKS = frozenset(
+    {
+        "all_map_to", "bullet_conj", "bullet_disj", "case_arrow", "case_box", "def_eq", "langle_bracket", "maps_to",
+        "rangle_bracket", "set_in",
+    }
+)  # fmt: skip
 
 
 def parse(body: str) -> Node:
     """Read a definition's body, comments blanked, its first line starting in the column where it stands.
 
     Raises:
-        ConfigurationError: if it is no TLA+ that this reader knows; the place is named.
+        ConfigurationError: if it is no TLA+, or none that has a kind here; the place is named.
     """
-    parser = _Parser(_tokens(body))
-    node = parser.expression(0)
-    parser.take(_END)
-    return node
+    root = _PARSER.parse(f"---- MODULE M ----\nX ==\n{body}\n====\n".encode()).root_node
+    for wrong in _errors(root):
+        raise _unreadable(wrong)
+    [definition] = [part for part in root.named_children[0].named_children if part.type == "operator_definition"]
+    return _node(definition).parts[0]
 
 
-def _tokens(body: str) -> list[_Token]:
-    found = []
-    for match in _TOKEN.finditer(body):
-        column = match.start() - (body.rfind("\n", 0, match.start()) + 1)
-        found.append(_Token(match.group(), column))
-    return found
+def _errors(node: tree_sitter.Node) -> Iterator[tree_sitter.Node]:
+    if node.is_error or node.is_missing:
+        yield node
+    for part in node.children if node.has_error else ():
+        yield from _errors(part)
 
 
-class _Parser:
-    """Operator precedence, with bulleted lists: a token at or left of the innermost bullet's column ends its item."""
+def _unreadable(node: tree_sitter.Node) -> ConfigurationError:
+    line, column = node.start_point
+    near = " ".join(_text(node).split())[:80]
+    return ConfigurationError(
+        f"The model's text cannot be read in line {line - 1} of a definition, column {column + 1}: {node.type} {near}"
+    )
 
-    def __init__(self, tokens: list[_Token]) -> None:
-        self._tokens = tokens
-        self._place = 0
-        self._margin = -1
 
-    def peek(self, ahead: int = 0) -> str:
-        place = self._place + ahead
-        if place >= len(self._tokens) or self._tokens[place].column <= self._margin:
-            return _END
-        return self._tokens[place].text
+def _node(node: tree_sitter.Node) -> Node:
+    reader = _READERS.get(node.type)
+    if reader is None:
+        raise _unreadable(node)
+    return reader(node)
 
-    def take(self, wanted: str = "") -> str:
-        found = self.peek()
-        if wanted and found != wanted:
-            near = " ".join(token.text for token in self._tokens[max(0, self._place - 8) : self._place + 3])
-            raise ConfigurationError(f"The model's text cannot be read: {wanted} is due, not {found}, near: {near}")
-        self._place += 1
-        return found
 
-    def accept(self, wanted: str) -> bool:
-        if self.peek() == wanted:
-            self._place += 1
-            return True
-        return False
+def _text(node: tree_sitter.Node | None) -> str:
+    return str(node.text, "utf-8") if node is not None and node.text is not None else ""
 
-    def expression(self, floor: int) -> Node:
-        left = self._bullets() if self.peek() in _BULLETS else self._operand()
-        while (binding := _INFIX.get(self.peek(), 0)) > floor:
-            left = self._infix(left, self.take(), binding)
-        return left
 
-    def _infix(self, left: Node, operator: str, binding: int) -> Node:
-        right = self.expression(binding)
-        kind = _BULLETS.get(operator)
-        if kind is None:
-            return Node(Kind.INFIX, operator, (left, right))
-        return Node(kind, "", (*(left.parts if left.kind is kind else (left,)), right))
+def _operands(node: tree_sitter.Node) -> list[tree_sitter.Node]:
+    return [part for part in node.named_children if part.type not in _MARKS]
 
-    def _bullets(self) -> Node:
-        bullet, column, outer = self.peek(), self._tokens[self._place].column, self._margin
-        items = []
-        while self.peek() == bullet and self._tokens[self._place].column == column:
-            self._place += 1
-            self._margin = column
-            items.append(self.expression(0))
-            self._margin = outer
-        kind = _BULLETS[bullet]
-        flat = [part for item in items for part in (item.parts if item.kind is kind else (item,))]
-        return flat[0] if len(flat) == 1 else Node(kind, "", tuple(flat))
 
-    def _operand(self) -> Node:
-        word = self.peek()
-        if word in _PREFIX:
-            self.take()
-            return Node(Kind.PREFIX, word, (self.expression(_PREFIX[word]),))
-        special = _SPECIAL.get(word)
-        if special is not None:
-            self.take()
-            node = special(self, word)
+def _parts(nodes: list[tree_sitter.Node]) -> tuple[Node, ...]:
+    return tuple(_node(node) for node in nodes)
+
+
+def _leaf(kind: Kind) -> Callable[[tree_sitter.Node], Node]:
+    return lambda node: Node(kind, _text(node))
+
+
+def _plain(kind: Kind) -> Callable[[tree_sitter.Node], Node]:
+    """What is made of its operands and of nothing else."""
+    return lambda node: Node(kind, "", _parts(_operands(node)))
+
+
+def _headed(kind: Kind) -> Callable[[tree_sitter.Node], Node]:
+    """What begins with a name or a quantifier."""
+
+    def read(node: tree_sitter.Node) -> Node:
+        head, *rest = _operands(node)
+        return Node(kind, _text(head), _parts(rest))
+
+    return read
+
+
+def _only(node: tree_sitter.Node) -> Node:
+    [inside] = _operands(node)
+    return _node(inside)
+
+
+def _infix(node: tree_sitter.Node) -> Node:
+    left, right = (_node(part) for part in (node.children[0], node.children[-1]))
+    operator = _text(node.child_by_field_name("symbol"))
+    kind = {"/\\": Kind.AND, "\\/": Kind.OR}.get(operator)
+    if kind is None:
+        return Node(Kind.INFIX, operator, (left, right))
+    return Node(kind, "", (*(left.parts if left.kind is kind else (left,)), right))
+
+
+def _prefix(node: tree_sitter.Node) -> Node:
+    return Node(Kind.PREFIX, _text(node.child_by_field_name("symbol")), (_node(node.children[-1]),))
+
+
+def _postfix(node: tree_sitter.Node) -> Node:
+    if _text(node.child_by_field_name("symbol")) != "'":
+        raise _unreadable(node)
+    return Node(Kind.PRIME, "", (_node(node.children[0]),))
+
+
+def _bullets(kind: Kind) -> Callable[[tree_sitter.Node], Node]:
+    """A list of one is what stands in it, and a list of the same kind in it is a part of it."""
+
+    def read(node: tree_sitter.Node) -> Node:
+        items = _parts(_operands(node))
+        flat = tuple(part for item in items for part in (item.parts if item.kind is kind else (item,)))
+        return flat[0] if len(flat) == 1 else Node(kind, "", flat)
+
+    return read
+
+
+def _bound(node: tree_sitter.Node) -> Node:
+    *names, over = _operands(node)
+    return Node(Kind.BOUND, ", ".join(map(_text, names)), (_node(over),))
+
+
+def _choose(node: tree_sitter.Node) -> Node:
+    chosen, over, that = _operands(node)
+    return Node(Kind.CHOOSE, "", (Node(Kind.BOUND, _text(chosen), (_node(over),)), _node(that)))
+
+
+def _fair(node: tree_sitter.Node) -> Node:
+    variables, action = _operands(node)
+    return Node(Kind.CALL, f"{_text(node.children[0])}{_text(variables)}", (_node(action),))
+
+
+def _field(node: tree_sitter.Node) -> Node:
+    record, field = _operands(node)
+    return Node(Kind.FIELD, _text(field), (_node(record),))
+
+
+def _fields(kind: Kind, inner: Kind) -> Callable[[tree_sitter.Node], Node]:
+    def read(node: tree_sitter.Node) -> Node:
+        parts = _operands(node)
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        return Node(kind, "", tuple(Node(inner, _text(field), (_node(value),)) for field, value in pairs))
+
+    return read
+
+
+def _update(node: tree_sitter.Node) -> Node:
+    specifier, value = _operands(node)
+    place = name("!")
+    for step in specifier.named_children:
+        parts = _operands(step)
+        if step.type == "except_update_fn_appl":
+            place = Node(Kind.INDEX, "", (place, *_parts(parts)))
         else:
-            node = self._atom()
-        return self._tail(node)
-
-    def _atom(self) -> Node:
-        word = self.take()
-        if word.startswith('"'):
-            return Node(Kind.STRING, word)
-        if word.isdigit():
-            return Node(Kind.NUMBER, word)
-        if word != "@" and not re.fullmatch(r"\w+", word):
-            self._place -= 1
-            self.take("an expression")
-        if self.accept("("):
-            return Node(Kind.CALL, word, self._listed(")"))
-        return name(word)
-
-    def _tail(self, node: Node) -> Node:
-        while True:
-            if self.accept("["):
-                node = Node(Kind.INDEX, "", (node, *self._listed("]")))
-            elif self.accept("."):
-                node = Node(Kind.FIELD, self.take(), (node,))
-            elif self.accept("'"):
-                node = Node(Kind.PRIME, "", (node,))
-            else:
-                return node
-
-    def _listed(self, closing: str) -> tuple[Node, ...]:
-        items: list[Node] = []
-        while not self.accept(closing):
-            if items:
-                self.take(",")
-            items.append(self.expression(0))
-        return tuple(items)
-
-    def _bounds(self, closing: str) -> tuple[Node, ...]:
-        bounds = []
-        while not self.accept(closing):
-            names = [self.take()]
-            while self.accept(","):
-                names.append(self.take())
-            self.take("\\in")
-            bounds.append(Node(Kind.BOUND, ", ".join(names), (self.expression(0),)))
-            self.accept(",")
-        return tuple(bounds)
-
-    def grouped(self, _word: str) -> Node:
-        node = self.expression(0)
-        self.take(")")
-        return node
-
-    def sequence(self, _word: str) -> Node:
-        return Node(Kind.TUPLE, "", self._listed(">>"))
-
-    def quantified(self, word: str) -> Node:
-        bounds = self._bounds(":")
-        return Node(Kind.QUANTIFIED, word, (*bounds, self.expression(0)))
-
-    def choose(self, _word: str) -> Node:
-        return Node(Kind.CHOOSE, "", (*self._bounds(":"), self.expression(0)))
-
-    def conditional(self, _word: str) -> Node:
-        condition = self.expression(0)
-        self.take("THEN")
-        then = self.expression(0)
-        self.take("ELSE")
-        return Node(Kind.IF, "", (condition, then, self.expression(0)))
-
-    def cases(self, _word: str) -> Node:
-        arms = [self._arm()]
-        while self.accept("[]"):
-            arms.append(self._arm())
-        return Node(Kind.CASE, "", tuple(arms))
-
-    def _arm(self) -> Node:
-        if self.accept("OTHER"):
-            self.take("->")
-            return Node(Kind.OTHER, "", (self.expression(0),))
-        guard = self.expression(0)
-        self.take("->")
-        return Node(Kind.ARM, "", (guard, self.expression(0)))
-
-    def let(self, _word: str) -> Node:
-        parts = []
-        while not self.accept("IN"):
-            head = self.take()
-            self.take("==")
-            parts.append(Node(Kind.LOCAL, head, (self.expression(0),)))
-        return Node(Kind.LET, "", (*parts, self.expression(0)))
-
-    def braces(self, _word: str) -> Node:
-        if self.accept("}"):
-            return Node(Kind.SET)
-        first = self.expression(0)
-        if not self.accept(":"):
-            rest = self._listed("}") if self.accept(",") else self._nothing("}")
-            return Node(Kind.SET, "", (first, *rest))
-        if first.kind is Kind.INFIX and first.text == "\\in":
-            bound = Node(Kind.BOUND, str(first.parts[0]), (first.parts[1],))
-            node = Node(Kind.FILTER, "", (bound, self.expression(0)))
-            self.take("}")
-            return node
-        return Node(Kind.MAP, "", (first, *self._bounds("}")))
-
-    def _nothing(self, closing: str) -> tuple[Node, ...]:
-        self.take(closing)
-        return ()
-
-    def brackets(self, _word: str) -> Node:
-        if self.peek(1) in ("|->", ":"):
-            return self._record()
-        if self.peek(1) in ("\\in", ","):
-            bounds = self._bounds("|->")
-            return self._closed(Node(Kind.FUNCTION, "", (*bounds, self.expression(0))))
-        base = self.expression(0)
-        if self.accept("->"):
-            return self._closed(Node(Kind.FUNCTIONS, "", (base, self.expression(0))))
-        self.take("EXCEPT")
-        updates: list[Node] = []
-        while not self.accept("]"):
-            if updates:
-                self.take(",")
-            updates.append(self._update())
-        return Node(Kind.EXCEPT, "", (base, *updates))
-
-    def _closed(self, node: Node) -> Node:
-        self.take("]")
-        return node
-
-    def _update(self) -> Node:
-        self.take("!")
-        place = self._tail(name("!"))
-        self.take("=")
-        return Node(Kind.UPDATE, "", (place, self.expression(0)))
-
-    def _record(self) -> Node:
-        outer, inner = (Kind.RECORD, Kind.ENTRY) if self.peek(1) == "|->" else (Kind.RECORDS, Kind.MEMBERS)
-        parts = []
-        while True:
-            field = self.take()
-            self.take()
-            parts.append(Node(inner, field, (self.expression(0),)))
-            if not self.accept(","):
-                return self._closed(Node(outer, "", tuple(parts)))
+            place = Node(Kind.FIELD, _text(parts[0]), (place,))
+    return Node(Kind.UPDATE, "", (place, _node(value)))
 
 
-_SPECIAL = {
-    "(": _Parser.grouped,
-    "<<": _Parser.sequence,
-    "\\E": _Parser.quantified,
-    "\\A": _Parser.quantified,
-    "CHOOSE": _Parser.choose,
-    "IF": _Parser.conditional,
-    "CASE": _Parser.cases,
-    "LET": _Parser.let,
-    "{": _Parser.braces,
-    "[": _Parser.brackets,
+_READERS: dict[str, Callable[[tree_sitter.Node], Node]] = {
+    **dict.fromkeys(("identifier_ref", "boolean", "boolean_set", "prev_func_val"), _leaf(Kind.NAME)),
+    "nat_number": _leaf(Kind.NUMBER),
+    "string": _leaf(Kind.STRING),
+    **dict.fromkeys(("parentheses", "conj_item", "disj_item"), _only),
+    "conj_list": _bullets(Kind.AND),
+    "disj_list": _bullets(Kind.OR),
+    "bound_infix_op": _infix,
+    "bound_prefix_op": _prefix,
+    "bound_postfix_op": _postfix,
+    "bound_op": _headed(Kind.CALL),
+    "fairness": _fair,
+    "bounded_quantification": _headed(Kind.QUANTIFIED),
+    "quantifier_bound": _bound,
+    "choose": _choose,
+    "if_then_else": _plain(Kind.IF),
+    "case": _plain(Kind.CASE),
+    "case_arm": _plain(Kind.ARM),
+    "other_arm": _plain(Kind.OTHER),
+    "let_in": _plain(Kind.LET),
+    "operator_definition": _headed(Kind.LOCAL),
+    "function_evaluation": _plain(Kind.INDEX),
+    "record_value": _field,
+    "except": _plain(Kind.EXCEPT),
+    "except_update": _update,
+    "record_literal": _fields(Kind.RECORD, Kind.ENTRY),
+    "set_of_records": _fields(Kind.RECORDS, Kind.MEMBERS),
+    "function_literal": _plain(Kind.FUNCTION),
+    "set_of_functions": _plain(Kind.FUNCTIONS),
+    "finite_set_literal": _plain(Kind.SET),
+    "set_filter": _plain(Kind.FILTER),
+    "set_map": _plain(Kind.MAP),
+    "tuple_literal": _plain(Kind.TUPLE),
 }
