@@ -51,14 +51,14 @@ test-loaded: $(INSTALLED)
 	$(BIN)/python tests/busy.py $(PYTEST) -m 'not slow and not tlc'
 
 verify-quick: $(INSTALLED)
-	$(BIN)/weightsync check --all --second quick
+	$(BIN)/python spec/check.py model --all --second quick
 	$(PYTEST) -m 'tlc and not slow'
 
 verify: $(INSTALLED)
-	$(BIN)/weightsync check --all --second all
+	$(BIN)/python spec/check.py model --all --second all
 	$(PYTEST) -m 'tlc and not slow'
 	$(PYTEST) -m slow
-	$(BIN)/weightsync check --mutants
+	$(BIN)/python spec/check.py mutants
 
 demo: $(INSTALLED)
 	$(BIN)/weightsync demo $(DEMO)

@@ -16,8 +16,8 @@ from assurancegen import rungs, sources
 from assurancegen.pages import keep
 from assurancegen.sources import Guarantee
 from assurancegen.traces import Recorded
+from modelcheck.checked import OF_THE_PROTOCOL, Checked, proofs
 
-from weightsync.checker.checked import OF_THE_PROTOCOL, Checked, proofs
 from weightsync.checker.manifest import Configuration, Manifest, Purpose
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,9 +51,9 @@ What is proved of each guarantee, by what, within what bounds, and what is not p
 but the words in `spec/assurance.toml`: counts and scores are those of the committed files that each rung keeps, and CI
 compares the page. `make verify` does all of it again, `make verify-quick` all but the long runs.
 
-Where a property was checked, and with what constants, is read from the configuration files that TLC is given
-(`tla/*.cfg`). A configuration in which a property could not fail, since nothing that it speaks of can happen there, is
-not counted for it.
+Where a property was checked, and with what constants, is read from the configurations that TLC is given
+(`tla/manifest.toml`). A configuration in which a property could not fail, since nothing that it speaks of can happen
+there, is not counted for it.
 
 A proof here is a search: TLC and the code's own search visited every state *within the stated bounds*. Beyond them
 there are arguments and tests, and no proof."""

@@ -31,10 +31,10 @@ by hand, whatever has changed:
   spec/README.md           the guards in words
   tla/AckProtocol.tla      the guards, and an action for each new row or kind; for a new rule its revert (Without)
   weightsync/protocol/     the guards as pure functions; weightsync/messages.py a message's new fields
-  weightsync/checker/      second/ the second reading, traces/ what a trace may tell
+  spec/modelcheck/second/  the second reading; weightsync/checker/traces/ what a trace may tell
   tests/graph/             senders.py, receivers.py and refusing.py: the events that the search tries
 afterwards, since they take long:
-  weightsync check --mutants --share 1/20 --pin       the model's new mutants; a person writes why one may live
+  python spec/check.py mutants --share 1/20 --pin     the model's new mutants; a person writes why one may live
   pytest --trace-counts tests/tracing/recorded.json   how much of the suite is recorded, for docs/assurance.md
   make test verify-quick"""
 
@@ -48,7 +48,7 @@ def commands(quick: bool) -> Iterator[tuple[str, list[str]]]:
     yield "the frames of the wire", [python, "tests/transports/golden.py"]
     yield "the graphs of the shipped machines", [python, "tests/graph/configurations.py", *small]
     yield "the paths that adapters replay", [python, "spec/replay.py"]
-    yield "TLC's counts", [python, "-m", "weightsync", "check", "--pin", *everything]
+    yield "TLC's counts", [python, "spec/check.py", "model", "--pin", *everything]
     yield "the charts", [python, "spec/charts.py"]
     yield "the page of what is proved", [python, "spec/assurance.py"]
 

@@ -17,10 +17,9 @@ from typing import Any, Final
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
+from modelcheck.second import Bounds  # noqa: E402
 from replaygen.cover import cover  # noqa: E402
 from replaygen.graph import NEEDS, Label, Step, graph_of, machines  # noqa: E402
-
-from weightsync.checker.second import Bounds  # noqa: E402
 
 TARGET = ROOT / "weightsync" / "testing" / "replay.json"
 

@@ -9,9 +9,10 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
+from modelcheck.mutants import Ledger
+
 from assurancegen.traces import Recorded
 from weightsync.checker.manifest import Manifest, Purpose
-from weightsync.checker.mutants import Ledger
 
 _FAMILIES = ("Pipe", "Slots", "Store", "Calls")
 
@@ -50,7 +51,7 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     yield _families(manifest)
     yield _challenges(manifest)
     yield _inductive(manifest)
-    yield _mutants(manifest)
+    yield _mutants(root)
     yield _graphs(root)
     yield _replayed(root)
     yield (
@@ -143,13 +144,14 @@ def graphs(root: Path) -> Iterator[str]:
         yield f"| {name} | {each['bounds']} | {each['nodes']:,} | {each['edges']:,} | {each['compared']} |"
 
 
-def _mutants(manifest: Manifest) -> tuple[str, str, str]:
-    ledger = Ledger.read(manifest.folder)
+def _mutants(root: Path) -> tuple[str, str, str]:
+    ledger = Ledger.read(root / "spec" / "modelcheck" / "mutants.toml")
     score = ledger.score
     return (
-        "mutants of the model (`weightsync check --mutants`)",
+        "mutants of the model (`python spec/check.py mutants`)",
         "a property that is not there: a change of the model that nothing finds wrong",
-        f"{score.killed} of {score.valid} killed by a property or a canary, the others explained (`tla/mutants.toml`)",
+        f"{score.killed} of {score.valid} killed by a property or a canary, the others explained "
+        "(`spec/modelcheck/mutants.toml`)",
     )
 
 

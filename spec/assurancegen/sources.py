@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsync.checker.second.bounds import Bounds
+from modelcheck.second.bounds import Bounds
 
 _NAMED = re.compile(r"test_(g\d+)[a-z]?_")
 _PLANTED = Path("tests/planted/test_planted.py")

@@ -12,12 +12,12 @@ from typing import Any, Final
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "graph"))
 
 from machines import forget
+from modelcheck.second import Bounds
+from modelcheck.second.words import Receiver, Sender
 from network import World, is_open, link_of, start
 from search import projected, successors
 
 from weightsync._tables import State
-from weightsync.checker.second import Bounds
-from weightsync.checker.second.words import Receiver, Sender
 
 __all__ = ["NEEDS", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
 

@@ -14,13 +14,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from weightsync import cli
-from weightsync.checker import Counts, Manifest, Progress, Tier, ToolMissingError, Verdict
+from weightsync.checker import Counts, Manifest, Progress, ToolMissingError, Verdict
 from weightsync.checker.output import Findings
 from weightsync.checker.process import Ending, Job, Outcome
-from weightsync.checker.second import SecondVerdict
 from weightsync.cli import _check_display as display
 from weightsync.cli._app import COMMANDS, build
-from weightsync.cli._second_display import second_line, second_summary
+from weightsync.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
 SPECS = ROOT / "tests" / "tla" / "specs"
@@ -41,7 +40,7 @@ def manifest() -> Manifest:
 def verdict(manifest: Manifest, name: str, complaints: tuple[str, ...] = ()) -> Verdict:
     [configuration] = manifest.select([name])
     findings = Findings(counts=Counts(2003, 2002, 2002))
-    job = Job(SPECS, configuration.module, configuration.config)
+    job = Job(SPECS, configuration.module, configuration.config.text)
     return Verdict(configuration, job, Outcome(Ending.EXITED, 0, findings, 1.25), (), complaints)
 
 
@@ -52,8 +51,34 @@ def test_help_names_the_commands_and_the_exit_codes(runner: CliRunner) -> None:
     assert (top.exit_code, check.exit_code) == (0, 0)
     assert "Check the protocol's model with TLC." in top.output
     assert "1 if one differs" in check.output
-    for option in ("--all", "--list", "--coverage", "--second", "--pin", "--json", "--model"):
+    for option in ("--all", "--list", "--coverage", "--json", "--write-cfg", "--model"):
         assert option in check.output
+    for option in ("--mutants", "--share", "--pin", "--second"):
+        assert option not in check.output, "that is for the model's maintainers: spec/check.py"
+
+
+def test_write_cfg_writes_what_tlc_is_given_and_runs_nothing(
+    runner: CliRunner, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("weightsync.cli.check"), "find_toolchain", None)
+    one, everything = tmp_path / "one", tmp_path / "all"
+
+    named = runner.invoke(build(), ["check", "--model", str(SPECS), "--write-cfg", str(one), "Stuck"])
+    told = runner.invoke(build(), ["check", "--model", str(SPECS), "--write-cfg", str(everything)])
+
+    assert (named.exit_code, told.exit_code) == (0, 0), told.output
+    assert [path.name for path in one.iterdir()] == ["Stuck.cfg"]
+    written = {path.stem: path.read_text() for path in everything.iterdir()}
+    assert written == {found.name: found.config.text for found in manifest.configurations}
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(runner: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    told = runner.invoke(build(), ["check", "--model", str(SPECS), "--write-cfg", str(tmp_path / "file")])
+
+    assert isinstance(told.exception, ConfigurationError)
+    assert "The .cfg files cannot be written to" in str(told.exception)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -188,65 +213,3 @@ def test_the_table_says_what_each_speaks_of(manifest: Manifest) -> None:
     assert "G1 G10" in said
     assert "holds" in said
     assert "DIFFERS" in said
-
-
-def test_the_second_checker_has_a_line_for_each_and_says_what_it_left_out(manifest: Manifest) -> None:
-    console = Console(file=io.StringIO(), width=120)
-    holds = SecondVerdict(verdict(manifest, "Holds"), Counts(6, 5, 5), 5, 6, seconds=1.25)
-    small = SecondVerdict(verdict(manifest, "TooSmall"), None, 4, 3, complaints=("TLC found another",), seconds=0.5)
-    large = SecondVerdict(verdict(manifest, "HoldsLarger"), left_out="too large")
-    for each in (holds, small, large):
-        console.print(second_line(each))
-    for line in second_summary([holds, small, large], 2.0):
-        console.print(line)
-
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().splitlines() == [
-        "agrees  Holds  5 states, 6 edges  1.2 s  all holds",
-        "DISAGREES  TooSmall  4 states, 3 edges (as many as show it)  0.5 s  all holds",
-        "left out  HoldsLarger  too large",
-        "The second checker agrees with TLC on 1 of 2 configurations (9 edges), in 2 s.",
-        "  not examined: HoldsLarger: too large",
-    ]
-
-
-@pytest.fixture
-def examined(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Neither checker runs; this is what the second one was asked for."""
-    module, asked = importlib.import_module("weightsync.cli.check"), list[str]()
-
-    class First(module.Suite):
-        def run(self, configurations: Any) -> list[Verdict]:
-            return [verdict(manifest, found.name) for found in configurations]
-
-    class Second(module.SecondSuite):
-        def run(self, verdicts: Any) -> list[SecondVerdict]:
-            asked.extend(each.configuration.name for each in verdicts)
-            return [SecondVerdict(each, left_out="nobody looks") for each in verdicts]
-
-    monkeypatch.setattr(module, "find_toolchain", lambda: None)
-    monkeypatch.setattr(module, "Suite", First)
-    monkeypatch.setattr(module, "SecondSuite", Second)
-    return asked
-
-
-@pytest.mark.parametrize("tier", Tier)
-def test_the_second_checker_looks_at_those_of_its_tier(
-    runner: CliRunner, manifest: Manifest, examined: list[str], tier: Tier
-) -> None:
-    told = runner.invoke(build(), ["check", "--all", "--second", tier.value, "--model", str(SPECS)])
-
-    assert told.exit_code == 0, told.output
-    assert examined == [found.name for found in manifest.tier(tier)]
-
-
-def test_a_second_checker_that_would_look_at_nothing_is_refused(
-    runner: CliRunner, manifest: Manifest, examined: list[str]
-) -> None:
-    larger = next(found.name for found in manifest.configurations if found.tier is Tier.ALL)
-
-    told = runner.invoke(build(), ["check", larger, "--second", "quick", "--model", str(SPECS)])
-
-    assert told.exit_code == 2
-    assert "none of those to run is a quick one: --second all" in told.stderr
-    assert examined == []

@@ -8,12 +8,12 @@ from pathlib import Path
 from configurations import CONFIGURATIONS, LARGE, committed, in_words
 from machines import ROWS_TAKEN
 from missing import java_and_tlc
+from modelcheck.second import Dump, Graph, GraphRun
+from modelcheck.second.dump import Model
 from network import World
 from search import digest, explore
 
 from weightsync.checker.process import Size
-from weightsync.checker.second import Dump, Graph, GraphRun
-from weightsync.checker.second.dump import Model
 
 MODEL = Path(__file__).parents[2] / "tla"
 _MOST = 400_000
@@ -39,7 +39,7 @@ def rows_taken(name: str) -> frozenset[object]:
 def printed(name: str) -> Dump:
     """What TLC reaches."""
     size = Size.LARGE if name in LARGE else Size.SMALL
-    return GraphRun(java_and_tlc("THE GRAPH"), Model(MODEL, "MC", CONFIGURATIONS[name].text), size, _MOST).run()
+    return GraphRun(java_and_tlc("THE GRAPH"), Model(MODEL, "MC", CONFIGURATIONS[name].constants), size, _MOST).run()
 
 
 def as_committed(name: str, graph: Graph) -> dict[str, object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from modelcheck.second.words import Letter, Out, Word
 from network import (
     Frozen,
     Interned,
@@ -21,7 +22,6 @@ from network import (
 )
 
 from weightsync._tables import State
-from weightsync.checker.second.words import Letter, Out, Word
 from weightsync.errors import ConfigurationError, ProtocolError, StateError, SyncError
 from weightsync.messages import Ack, Refusal
 from weightsync.protocol import receiver as receiving

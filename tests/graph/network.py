@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from modelcheck.second import Bounds
+from modelcheck.second.words import Letter, Out, Word
+
 from weightsync._tables import State
-from weightsync.checker.second import Bounds
-from weightsync.checker.second.words import Letter, Out, Word
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from machines import heard, named_down, word_of
+from modelcheck.second.words import Letter
 from network import (
     Worker,
     World,
@@ -24,7 +25,6 @@ from network import (
 from senders import MODEL, Attempt
 
 from weightsync._tables import RefusalKind, State
-from weightsync.checker.second.words import Letter
 from weightsync.messages import Ack, Refusal
 from weightsync.protocol import receiver as receiving
 

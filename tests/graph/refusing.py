@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain, combinations, product
 
+from modelcheck.second import Bounds
 from network import number
 
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, RefusalKind, SenderInput, State
-from weightsync.checker.second import Bounds
 from weightsync.errors import ConfigurationError, ProtocolError, RefusedError, StateError, WorkerLostError
 from weightsync.messages import Ack, Hello, Refusal
 from weightsync.protocol import receiver as receiving

@@ -10,10 +10,10 @@ import receivers
 import senders
 import xxhash
 from machines import RefusedError, forget
+from modelcheck.second import Bounds, Graph, Label, Node
+from modelcheck.second.words import Entry, Payload, Receiver, Sender
 from network import Trainer, Worker, World, link_of, start
 
-from weightsync.checker.second import Bounds, Graph, Label, Node
-from weightsync.checker.second.words import Entry, Payload, Receiver, Sender
 from weightsync.messages import Ack
 
 

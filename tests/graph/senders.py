@@ -8,11 +8,11 @@ from itertools import chain, combinations
 from typing import Any
 
 from machines import did, executed, took
+from modelcheck.second import Bounds, Label
+from modelcheck.second.words import Word
 from network import Trainer, World, emptied, first, is_open, is_shared, new_data, no_report, taken
 
 from weightsync._tables import RefusalKind, State
-from weightsync.checker.second import Bounds, Label
-from weightsync.checker.second.words import Word
 from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import sender as sending
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
 import pytest
 import torch
 from graph_support import MODEL
 from missing import java_and_tlc
+from modelcheck.second.values import parse
 
 from weightsync._tables import Delivery
 from weightsync.checker import Manifest
 from weightsync.checker.output import Counts
 from weightsync.checker.process import Ending, Job, Size, TlcRun
-from weightsync.checker.second.values import parse
 from weightsync.driving.packing import Packed
 from weightsync.driving.sender import SenderDriver
 from weightsync.errors import StateError
@@ -203,8 +203,6 @@ def _labelled(name, folder):
     taken = [f'  /\\ {action}(v) => PrintT(ToString(<<vars, "{action}", v, vars\'>>))' for action in ACTIONS]
     text = ["---- MODULE Said ----", "EXTENDS Backlog, TLC", "Said == \\A v \\in Versions :", *taken, "====", ""]
     (folder / "Said.tla").write_text("\n".join(text), encoding="utf-8")
-    constants = (MODEL / f"{name}.cfg").read_text(encoding="utf-8").split("CONSTANTS")[1].split("INVARIANTS")[0]
-    constants = constants.split("PROPERTIES")[0]
-    head = "INIT Init\nNEXT Next\nACTION_CONSTRAINT Said\nCHECK_DEADLOCK FALSE\nCONSTANTS"
-    (folder / "Said.cfg").write_text(head + constants, encoding="utf-8")
-    return Job(folder, "Said", "Said.cfg", timeout=120, size=Size.SMALL)
+    [configuration] = Manifest.read(MODEL).select([name])
+    config = replace(configuration.config, action_constraints=("Said",), invariants=(), properties=())
+    return Job(folder, "Said", config.text, timeout=120, size=Size.SMALL)

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from configurations import CONFIGURATIONS, LARGE, SMALL, committed, in_words
 from graph_support import MODEL, as_committed, explored, printed, rows_taken
+from modelcheck.second.dump import Dumped
+from modelcheck.second.labelling import disjuncts, labelling_module
 from search import difference, search
 
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, RefusalKind
-from weightsync.checker.second.dump import Dumped
-from weightsync.checker.second.labelling import disjuncts, labelling_module
 from weightsync.checker.text import Library
 
 OTHER_GRAPH = (

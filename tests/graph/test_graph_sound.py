@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 from configurations import SMALL
 from graph_support import explored
+from modelcheck.second import Question, examine
+from modelcheck.second.books import BOOK_STEPS, BOOKS
+from modelcheck.second.deliveries import DELIVERIES
+from modelcheck.second.invariants import INVARIANTS
+from modelcheck.second.liveness import ENDINGS
+from modelcheck.second.steps import STEPS
 from search import search
 
 from weightsync._tables import GUARANTEES, SenderInput, State
-from weightsync.checker.second import Question, examine
-from weightsync.checker.second.books import BOOK_STEPS, BOOKS
-from weightsync.checker.second.deliveries import DELIVERIES
-from weightsync.checker.second.invariants import INVARIANTS
-from weightsync.checker.second.liveness import ENDINGS
-from weightsync.checker.second.steps import STEPS
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 

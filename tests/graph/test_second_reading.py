@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 from configurations import SMALL
 from graph_support import explored
-
-from weightsync.checker.second import Node
-from weightsync.checker.second.books import BOOK_STEPS, BOOKS
-from weightsync.checker.second.deliveries import DELIVERIES
-from weightsync.checker.second.invariants import INVARIANTS
-from weightsync.checker.second.possible import calls_are_possible
-from weightsync.checker.second.promise import refines
-from weightsync.checker.second.steps import STEPS, Step
-from weightsync.checker.second.words import NO_LINK, Letter
+from modelcheck.second import Node
+from modelcheck.second.books import BOOK_STEPS, BOOKS
+from modelcheck.second.deliveries import DELIVERIES
+from modelcheck.second.invariants import INVARIANTS
+from modelcheck.second.possible import calls_are_possible
+from modelcheck.second.promise import refines
+from modelcheck.second.steps import STEPS, Step
+from modelcheck.second.words import NO_LINK, Letter
 
 _OF_STEPS = {**STEPS, **BOOK_STEPS, **DELIVERIES, "RefinesWeightSync": refines}
 

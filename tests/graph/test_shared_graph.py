@@ -12,19 +12,18 @@ from functools import cache
 import pytest
 from graph_support import MODEL
 from missing import java_and_tlc
+from modelcheck.second import Bounds, Graph, GraphRun
+from modelcheck.second.dump import Dumped, Model
 from search import difference, search
 
 from weightsync.checker import Manifest
-from weightsync.checker.second import Bounds, Graph, GraphRun
-from weightsync.checker.second.dump import Dumped, Model
-from weightsync.checker.text import Config
 
 NAMES = ["SharedTakeover", "SharedEnds", "SharedAgain"]
 names = pytest.mark.parametrize("name", NAMES)
 
 
 def bounds_of(name: str) -> Bounds:
-    return Bounds.read(Config.read(MODEL / f"{name}.cfg"))
+    return Bounds.read(Manifest.read(MODEL).select([name])[0].config.constants)
 
 
 @cache
@@ -44,7 +43,7 @@ def test_the_shipped_halves_have_the_graph_that_is_pinned(name):
 @pytest.mark.tlc
 @names
 def test_the_shipped_halves_and_the_model_have_the_same_graph(name):
-    model = Model(MODEL, "Shared", bounds_of(name).text + "  Careless = {}\n", "SharedNext")
+    model = Model(MODEL, "Shared", {**bounds_of(name).constants, "Careless": []}, "SharedNext")
     dump = GraphRun(java_and_tlc("THE GRAPH"), model).run()
 
     assert dump.became is Dumped.WHOLE

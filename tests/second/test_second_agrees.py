@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 from missing import java_and_tlc
+from modelcheck.second import Dumped, DumpError, GraphRun, Model, SecondSuite, judge_again, question_of, story
 
 from weightsync.checker import Counts, Expected, Manifest, Suite, Toolchain, Verdict, find_model
+from weightsync.checker.config import Config
 from weightsync.checker.output import Findings
 from weightsync.checker.process import Ending, Job
 from weightsync.checker.process import Outcome as Ended
-from weightsync.checker.second import Dumped, DumpError, GraphRun, Model, SecondSuite, judge_again, question_of, story
-from weightsync.checker.second.labelling import constants_of
-from weightsync.checker.text import Config
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(300)]
 
@@ -50,11 +49,15 @@ def _as_found(model: Manifest, name: str, *found: str, counts: Counts | None = N
     """A verdict of TLC, forged."""
     [configuration] = model.select([name])
     outcome = Ended(Ending.EXITED, 0, Findings(counts=counts or configuration.pinned), 0.0)
-    return Verdict(configuration, Job(model.folder, "MC", configuration.config), outcome, found, ())
+    return Verdict(configuration, Job(model.folder, "MC", configuration.config.text), outcome, found, ())
+
+
+def config_of(model: Manifest, name: str) -> Config:
+    return model.select([name])[0].config
 
 
 def _run(toolchain: Toolchain, model: Manifest, name: str, most: int = 10_000) -> GraphRun:
-    constants = constants_of(Config.read(model.folder / f"{name}.cfg"))
+    constants = config_of(model, name).constants
     return GraphRun(toolchain, Model(model.folder, "MC", constants), most=most)
 
 
@@ -73,7 +76,7 @@ def test_both_find_the_same(toolchain: Toolchain, model: Manifest) -> None:
 
 def test_a_disagreement_is_an_error_either_way_and_is_told(toolchain: Toolchain, model: Manifest) -> None:
     dump = _run(toolchain, model, "MCCanaryStaleAck").run()
-    question = question_of(Config.read(model.folder / "MCCanaryStaleAck.cfg"))
+    question = question_of(config_of(model, "MCCanaryStaleAck"))
 
     blind = judge_again(_as_found(model, "MCCanaryStaleAck"), question, dump, 0.0)
     assert blind.complaints == ("TLC found that all holds; the second checker found NoStaleAck violated",)
@@ -86,7 +89,7 @@ def test_a_disagreement_is_an_error_either_way_and_is_told(toolchain: Toolchain,
 
 def test_a_proof_of_another_graph_is_an_error(toolchain: Toolchain, model: Manifest) -> None:
     dump = _run(toolchain, model, "MCWorld").run()
-    question = question_of(Config.read(model.folder / "MCWorld.cfg"))
+    question = question_of(config_of(model, "MCWorld"))
     assert judge_again(_as_found(model, "MCWorld"), question, dump, 0.0).agrees
 
     [complaint] = judge_again(_as_found(model, "MCWorld", counts=Counts(1, 2, 3)), question, dump, 0.0).complaints
@@ -116,7 +119,7 @@ def test_a_part_is_what_tlc_met_first(toolchain: Toolchain, model: Manifest) -> 
     assert (whole.became, part.became, len(part.graph.nodes)) == (Dumped.WHOLE, Dumped.PART, 51)
     assert part.graph.nodes == whole.graph.nodes[:51]
 
-    question = question_of(Config.read(model.folder / "MCDuplicates.cfg"))
+    question = question_of(config_of(model, "MCDuplicates"))
     assert "are read at most" in judge_again(_as_found(model, "MCDuplicates"), question, part, 0.0).left_out
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from modelcheck.second import Bounds, question_of
+from modelcheck.second.examination import KNOWN
+from modelcheck.second.judgement import reason_to_leave_out
+from modelcheck.second.labelling import disjuncts, labelling_module
+from modelcheck.second.reading import GraphReader
+from modelcheck.second.values import parse
+from modelcheck.second.words import Letter, Node
 
 from weightsync.checker import Manifest, Purpose, find_model
-from weightsync.checker.second import Bounds, question_of
-from weightsync.checker.second.examination import KNOWN
-from weightsync.checker.second.judgement import reason_to_leave_out
-from weightsync.checker.second.labelling import disjuncts, labelling_module
-from weightsync.checker.second.reading import GraphReader
-from weightsync.checker.second.values import parse
-from weightsync.checker.second.words import Letter, Node
-from weightsync.checker.text import Config, Library
+from weightsync.checker.text import Library
 from weightsync.errors import ConfigurationError
 
 
@@ -103,12 +103,17 @@ def model() -> Manifest:
     return Manifest.read(find_model())
 
 
-def test_constants_are_read_as_they_are_written(tmp_path):
+def test_constants_are_read_as_they_are_written():
     bounds = Bounds(2, 1, 2, 1, 3, frozenset({"copy", "async"}), frozenset({"Loses"}), frozenset({"FenceKept"}),
                     frozenset({"Reads"}))  # fmt: skip
-    path = tmp_path / "X.cfg"
-    path.write_text(f"SPECIFICATION Safe\n{bounds.text}")
-    assert Bounds.read(Config.read(path)) == bounds
+    assert Bounds.read(bounds.constants) == bounds
+
+
+@pytest.mark.parametrize("wrong", [{"Senders": [1, 3]}, {"MaxLink": True}, {"Loses": 0}, {"Features": "copy"}])
+def test_a_constant_of_another_kind_is_refused_by_its_name(wrong):
+    constants = {**Bounds(1, 1, 1, 1, 1, frozenset()).constants, **wrong}
+    with pytest.raises(ConfigurationError, match=f"The configuration's {next(iter(wrong))} "):
+        Bounds.read(constants)
 
 
 def test_each_property_of_the_model_has_a_second_reading(model):
@@ -116,7 +121,7 @@ def test_each_property_of_the_model_has_a_second_reading(model):
     library = Library(model.folder)
     for found in model.configurations:
         if found.purpose is not Purpose.CANARY and not reason_to_leave_out(found, library):
-            assert set(question_of(Config.read(model.folder / found.config)).names) <= KNOWN, found.name
+            assert set(question_of(found.config).names) <= KNOWN, found.name
 
 
 def test_only_what_has_another_next_or_no_graph_is_left_out_by_its_kind(model):

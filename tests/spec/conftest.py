@@ -1,15 +1,13 @@
-"""Puts the generator, which is no part of the package, on the path, and a copy of its inputs on the disk."""
+"""A copy of the inputs of the generator, which is no part of the package."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "spec"))
 
 #: Everything that the generator reads or writes.
 FILES = ("spec/protocol.toml", "weightsync/_tables.py", "tla/Tables.tla", "docs/protocol.md", "README.md")

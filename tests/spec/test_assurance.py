@@ -9,8 +9,8 @@ from pathlib import Path
 import assurance
 import pytest
 from assurancegen import sources
+from modelcheck.checked import OF_THE_PROTOCOL, Checked, proofs
 
-from weightsync.checker.checked import OF_THE_PROTOCOL, Checked, proofs
 from weightsync.checker.manifest import Manifest
 
 
@@ -88,7 +88,7 @@ def test_the_manifest_names_the_guarantees_that_each_proof_checks(
     }
 
     said = {each.name: each.configuration.guarantees for each in of_the_protocol}
-    assert said == checked, "set guarantees in tla/manifest.toml to what tla/<name>.cfg has TLC check"
+    assert said == checked, "set guarantees in tla/manifest.toml to what TLC checks in each"
 
 
 def test_no_proof_is_smaller_than_the_least_bounds(root: Path, of_the_protocol: tuple[Checked, ...]) -> None:
@@ -99,7 +99,7 @@ def test_no_proof_is_smaller_than_the_least_bounds(root: Path, of_the_protocol: 
         if not any(name in each.properties and each.bounds.reaches(least.bounds) for each in of_the_protocol)
     ]
 
-    assert lacking == [], "no tla/MC*.cfg checks these any more ([[least]] in spec/assurance.toml)"
+    assert lacking == [], "no configuration checks these any more ([[least]] in spec/assurance.toml)"
 
 
 def test_every_property_of_a_guarantee_has_its_least_bounds(root: Path) -> None:
@@ -134,17 +134,22 @@ def test_the_bounds_that_are_stated_are_those_of_the_configurations(
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new"),
+    ("table", "old", "new"),
     [
-        ("MCCrash.cfg", "Workers = {1, 2}", "Workers = {1}"),
-        ("MCSubset.cfg", "  AckedMeansServed\n", ""),
-        ("MCWorldTwo.cfg", "  JoinersAnswer\n", ""),
-        ("MCSuccessor.cfg", "  RefinesWeightSync\n", ""),
+        ('name = "MCCrash"', "Workers = [1, 2]", "Workers = [1]"),
+        ('name = "MCSubset"', '"guarantees", ', ""),
+        ('name = "MCWorldTwo"', ', "endings"', ""),
+        ('name = "MCSuccessor"', ', "refinement"', ""),
+        ("[checks.guarantees]", '"AckedMeansServed", ', ""),
+        ("[constants.network]", "Lingers = false", "Lingers = true"),
     ],
 )
-def test_what_tlc_is_given_less_shows_on_the_page_and_in_the_bounds(copy: Path, file: str, old: str, new: str) -> None:
+def test_what_tlc_is_given_less_shows_on_the_page_and_in_the_bounds(copy: Path, table: str, old: str, new: str) -> None:
     before = assurance.render(copy)
-    _spoilt(copy / "tla" / file, old, new)
+    path = copy / "tla" / "manifest.toml"
+    head, mark, rest = path.read_text(encoding="utf-8").partition(table)
+    assert old in rest
+    path.write_text(head + mark + rest.replace(old, new, 1), encoding="utf-8")
 
     assert assurance.render(copy) != before
     with pytest.raises(AssertionError):

@@ -50,7 +50,8 @@ def run_fault(toolchain: Toolchain) -> Callable[[str, int], Outcome]:
     """Runs one of the models that TLC is known to get wrong."""
 
     def run(name: str, workers: int) -> Outcome:
-        job = Job(HERE / "faults", name, f"{name}.cfg", workers=workers, timeout=60)
+        config = (HERE / "faults" / f"{name}.cfg").read_text()
+        job = Job(HERE / "faults", name, config, workers=workers, timeout=60)
         outcome = TlcRun(toolchain, job).run(lambda _: None)
         assert outcome.ending is Ending.EXITED
         return outcome

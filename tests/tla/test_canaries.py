@@ -12,9 +12,10 @@ import pytest
 from tlc_support import Recorder
 
 from weightsync.checker import Manifest, Suite, Toolchain, due
+from weightsync.checker.config import Config, config_traps
 from weightsync.checker.output import Kind
 from weightsync.checker.process import Outcome
-from weightsync.checker.text import Config, Library, config_traps, traps
+from weightsync.checker.text import Library, traps
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
@@ -68,7 +69,7 @@ def test_with_one_worker_tlc_finds_what_two_may_miss(run_fault: Callable[[str, i
 def test_tlc_may_be_wrong_with_two_workers_and_our_lint_refuses_them(
     run_fault: Callable[[str, int], Outcome],
 ) -> None:
-    config = Config.read(FAULTS / "TwoWorkers.cfg")
+    config = Config("Spec", properties=("LitOnce",))
     assert len(list(config_traps(Library(FAULTS), "TwoWorkers", config, workers=2))) == 1
 
     for _ in range(_MOST_TRIES):

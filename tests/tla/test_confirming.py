@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from modelcheck.kept import KeptTlc
+from modelcheck.mutants import Entry, Fate, Finding, Hunter, Ledger, Mutant, Session, draw
+from modelcheck.mutants.confirm import Confirmer
+from modelcheck.mutants.session import source_of
 
 from weightsync.checker import Manifest, Toolchain
-from weightsync.checker.kept import KeptTlc
-from weightsync.checker.mutants import Entry, Fate, Finding, Hunter, Ledger, Mutant, Session, draw
-from weightsync.checker.mutants.confirm import Confirmer
-from weightsync.checker.mutants.session import source_of
 from weightsync.checker.process import Job, Outcome
 from weightsync.errors import ConfigurationError
 
@@ -32,7 +32,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 @pytest.fixture(scope="module")
 def ledger(manifest: Manifest) -> Ledger:
-    return Ledger.read(manifest.folder)
+    return Ledger.read(manifest.folder / "mutants.toml")
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +78,19 @@ def test_what_is_not_so_is_not_confirmed(confirmer: Confirmer, mutants: Mapping[
 
 
 def test_a_graph_of_another_size_is_confirmed_to_live_while_every_property_holds_of_it(
-    manifest: Manifest, confirmer: Confirmer, mutants: Mapping[str, Mutant]
+    manifest: Manifest, ledger: Ledger, toolchain: Toolchain, mutants: Mapping[str, Mutant]
 ) -> None:
-    config = manifest.folder / "Lamp.cfg"
-    text = config.read_text()
-    config.write_text(text.replace("PROPERTIES Switches Counts", ""))
+    [ground] = Session(toolchain, manifest, ledger).measure()
+    unasked = replace(ground.configuration.config, properties=())
+    ground = replace(ground, configuration=replace(ground.configuration, config=unasked))
+    source = source_of(manifest, ledger)
+    hunter = Hunter(toolchain, source, manifest.folder, [ground])
+    confirmer = Confirmer(toolchain, source, ledger, [ground], hunter)
     alive = Entry(COUNTED, Fate.SURVIVED, "", "Lamp")
     try:
         assert confirmer.confirm(mutants[COUNTED], alive) == Finding(Fate.SURVIVED, "", "Lamp")
     finally:
-        config.write_text(text)
+        confirmer.close()
 
 
 def test_a_jvm_that_finds_the_model_itself_wrong_is_not_believed(

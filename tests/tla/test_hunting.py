@@ -1,4 +1,4 @@
-"""Mutants with TLC: a lamp whose mutants are hunted whole, by `weightsync check --mutants` as a process."""
+"""Mutants with TLC: a lamp whose mutants are hunted whole, by `spec/check.py mutants` as a process."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Hunt:
 
     def __init__(self, folder: Path, toolchain: Toolchain) -> None:
         self.lamp = Path(shutil.copytree(Path(__file__).parent / "lamp", folder / "lamp"))
+        self._model = ["--model", str(self.lamp), "--ledger", str(self.lamp / "mutants.toml")]
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self._environment = {
@@ -38,7 +39,7 @@ class Hunt:
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "weightsync", "check", "--model", str(self.lamp), "--mutants", *words],
+            [sys.executable, str(ROOT / "spec" / "check.py"), "mutants", *self._model, *words],
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -72,7 +73,7 @@ def test_all_as_the_ledger_says_exits_with_0_and_prints_the_score_by_killer(hunt
 
 
 def test_a_property_left_out_lets_mutants_live_and_exits_with_1(hunt: Hunt) -> None:
-    hunt.change("Lamp.cfg", "PROPERTIES Switches Counts", "PROPERTIES Switches")
+    hunt.change("manifest.toml", 'properties = ["Switches", "Counts"]', 'properties = ["Switches"]')
 
     code, said = hunt.run()
 

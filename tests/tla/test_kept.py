@@ -12,15 +12,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from modelcheck.kept import KeptTlc
 
-from weightsync.checker import Toolchain, ToolMissingError
-from weightsync.checker.kept import KeptTlc
+from weightsync.checker import Manifest, Toolchain, ToolMissingError
+from weightsync.checker.config import Config
 from weightsync.checker.output import Kind
 from weightsync.checker.process import Ending, Job, Outcome, TlcRun
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
-ENDLESS = "CONSTANT Max = 2000000000\nSPECIFICATION Unfair\nINVARIANT TypeOK\nCHECK_DEADLOCK FALSE\n"
+#: Configurations that check no temporal property, as a kept JVM wants them, and one that TLC cannot read.
+CONFIGS = {
+    "Endless": Config("Unfair", {"Max": 2_000_000_000}, invariants=("TypeOK",)),
+    "Safe": Config("Spec", {"Max": 3}, deadlock=True, invariants=("TypeOK",), properties=("Rises",)),
+    "NoSuchInvariant": Config("Spec", {"Max": 3}, invariants=("Typo",)),
+}
 
 
 @pytest.fixture
@@ -33,16 +39,9 @@ def kept(toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.fixture
-def specs(specs: Path) -> Path:
-    """The small model, with configurations that check no temporal property, as a kept JVM wants them."""
-    (specs / "Endless.cfg").write_text(ENDLESS)
-    (specs / "Safe.cfg").write_text("CONSTANT Max = 3\nSPECIFICATION Spec\nINVARIANT TypeOK\nPROPERTY Rises\n")
-    return specs
-
-
 def job(specs: Path, name: str, timeout: float = 100.0) -> Job:
-    return Job(specs, "Counter", f"{name}.cfg", timeout=timeout)
+    config = CONFIGS[name] if name in CONFIGS else Manifest.read(specs).select([name])[0].config
+    return Job(specs, "Counter", config.text, timeout=timeout)
 
 
 def machine(kept: KeptTlc) -> int:
@@ -82,7 +81,7 @@ def test_a_jvm_that_has_found_a_temporal_property_violated_finds_every_other_so(
     kept: KeptTlc, specs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Why it is ended: once TLC has mended it, this fails, and it may be kept."""
-    monkeypatch.setattr("weightsync.checker.kept._HARMLESS", frozenset({0, 2116}))
+    monkeypatch.setattr("modelcheck.kept._HARMLESS", frozenset({0, 2116}))
 
     kept.run(job(specs, "Unfair"))
 
@@ -127,14 +126,15 @@ def test_its_jvm_ends_with_a_process_that_is_killed_also_while_it_runs(
     script = (
         "import sys; from pathlib import Path\n"
         "from weightsync.checker import find_toolchain\n"
-        "from weightsync.checker.kept import KeptTlc\n"
+        "from modelcheck.kept import KeptTlc\n"
         "from weightsync.checker.process import Job\n"
         "kept, folder = KeptTlc(find_toolchain()), Path(sys.argv[1])\n"
-        "kept.run(Job(folder, 'Counter', 'Safe.cfg'))\n"
+        f"kept.run(Job(folder, 'Counter', {CONFIGS['Safe'].text!r}))\n"
         "print(kept._process.pid, flush=True)\n"
-        "kept.run(Job(folder, 'Counter', 'Endless.cfg'))\n"
+        f"kept.run(Job(folder, 'Counter', {CONFIGS['Endless'].text!r}))\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "TLA2TOOLS_JAR": str(toolchain.jar)}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "spec")
     with subprocess.Popen(
         [sys.executable, "-c", script, str(specs)], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -156,7 +156,7 @@ def wait_until_gone(process: int) -> None:
 def test_without_jpype_it_says_what_to_install(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    with pytest.raises(ToolMissingError, match=r"JPype .*pip install 'weightsync\[cli\]'"):
+    with pytest.raises(ToolMissingError, match=r"JPype .*pip install jpype1"):
         KeptTlc(toolchain)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from modelcheck.pinning import pin
 
-from weightsync.checker import Counts, Manifest, Purpose, Tier, find_model, pin
+from weightsync.checker import Counts, Manifest, Purpose, Tier, find_model
 from weightsync.errors import ConfigurationError
 
 ENTRY = """\
 [[configuration]]
 name = "A"
 module = "M"
+specification = "Spec"
 kind = "proof"
 set = "quick"
 expected = "pass"
@@ -28,7 +30,7 @@ def write(folder: Path, text: str) -> Path:
 def test_an_entry_is_read_whole(manifest: Manifest) -> None:
     [larger] = manifest.select(["HoldsLarger"])
 
-    assert (larger.module, larger.config, larger.purpose) == ("Counter", "HoldsLarger.cfg", Purpose.PROOF)
+    assert (larger.module, larger.purpose) == ("Counter", Purpose.PROOF)
     assert (larger.tier, larger.violates, larger.guarantees, larger.workers) == (Tier.ALL, None, ("G1",), 2)
     assert Counts(2003, 2002, 2002) == larger.pinned
     assert manifest.bounds.startswith("Counter counts to 3")
@@ -52,6 +54,15 @@ def test_an_unknown_name_is_refused(manifest: Manifest) -> None:
         (ENTRY + ENTRY, "names A twice"),
         (ENTRY.replace("covers", "reason"), "Configuration A has unknown keys"),
         (ENTRY.replace('module = "M"\n', ""), "Configuration A lacks 'module'"),
+        (ENTRY.replace('specification = "Spec"\n', ""), "Configuration A lacks 'specification'"),
+        (ENTRY + "constants = { Max = 1 }\n", "Configuration A is wrong .* its module has no constants Max"),
+        (ENTRY + 'checks = ["all"]\n', "Configuration A is wrong .* there is no group all"),
+        ("[module.M]\nconstants = ['of']\n" + ENTRY, "Configuration A is wrong .* there is no group of"),
+        ("[module.M]\nconstant = ['of']\n" + ENTRY, "Configuration A is wrong .* unknown keys: .'constant'"),
+        (
+            f"[constants.of]\nMax = 1.5\n[module.M]\nconstants = ['of']\n{ENTRY}",
+            "A is wrong .* 1.5 is neither a number",
+        ),
         (ENTRY.replace("quick", "sometimes"), "Configuration A is wrong .*'sometimes'"),
         (ENTRY + "distinct = 3\n", "Configuration A lacks 'generated'"),
         (ENTRY.replace("pass", "deadlock"), "Configuration A is wrong .* a proof passes, and nothing else does"),

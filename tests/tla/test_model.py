@@ -8,7 +8,8 @@ import pytest
 
 from weightsync._tables import GUARANTEES
 from weightsync.checker import Manifest, Purpose, find_model
-from weightsync.checker.text import Config, Library, config_traps, traps
+from weightsync.checker.config import Config, Value, config_traps
+from weightsync.checker.text import Library, traps
 
 _FEWEST_CANARIES = 12
 #: Watches over TLC's own search, not over the protocol.
@@ -25,10 +26,8 @@ def library(model: Manifest) -> Library:
     return Library(model.folder)
 
 
-def test_each_configuration_file_is_in_the_manifest(model: Manifest) -> None:
-    listed = {found.config for found in model.configurations}
-
-    assert listed == {path.name for path in model.folder.glob("*.cfg")}
+def test_no_configuration_lies_beside_the_manifest_unread(model: Manifest) -> None:
+    assert list(model.folder.glob("*.cfg")) == [], "what TLC is given is said in tla/manifest.toml, and rendered for it"
 
 
 def test_each_module_is_used(model: Manifest, library: Library) -> None:
@@ -44,22 +43,19 @@ def test_no_text_falls_into_a_trap_of_tlc(model: Manifest, library: Library) -> 
         assert module is not None
         assert list(traps(module)) == []
     for found in model.configurations:
-        config = Config.read(model.folder / found.config)
-        assert list(config_traps(library, found.module, config, found.workers)) == []
+        assert list(config_traps(library, found.module, found.config, found.workers)) == []
 
 
 def test_each_property_that_must_be_violated_is_checked(model: Manifest) -> None:
     for found in model.configurations:
         if found.violates:
-            config = Config.read(model.folder / found.config)
-            assert found.violates in (*config.invariants, *config.properties), found.name
+            assert found.violates in found.config.checked, found.name
 
 
 def test_each_proof_checks_something_and_is_pinned(model: Manifest) -> None:
     for found in model.configurations:
         if found.purpose is Purpose.PROOF:
-            config = Config.read(model.folder / found.config)
-            assert config.invariants or config.properties, found.name
+            assert found.config.checked, found.name
             assert found.pinned is not None, found.name
 
 
@@ -67,9 +63,7 @@ def test_each_guarantee_is_proved_by_the_property_of_its_name(model: Manifest) -
     proved = set()
     for found in model.configurations:
         if found.purpose is Purpose.PROOF:
-            config = Config.read(model.folder / found.config)
-            checked = {*config.invariants, *config.properties}
-            proved |= {each for each in found.guarantees if GUARANTEES[each].name in checked}
+            proved |= {each for each in found.guarantees if GUARANTEES[each].name in found.config.checked}
 
     assert proved == set(GUARANTEES)
 
@@ -77,9 +71,8 @@ def test_each_guarantee_is_proved_by_the_property_of_its_name(model: Manifest) -
 def test_each_property_of_a_proof_is_the_one_that_some_configuration_must_find_violated(model: Manifest) -> None:
     checked, objects = set[str](), set[str]()
     for found in model.configurations:
-        config = Config.read(model.folder / found.config)
         if found.purpose is Purpose.PROOF:
-            checked |= {*config.invariants, *config.properties}
+            checked.update(found.config.checked)
         elif found.violates:
             objects.add(found.violates)
 
@@ -92,15 +85,13 @@ def test_each_property_of_a_proof_is_the_one_that_some_configuration_must_find_v
 def test_a_planted_step_is_found_by_its_property_alone(model: Manifest) -> None:
     for found in model.configurations:
         if found.purpose is Purpose.PLANTED:
-            config = Config.read(model.folder / found.config)
-            assert (*config.invariants, *config.properties) == (found.violates,), found.name
+            assert found.config.checked == (found.violates,), found.name
 
 
 def test_each_planted_step_is_taken_by_some_configuration(model: Manifest, library: Library) -> None:
     planted = library.resolve("MCPlant", "Planted")
     assert planted is not None
-    configs = [Config.read(model.folder / f.config) for f in model.configurations if f.module == "MCPlant"]
-    chosen = {word.strip('"') for config in configs for word in config.entries["CONSTANT"][-1:]}
+    chosen = {found.config.constants["Plant"] for found in model.configurations if found.module == "MCPlant"}
 
     assert chosen == set(re.findall(r'Plant = "(\w+)"', planted.body))
 
@@ -115,7 +106,7 @@ def test_each_rule_has_its_revert(model: Manifest, library: Library) -> None:
     rules = library.resolve("AckProtocol", "AllRules")
     assert rules is not None
     reverts = [found for found in model.configurations if found.purpose is Purpose.REVERT]
-    taken_out = {name for found in reverts for name in _names(Config.read(model.folder / found.config), "Without")}
+    taken_out = {name for found in reverts for name in _names(found.config, "Without")}
 
     assert taken_out == set(re.findall(r'"(\w+)"', rules.body))
 
@@ -127,7 +118,7 @@ def test_each_rule_of_a_module_beside_the_protocol_has_its_revert(
     rules, text = library.resolve(module, named), library.module(module)
     assert rules is not None
     assert text is not None
-    of = [(found, Config.read(model.folder / found.config)) for found in model.configurations if found.module == module]
+    of = [(found, found.config) for found in model.configurations if found.module == module]
     taken_out = [_names(config, "Careless") for found, config in of if found.purpose is Purpose.REVERT]
 
     wanted = re.findall(r'"(\w+)"', rules.body)
@@ -159,25 +150,25 @@ _BESIDE = {
 @pytest.mark.parametrize("name", _BESIDE)
 def test_a_proof_beside_the_protocol_checks_what_it_is_there_for(model: Manifest, name: str) -> None:
     versions, features, properties = _BESIDE[name]
-    config = Config.read(model.folder / f"{name}.cfg")
+    config = model.select([name])[0].config
 
-    assert f"MaxVersion = {versions}" in " ".join(config.entries["CONSTANT"])
+    assert config.constants["MaxVersion"] == versions
     assert set(features.split()) <= set(_names(config, "Features"))
-    assert set(properties.split()) <= {*config.invariants, *config.properties}
+    assert set(properties.split()) <= set(config.checked)
 
 
 def test_proofs_have_all_rules_and_all_fairness(model: Manifest) -> None:
     for found in model.configurations:
         if found.purpose is Purpose.PROOF:
-            config = Config.read(model.folder / found.config)
-            assert (_names(config, "Without"), _names(config, "Unfair")) == ([], []), found.name
+            assert (_names(found.config, "Without"), _names(found.config, "Unfair")) == ([], []), found.name
 
 
 def test_what_the_bounds_leave_out_is_said(model: Manifest) -> None:
     assert model.bounds
 
 
-def _names(config: Config, constant: str) -> list[str]:
-    """Read a constant that is a set of strings; a configuration that has none has nothing in it."""
-    match = re.search(rf"\b{constant} = \{{(.*?)\}}", " ".join(config.entries["CONSTANT"]))
-    return re.findall(r'"(\w+)"', match.group(1)) if match else []
+def _names(config: Config, constant: str) -> list[Value]:
+    """A constant that is a set of strings; a configuration that has none has nothing in it."""
+    found = config.constants.get(constant, [])
+    assert isinstance(found, list)
+    return found

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-
-from weightsync.checker import Configuration, Counts, Expected, Manifest, Purpose, Tier, Toolchain, find_model
-from weightsync.checker.mutants import (
+from modelcheck import mutants_display
+from modelcheck.mutants import LEDGER as OURS
+from modelcheck.mutants import (
     Entry,
     Fate,
     Finding,
@@ -31,15 +30,18 @@ from weightsync.checker.mutants import (
     mutants,
     stale,
 )
-from weightsync.checker.mutants.hunt import judge
-from weightsync.checker.mutants.parser import parse
-from weightsync.checker.mutants.session import source_of
-from weightsync.checker.mutants.syntax import Kind
+from modelcheck.mutants.hunt import judge
+from modelcheck.mutants.parser import parse
+from modelcheck.mutants.session import source_of
+from modelcheck.mutants.syntax import Kind
+from rich.console import Console
+
+from weightsync.checker import Configuration, Counts, Expected, Manifest, Purpose, Tier, Toolchain, find_model
+from weightsync.checker.config import Config
 from weightsync.checker.output import Findings, Violation
 from weightsync.checker.output import Kind as Violated
 from weightsync.checker.process import Ending, Outcome
 from weightsync.checker.text import Library, Module, without_comments
-from weightsync.cli import _check_mutants
 from weightsync.errors import ConfigurationError
 
 LOWEST_SCORE = 85.0
@@ -52,7 +54,7 @@ def model() -> Manifest:
 
 @pytest.fixture(scope="module")
 def ledger(model: Manifest) -> Ledger:
-    return Ledger.read(model.folder)
+    return Ledger.read(OURS)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ def test_what_is_read_is_written_again_with_its_operands_in_brackets(text: str, 
     assert parse(written) == parse(text)
 
 
-@pytest.mark.parametrize("text", ["a /\\", "[a EXCEPT ![s] = ", "IF a THEN b", "a )"])
+@pytest.mark.parametrize("text", ["a /\\", "[a EXCEPT ![s] = ", "IF a THEN b", "a )", "a^+", "[][a]_v", "a!b"])
 def test_what_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="The model's text cannot be read"):
         parse(text)
@@ -214,7 +216,9 @@ def test_what_is_no_share_is_refused(text: str) -> None:
 
 # One run of a mutant.
 
-HUNT = Configuration("H", "M", "H.cfg", Purpose.PROOF, Tier.ALL, Expected.PASS, None, "", (), 1, 1.0, None)
+HUNT = Configuration(
+    "H", "M", Config("Spec", invariants=("P",)), Purpose.PROOF, Tier.ALL, Expected.PASS, None, "", (), 1, 1.0, None
+)
 GROUND = Ground(HUNT, Counts(10, 5, 3), frozenset({"this", "that"}))
 
 
@@ -244,9 +248,7 @@ def outcome(counts: Counts = GROUND.counts, met: Sequence[str] = ("this", "that"
 def test_a_run_is_judged_by_properties_and_situations_never_by_counts(
     seen: Outcome, expected: Finding, tmp_path: Path
 ) -> None:
-    (tmp_path / "H.cfg").write_text("INVARIANT P")
-
-    assert judge(GROUND, seen, Library(tmp_path), tmp_path) == expected
+    assert judge(GROUND, seen, Library(tmp_path)) == expected
 
 
 # The ledger and the score.
@@ -259,7 +261,7 @@ roots = ["A"]
 untouched = []
 lookout = "L"
 
-# From here on `weightsync check --mutants --pin` writes, reasons excepted.
+# From here on `python spec/check.py mutants --pin` writes, reasons excepted.
 [ratchet]
 score = 50.0
 
@@ -283,7 +285,7 @@ reason = "nobody \\"cares\\""
 @pytest.fixture
 def small(tmp_path: Path) -> Ledger:
     (tmp_path / "mutants.toml").write_text(LEDGER)
-    return Ledger.read(tmp_path)
+    return Ledger.read(tmp_path / "mutants.toml")
 
 
 def mutant(name: str) -> Mutant:
@@ -318,7 +320,7 @@ def test_another_fate_than_the_known_one_is_a_complaint(small: Ledger, fates: di
 def test_a_mutant_that_lives_needs_a_reason(small: Ledger, tmp_path: Path) -> None:
     (tmp_path / "mutants.toml").write_text(LEDGER.rpartition("reason")[0])
 
-    [complaint] = said(Ledger.read(tmp_path), seen(dies=Fate.PROPERTY, lives=Fate.SURVIVED))
+    [complaint] = said(Ledger.read(tmp_path / "mutants.toml"), seen(dies=Fate.PROPERTY, lives=Fate.SURVIVED))
     assert complaint == "lives (survived) without a reason in the ledger: lives"
 
 
@@ -351,13 +353,13 @@ def test_entries_without_mutant_and_mutants_without_entry_are_named(small: Ledge
 
     assert found == [
         "stale entry, there is no such mutant any more: lives",
-        "not in the ledger (weightsync check --mutants --pin): new",
+        "not in the ledger (python spec/check.py mutants --pin): new",
     ]
 
 
 def test_a_situation_that_the_model_meets_no_more_is_named(small: Ledger) -> None:
     assert list(changed_grounds(small, [GROUND])) == [
-        "H: met, but not in the ledger: that (weightsync check --mutants --pin)"
+        "H: met, but not in the ledger: that (python spec/check.py mutants --pin)"
     ]
     gone = Ground(HUNT, Counts(1, 1, 1), frozenset())
     assert list(changed_grounds(small, [gone])) == ["H: the model itself never meets: this"]
@@ -367,9 +369,9 @@ def test_pinning_keeps_reasons_and_the_ratchet_only_rises(small: Ledger, tmp_pat
     entries = [Entry("dies", Fate.CANARY, "Q", "H"), Entry("lives", Fate.SURVIVED)]
 
     small.after(entries, ["dies", "lives", "more"]).write({"H": frozenset({"that"})})
-    lower = Ledger.read(tmp_path)
+    lower = Ledger.read(tmp_path / "mutants.toml")
     lower.after([Entry("lives", Fate.PROPERTY, "P", "H")], ["dies", "lives"]).write(lower.hunts)
-    higher = Ledger.read(tmp_path)
+    higher = Ledger.read(tmp_path / "mutants.toml")
 
     assert (lower.ratchet, higher.ratchet) == (50.0, 100.0)
     assert lower.entries["lives"] == Entry("lives", Fate.SURVIVED, reason='nobody "cares"')
@@ -385,7 +387,7 @@ def test_a_ledger_that_does_not_say_what_it_must_is_refused(tmp_path: Path, brok
     (tmp_path / "mutants.toml").write_text(broken)
 
     with pytest.raises(ConfigurationError, match="The ledger"):
-        Ledger.read(tmp_path)
+        Ledger.read(tmp_path / "mutants.toml")
 
 
 class _InterruptedSession:
@@ -410,13 +412,15 @@ def test_a_run_that_is_ended_early_keeps_what_it_saw_where_it_pins(
     lamp = Path(shutil.copytree(Path(__file__).parent / "lamp", tmp_path / "lamp"))
     head, *_ = (lamp / "mutants.toml").read_text().partition("\n[[mutant]]")
     (lamp / "mutants.toml").write_text(head)
-    monkeypatch.setattr(_check_mutants, "Session", _InterruptedSession)
+    monkeypatch.setattr(mutants_display, "Session", _InterruptedSession)
     toolchain = Toolchain(Path("java"), Path("tla2tools.jar"))
 
     with pytest.raises(KeyboardInterrupt):
-        _check_mutants.hunt_mutants(Manifest.read(lamp), toolchain, Console(file=io.StringIO()), Share(), repin)
+        mutants_display.hunt_mutants(
+            Manifest.read(lamp), lamp / "mutants.toml", toolchain, Console(file=io.StringIO()), Share(), repin=repin
+        )
 
-    assert len(Ledger.read(lamp).entries) == known
+    assert len(Ledger.read(lamp / "mutants.toml").entries) == known
 
 
 # Our own.

@@ -74,11 +74,11 @@ def test_the_steps_are_checked_in_the_quick_set_and_one_that_is_allowed_is_found
 @pytest.mark.parametrize("clause", sorted(set(clauses(find_model())) - set(IMPLIED)), ids=": ".join)
 def test_a_clause_that_is_taken_out_is_missed(tmp_path: Path, toolchain: Toolchain, clause: Clause) -> None:
     folder = find_model()
-    for name in (f"{STEPS}.tla", f"{STEPS}.cfg"):
-        shutil.copy(folder / name, tmp_path)
+    shutil.copy(folder / f"{STEPS}.tla", tmp_path)
+    [steps] = Manifest.read(folder).select([STEPS])
     (tmp_path / f"{PROMISE}.tla").write_text(without(folder, clause), encoding="utf-8")
 
-    outcome = TlcRun(toolchain, Job(tmp_path, STEPS, f"{STEPS}.cfg", workers=1, timeout=60)).run(lambda _: None)
+    outcome = TlcRun(toolchain, Job(tmp_path, STEPS, steps.config.text, workers=1, timeout=60)).run(lambda _: None)
 
     assert outcome.ending is Ending.EXITED
     assert outcome.exit_code == 13

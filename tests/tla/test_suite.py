@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from modelcheck.pinning import pin
 from tlc_support import Recorder
 
-from weightsync.checker import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, pin, vacuity
+from weightsync.checker import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, vacuity
 from weightsync.checker.process import Ending, Job, TlcRun
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
@@ -113,7 +114,8 @@ def test_a_model_that_does_not_parse_is_no_verdict(
 def test_a_run_past_its_time_is_no_verdict(
     toolchain: Toolchain, manifest: Manifest, specs: Path, recorder: Recorder
 ) -> None:
-    edit(specs / "HoldsLarger.cfg", "2000", "2000000000")
+    edit(specs / "manifest.toml", "constants = { Max = 2000 }", "constants = { Max = 2000000000 }")
+    manifest = Manifest.read(specs)
     [configuration] = manifest.select(["HoldsLarger"])
 
     started = time.monotonic()
@@ -149,9 +151,10 @@ def test_coverage_finds_the_action_that_is_never_taken(
 def test_a_run_that_is_stopped_leaves_nothing(
     toolchain: Toolchain, specs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edit(specs / "HoldsLarger.cfg", "2000", "2000000000")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    endless = TlcRun(toolchain, Job(specs, "Counter", "HoldsLarger.cfg"))
+    edit(specs / "manifest.toml", "constants = { Max = 2000 }", "constants = { Max = 2000000000 }")
+    [configuration] = Manifest.read(specs).select(["HoldsLarger"])
+    endless = TlcRun(toolchain, Job(specs, "Counter", configuration.config.text))
     begun = threading.Event()
     threading.Thread(target=lambda: (begun.wait(30), endless.stop())).start()
 
@@ -162,7 +165,7 @@ def test_a_run_that_is_stopped_leaves_nothing(
 
 
 def test_a_run_stopped_before_it_starts_does_not_start(toolchain: Toolchain, specs: Path) -> None:
-    never = TlcRun(toolchain, Job(specs, "Counter", "Holds.cfg"))
+    never = TlcRun(toolchain, Job(specs, "Counter", "SPECIFICATION Spec\nCONSTANT Max = 3\n"))
     never.stop()
 
     assert Ending.STOPPED is never.run(lambda _: None).ending

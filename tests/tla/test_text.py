@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.checker import find_model
-from weightsync.checker.text import Config, Library, Module, config_traps, traps, without_comments
+from weightsync.checker.text import Library, Module, traps, without_comments
 
 HERE = Path(__file__).parent
 
@@ -131,47 +130,3 @@ def test_extended_modules_are_seen_through(tmp_path: Path) -> None:
 
     assert Library(tmp_path).is_temporal("A", "P")
     assert {"A", "B", "C"} == {module.name for module in Library(tmp_path).closure("A")}
-
-
-@pytest.mark.parametrize(
-    ("extra", "workers", "count"),
-    [("", 1, 0), ("", 2, 1), ("SYMMETRY Perms", 1, 1), ("VIEW v", 1, 1), ("SYMMETRY Perms\nVIEW v", 2, 3)],
-)
-def test_temporal_properties_need_one_worker_and_the_whole_state(
-    library: Library, tmp_path: Path, extra: str, workers: int, count: int
-) -> None:
-    (tmp_path / "X.cfg").write_text(f"SPECIFICATION Spec\nPROPERTY Rises Ends\n{extra}\n")
-
-    found = list(config_traps(library, "Counter", Config.read(tmp_path / "X.cfg"), workers))
-
-    assert count == len(found)
-    assert all(trap.startswith("Ends: ") for trap in found)
-
-
-def test_safety_may_have_more_workers(library: Library, tmp_path: Path) -> None:
-    (tmp_path / "X.cfg").write_text("SPECIFICATION Spec\nINVARIANTS TypeOK\nPROPERTIES Rises\nVIEW v\n")
-
-    assert list(config_traps(library, "Counter", Config.read(tmp_path / "X.cfg"), 2)) == []
-
-
-def test_a_configuration_file_is_read_by_keyword(tmp_path: Path) -> None:
-    (tmp_path / "X.cfg").write_text("\\* PROPERTY No\nINVARIANTS A B\n  C\nINVARIANT D\nPROPERTIES E\n(* F *)\n")
-
-    config = Config.read(tmp_path / "X.cfg")
-
-    assert config.invariants == ("A", "B", "C", "D")
-    assert config.properties == ("E",)
-
-
-@pytest.mark.parametrize("path", sorted(find_model().glob("MCHunt*.cfg")), ids=lambda path: path.stem)
-def test_a_configuration_is_written_as_it_was_read_and_checks_what_it_is_told_to(path: Path, tmp_path: Path) -> None:
-    whole = Config.read(path)
-    for name, config in (("whole", whole), ("some", whole.checking(["TypeOK", "OnlyRows", "LookOut"]))):
-        (tmp_path / name).write_text(str(config))
-
-    assert Config.read(tmp_path / "whole") == whole
-    some = Config.read(tmp_path / "some")
-    assert some.invariants == ("TypeOK",)
-    assert set(some.properties) <= {"OnlyRows"}
-    kept = {"SPECIFICATION", "CONSTANT", "CHECK_DEADLOCK"}
-    assert {key: some.entries[key] for key in kept} == {key: whole.entries[key] for key in kept}

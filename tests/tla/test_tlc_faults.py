@@ -13,8 +13,9 @@ import pytest
 from tlc_support import Recorder
 
 from weightsync.checker import Configuration, Counts, Expected, Manifest, Purpose, Suite, Tier, Toolchain
+from weightsync.checker.config import Config, config_traps
 from weightsync.checker.process import Outcome
-from weightsync.checker.text import Config, Library, config_traps
+from weightsync.checker.text import Library
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
@@ -27,13 +28,15 @@ def finds_no_error(outcome: Outcome) -> bool:
     return (outcome.exit_code, outcome.findings.completed, outcome.findings.violations) == (0, True, [])
 
 
-@pytest.mark.parametrize(("name", "keyword"), [("Symmetric", "SYMMETRY"), ("Viewed", "VIEW")])
+@pytest.mark.parametrize(
+    ("name", "keyword", "named"), [("Symmetric", "SYMMETRY", "Swapped"), ("Viewed", "VIEW", "Seen")]
+)
 def test_a_violated_temporal_property_is_missed_under_symmetry_and_view(
-    run_fault: RunFault, by_hand: ByHand, name: str, keyword: str
+    run_fault: RunFault, by_hand: ByHand, name: str, keyword: str, named: str
 ) -> None:
     assert finds_no_error(run_fault(name, 1)), f"TLC has mended #59: temporal properties may stand under {keyword}"
     assert by_hand("-config", f"{name}Whole.cfg", f"{name}.tla").returncode == 13
-    config = Config.read(FAULTS / f"{name}.cfg")
+    config = Config("Spec", properties=("Ends",), **{keyword.lower(): named})
     assert [keyword in trap for trap in config_traps(Library(FAULTS), name, config, workers=1)] == [True]
 
 
@@ -51,8 +54,8 @@ def test_a_property_that_cannot_be_evaluated_ends_with_0_and_is_no_verdict_for_u
     outcome = run_fault("Unevaluated", 1)
     assert (outcome.exit_code, outcome.findings.violations) == (0, []), "TLC has mended #1440: it fails as it should"
     proof = Configuration(
-        "Unevaluated", "Unevaluated", "Unevaluated.cfg", Purpose.PROOF, Tier.ALL, Expected.PASS, None, "", (), 1, 60.0,
-        Counts(1, 1, 1),
+        "Unevaluated", "Unevaluated", Config("Spec", properties=("Ends",)), Purpose.PROOF, Tier.ALL, Expected.PASS,
+        None, "", (), 1, 60.0, Counts(1, 1, 1),
     )  # fmt: skip
     [verdict] = Suite(toolchain, Manifest(FAULTS, (proof,), "", ()), recorder).run([proof])
     assert [complaint[:31] for complaint in verdict.complaints] == ["no verdict: TLC exited with 0: "]

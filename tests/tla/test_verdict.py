@@ -36,7 +36,7 @@ class Court:
         ending: Ending = Ending.EXITED,
     ) -> Verdict:
         findings, loose = self._captured(run)
-        job = Job(self._manifest.folder, configuration.module, configuration.config, configuration.workers)
+        job = Job(self._manifest.folder, configuration.module, configuration.config.text, configuration.workers)
         return judge(configuration, job, Outcome(ending, exit_code, findings, 1.5, loose), self._library)
 
 
@@ -72,14 +72,16 @@ def test_another_count_fails_and_says_how_to_repin(court: Court, changed: dict[s
     verdict = court.judge(configuration, "holds_with_coverage", 0)
 
     assert len(verdict.complaints) == 1
-    assert "weightsync check --pin Holds" in verdict.complaints[0]
+    assert "python spec/check.py model --pin Holds" in verdict.complaints[0]
     assert Counts(6, 5, 5) == verdict.repin
 
 
 def test_a_configuration_that_holds_must_have_counts_pinned(court: Court) -> None:
     verdict = court.judge(replace(court.configuration("Holds"), pinned=None), "holds_with_coverage", 0)
 
-    assert verdict.complaints == ("no counts are pinned; pin what TLC counts now by weightsync check --pin Holds",)
+    assert verdict.complaints == (
+        "no counts are pinned; pin what TLC counts now by python spec/check.py model --pin Holds",
+    )
     assert Counts(6, 5, 5) == verdict.repin
 
 
@@ -129,7 +131,8 @@ def test_a_run_without_an_end_is_no_verdict(court: Court) -> None:
 
 
 def test_two_temporal_properties_cannot_be_told_apart(court: Court) -> None:
-    configuration = replace(court.configuration("Unfair"), config="UnfairTwice.cfg")
+    unfair = court.configuration("Unfair")
+    configuration = replace(unfair, config=replace(unfair.config, properties=("Ends", "Settles")))
 
     verdict = court.judge(configuration, "stuttering", 13)
 
@@ -148,7 +151,8 @@ def test_the_explanation_tells_the_counterexample_and_how_to_go_on(court: Court)
 
     assert "3. Up\n         n = 2" in told
     assert "weightsync check Holds" in told
-    assert "-workers 1 -metadir $T -config Holds.cfg Counter.tla" in told
+    assert "weightsync check --model . --write-cfg $T Holds" in told
+    assert "-workers 1 -metadir $T -config $T/Holds.cfg Counter.tla" in told
 
 
 def test_an_action_that_nobody_takes_is_told(court: Court) -> None:

@@ -1,6 +1,6 @@
 """Runs TLC on the model in `tla/` and judges what it says. Standard library only."""
 
-from weightsync.checker.manifest import Configuration, Expected, Manifest, Purpose, Tier, find_model, pin
+from weightsync.checker.manifest import Configuration, Expected, Manifest, Purpose, Tier, find_model
 from weightsync.checker.output import Counts, Progress
 from weightsync.checker.process import Coverage
 from weightsync.checker.record import record
@@ -27,7 +27,6 @@ __all__ = [
     "find_model",
     "find_toolchain",
     "idle",
-    "pin",
     "record",
     "vacuity",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,14 +9,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from weightsync.checker.config import CONFIG_KEYS, Config, Groups
 from weightsync.checker.output import Counts
 from weightsync.errors import ConfigurationError
 
 MANIFEST = "manifest.toml"
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DEFAULT_TIMEOUT = 1800.0
-_COUNTS = ("generated", "distinct", "depth")
-_COUNT_LINE = re.compile(rf"(?:{'|'.join(_COUNTS)}) *=")
+#: The keys of what TLC counts.
+COUNTS = ("generated", "distinct", "depth")
 
 
 class Tier(Enum):
@@ -79,7 +79,7 @@ class Configuration:
     Attributes:
         name: what it is called on the command line.
         module: its root module.
-        config: its configuration file.
+        config: what TLC is given besides.
         purpose: what it is there for.
         tier: when it is run.
         expected: what TLC must say.
@@ -93,7 +93,7 @@ class Configuration:
 
     name: str
     module: str
-    config: str
+    config: Config
     purpose: Purpose
     tier: Tier
     expected: Expected
@@ -150,7 +150,8 @@ class Manifest:
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigurationError(f"The manifest {folder / MANIFEST} cannot be read: {error}.") from error
         entries = document.get("configuration", [])
-        found = tuple(_configuration(entry) for entry in entries)
+        groups = Groups.read(document)
+        found = tuple(_configuration(entry, groups) for entry in entries)
         names = [configuration.name for configuration in found]
         twice = {name for name in names if names.count(name) > 1}
         if twice or not found:
@@ -197,7 +198,7 @@ def find_model(package: Path = _PACKAGE) -> Path:
     raise ConfigurationError(f"No model lies in {package.parent / 'tla'} or {package / 'tla'} ({MANIFEST}).")
 
 
-def _configuration(entry: Mapping[str, Any]) -> Configuration:
+def _configuration(entry: Mapping[str, Any], groups: Groups) -> Configuration:
     name = str(entry.get("name", "(without a name)"))
     unknown = set(entry) - _KEYS
     if unknown:
@@ -207,7 +208,7 @@ def _configuration(entry: Mapping[str, Any]) -> Configuration:
             Configuration(
                 name=entry["name"],
                 module=entry["module"],
-                config=entry.get("cfg", f"{entry['name']}.cfg"),
+                config=groups.config(entry),
                 purpose=Purpose(entry["kind"]),
                 tier=Tier(entry["set"]),
                 expected=Expected(entry["expected"]),
@@ -226,8 +227,8 @@ def _configuration(entry: Mapping[str, Any]) -> Configuration:
 
 
 _KEYS = {
-    "name", "module", "cfg", "kind", "set", "expected", "violates", "covers", "guarantees", "workers", "timeout",
-    *_COUNTS,
+    "name", "module", "kind", "set", "expected", "violates", "covers", "guarantees", "workers", "timeout",
+    *COUNTS, *CONFIG_KEYS,
 }  # fmt: skip
 
 
@@ -240,34 +241,7 @@ def _checked(configuration: Configuration) -> Configuration:
 
 
 def _pinned(entry: Mapping[str, Any]) -> Counts | None:
-    if not any(key in entry for key in _COUNTS):
+    if not any(key in entry for key in COUNTS):
         return None
     depth = entry.get("depth")
     return Counts(int(entry["generated"]), int(entry["distinct"]), None if depth is None else int(depth))
-
-
-def pin(manifest: Manifest, seen: Mapping[str, Counts]) -> Manifest:
-    """Write counts into the manifest's text, all else in it as it was, and return it read anew.
-
-    Args:
-        manifest: the manifest to rewrite.
-        seen: a configuration's name to its counts.
-    """
-    path = manifest.folder / MANIFEST
-    head, *tables = re.split(r"(?m)^(?=\[\[configuration\]\])", path.read_text(encoding="utf-8"))
-    rewritten = [_repinned(table, seen) for table in tables]
-    path.write_text("".join([head, *rewritten]), encoding="utf-8")
-    return Manifest.read(manifest.folder)
-
-
-def _repinned(table: str, seen: Mapping[str, Counts]) -> str:
-    name = tomllib.loads(table)["configuration"][0]["name"]
-    if name not in seen:
-        return table
-    fresh = [f"{key} = {count}\n" for key, count in seen[name].known().items()]
-    lines = table.splitlines(keepends=True)
-    old = [place for place, line in enumerate(lines) if _COUNT_LINE.match(line)]
-    said = [place for place, line in enumerate(lines) if line.strip() and not line.startswith("#")]
-    kept = [[] if place in old else [line] for place, line in enumerate(lines)]
-    kept[old[0] if old else said[-1]] += fresh
-    return "".join(line for group in kept for line in group)

@@ -51,7 +51,7 @@ class Job:
     Attributes:
         folder: where the modules lie.
         module: the root module.
-        config: the configuration's file name.
+        config: the configuration, as TLC reads it.
         workers: TLC's threads.
         timeout: seconds until it is given up.
         coverage: whether actions are counted.
@@ -88,11 +88,17 @@ class Outcome:
     met: tuple[str, ...] = ()
 
 
-def by_hand(job: Job) -> str:
-    """Return the shell line that runs the same by hand, in the model's folder."""
+def by_hand(name: str, job: Job) -> str:
+    """Return the shell line that runs the same by hand.
+
+    Args:
+        name: what the configuration is called in the manifest.
+        job: the run.
+    """
     return (
-        f"cd {job.folder} && T=$(mktemp -d) && java -Djava.io.tmpdir=$T -cp {jar_place()} tlc2.TLC"
-        f" -workers {job.workers} -metadir $T -config {job.config} {job.module}.tla"
+        f"cd {job.folder} && T=$(mktemp -d) && weightsync check --model . --write-cfg $T {name}"
+        f" && java -Djava.io.tmpdir=$T -cp {jar_place()} tlc2.TLC"
+        f" -workers {job.workers} -metadir $T -config $T/{name}.cfg {job.module}.tla"
     )
 
 
@@ -144,18 +150,20 @@ class TlcRun:
         with self._lock:
             if self._ending is not Ending.EXITED:
                 return None
-            command = _command(self._toolchain, self._job, folder)
+            config = Path(folder) / f"{self._job.module}.cfg"
+            config.write_text(self._job.config, encoding="utf-8")
+            command = _command(self._toolchain, self._job, folder, config)
             self._process = launched(command, subprocess.DEVNULL, self._job.folder)
             return self._process
 
 
-def _command(toolchain: Toolchain, job: Job, folder: str) -> list[str]:
+def _command(toolchain: Toolchain, job: Job, folder: str, config: Path) -> list[str]:
     # A parent that is killed outright cannot tidy up: the kernel then ends the JVM.
     guard = shutil.which("setpriv")
     command = [guard, "--pdeathsig", "KILL"] if guard else []
     command += [str(toolchain.java), *job.size.value, "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
     command += ["-cp", str(toolchain.jar), "tlc2.TLC", "-tool"]
-    command += ["-workers", str(job.workers), "-metadir", f"{folder}/meta", "-config", job.config]
+    command += ["-workers", str(job.workers), "-metadir", f"{folder}/meta", "-config", str(config)]
     if job.coverage is Coverage.COUNTED:
         command += ["-coverage", "1"]
     return [*command, f"{job.module}.tla"]

@@ -14,7 +14,7 @@ def record(verdict: Verdict) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": configuration.name,
         "module": configuration.module,
-        "config": configuration.config,
+        "config": configuration.config.text,
         "guarantees": list(configuration.guarantees),
         "kind": configuration.purpose.value,
         "expected": configuration.expected.value,

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from weightsync.checker.config import config_traps
 from weightsync.checker.manifest import Configuration, Expected, Manifest
 from weightsync.checker.output import Findings, Progress
 from weightsync.checker.process import Coverage, Job, Outcome, Size, TlcRun
-from weightsync.checker.text import Config, Library, config_traps, traps
+from weightsync.checker.text import Library, traps
 from weightsync.checker.toolchain import Toolchain
 from weightsync.checker.verdict import Verdict, judge
 
@@ -109,7 +110,7 @@ class Suite:
         return Job(
             self._manifest.folder,
             configuration.module,
-            configuration.config,
+            configuration.config.text,
             configuration.workers,
             configuration.timeout,
             self._coverage,
@@ -118,9 +119,8 @@ class Suite:
 
     def _traps(self, configuration: Configuration) -> tuple[str, ...]:
         root = configuration.module
-        config = Config.read(self._manifest.folder / configuration.config)
         found = [trap for module in self._library.closure(root) for trap in traps(module)]
-        return (*found, *config_traps(self._library, root, config, configuration.workers))
+        return (*found, *config_traps(self._library, root, configuration.config, configuration.workers))
 
     def _start(self, configuration: Configuration, job: Job) -> None:
         run = TlcRun(self._toolchain, job)

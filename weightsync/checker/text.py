@@ -7,7 +7,7 @@ follows names through EXTENDS, INSTANCE and ``Name!Definition``. That is enough 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,13 +29,6 @@ _BOX = re.compile(r"\[\]\s*\(")
 _OPEN_TWICE = re.compile(r"\[\s*\[")
 _LITERAL_NAME = re.compile(r"\b(\w+)(?:\([^)\n]*\))?\s*==\s*\[[^][|]*\\in\b[^|]*\|->")
 _SEQUENCE_OF_LITERAL = re.compile(r"\b(?:Tail|SubSeq|Append)\s*\(\s*\[[^][|]*\\in\b[^|]*\|->")
-_KEYWORDS = {
-    "SPECIFICATION", "INIT", "NEXT", "CONSTANT", "CONSTANTS", "INVARIANT", "INVARIANTS", "PROPERTY",
-    "PROPERTIES", "SYMMETRY", "VIEW", "CONSTRAINT", "CONSTRAINTS", "ACTION_CONSTRAINT",
-    "ACTION_CONSTRAINTS", "CHECK_DEADLOCK",
-}  # fmt: skip
-
-_CHECKED = ("INVARIANT", "PROPERTY", "ACTION_CONSTRAINT")
 
 
 def without_comments(text: str) -> str:
@@ -61,60 +54,6 @@ def without_comments(text: str) -> str:
         kept.append(shown)
         position += step
     return "".join(kept)
-
-
-@dataclass(frozen=True)
-class Config:
-    """A configuration file of TLC.
-
-    Attributes:
-        entries: keyword, in its singular, to the words behind it.
-    """
-
-    entries: dict[str, tuple[str, ...]]
-
-    @classmethod
-    def read(cls, path: Path) -> Config:
-        """Read one.
-
-        Raises:
-            ConfigurationError: if it is not there.
-        """
-        entries: dict[str, list[str]] = {}
-        words: list[str] = []
-        for word in without_comments(_read(path)).split():
-            if word in _KEYWORDS:
-                words = entries.setdefault(_singular(word), [])
-            else:
-                words.append(word)
-        return cls({keyword: tuple(found) for keyword, found in entries.items()})
-
-    def checking(self, names: Collection[str]) -> Config:
-        """Return it with only these of its invariants, properties and constraints of actions."""
-        kept = {
-            keyword: tuple(word for word in words if word in names) if keyword in _CHECKED else words
-            for keyword, words in self.entries.items()
-        }
-        return Config({keyword: words for keyword, words in kept.items() if words})
-
-    def __str__(self) -> str:
-        return "".join(f"{keyword} {' '.join(words)}\n" for keyword, words in self.entries.items())
-
-    @property
-    def properties(self) -> tuple[str, ...]:
-        """What stands under PROPERTY."""
-        return self.entries.get("PROPERTY", ())
-
-    @property
-    def invariants(self) -> tuple[str, ...]:
-        """What stands under INVARIANT."""
-        return self.entries.get("INVARIANT", ())
-
-
-def _singular(keyword: str) -> str:
-    if keyword == "PROPERTIES":
-        return "PROPERTY"
-    return keyword.removesuffix("S")
 
 
 def _read(path: Path) -> str:
@@ -272,16 +211,3 @@ def _closing(text: str, start: int, pair: str) -> int:
         if not depth:
             return place + 1
     return len(text)
-
-
-def config_traps(library: Library, root: str, config: Config, workers: int) -> Iterator[str]:
-    """Yield what makes TLC's verdict on a configuration's temporal properties worth nothing."""
-    temporal = [name for name in config.properties if library.is_temporal(root, name)]
-    if not temporal:
-        return
-    names = ", ".join(temporal)
-    if workers != 1:
-        yield f"{names}: temporal, and TLC 2.18 can miss their violation with {workers} workers; use 1"
-    for keyword in ("SYMMETRY", "VIEW"):
-        if keyword in config.entries:
-            yield f"{names}: temporal, and TLC cannot be trusted with those under {keyword}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from weightsync.checker.config import Config
 from weightsync.checker.manifest import Configuration, Expected, Manifest
 from weightsync.checker.output import Counts, Kind, Step, Violation
 from weightsync.checker.places import unreached
 from weightsync.checker.process import Ending, Job, Outcome, by_hand
-from weightsync.checker.text import Config, Library
+from weightsync.checker.text import Library
 
 #: How violations of statements without a name are called.
 _NAMELESS = {Kind.DEADLOCK: "a deadlock", Kind.ASSUMPTION: "a false assumption", Kind.ASSERTION: "a false assertion"}
@@ -26,7 +27,7 @@ class Verdict:
         outcome: what TLC gave; None if it was not run, since the text has a trap.
         found: what TLC found amiss, in words.
         complaints: what is not as expected; empty if all is.
-        repin: the counts seen, if nothing but the pinned ones is the matter, so that `--pin` may set them.
+        repin: the counts seen, if nothing but the pinned ones is the matter, so that they may be pinned.
     """
 
     configuration: Configuration
@@ -62,8 +63,7 @@ def _violated(names: Sequence[str]) -> str:
 
 def judge(configuration: Configuration, job: Job, outcome: Outcome, library: Library) -> Verdict:
     """Compare what TLC gave with what it must give."""
-    config = Config.read(job.folder / job.config)
-    words = (_worded(violation, configuration, config, library) for violation in outcome.findings.violations)
+    words = (_worded(violation, configuration, library) for violation in outcome.findings.violations)
     found = tuple(dict.fromkeys(words))
     complaints = list(_complaints(configuration, outcome, found))
     counts = outcome.findings.counts
@@ -81,13 +81,12 @@ def named(violation: Violation, root: str, config: Config, library: Library) -> 
     if violation.kind is Kind.TEMPORAL:
         names = [name for name in config.properties if library.is_temporal(root, name)] or list(config.properties)
     else:
-        listed = (*config.invariants, *config.properties)
-        names = list(library.owners(root, listed, violation.subject)) or [violation.subject]
+        names = list(library.owners(root, config.checked, violation.subject)) or [violation.subject]
     return " or ".join(names)
 
 
-def _worded(violation: Violation, configuration: Configuration, config: Config, library: Library) -> str:
-    name = named(violation, configuration.module, config, library)
+def _worded(violation: Violation, configuration: Configuration, library: Library) -> str:
+    name = named(violation, configuration.module, configuration.config, library)
     return name if violation.kind in _NAMELESS else _violated([name])
 
 
@@ -164,7 +163,7 @@ def _recounted(configuration: Configuration, counts: Counts | None) -> Iterator[
         )
 
 
-_REPIN = "pin what TLC counts now by weightsync check --pin"
+_REPIN = "pin what TLC counts now by python spec/check.py model --pin"
 
 
 def _shown(count: int | None) -> str:
@@ -180,7 +179,7 @@ def explain(verdict: Verdict) -> Iterator[str]:
         for line in story(verdict.outcome.findings.trace):
             yield f"    {line}"
     yield f"  again:   weightsync check {verdict.configuration.name}"
-    yield f"  by hand: {by_hand(verdict.job)}"
+    yield f"  by hand: {by_hand(verdict.configuration.name, verdict.job)}"
 
 
 def story(trace: Iterable[Step]) -> Iterator[str]:

@@ -1,0 +1,30 @@
+"""Mutants of the model: small changes, each of which some property or canary must find wrong."""
+
+from modelcheck.mutants.complaints import changed_grounds, complaints, fallen, stale
+from modelcheck.mutants.generate import Mutant, mutants
+from modelcheck.mutants.hunt import Fate, Finding, Ground, Hunter
+from modelcheck.mutants.ledger import LEDGER, Entry, Ledger, Score
+from modelcheck.mutants.session import Hunted, Session, Share, draw
+from modelcheck.mutants.source import Source
+
+__all__ = [
+    "LEDGER",
+    "Entry",
+    "Fate",
+    "Finding",
+    "Ground",
+    "Hunted",
+    "Hunter",
+    "Ledger",
+    "Mutant",
+    "Score",
+    "Session",
+    "Share",
+    "Source",
+    "changed_grounds",
+    "complaints",
+    "draw",
+    "fallen",
+    "mutants",
+    "stale",
+]

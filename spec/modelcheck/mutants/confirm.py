@@ -1,0 +1,130 @@
+"""What the ledger says of a mutant, looked at again: only what decided then is checked, in a JVM that is kept.
+
+All mutants take minutes so, where hunting them takes an hour and more. What is not as the ledger says is to be hunted.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from modelcheck.kept import KeptTlc
+from modelcheck.mutants.generate import Mutant
+from modelcheck.mutants.hunt import Fate, Finding, Ground, Hunter, job, judge, placed
+from modelcheck.mutants.ledger import Entry, Ledger, deadliest
+from modelcheck.mutants.source import Source
+from weightsync.checker.manifest import Configuration
+from weightsync.checker.process import Outcome
+from weightsync.checker.text import Library
+from weightsync.checker.toolchain import Toolchain
+from weightsync.errors import ConfigurationError
+
+
+class Confirmer:
+    """Confirms what is known of mutants; from many threads at once, each of which finds or gets a JVM.
+
+    Args:
+        toolchain: Java and TLC.
+        source: the module that is changed.
+        ledger: what is known.
+        grounds: the hunting configurations.
+        hunter: runs what a kept JVM is not to be trusted with.
+    """
+
+    def __init__(
+        self, toolchain: Toolchain, source: Source, ledger: Ledger, grounds: Sequence[Ground], hunter: Hunter
+    ) -> None:
+        self._toolchain = toolchain
+        self._source = source
+        self._ledger = ledger
+        self._grounds = {ground.configuration.name: ground for ground in grounds}
+        self._hunter = hunter
+        self._library = Library(hunter.folder)
+        self._temporal = {name: self._temporal_of(ground) for name, ground in self._grounds.items()}
+        self._kills = ledger.kills()
+        self._kept: list[KeptTlc] = []
+        self._idle: queue.SimpleQueue[KeptTlc] = queue.SimpleQueue()
+
+    def confirm(self, mutant: Mutant, entry: Entry) -> Finding | None:
+        """Return what an entry says of a mutant, if it is still so.
+
+        What kills it is looked for where it was found. Of one that lives its graph must be of the size that it had,
+        where most mutants of its definition die.
+        """
+        ground = self._grounds.get(self._where(mutant, entry))
+        if ground is None:
+            return None
+        with placed(mutant, self._source, self._hunter.folder) as folder:
+            found = self._life(folder, ground) if entry.lives else self._death(folder, ground, entry)
+        same = found.fate is entry.fate and (found.by == entry.by or not entry.fate.killed)
+        return Finding(entry.fate, entry.by, entry.where) if same else None
+
+    def vouch(self) -> None:
+        """See that each JVM finds the model itself right, after all that it has run.
+
+        Raises:
+            ConfigurationError: if one does not: then nothing that it has confirmed is to be believed.
+        """
+        grounds = [ground for name, ground in self._grounds.items() if not self._temporal[name]]
+        for kept in self._kept:
+            for ground in grounds[:1]:
+                outcome = kept.run(job(self._hunter.folder, ground.configuration))
+                if judge(ground, outcome, self._library).fate is not Fate.EQUIVALENT:
+                    raise ConfigurationError(
+                        f"A JVM that was kept for many runs no longer finds the model itself right in "
+                        f"{ground.configuration.name}, so what it has confirmed is not to be believed: "
+                        "python spec/check.py mutants --share 1/1 hunts all without it."
+                    )
+
+    def close(self) -> None:
+        """End all JVMs, from any thread."""
+        for kept in tuple(self._kept):
+            kept.close()
+
+    def _where(self, mutant: Mutant, entry: Entry) -> str:
+        return entry.where or deadliest(self._kills[mutant.definition]) or next(iter(self._grounds), "")
+
+    def _death(self, folder: Path, ground: Ground, entry: Entry) -> Finding:
+        if entry.fate is Fate.PROPERTY:
+            return self._found(folder, replace(ground, met=frozenset()), entry.by.split(" or "))
+        if entry.fate is Fate.CANARY:
+            return self._found(folder, replace(ground, met=frozenset({entry.by})), [self._ledger.lookout])
+        return self._found(folder, ground, None)
+
+    def _life(self, folder: Path, ground: Ground) -> Finding:
+        """Where a graph has the model's counts it is taken for the model's, and no property is asked."""
+        found = self._found(folder, replace(ground, met=frozenset()), ())
+        return self._found(folder, ground, None) if found.fate is Fate.SURVIVED else found
+
+    def _found(self, folder: Path, ground: Ground, checked: Collection[str] | None) -> Finding:
+        """Run a ground with only some of what it checks, or with all."""
+        if checked is not None:
+            fewer = ground.configuration.config.checking(checked)
+            ground = replace(ground, configuration=replace(ground.configuration, config=fewer))
+        return judge(ground, self._run(folder, ground.configuration), self._library)
+
+    def _run(self, folder: Path, configuration: Configuration) -> Outcome:
+        if self._temporal[configuration.name].intersection(configuration.config.properties):
+            return self._hunter.run(folder, configuration)
+        with self._jvm() as kept:
+            return kept.run(job(folder, configuration))
+
+    @contextmanager
+    def _jvm(self) -> Iterator[KeptTlc]:
+        try:
+            kept = self._idle.get_nowait()
+        except queue.Empty:
+            kept = KeptTlc(self._toolchain)
+            self._kept.append(kept)
+        try:
+            yield kept
+        finally:
+            self._idle.put(kept)
+
+    def _temporal_of(self, ground: Ground) -> frozenset[str]:
+        configuration = ground.configuration
+        listed = configuration.config.properties
+        return frozenset(name for name in listed if self._library.is_temporal(configuration.module, name))

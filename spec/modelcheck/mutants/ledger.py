@@ -1,0 +1,201 @@
+"""`mutants.toml`: what is known of every mutant, the reasons for those that live, and the score that may not fall."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from modelcheck.mutants.hunt import Fate
+from weightsync.errors import ConfigurationError
+
+#: What is known of our own model's mutants.
+LEDGER = Path(__file__).resolve().parents[1] / "mutants.toml"
+_MARK = "# From here on `python spec/check.py mutants --pin` writes, reasons excepted.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of one mutant.
+
+    Attributes:
+        name: which.
+        fate: what became of it.
+        by: the property or situation that decided.
+        where: the configuration that decided: it is tried first.
+        reason: why it may live; only of those that do.
+    """
+
+    name: str
+    fate: Fate
+    by: str = ""
+    where: str = ""
+    reason: str = ""
+
+    @property
+    def lives(self) -> bool:
+        """Whether nothing finds it wrong, although TLC can evaluate it."""
+        return not self.fate.killed and self.fate is not Fate.INVALID
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mutants, counted.
+
+    Attributes:
+        entries: what is known of each.
+    """
+
+    entries: Sequence[Entry]
+
+    @cached_property
+    def fates(self) -> Counter[Fate]:
+        """How many mutants met each fate."""
+        return Counter(entry.fate for entry in self.entries)
+
+    @property
+    def killed(self) -> int:
+        """How many were killed."""
+        return sum(count for fate, count in self.fates.items() if fate.killed)
+
+    @property
+    def valid(self) -> int:
+        """How many TLC could evaluate."""
+        return len(self.entries) - self.fates[Fate.INVALID]
+
+    @property
+    def percent(self) -> float:
+        """How many of a hundred valid ones were killed; those that change nothing within the bounds count as alive."""
+        return 100.0 * self.killed / self.valid if self.valid else 0.0
+
+    @property
+    def killers(self) -> tuple[tuple[str, Fate, int], ...]:
+        """Who killed, the most deadly first."""
+        found = Counter((entry.by, entry.fate) for entry in self.entries if entry.fate.killed)
+        return tuple((by, fate, count) for (by, fate), count in found.most_common())
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The whole file.
+
+    Attributes:
+        path: where it lies.
+        module: the module that is changed.
+        roots: the definitions that say what may happen.
+        untouched: definitions that are not changed.
+        lookout: the constraint of the hunting configurations that is always true and says which situations are met.
+        ratchet: the score that may not fall, in percent.
+        hunts: the hunting configurations in the order they are tried; the situations that the model meets in each.
+        entries: a mutant's name to what is known of it.
+    """
+
+    path: Path
+    module: str
+    roots: tuple[str, ...]
+    untouched: tuple[str, ...]
+    lookout: str
+    ratchet: float
+    hunts: Mapping[str, frozenset[str]]
+    entries: Mapping[str, Entry]
+
+    @classmethod
+    def read(cls, path: Path) -> Ledger:
+        """Read a ledger.
+
+        Raises:
+            ConfigurationError: if it is not there, or does not say what it must.
+        """
+        try:
+            document = tomllib.loads(path.read_text(encoding="utf-8"))
+            return _ledger(path, document)
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigurationError(f"The ledger {path} cannot be read: {error}.") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"The ledger {path} is wrong: {error!r}.") from error
+
+    def known(self, name: str) -> Entry | None:
+        """Return what is known of a mutant."""
+        return self.entries.get(name)
+
+    @property
+    def score(self) -> Score:
+        """What all that is known comes to."""
+        return Score(tuple(self.entries.values()))
+
+    def kills(self) -> defaultdict[str, Counter[str]]:
+        """Return of each definition in which configurations how many of its mutants died."""
+        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for entry in self.entries.values():
+            if entry.fate.killed:
+                found[entry.name.partition(":")[0]][entry.where] += 1
+        return found
+
+    def after(self, seen: Iterable[Entry], names: Iterable[str]) -> Ledger:
+        """Return what is known after a run.
+
+        Args:
+            seen: what was seen of the mutants that were run; reasons stay with those that live on.
+            names: the mutants that there are, in their order; what is known of others is forgotten.
+        """
+        known = {**self.entries, **{entry.name: self._explained(entry) for entry in seen}}
+        return replace(self, entries={name: known[name] for name in names if name in known})
+
+    def write(self, hunts: Mapping[str, frozenset[str]]) -> None:
+        """Write what is known, and the situations that were met. The ratchet only rises."""
+        head, mark, _ = self.path.read_text(encoding="utf-8").partition(_MARK)
+        ratchet = max(self.ratchet, _floor(self.score.percent))
+        lines = [head, mark, f"[ratchet]\nscore = {ratchet}\n"]
+        lines += [_hunt(name, met) for name, met in hunts.items()]
+        lines += [_mutant(entry) for entry in self.entries.values()]
+        self.path.write_text("".join(lines), encoding="utf-8")
+
+    def _explained(self, entry: Entry) -> Entry:
+        before = self.known(entry.name)
+        return replace(entry, reason=before.reason) if before and entry.lives else entry
+
+
+def deadliest(kills: Mapping[str, int]) -> str:
+    """Return the configuration in which most mutants died; none if none has."""
+    return max(kills, key=kills.__getitem__, default="")
+
+
+def _ledger(path: Path, document: Mapping[str, Any]) -> Ledger:
+    model = document["model"]
+    entries = [Entry(**{**found, "fate": Fate(found["fate"])}) for found in document.get("mutant", ())]
+    return Ledger(
+        path,
+        model["module"],
+        tuple(model["roots"]),
+        tuple(model["untouched"]),
+        model["lookout"],
+        float(document["ratchet"]["score"]),
+        {found["configuration"]: frozenset(found["met"]) for found in document["hunt"]},
+        {entry.name: entry for entry in entries},
+    )
+
+
+def _floor(score: float) -> float:
+    return int(score * 10) / 10
+
+
+def _hunt(name: str, met: frozenset[str]) -> str:
+    situations = "".join(f"  {_quoted(each)},\n" for each in sorted(met))
+    return f'\n[[hunt]]\nconfiguration = "{name}"\nmet = [\n{situations}]\n'
+
+
+def _mutant(entry: Entry) -> str:
+    lines = [f"name = {_quoted(entry.name)}", f'fate = "{entry.fate.value}"']
+    for key, value in (("by", entry.by), ("where", entry.where), ("reason", entry.reason)):
+        if value:
+            lines.append(f"{key} = {_quoted(value)}")
+    return "\n[[mutant]]\n" + "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)

@@ -1,0 +1,204 @@
+"""A mutation run: the model itself first, then its mutants, as many side by side as there are cores for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from modelcheck.mutants.confirm import Confirmer
+from modelcheck.mutants.generate import Mutant, mutants
+from modelcheck.mutants.hunt import Finding, Ground, Hunter
+from modelcheck.mutants.ledger import Entry, Ledger, deadliest
+from modelcheck.mutants.source import Source
+from weightsync.checker.manifest import Configuration, Manifest
+from weightsync.checker.process import Ending
+from weightsync.checker.suite import cores
+from weightsync.checker.text import Library
+from weightsync.checker.toolchain import Toolchain
+from weightsync.errors import ConfigurationError
+
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
+_MOST_AT_ONCE = 2
+_WAKE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Hunted:
+    """A mutant and what became of it."""
+
+    mutant: Mutant
+    finding: Finding
+
+    @property
+    def entry(self) -> Entry:
+        """What is now known of it."""
+        return Entry(self.mutant.name, self.finding.fate, self.finding.by, self.finding.where)
+
+
+def source_of(manifest: Manifest, ledger: Ledger) -> Source:
+    """Return the definitions that the ledger has changed.
+
+    Raises:
+        ConfigurationError: if the module is not there.
+    """
+    module = Library(manifest.folder).module(ledger.module)
+    if module is None:
+        raise ConfigurationError(f"The ledger names the module {ledger.module}, which {manifest.folder} lacks.")
+    return Source(module, ledger.roots, manifest.planted)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which of the mutants are hunted afresh: one in so many, and those of which nothing is known.
+
+    Attributes:
+        which: the place of the first, from 1; 0 for none but the unknown.
+        of: one in so many.
+    """
+
+    which: int = 0
+    of: int = 1
+
+    @classmethod
+    def read(cls, text: str) -> Share:
+        """Read a share that is written as `2/14`.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        which, _, of = text.partition("/")
+        share = cls(int(which), int(of))
+        if not 1 <= share.which <= share.of:
+            raise ValueError(f"{text} is no share")
+        return share
+
+    def taken(self, whole: Sequence[Mutant], ledger: Ledger) -> tuple[Mutant, ...]:
+        """Return the mutants that are hunted afresh, in their order."""
+        return tuple(
+            mutant
+            for place, mutant in enumerate(whole)
+            if place % self.of == self.which - 1 or ledger.known(mutant.name) is None
+        )
+
+
+def draw(manifest: Manifest, ledger: Ledger) -> tuple[Mutant, ...]:
+    """Return the mutants that the ledger is about.
+
+    Raises:
+        ConfigurationError: if the module cannot be read.
+    """
+    return mutants(source_of(manifest, ledger), ledger.untouched)
+
+
+class Session:
+    """Runs mutants.
+
+    Args:
+        toolchain: Java and TLC.
+        manifest: the model's configurations; the hunting ones are pinned there.
+        ledger: which configurations hunt, and what decided last time.
+    """
+
+    def __init__(self, toolchain: Toolchain, manifest: Manifest, ledger: Ledger) -> None:
+        self._toolchain = toolchain
+        self._manifest = manifest
+        self._ledger = ledger
+        self._source = source_of(manifest, ledger)
+        #: Of each definition, where how many of its mutants died: the next is hunted there first.
+        self._kills = ledger.kills()
+
+    def measure(self) -> tuple[Ground, ...]:
+        """Run the model itself in each hunting configuration.
+
+        Raises:
+            ConfigurationError: if something does not hold there, or its pinned counts are others.
+        """
+        configurations = {found.name: found for found in self._manifest.select(self._ledger.hunts)}
+        ordered = [configurations[name] for name in self._ledger.hunts]
+        hunter = self._hunter(())
+        return _side_by_side([hunter.stop], partial(self._measured, hunter), ordered, lambda _: None)
+
+    def _measured(self, hunter: Hunter, configuration: Configuration) -> Ground:
+        outcome = hunter.run(self._manifest.folder, configuration)
+        findings = outcome.findings
+        held = outcome.ending is Ending.EXITED and outcome.exit_code == 0 and findings.completed
+        if not held or findings.counts is None or findings.counts != configuration.pinned:
+            raise ConfigurationError(
+                f"{configuration.name} does not give for the model itself what the manifest says: "
+                f"see weightsync check {configuration.name}, then try again."
+            )
+        return Ground(configuration, findings.counts, frozenset(outcome.met))
+
+    def hunt(
+        self,
+        grounds: Sequence[Ground],
+        wanted: Iterable[Mutant],
+        afresh: Collection[Mutant],
+        told: Callable[[Hunted], None],
+    ) -> tuple[Hunted, ...]:
+        """Run mutants and return what became of each, in their order.
+
+        Args:
+            grounds: what the model itself gives.
+            wanted: the mutants. What the ledger says of one is confirmed; where it cannot be, the mutant is hunted.
+            afresh: those that are hunted whatever the ledger says.
+            told: is told of each as it is decided, in the caller's thread.
+
+        Raises:
+            ConfigurationError: if what was confirmed is not to be believed.
+        """
+        hunter = self._hunter(grounds)
+        confirmer = Confirmer(self._toolchain, self._source, self._ledger, grounds, hunter)
+        unasked = {mutant.name for mutant in afresh}
+
+        def run(mutant: Mutant) -> Hunted:
+            entry = None if mutant.name in unasked else self._ledger.known(mutant.name)
+            confirmed = confirmer.confirm(mutant, entry) if entry else None
+            return Hunted(mutant, confirmed or self._hunted(hunter, mutant))
+
+        try:
+            found = _side_by_side([hunter.stop, confirmer.close], run, wanted, told)
+            confirmer.vouch()
+        finally:
+            confirmer.close()
+        return found
+
+    def _hunted(self, hunter: Hunter, mutant: Mutant) -> Finding:
+        entry = self._ledger.known(mutant.name)
+        kills = self._kills[mutant.definition]
+        finding = hunter.hunt(mutant, entry.where if entry else deadliest(kills))
+        if finding.fate.killed:
+            kills[finding.where] += 1
+        return finding
+
+    def _hunter(self, grounds: Sequence[Ground]) -> Hunter:
+        return Hunter(self._toolchain, self._source, self._manifest.folder, grounds)
+
+
+def _side_by_side(
+    ends: Sequence[Callable[[], None]],
+    task: Callable[[_Given], _Made],
+    given: Iterable[_Given],
+    told: Callable[[_Made], None],
+) -> tuple[_Made, ...]:
+    """Do a task for each that is given; what ends this early ends the JVMs first, by calling `ends`."""
+    pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, cores()), thread_name_prefix="mutants")
+    futures = [pool.submit(task, each) for each in given]
+    try:
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, timeout=_WAKE_SECONDS, return_when=FIRST_COMPLETED)
+            for future in done:
+                told(future.result())
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for end in ends:
+            end()
+        raise
+    finally:
+        pool.shutdown()
+    return tuple(future.result() for future in futures)

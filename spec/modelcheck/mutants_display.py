@@ -1,0 +1,110 @@
+"""`spec/check.py mutants`: the model is changed in small ways, and each change must be found wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from modelcheck.mutants import (
+    Entry,
+    Hunted,
+    Ledger,
+    Score,
+    Session,
+    Share,
+    changed_grounds,
+    complaints,
+    draw,
+    fallen,
+    stale,
+)
+from weightsync.checker import Manifest, Toolchain
+
+_EVERY = 25
+
+
+def hunt_mutants(
+    manifest: Manifest, known: Path, toolchain: Toolchain, console: Console, share: Share, *, repin: bool
+) -> bool:
+    """Confirm what the ledger says of the mutants; print the score, and say whether all is as the ledger says.
+
+    Args:
+        manifest: the model.
+        known: the ledger of its mutants.
+        toolchain: Java and TLC.
+        console: where to print.
+        share: which are hunted afresh.
+        repin: whether to write what was seen into the ledger, also by a run that is ended early.
+
+    Raises:
+        ConfigurationError: if the ledger or the model cannot be read, or the model itself is not as pinned.
+    """
+    started = time.monotonic()
+    ledger = Ledger.read(known)
+    whole = draw(manifest, ledger)
+    afresh = share.taken(whole, ledger)
+    console.print(f"{len(whole)} mutants, {len(afresh)} of them afresh, after the model itself", markup=False)
+    session = Session(toolchain, manifest, ledger)
+    grounds = session.measure()
+    progress = _Progress(console, len(whole))
+    try:
+        session.hunt(grounds, whole, afresh, progress.told)
+    finally:
+        seen = progress.seen
+        after = ledger.after(seen, [mutant.name for mutant in whole])
+        if repin:
+            after.write({ground.configuration.name: ground.met for ground in grounds})
+            ledger = Ledger.read(known)
+    found = [*changed_grounds(ledger, grounds), *stale(ledger, whole), *complaints(ledger, seen), *fallen(after)]
+    console.print(_killers(Score(seen)))
+    for line in _summary(Score(seen), after, time.monotonic() - started):
+        console.print(line, soft_wrap=True)
+    for complaint in found:
+        console.print(Text(complaint, style="red"), soft_wrap=True)
+    return not found
+
+
+class _Progress:
+    """Says now and then how far the run is, and names each mutant that lives."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._total = total
+        self.seen: list[Entry] = []
+
+    def told(self, hunted: Hunted) -> None:
+        """Take one in."""
+        self.seen.append(hunted.entry)
+        done = len(self.seen)
+        if not hunted.finding.fate.killed:
+            line = f"[{done}/{self._total}] {hunted.finding.fate.value}: {hunted.mutant.name}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif done % _EVERY == 0:
+            self._console.print(f"[{done}/{self._total}]", markup=False, highlight=False)
+
+
+def _killers(score: Score) -> Table:
+    table = Table(title="Who kills the mutants", title_justify="left", header_style="bold")
+    for heading in ("killer", "what it is"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("killed first", justify="right")
+    for by, fate, count in score.killers:
+        table.add_row(Text(by), fate.value, str(count))
+    return table
+
+
+def _summary(run: Score, known: Ledger, seconds: float) -> Iterator[Text]:
+    kinds = ", ".join(f"{count} {fate.value}" for fate, count in run.fates.most_common())
+    yield Text(f"{len(run.entries)} mutants run, in {seconds:.0f} s: {kinds}")
+    whole = known.score
+    style = "bold green" if whole.percent >= known.ratchet else "bold red"
+    yield Text(
+        f"{whole.killed} of all {whole.valid} that TLC can evaluate are killed: {whole.percent:.1f} % "
+        f"(it may not fall below {known.ratchet} %)",
+        style=style,
+    )

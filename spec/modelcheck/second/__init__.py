@@ -1,0 +1,33 @@
+"""A second checker: TLC's graph, or the shipped machines', examined in Python.
+
+Each property is read a second time, from the charter's words; liveness by strongly connected components. Its verdicts
+must agree with TLC's, whose version at hand has known faults.
+"""
+
+from modelcheck.second.bounds import Bounds
+from modelcheck.second.dump import Dump, Dumped, DumpError, GraphRun, Model
+from modelcheck.second.examination import Broken, Question, examine
+from modelcheck.second.graph import Graph, Label
+from modelcheck.second.judgement import SecondVerdict, judge_again, question_of, story
+from modelcheck.second.suite import SecondSuite
+from modelcheck.second.words import Node
+
+__all__ = [
+    "Bounds",
+    "Broken",
+    "Dump",
+    "DumpError",
+    "Dumped",
+    "Graph",
+    "GraphRun",
+    "Label",
+    "Model",
+    "Node",
+    "Question",
+    "SecondSuite",
+    "SecondVerdict",
+    "examine",
+    "judge_again",
+    "question_of",
+    "story",
+]

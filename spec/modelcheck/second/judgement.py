@@ -1,0 +1,152 @@
+"""What a configuration asks a second time, and whether TLC's answer agrees with the one found here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from modelcheck.second.bounds import Bounds
+from modelcheck.second.dump import MOST_NODES, Dump, Dumped
+from modelcheck.second.examination import DEADLOCK, Broken, Question, examine, unread
+from modelcheck.second.labelling import PROTOCOL
+from modelcheck.second.liveness import ENDINGS
+from weightsync.checker.config import Config
+from weightsync.checker.manifest import Configuration, Expected, Purpose
+from weightsync.checker.output import Counts
+from weightsync.checker.text import Library
+from weightsync.checker.verdict import Verdict
+
+_MARGIN = 500
+
+
+@dataclass(frozen=True, slots=True)
+class SecondVerdict:
+    """What became of one configuration.
+
+    Attributes:
+        first: TLC's verdict on it.
+        counts: of the graph that was read; None if none was, or not to its end.
+        nodes: how many were read.
+        edges: the labelled edges that were read.
+        broken: what does not hold in it.
+        left_out: why it was not examined; empty if it was.
+        complaints: where the two disagree; empty if they agree.
+        seconds: how long it took.
+    """
+
+    first: Verdict
+    counts: Counts | None = None
+    nodes: int = 0
+    edges: int = 0
+    broken: tuple[Broken, ...] = ()
+    left_out: str = ""
+    complaints: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing speaks against TLC's verdict."""
+        return not self.complaints
+
+    @property
+    def found(self) -> str:
+        """What was found, in TLC's words."""
+        return ", ".join(map(_words, self.broken)) or "all holds"
+
+
+def question_of(config: Config) -> Question:
+    """What a configuration asks.
+
+    Raises:
+        ConfigurationError: its constants are not those of the protocol.
+    """
+    return Question(Bounds.read(config.constants), config.specification, config.checked, config.deadlock)
+
+
+def reason_to_leave_out(configuration: Configuration, library: Library) -> str:
+    """Why a configuration is not examined a second time; empty: it is."""
+    homes = [library.resolve(configuration.module, name) for name in ("Next", configuration.config.specification)]
+    if any(home is None or home.module != PROTOCOL for home in homes):
+        return f"its actions are not those of {PROTOCOL}.tla"
+    if configuration.expected is Expected.ASSUMPTION:
+        return "a false assumption has no graph"
+    if configuration.pinned and configuration.pinned.distinct > MOST_NODES:
+        return _too_large(configuration.pinned.distinct)
+    if configuration.purpose is Purpose.CANARY:
+        missing = unread(question_of(configuration.config))
+        return f"no second reading of {', '.join(missing)}" if missing else ""
+    return ""
+
+
+def nodes_to_read(first: Verdict, question: Question) -> int:
+    """How much of a graph is to be read: of one that is broken, a little more than TLC needed to find that out."""
+    counts = first.outcome.findings.counts if first.outcome else None
+    if first.configuration.expected is Expected.PASS or counts is None or not shows_early(question):
+        return MOST_NODES
+    return min(MOST_NODES, 2 * counts.distinct + _MARGIN)
+
+
+def shows_early(question: Question) -> bool:
+    """Whether a part of the graph is enough to break what is asked: what must come about needs all of it."""
+    return not any(name in ENDINGS for name in question.names)
+
+
+def _too_large(states: int) -> str:
+    return f"{states:,} states or more; {MOST_NODES:,} are read at most"
+
+
+def judge_again(first: Verdict, question: Question, dump: Dump, seconds: float) -> SecondVerdict:
+    """Examine a configuration's graph, and compare what is found with what TLC found.
+
+    Raises:
+        ConfigurationError: a property has no second reading.
+    """
+    if dump.became is Dumped.PART:
+        if first.configuration.expected is Expected.PASS or not shows_early(question):
+            return SecondVerdict(first, left_out=_too_large(len(dump.graph.nodes)), seconds=seconds)
+        question = replace(question, deadlock=False)
+    broken = tuple(examine(dump.graph, question))
+    complaints = (*_disagreements(first, broken), *_recounted(first, dump.counts))
+    return SecondVerdict(
+        first, dump.counts, len(dump.graph.nodes), len(dump.graph.edges), broken, "", complaints, seconds
+    )
+
+
+def _words(broken: Broken) -> str:
+    return "a deadlock" if broken.name == DEADLOCK else f"{broken.name} violated"
+
+
+def _disagreements(first: Verdict, broken: tuple[Broken, ...]) -> Iterator[str]:
+    """TLC stops at the first violation, so it may have found fewer than all; but none only if there is none."""
+    ours = [_words(each) for each in broken]
+    if first.outcome is None:
+        yield "TLC was not run"
+    for word in first.found:
+        names = word.removesuffix(" violated").split(" or ")
+        if word not in ours and not any(f"{name} violated" in ours for name in names):
+            yield f"TLC found {word}; the second checker found {', '.join(ours) or 'that all holds'}"
+    if ours and not first.found:
+        yield f"TLC found that all holds; the second checker found {', '.join(ours)}"
+
+
+def _recounted(first: Verdict, counts: Counts | None) -> Iterator[str]:
+    """A proof is explored to its end, so the graph must be as large as the one that TLC checked."""
+    if first.configuration.expected is Expected.PASS and first.outcome and first.outcome.findings.counts != counts:
+        yield f"TLC checked a graph of {first.outcome.findings.counts}, and printed one of {counts}"
+
+
+def story(verdict: SecondVerdict) -> Iterator[str]:
+    """Yield the lines that tell where the two disagree, and how one gets to what is broken."""
+    yield f"{verdict.first.configuration.name}: {verdict.first.configuration.why}"
+    for complaint in verdict.complaints:
+        yield f"  {complaint}"
+    for broken in verdict.broken:
+        yield f"  {_words(broken)} after"
+        for number, (action, *arguments) in enumerate(broken.path, 1):
+            yield f"    {number}. {action}({', '.join(map(_argument, arguments))})"
+        if broken.lasting:
+            yield f"    and then for ever, in {broken.lasting} states"
+
+
+def _argument(value: object) -> str:
+    return f"{{{', '.join(map(str, sorted(value)))}}}" if isinstance(value, frozenset) else str(value)

@@ -1,0 +1,136 @@
+"""What must come about in the end: a second reading of the temporal properties, by strongly connected components.
+
+A behaviour for ever is, in a finite graph, in the end a walk round one component, or rest in one state. It is fair
+to an action if a step of that action is on the walk, or a state where it cannot happen; so if any walk in a component
+is fair, the one that visits all of it is. ``p`` leads to ``q`` unless from a state of ``p`` some path without ``q``
+reaches a component without ``q`` that is fair to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+from modelcheck.second.bounds import Bounds
+from modelcheck.second.graph import Graph, Label, components
+from modelcheck.second.words import Node
+from weightsync.errors import ConfigurationError
+
+Condition = Callable[[Node], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Fair:
+    """An action, perhaps of several names, that happens unless it cannot for ever: its names and first arguments."""
+
+    names: frozenset[str]
+    arguments: tuple[int, ...]
+
+    def takes(self, label: Label) -> bool:
+        """Whether a step with that label is one of this action."""
+        return label[0] in self.names and label[1 : 1 + len(self.arguments)] == self.arguments
+
+
+_READS = frozenset({"HelloArrived", "UpdateArrived"})
+_HEARS = frozenset({"AnswerHello", "AnswerAck", "AnswerRefusal", "AnswerRejected", "AnswerBye"})
+
+
+def nothing(bounds: Bounds) -> list[Fair]:
+    """Nothing need happen."""
+    return []
+
+
+def clock(bounds: Bounds) -> list[Fair]:
+    """Time passes.
+
+    Raises:
+        ConfigurationError: deadlines are not among the features: no behaviour would be fair.
+    """
+    if "deadline" not in bounds.features:
+        raise ConfigurationError("ByTheClock without the feature deadline: no behaviour is fair, so all would hold.")
+    return _each("Deadline", frozenset({"Deadline"}), bounds, product(bounds.all_senders))
+
+
+def world(bounds: Bounds) -> list[Fair]:
+    """Messages are delivered, workers read, decide and answer, losses are noticed."""
+    workers = list(product(bounds.all_workers))
+    links = list(product(bounds.all_senders, bounds.all_workers))
+    return [
+        *_each("Reads", _READS, bounds, workers),
+        *_each("Applied", frozenset({"Applied"}), bounds, workers),
+        *_each("Answered", frozenset({"Answered"}), bounds, workers),
+        *_each("Hears", _HEARS, bounds, links),
+        *_each("Notice", frozenset({"Notice"}), bounds, links),
+    ]
+
+
+def _each(conjunct: str, names: frozenset[str], bounds: Bounds, places: Iterable[tuple[int, ...]]) -> list[Fair]:
+    return [] if conjunct in bounds.unfair else [Fair(names, place) for place in places]
+
+
+#: What is fair, by the specification that a configuration names.
+SPECIFICATIONS: Mapping[str, Callable[[Bounds], list[Fair]]] = {
+    "Safe": nothing,
+    "ByTheClock": clock,
+    "ByTheWorld": world,
+}
+
+
+def every_send_ends(bounds: Bounds) -> list[Condition]:
+    """G10. No caller waits for ever."""
+    return [partial(_is_blocked, s=s) for s in bounds.all_senders]
+
+
+def losses_are_noticed(bounds: Bounds) -> list[Condition]:
+    """No link stays whose other end is closed, so that its worker can come back."""
+    return [partial(_is_gone, s=s, w=w) for s, w in product(bounds.all_senders, bounds.all_workers)]
+
+
+def joiners_answer(bounds: Bounds) -> list[Condition]:
+    """G12. No joiner owes for ever what went behind its Hello."""
+    return [partial(_is_catching, s=s, w=w) for s, w in product(bounds.all_senders, bounds.all_workers)]
+
+
+def _is_blocked(node: Node, s: int) -> bool:
+    return node.blocked[s - 1]
+
+
+def _is_gone(node: Node, s: int, w: int) -> bool:
+    return node.is_gone(s, w)
+
+
+def _is_catching(node: Node, s: int, w: int) -> bool:
+    return node.entry(s, w).catching != 0
+
+
+#: By the names that the configurations give them: the conditions that must not last for ever.
+ENDINGS: Mapping[str, Callable[[Bounds], list[Condition]]] = {
+    "EverySendEnds": every_send_ends,
+    "LossesAreNoticed": losses_are_noticed,
+    "JoinersAnswer": joiners_answer,
+}
+
+
+def lasting(graph: Graph, condition: Condition, fair: list[Fair]) -> set[int] | None:
+    """A component in which the condition holds for ever on a fair walk; None: there is none, it always ends."""
+    within = {place for place, node in enumerate(graph.nodes) if condition(node)}
+    for component in components(within, graph.successors):
+        if all(_is_fair(graph, component, each) for each in fair):
+            return component
+    return None
+
+
+def _is_fair(graph: Graph, component: set[int], fair: Fair) -> bool:
+    """Whether a walk round the whole component takes the action, or meets a state where it cannot happen."""
+    for place in component:
+        possible = False
+        for after in graph.successors[place]:
+            if any(fair.takes(label) for label in graph.steps[place, after]):
+                possible = True
+                if after in component:
+                    return True
+        if not possible:
+            return True
+    return False

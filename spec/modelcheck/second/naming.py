@@ -1,0 +1,71 @@
+"""Which input a message is: a second reading of the guards, from the charter's tables, over the model's values.
+
+The rows are those of `weightsync._tables`; the guards are neither the shipped code's nor the model's.
+"""
+
+from __future__ import annotations
+
+from modelcheck.second.words import Node, Word
+from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, RefusalKind, SenderInput, State
+
+_SENDER_ROWS = {(state.value, taken.value): to.value for (state, taken), to in SENDER_ROWS.items()}
+_RECEIVER_ROWS = {(state.value, taken.value): to.value for (state, taken), to in RECEIVER_ROWS.items()}
+_REFUSALS = {kind.name for kind in RefusalKind}
+#: (state before, state after) of some row.
+SENDER_MOVES = {(state, to) for (state, _), to in _SENDER_ROWS.items()}
+RECEIVER_MOVES = {(state, to) for (state, _), to in _RECEIVER_ROWS.items()}
+OUTSTANDING = (State.PENDING_ASYNC.value, State.AWAITING_ACK.value)
+
+
+def sender_has_row(state: str, taken: SenderInput) -> bool:
+    """Whether a sender in this state takes that input."""
+    return (state, taken.value) in _SENDER_ROWS
+
+
+def receiver_has_row(state: str, taken: ReceiverInput) -> bool:
+    """Whether a receiver in this state takes that input."""
+    return (state, taken.value) in _RECEIVER_ROWS
+
+
+def hello_is(node: Node, w: int, s: int, k: int) -> ReceiverInput:
+    """A handshake that fits: below the fence it is rejected, over a new link it is a takeover."""
+    incarnation, receiver = node.sender(s).incarnation, node.receiver(w)
+    if receiver.fence > incarnation:
+        return ReceiverInput.REJECTED
+    if node.rstate[w - 1] == State.UNINITIALIZED.value:
+        return ReceiverInput.CONNECT
+    again = (receiver.link, receiver.fence) == ((s, k), incarnation)
+    return ReceiverInput.DUPLICATE if again else ReceiverInput.TAKEOVER
+
+
+def update_is(node: Node, w: int, incarnation: int, version: int) -> ReceiverInput:
+    """A version over the link in force, compared as (incarnation, version) with what was decided or is pending."""
+    receiver = node.receiver(w)
+    key = (incarnation, version)
+    if incarnation < receiver.fence:
+        return ReceiverInput.STALE
+    seen = (receiver.decided[:2], receiver.pending[:2])
+    if key in seen:
+        return ReceiverInput.DUPLICATE
+    if key < max(seen):
+        return ReceiverInput.STALE
+    pending = node.rstate[w - 1] == State.PENDING_ASYNC.value
+    return ReceiverInput.NEWER if pending else ReceiverInput.UPDATE
+
+
+def answer_is(node: Node, m: Word) -> SenderInput:
+    """An answer: nobody is owed it unless it names our incarnation, over a link that stands, and what is due."""
+    s, sender, entry = m.s, node.sender(m.s), node.entry(m.s, m.w)
+    if m.inc != sender.incarnation or not node.is_open(s, m.w, m.k):
+        return SenderInput.STALE
+    owes = node.owed(s, m.w) == m.k
+    last = owes and node.owing(s) == 1 and node.sstate[s - 1] == State.AWAITING_ACK.value
+    if m.kind == "HELLO":
+        return SenderInput.ARRIVED if entry.standing == "EXPECTED" else SenderInput.STALE
+    if m.kind in _REFUSALS and m.v == 0:
+        return SenderInput.SETTLED if last else SenderInput.LOST
+    if owes and m.v == sender.version:
+        return SenderInput.SETTLED if last else SenderInput.REPLY
+    if m.v and m.v == entry.catching:
+        return SenderInput.CAUGHT_UP
+    return SenderInput.STALE

@@ -1,0 +1,116 @@
+"""What a caller, a worker or a reader may do in a state it can do: read a second time, off the edges that leave it.
+
+TLC asks the action itself; the edges tell only of those that the configuration's features let happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import TypeVar
+
+from modelcheck.second.bounds import Bounds
+from modelcheck.second.graph import Label
+from modelcheck.second.words import NO_LINK, Letter, Node, Word
+from weightsync._tables import State
+
+_CLOSED, _READY = State.CLOSED.value, State.READY.value
+_PENDING, _AWAITING = State.PENDING_ASYNC.value, State.AWAITING_ACK.value
+_FEATURES = {
+    "SendAsyncAll": "async",
+    "Deadline": "deadline",
+    "Interrupted": "interrupt",
+    "Abandon": "abandon",
+    "CloseSender": "close",
+    "Remove": "remove",
+    "GiveUp": "wrong",
+    "Refused": "refuse",
+    "Broken": "broken",
+    "CloseReceiver": "bye",
+    "FailReceiver": "fail",
+    "LinkFailed": "fail",
+}
+_Message = TypeVar("_Message", Letter, Word)
+
+
+def calls_are_possible(bounds: Bounds, node: Node, leaving: frozenset[Label]) -> bool:
+    """Whether an edge leaves for each thing that may be done in this state."""
+    due = (*_of_senders(bounds, node), *_of_receivers(bounds, node), *_of_messages(node))
+    return all(label in leaving or _FEATURES.get(str(label[0])) not in {None, *bounds.features} for label in due)
+
+
+def _of_senders(bounds: Bounds, node: Node) -> Iterator[Label]:
+    for s in bounds.all_senders:
+        if node.slife[s - 1] != "alive":
+            continue
+        state, sender = node.sstate[s - 1], node.sender(s)
+        live = any(entry.standing in ("EXPECTED", "UP") for entry in sender.roll)
+        if state == _READY and sender.serial < bounds.max_version and live:
+            yield from (("SendAll", s), ("SendAsyncAll", s))
+        if state == _PENDING:
+            yield from (("Wait", s), ("Abandon", s))
+        if state == _AWAITING:
+            yield from (("Deadline", s), ("Interrupted", s))
+        if state != _CLOSED:
+            yield ("CloseSender", s)
+    for s, w in product(bounds.all_senders, bounds.all_workers):
+        if node.slife[s - 1] == "alive":
+            yield from _of_entry(bounds, node, s, w)
+
+
+def _of_entry(bounds: Bounds, node: Node, s: int, w: int) -> Iterator[Label]:
+    entry, gone = node.entry(s, w), node.is_gone(s, w)
+    if node.sstate[s - 1] != _CLOSED:
+        if entry.standing in ("NONE", "LOST", "REFUSED") and entry.link < bounds.max_link:
+            yield ("Join", s, w)
+        if entry.standing in ("LOST", "REFUSED"):
+            yield ("Remove", s, w)
+    if node.is_open(s, w, entry.link) and not gone:
+        yield ("GiveUp", s, w)
+    if gone and not any((m.s, m.w, m.k) == (s, w, entry.link) for m in node.answers):
+        yield ("Notice", s, w)
+
+
+def _of_receivers(bounds: Bounds, node: Node) -> Iterator[Label]:
+    for w in bounds.all_workers:
+        state, link = node.rstate[w - 1], node.receiver(w).link
+        if state == _PENDING:
+            yield from (("Applied", w), ("Refused", w), ("Broken", w))
+        if state == _AWAITING:
+            yield ("Answered", w)
+        if state != _CLOSED:
+            yield from (("CloseReceiver", w), ("FailReceiver", w))
+            if link != NO_LINK:
+                yield ("LinkFailed" if node.is_open(link[0], w, link[1]) else "LinkDown", w, *link)
+
+
+def _of_messages(node: Node) -> Iterator[Label]:
+    for letter in _first(node.letters):
+        place, state = (letter.w, letter.s, letter.k), node.rstate[letter.w - 1]
+        if letter.v == 0 and state not in (_CLOSED, _AWAITING):
+            yield ("HelloArrived", *place)
+        if letter.v and state in (_READY, _PENDING) and node.receiver(letter.w).link == (letter.s, letter.k):
+            yield ("UpdateArrived", *place, letter.v)
+    for word in _first(node.answers):
+        yield from _of_answer(node, word)
+
+
+def _of_answer(node: Node, m: Word) -> Iterator[Label]:
+    place = (m.s, m.w, m.k)
+    match m.kind:
+        case "HELLO":
+            yield ("AnswerHello", *place)
+        case "ACK":
+            yield ("AnswerAck", *place, m.v)
+        case "BYE":
+            if node.is_open(*place):
+                yield ("AnswerBye", *place)
+        case kind:
+            yield ("AnswerRefusal", *place, m.v, kind) if m.v else ("AnswerRejected", *place, kind)
+
+
+def _first(messages: frozenset[_Message]) -> Iterator[_Message]:
+    """Those that nothing sent before them over their link waits behind."""
+    for m in messages:
+        if all(m.p <= n.p for n in messages if (n.s, n.w, n.k) == (m.s, m.w, m.k)):
+            yield m

@@ -1,0 +1,232 @@
+"""What holds of every step: a second reading of the action properties, from the charter's words.
+
+A step is two different states and the actions that lead from one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
+from typing import NamedTuple
+
+from modelcheck.second.bounds import Bounds
+from modelcheck.second.graph import Label
+from modelcheck.second.naming import OUTSTANDING, RECEIVER_MOVES, SENDER_MOVES
+from modelcheck.second.words import NEW_RECEIVER, NO_PAYLOAD, Letter, Node, Word, new_sender
+from weightsync._tables import State
+
+_CLOSED, _INITIAL = State.CLOSED.value, State.UNINITIALIZED.value
+_PENDING, _AWAITING = State.PENDING_ASYNC.value, State.AWAITING_ACK.value
+
+
+class Step(NamedTuple):
+    """One step."""
+
+    old: Node
+    new: Node
+    labels: tuple[Label, ...]
+
+
+StepProperty = Callable[[Bounds, Step], bool]
+
+
+def only_rows(bounds: Bounds, step: Step) -> bool:
+    """Control state moves by a row of the table, or ends with its process."""
+    old, new, _ = step
+    return all(
+        before == after or life == "dead" or (before, after) in SENDER_MOVES
+        for before, after, life in zip(old.sstate, new.sstate, new.slife, strict=True)
+    ) and all(
+        before == after or receiver == NEW_RECEIVER or (before, after) in RECEIVER_MOVES
+        for before, after, receiver in zip(old.rstate, new.rstate, new.rdata, strict=True)
+    )
+
+
+def nothing_overtakes(bounds: Bounds, step: Step) -> bool:
+    """On an ordered link, what is sent later has a higher serial than all that is still on it."""
+    if "Reorders" in bounds.links:
+        return True
+    return _rising(step.old.letters, step.new.letters) and _rising(step.old.answers, step.new.answers)
+
+
+def _rising(old: Iterable[Letter | Word], new: Iterable[Letter | Word]) -> bool:
+    sent = set(new) - set(old)
+    return all(n.p < m.p for m, n in product(sent, old) if (n.s, n.w, n.k) == (m.s, m.w, m.k))
+
+
+def _pairs(bounds: Bounds, step: Step) -> Iterator[tuple[int, int]]:
+    """The senders whose data changed, each with all workers."""
+    for s in bounds.all_senders:
+        if step.old.sender(s) is not step.new.sender(s):
+            yield from ((s, w) for w in bounds.all_workers)
+
+
+def _counted(step: Step, s: int, w: int) -> str:
+    """What an answer of ``w`` that counts in this step makes of it; empty: none does."""
+    said = step.new.outcome(s, w)
+    return said if step.old.outcome(s, w) == "PENDING" and said in ("APPLIED", "REFUSED") else ""
+
+
+def _recorded(step: Step, s: int, w: int) -> int:
+    """The version that this step records as served over the link of ``w``; 0: none."""
+    before, after = step.old.entry(s, w).served, step.new.entry(s, w).served
+    return after if after != before else 0
+
+
+def ack_names_its_version(bounds: Bounds, step: Step) -> bool:
+    """G1. What counts is an answer that was there and names this incarnation, this version, and these weights."""
+    for s, w in _pairs(bounds, step):
+        sender = step.old.sender(s)
+        there = [m for m in step.old.answers if (m.s, m.w, m.inc) == (s, w, sender.incarnation)]
+        weights = (sender.out.version, sender.serial)
+        counts = any((m.v, m.p) == weights for m in there) or _rejected(step, s, w, there)
+        if _counted(step, s, w) and not counts:
+            return False
+        recorded = _recorded(step, s, w)
+        if recorded and not any(m.v == recorded for m in there):
+            return False
+    return True
+
+
+def _rejected(step: Step, s: int, w: int, there: list[Word]) -> bool:
+    """Whether the worker has refused the handshake of its link, which is told of it from now on."""
+    before, after = step.old.entry(s, w), step.new.entry(s, w)
+    said = any((m.k, m.v, m.kind) == (before.link, 0, "REFUSED") for m in there)
+    return said and before.standing != after.standing == "REFUSED" == step.new.outcome(s, w)
+
+
+def acked_means_served(bounds: Bounds, step: Step) -> bool:
+    """G2. APPLIED of whoever has served it, by an ack over the very link; and acks of what was served only."""
+    for s, w in _pairs(bounds, step):
+        if _counted(step, s, w) == "APPLIED" and w not in step.old.sender(s).out.did:
+            return False
+        recorded, link = _recorded(step, s, w), step.old.entry(s, w).link
+        acks = ((m.s, m.w, m.k, m.v) for m in step.old.answers if m.kind == "ACK")
+        if recorded and (s, w, link, recorded) not in acks:
+            return False
+    return all(_is_true(step, m) for m in step.new.answers - step.old.answers if m.kind == "ACK")
+
+
+def _is_true(step: Step, ack: Word) -> bool:
+    """An ack says what is served now, or repeats an ack that is under way."""
+    if step.new.receiver(ack.w).served == (ack.inc, ack.v, ack.p):
+        return True
+    return any((n.kind, n.w, n.inc, n.p) == ("ACK", ack.w, ack.inc, ack.p) for n in step.old.answers)
+
+
+def serving_is_monotone(bounds: Bounds, step: Step) -> bool:
+    """G4. In one life a worker serves newer versions only, and never of an incarnation below one it has met."""
+    for before, after in zip(step.old.rdata, step.new.rdata, strict=True):
+        if after.served not in (before.served, NO_PAYLOAD):
+            newer = after.served[:2] > before.served[:2]
+            if not newer or after.served[0] < before.met:
+                return False
+    return True
+
+
+def one_outstanding(bounds: Bounds, step: Step) -> bool:
+    """G5. A dispatch begins when nothing is outstanding."""
+    return all(
+        step.old.sender(s).serial == step.new.sender(s).serial
+        or (step.old.sstate[s - 1] == State.READY.value and step.old.owing(s) == 0)
+        for s in bounds.all_senders
+    )
+
+
+def served_changes_by_applied(bounds: Bounds, step: Step) -> bool:
+    """G6. What is served becomes what was pending, by APPLIED; or nothing, in a broken model or a new process."""
+    for w in bounds.all_workers:
+        before, after = step.old.receiver(w), step.new.receiver(w)
+        if before.served == after.served:
+            continue
+        moved = (step.old.rstate[w - 1], step.new.rstate[w - 1])
+        applied = moved == (_PENDING, _AWAITING) and after.served == before.pending
+        given_up = after.served == NO_PAYLOAD and (moved[1] == _CLOSED or after == NEW_RECEIVER)
+        if not applied and not given_up:
+            return False
+    return True
+
+
+def only_targets_change(bounds: Bounds, step: Step) -> bool:
+    """G7. A version goes to its targets and to joiners it was due to; nothing is pending that was not sent."""
+    if not all(_was_due(step, m) for m in step.new.letters - step.old.letters if m.v):
+        return False
+    for w in bounds.all_workers:
+        pending = step.new.receiver(w).pending
+        if pending in (NO_PAYLOAD, step.old.receiver(w).pending):
+            continue
+        sent = ((step.old.sender(m.s).incarnation, m.v, m.p) for m in step.old.letters if m.w == w)
+        if pending not in sent:
+            return False
+    return True
+
+
+def _was_due(step: Step, m: Letter) -> bool:
+    old, new = step.old.entry(m.s, m.w), step.new.entry(m.s, m.w)
+    target = step.new.sender(m.s).out.version == m.v and step.new.owed(m.s, m.w) == m.k
+    if target and step.new.outcome(m.s, m.w) == "PENDING":
+        return True
+    return old.link != m.k == new.link and m.v == max(old.due, step.old.sender(m.s).dueAll)
+
+
+def copy_owes_nothing(bounds: Bounds, step: Step) -> bool:
+    """G8. What is born is new, and nobody else notices."""
+    old, new, _ = step
+    born = {t for t in range(bounds.senders) if old.slife[t] == "unborn" != new.slife[t]}
+    fresh = (_INITIAL, new_sender(bounds.workers), False)
+    for t in range(bounds.senders) if born else ():
+        after = (new.sstate[t], new.sdata[t], new.blocked[t])
+        if after != (fresh if t in born else (old.sstate[t], old.sdata[t], old.blocked[t])):
+            return False
+    return not born or old[4:] == new[4:]
+
+
+def closed_is_final(bounds: Bounds, step: Step) -> bool:
+    """G9. Closed stays closed; nothing is reported otherwise in it, and nothing applied."""
+    old, new, _ = step
+    for s in range(bounds.senders):
+        was = old.sstate[s] == _CLOSED and new.slife[s] == "alive"
+        if was and (new.sstate[s], new.sdata[s]) != (_CLOSED, old.sdata[s]):
+            return False
+    for w in range(bounds.workers):
+        was = old.rstate[w] == _CLOSED and new.rdata[w] != NEW_RECEIVER
+        if was and (new.rstate[w], new.rdata[w].served) != (_CLOSED, old.rdata[w].served):
+            return False
+    return True
+
+
+def everybody_is_told_the_truth(bounds: Bounds, step: Step) -> bool:
+    """G11. An update ends by telling a caller; a wait that ends early changes no outcome."""
+    return all(_told(step, s) for s in bounds.all_senders)
+
+
+def _told(step: Step, s: int) -> bool:
+    old, new, labels = step
+    before, after = old.sstate[s - 1], new.sstate[s - 1]
+    was, became = old.sender(s).out.outcomes, new.sender(s).out.outcomes
+    given_up = ("Abandon", s) in labels or ("CloseSender", s) in labels
+    if before in OUTSTANDING and after not in OUTSTANDING and new.slife[s - 1] != "dead":
+        released = old.blocked[s - 1] and not new.blocked[s - 1]
+        if not (released or given_up or ("Wait", s) in labels):
+            return False
+        if "PENDING" in became or [each == "NONE" for each in became] != [each == "NONE" for each in was]:
+            return False
+    if not given_up and ("PENDING", "ABANDONED") in zip(was, became, strict=True):
+        return False
+    return (before, after) != (_AWAITING, _PENDING) or new.sender(s) == old.sender(s)
+
+
+#: By the names that the configurations give them.
+STEPS: Mapping[str, StepProperty] = {
+    "OnlyRows": only_rows,
+    "NothingOvertakes": nothing_overtakes,
+    "AckNamesItsVersion": ack_names_its_version,
+    "AckedMeansServed": acked_means_served,
+    "ServingIsMonotone": serving_is_monotone,
+    "OneOutstanding": one_outstanding,
+    "ServedChangesByApplied": served_changes_by_applied,
+    "OnlyTargetsChange": only_targets_change,
+    "CopyOwesNothing": copy_owes_nothing,
+    "ClosedIsFinal": closed_is_final,
+    "EverybodyIsToldTheTruth": everybody_is_told_the_truth,
+}

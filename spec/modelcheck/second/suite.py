@@ -1,0 +1,97 @@
+"""Many second checks, as many side by side as there are cores for, none of whose JVMs outlives its caller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from modelcheck.second.dump import DumpError, GraphRun, Model
+from modelcheck.second.judgement import (
+    SecondVerdict,
+    judge_again,
+    nodes_to_read,
+    question_of,
+    reason_to_leave_out,
+)
+from weightsync.checker.manifest import Manifest
+from weightsync.checker.process import Size
+from weightsync.checker.suite import cores
+from weightsync.checker.text import Library
+from weightsync.checker.toolchain import Toolchain
+from weightsync.checker.verdict import Verdict
+
+_MOST_AT_ONCE = 2
+_FEW_STATES = 20_000
+
+
+class SecondSuite:
+    """Examines configurations that TLC has judged.
+
+    Args:
+        toolchain: Java and TLC.
+        manifest: where the model lies.
+        ended: is told of each verdict, in the caller's thread.
+    """
+
+    def __init__(self, toolchain: Toolchain, manifest: Manifest, ended: Callable[[SecondVerdict], None]) -> None:
+        self._toolchain = toolchain
+        self._manifest = manifest
+        self._ended = ended
+        self._library = Library(manifest.folder)
+        self._runs: list[GraphRun] = []
+        self._stopped = False
+
+    def run(self, verdicts: Sequence[Verdict]) -> list[SecondVerdict]:
+        """Examine them all, the largest first, and return the verdicts in the order asked for.
+
+        Whatever ends this call early, an interrupt too, ends the JVMs and removes their folders first.
+
+        Raises:
+            ConfigurationError: a property has no second reading.
+        """
+        largest_first = sorted(range(len(verdicts)), key=lambda place: -_states(verdicts[place]))
+        done: dict[int, SecondVerdict] = {}
+        with ThreadPoolExecutor(min(_MOST_AT_ONCE, cores())) as pool:
+            waiting: dict[Future[SecondVerdict], int] = {}
+            try:
+                for place in largest_first:
+                    waiting[pool.submit(self._examine, verdicts[place])] = place
+                while waiting:
+                    for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                        done[waiting.pop(future)] = future.result()
+                        self._ended(future.result())
+            finally:
+                self._stop()
+        return [done[place] for place in range(len(verdicts))]
+
+    def _examine(self, first: Verdict) -> SecondVerdict:
+        started = time.monotonic()
+        configuration = first.configuration
+        reason = reason_to_leave_out(configuration, self._library)
+        if reason:
+            return SecondVerdict(first, left_out=reason)
+        question = question_of(configuration.config)
+        size = Size.SMALL if _states(first) < _FEW_STATES else Size.LARGE
+        model = Model(self._manifest.folder, configuration.module, configuration.config.constants)
+        run = GraphRun(self._toolchain, model, size, nodes_to_read(first, question))
+        self._runs.append(run)
+        try:
+            if self._stopped:
+                run.stop()
+            dump = run.run()
+        except DumpError as error:
+            return SecondVerdict(first, complaints=(str(error),), seconds=time.monotonic() - started)
+        finally:
+            self._runs.remove(run)
+        return judge_again(first, question, dump, time.monotonic() - started)
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for run in list(self._runs):
+            run.stop()
+
+
+def _states(verdict: Verdict) -> int:
+    pinned = verdict.configuration.pinned
+    return pinned.generated if pinned else 0
