@@ -361,6 +361,7 @@ NameAnswer(s, m) ==
   LET entry == sdata[s].roll[m.w] IN
   CASE ~Current(s, m.w, m.k) \/ (m.inc # sdata[s].incarnation /\ Rule("NamesIncarnation")) -> "STALE"
     [] m.kind = "HELLO" -> IF entry.standing = "EXPECTED" THEN "ARRIVED" ELSE "STALE"
+    [] m.kind = "BYE" -> Settling(s, m.w, m.k, "LEFT")
     [] m.kind \in RefusalKinds /\ m.v = 0 -> Settling(s, m.w, m.k, "LOST")
     [] OwesOver(s, m.w, m.k) /\ m.v = sdata[s].version -> Settling(s, m.w, m.k, "REPLY")
     [] m.v = entry.catching /\ m.v # 0 -> "CAUGHT_UP"
@@ -415,20 +416,20 @@ AnswerRejected(s, w, k, kind) ==
     /\ letters' = IF input = "STALE" THEN letters ELSE LettersLeft(s, {w})
     /\ UNCHANGED <<slife, receiver>>
 
-\* Bye: the link is lost, then the worker leaves the roll; two rows, one step.
+\* Bye: the link is closed and owes nothing any more, and the worker leaves the roll. What is left of it on a link that
+\* is closed is read by nobody.
 AnswerBye(s, w, k) ==
   \E m \in answers :
     LET entry == sdata[s].roll[w]
-        input == Settling(s, w, k, "LOST") IN
+        input == NameAnswer(s, m) IN
     /\ m.s = s /\ m.w = w /\ m.k = k /\ m.kind = "BYE" /\ AnswerDue(m) /\ Open(s, w, k)
-    /\ SenderMay(sstate[s], input) /\ SenderMay(SenderNext(sstate[s], input), "REMOVE")
-    /\ SenderTo(s, SenderNext(SenderNext(sstate[s], input), "REMOVE"))
-    /\ blocked' = [blocked EXCEPT ![s] = blocked[s] /\ input # "SETTLED"]
-    /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0),
-                              ![s].out = Settled(s, w, k, "LOST", input)]
-    /\ gone' = [gone EXCEPT ![s][w] = FALSE]
-    /\ answers' = AnswersLeft(s, {w}) \ {m}
-    /\ letters' = LettersLeft(s, {w})
+    /\ Took(s, input)
+    /\ IF input = "STALE" THEN UNCHANGED <<sdata, gone>>
+       ELSE /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0),
+                                      ![s].out = Settled(s, w, k, "LOST", input)]
+            /\ gone' = [gone EXCEPT ![s][w] = FALSE]
+    /\ answers' = IF input = "STALE" THEN Taken(answers, m) ELSE AnswersLeft(s, {w}) \ {m}
+    /\ letters' = IF input = "STALE" THEN letters ELSE LettersLeft(s, {w})
     /\ UNCHANGED <<slife, receiver>>
 
 -----------------------------------------------------------------------------
@@ -804,7 +805,7 @@ EveryMessageHasARow ==
        IF m.v = 0 THEN ReceiverMay(rstate[m.w], NameHello(m.w, m.s, m.k))
        ELSE Link(m.w) = <<m.s, m.k>> =>
               ReceiverMay(rstate[m.w], NameUpdate(m.w, <<sdata[m.s].incarnation, m.v, m.p>>))
-  /\ \A m \in answers : m.kind # "BYE" => SenderMay(sstate[m.s], NameAnswer(m.s, m))
+  /\ \A m \in answers : SenderMay(sstate[m.s], NameAnswer(m.s, m))
 
 \* The order that LetterDue and AnswerDue read off `p` is the order in which messages were sent.
 NothingOvertakes ==

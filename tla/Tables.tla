@@ -31,6 +31,7 @@ SenderInputs == {
   "ABANDON",
   "JOIN",
   "CAUGHT_UP",
+  "LEFT",
   "REMOVE",
   "STALE",
   "CLOSE"
@@ -62,6 +63,9 @@ SenderRows == {
   <<"ready", "CAUGHT_UP", "ready">>,
   <<"pending_async", "CAUGHT_UP", "pending_async">>,
   <<"awaiting_ack", "CAUGHT_UP", "awaiting_ack">>,
+  <<"ready", "LEFT", "ready">>,
+  <<"pending_async", "LEFT", "pending_async">>,
+  <<"awaiting_ack", "LEFT", "awaiting_ack">>,
   <<"uninitialized", "REMOVE", "uninitialized">>,
   <<"ready", "REMOVE", "ready">>,
   <<"pending_async", "REMOVE", "pending_async">>,

@@ -31,6 +31,7 @@ Acts(e) ==
     [] e.a = "AnswerAck"      -> AnswerAck(e.s, e.w, e.k, e.n)
     [] e.a = "AnswerRefusal"  -> AnswerRefusal(e.s, e.w, e.k, e.n, e.kind)
     [] e.a = "AnswerRejected" -> AnswerRejected(e.s, e.w, e.k, e.kind)
+    [] e.a = "AnswerBye"      -> AnswerBye(e.s, e.w, e.k)
     [] e.a = "HelloArrived"   -> HelloArrived(e.w, e.s, e.k)
     [] e.a = "Misfit"         -> Misfit(e.w, e.s, e.k)
     [] e.a = "UpdateArrived"  -> UpdateArrived(e.w, e.s, e.k, e.n)

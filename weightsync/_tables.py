@@ -66,7 +66,7 @@ class SenderInput(Enum):
     REPLY = "REPLY"
     #: A link died, failed, was refused or was given up: it is closed at once, and owes nothing any more.
     LOST = "LOST"
-    #: The last that owed has answered or is lost.
+    #: The last that owed has answered, is lost or has left.
     SETTLED = "SETTLED"
     #: Time is up: the update stays outstanding and can be waited for again.
     DEADLINE = "DEADLINE"
@@ -78,7 +78,9 @@ class SenderInput(Enum):
     JOIN = "JOIN"
     #: A joiner's answer to the version that went behind its Hello.
     CAUGHT_UP = "CAUGHT_UP"
-    #: The worker leaves the roll (asked for, or it said Bye).
+    #: A worker's goodbye over its link: the link closes and owes nothing any more, the worker leaves the roll.
+    LEFT = "LEFT"
+    #: The worker leaves the roll, as its user asked.
     REMOVE = "REMOVE"
     #: An answer that nobody is owed: counted, otherwise ignored.
     STALE = "STALE"
@@ -192,6 +194,7 @@ SENDER_KINDS: Final[Mapping[SenderInput, InputKind]] = MappingProxyType(
         SenderInput.ABANDON: InputKind.CALL,
         SenderInput.JOIN: InputKind.CALL,
         SenderInput.CAUGHT_UP: InputKind.MESSAGE,
+        SenderInput.LEFT: InputKind.MESSAGE,
         SenderInput.REMOVE: InputKind.CALL,
         SenderInput.STALE: InputKind.MESSAGE,
         SenderInput.CLOSE: InputKind.CALL,
@@ -244,6 +247,9 @@ SENDER_ROWS: Final[Mapping[tuple[State, SenderInput], State]] = MappingProxyType
         (State.READY, SenderInput.CAUGHT_UP): State.READY,
         (State.PENDING_ASYNC, SenderInput.CAUGHT_UP): State.PENDING_ASYNC,
         (State.AWAITING_ACK, SenderInput.CAUGHT_UP): State.AWAITING_ACK,
+        (State.READY, SenderInput.LEFT): State.READY,
+        (State.PENDING_ASYNC, SenderInput.LEFT): State.PENDING_ASYNC,
+        (State.AWAITING_ACK, SenderInput.LEFT): State.AWAITING_ACK,
         (State.UNINITIALIZED, SenderInput.REMOVE): State.UNINITIALIZED,
         (State.READY, SenderInput.REMOVE): State.READY,
         (State.PENDING_ASYNC, SenderInput.REMOVE): State.PENDING_ASYNC,

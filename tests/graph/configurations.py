@@ -50,6 +50,7 @@ LARGE = {
     "two workers, copies": _bounds("copy", senders=2, workers=2),
     "copies take over": _bounds("copy wrong", senders=2, max_version=2, max_link=2),
     "copies, and workers that crash": _bounds("copy crash", senders=2, max_link=2),
+    "goodbyes that go astray": _bounds("copy stray bye", senders=2),
     "a worker won back": _bounds("copy close", senders=3, max_clock=2),
     "ordered, everything": _bounds(_EVERYTHING, "Lingers", max_version=2, max_link=2),
     "reordered, everything": _bounds(_EVERYTHING, "Reorders Lingers", max_version=2, max_link=2),

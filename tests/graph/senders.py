@@ -172,7 +172,8 @@ def _answer(world: World, m: Word) -> Iterator[Attempt]:
             yield ("AnswerAck", *place, m.v), lambda: _told(world, m, ack)
         case "BYE":
             if is_open(world, *place):
-                yield ("AnswerBye", *place), lambda: _bye(world, m)
+                bye = Bye(model_id=MODEL, incarnation=m.inc)
+                yield ("AnswerBye", *place), lambda: _told(world, m, bye)
         case kind:
             refusal = Refusal(model_id=MODEL, incarnation=m.inc, version=m.v, kind=RefusalKind[kind], fence=m.fence)
             refused = "SharedRefusal" if is_shared(world.bounds) else "AnswerRefusal"
@@ -180,20 +181,11 @@ def _answer(world: World, m: Word) -> Iterator[Attempt]:
             yield label, lambda: _told(world, m, refusal)
 
 
-def _told(world: World, m: Word, message: Hello | Ack | Refusal) -> World:
+def _told(world: World, m: Word, message: Hello | Ack | Refusal | Bye) -> World:
     open_before = is_open(world, m.s, m.w, m.k)
     world = did(taken(world, m), m.s, sending.Answer(m.w, m.k, message))
     ended = open_before and not is_open(world, m.s, m.w, m.k)
     return world._replace(answers=world.answers - {m}) if ended else world
-
-
-def _bye(world: World, m: Word) -> World:
-    world = world._replace(answers=world.answers - {m})
-    trainer = world.trainer(m.s)
-    bye = Bye(model_id=MODEL, incarnation=m.inc)
-    for event in sending.leaving(trainer.state, trainer.data, m.w, m.k, bye):
-        world = did(world, m.s, event)
-    return world
 
 
 def _cuts(world: World, bounds: Bounds) -> Iterator[Attempt]:

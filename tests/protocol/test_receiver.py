@@ -198,8 +198,39 @@ def test_an_update_without_a_handshake_breaks_the_protocol(receiver: Receiver, l
         receiver.take(pure.UpdateArrived(link, incarnation, 1))
 
 
-def test_the_loss_of_a_link_that_is_not_in_force_is_late(receiver: Receiver) -> None:
-    assert receiver.take(pure.LinkDown(2)).input is None
+@pytest.mark.parametrize("event", [pure.LinkDown(2), pure.Goodbye(2, 5), pure.Goodbye(2, 4)])
+def test_the_end_of_a_link_that_is_not_in_force_is_late_and_that_link_closes(
+    receiver: Receiver, event: pure.Event
+) -> None:
+    step = receiver.take(event)
+
+    assert (step.input, step.effects, receiver.data.link) == (None, (pure.CloseLink(2),), 1)
+
+
+def test_what_fails_beside_the_link_in_force_is_told_to_its_sender(receiver: Receiver) -> None:
+    step = receiver.take(pure.LinkDown(2, "no memory"))
+
+    assert step.effects == (pure.Disown(2, 5, RefusalKind.FAILED, "no memory"), pure.CloseLink(2))
+    assert (step.input, receiver.data.link) == (None, 1)
+
+
+def test_the_goodbye_of_the_sender_in_force_ends_its_link(receiver: Receiver) -> None:
+    step = receiver.take(pure.Goodbye(1, 5))
+
+    assert (step.input, step.to, step.effects) == (
+        ReceiverInput.LINK_DOWN,
+        State.UNINITIALIZED,
+        (pure.CloseLink(1),),
+    )
+
+
+@pytest.mark.parametrize("incarnation", [4, 6])
+def test_the_goodbye_of_another_sender_over_the_link_in_force_changes_nothing(
+    receiver: Receiver, incarnation: int
+) -> None:
+    step = receiver.take(pure.Goodbye(1, incarnation))
+
+    assert (step.input, step.effects, receiver.data.link) == (None, (), 1)
 
 
 def test_what_was_decided_is_kept_across_links(receiver: Receiver) -> None:

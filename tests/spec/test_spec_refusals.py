@@ -68,7 +68,7 @@ PLANTED = {
     "an input that no row uses": (
         '[[sender.input]]\nname = "CLOSE"\n',
         SHRUG + '[[sender.input]]\nname = "CLOSE"\n',
-        "sender.input 17 (SHRUG): dead input, no row of the sender uses it",
+        "sender.input 18 (SHRUG): dead input, no row of the sender uses it",
     ),
     "a row that leaves the final state": (
         SEND,

@@ -206,17 +206,15 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             logger.debug("no last word over a link of %r: %s", self.model_id, error)
 
     def _down(self, link: int, reason: str) -> None:
-        """The link has failed: that of the one in force is the machine's, another is only closed."""
-        self._ended(pure.LinkDown(link, reason), reason)
+        """The link has failed."""
+        self.ended, self.ended_as = reason, TransportError
+        self._step(pure.LinkDown(link, reason))
 
-    def _ended(self, event: pure.LinkDown, reason: str, ended_as: type[TransportError] = TransportError) -> None:
-        self.ended, self.ended_as = reason, ended_as
-        step = self._step(event)
-        if step.input is not None:
-            return
-        if event.failure:
-            self._say_last(event.link, self._refusal((self.data.fence, 0), RefusalKind.FAILED, event.failure))
-        self._close_link(event.link)
+    def _left(self, link: int, bye: Bye) -> None:
+        """A sender says goodbye: its link ends, unless another sender's is in force over it."""
+        step = self._step(pure.Goodbye(link, bye.incarnation))
+        if step.effects:
+            self.ended, self.ended_as = _goodbye(bye)
 
     def _give_up(self, link: Link, reason: str) -> None:
         for number, known in list(self._links.items()):
@@ -314,8 +312,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             case Update():
                 self._update(number, message, received)
             case Bye():
-                if message.incarnation == self.data.fence or number != self.data.link:
-                    self._ended(pure.LinkDown(number), *_goodbye(message))
+                self._left(number, message)
             case Ack() | Refusal():
                 raise ProtocolError(f"a sender sent {type(message).__name__}; only receivers send it.")
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from weightsync._tables import ReceiverInput, SenderInput, State
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
-from weightsync.errors import TransportError
 from weightsync.messages import Message
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
@@ -168,9 +167,9 @@ class TracedReceiverDriver(ReceiverDriver):
             self._tell(What.SENT, link=link, message=message)
         super()._say_last(link, message)
 
-    def _ended(self, event: receiving.LinkDown, reason: str, ended_as: type[TransportError] = TransportError) -> None:
-        self._tell(What.FAILED, link=event.link, reason=reason)
-        super()._ended(event, reason, ended_as)
+    def _down(self, link: int, reason: str) -> None:
+        self._tell(What.FAILED, link=link, reason=reason)
+        super()._down(link, reason)
 
     def _close_link(self, link: int) -> None:
         if link in self._links:

@@ -93,6 +93,14 @@ class LinkDown:
 
 
 @dataclass(frozen=True, slots=True)
+class Goodbye:
+    """A sender's goodbye over a link, and the incarnation that it names."""
+
+    link: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The user closes the receiver."""
 
@@ -105,7 +113,7 @@ class Fail:
     remote_traceback: str = ""
 
 
-Event = HelloArrived | UpdateArrived | Applied | Refused | Broken | Answered | LinkDown | Close | Fail
+Event = HelloArrived | UpdateArrived | Applied | Refused | Broken | Answered | LinkDown | Goodbye | Close | Fail
 
 # ----------------------------------------------------------------------------------------------- effects
 
@@ -182,7 +190,9 @@ class Step(steps.Step[ReceiverInput, ReceiverData, Effect]):
 
 
 def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None:
-    """The input that the event is in this state; None for the loss of a link that was never ours or is replaced.
+    """The input that the event is in this state; None for the end of a link that was never ours or is replaced.
+
+    None, too, for the goodbye of another sender than the one in force.
 
     Raises:
         ProtocolError: an update over a link without a handshake.
@@ -195,6 +205,9 @@ def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None
         case LinkDown(link=link):
             ours = data.link in (link, None) and state is not State.CLOSED
             return ReceiverInput.LINK_DOWN if ours else None
+        case Goodbye():
+            ends = data.link is None or _is_in_force(data, event)
+            return ReceiverInput.LINK_DOWN if ends and state is not State.CLOSED else None
         case _:
             return _OWN[type(event)]
 
@@ -207,6 +220,10 @@ _OWN = {
     Close: ReceiverInput.CLOSE,
     Fail: ReceiverInput.CLOSE,
 }
+
+
+def _is_in_force(data: ReceiverData, event: Goodbye) -> bool:
+    return (event.link, event.incarnation) == (data.link, data.fence)
 
 
 def _name_hello(state: State, data: ReceiverData, event: HelloArrived) -> ReceiverInput:
@@ -249,7 +266,7 @@ def step(state: State, data: ReceiverData, event: Event) -> Step:
     """
     named = name(state, data, event)
     if named is None:
-        return Step(None, state, data)
+        return Step(None, state, data, _beside(data, event))
     to = next_state(RECEIVER_ROWS, state, named)
     after, effects = _advance(named, data, event)
     return Step(named, to, after, effects)
@@ -271,12 +288,27 @@ def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[Re
         case LinkDown(link, failure):
             ended = _fail(data, link, failure, "") if failure else (CloseLink(link),)
             return replace(data, link=None, pending=None), ended
+        case Goodbye(link):
+            return replace(data, link=None, pending=None), (CloseLink(link),)
         case Close():
             return replace(data, link=None, pending=None), () if data.link is None else (Leave(data.link),)
         case Fail(reason, trace):
             return replace(data, link=None, pending=None), _fail(data, data.link, reason, trace)
         case Answered():
             return data, ()
+
+
+def _beside(data: ReceiverData, event: Event) -> tuple[Effect, ...]:
+    """A link beside the one in force has ended: it closes, and its sender is told what failed."""
+    match event:
+        case LinkDown(link, failure) if failure:
+            return _fail(data, link, failure, "")
+        case LinkDown(link):
+            return (CloseLink(link),)
+        case Goodbye(link) if link != data.link:
+            return (CloseLink(link),)
+        case _:
+            return ()
 
 
 def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tuple[ReceiverData, tuple[Effect, ...]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from weightsync._tables import RefusalKind, State
 from weightsync.checker.traces.naming import Acted, BeyondTheModelError, Naming, Value
 from weightsync.checker.traces.replaying import Machine, Moment
-from weightsync.messages import Ack, Hello, Refusal
+from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.report import Evidence
@@ -32,6 +32,8 @@ class SenderActs:
             yield line.time, Acted(line, {"a": "Copy", "s": 1, "t": number})
         for moment in machine.of(What.STEP):
             if moment.step is None or moment.step.input is None:
+                continue
+            if isinstance(moment.event, sending.Answer) and _said_to_another(machine, moment.event):
                 continue
             action = self._sender_action(machine, number, moment)
             yield moment.line.time, Acted(moment.line, {**action, **self._sender_shown(machine, moment)})
@@ -88,6 +90,10 @@ class SenderActs:
         match message:
             case Hello():
                 return {"a": "AnswerHello", **where}
+            case Bye() if not self._parted(machine, event):
+                raise BeyondTheModelError("a worker said goodbye over a link that was not in force")
+            case Bye():
+                return {"a": "AnswerBye", **where}
             case Ack() | Refusal() if message.evidence is not Evidence.ANSWER and not self._was_sent(machine, event):
                 raise BeyondTheModelError("an adapter answered for its worker")
             case Ack():
@@ -96,6 +102,15 @@ class SenderActs:
                 return {"a": "AnswerRejected", **where, "kind": kind.name}
             case Refusal(version=version, kind=kind):
                 return {"a": "AnswerRefusal", **where, "n": version, "kind": kind.name}
+
+    def _parted(self, machine: Machine, event: sending.Answer) -> bool:
+        """Whether the worker closed while this link was in force."""
+        return any(
+            moment.before.link == link  # type: ignore[union-attr]
+            for name, link in self._names.network.heard_by[machine.name, event.link]
+            for moment in self._names.network.by_name[name].of(What.STEP)
+            if isinstance(moment.event, receiving.Close)
+        )
 
     def _was_sent(self, machine: Machine, event: sending.Answer) -> bool:
         ends = self._names.network.heard_by[machine.name, event.link]
@@ -214,10 +229,11 @@ class WorkerActs:
                 return {"a": "Misfit" if misfit else "HelloArrived", **self._names.over(machine, w, event.link)}
             case receiving.UpdateArrived(version=version):
                 return {"a": "UpdateArrived", **self._names.over(machine, w, event.link), "n": version}
-            case receiving.LinkDown(link, failure):
+            case receiving.LinkDown(link) | receiving.Goodbye(link):
                 if moment.before.link is None and moment.state_before is State.UNINITIALIZED:  # type: ignore[union-attr]
                     return None
-                return {"a": "LinkFailed" if failure else "LinkDown", **self._names.over(machine, w, link)}
+                failed = isinstance(event, receiving.LinkDown) and event.failure
+                return {"a": "LinkFailed" if failed else "LinkDown", **self._names.over(machine, w, link)}
             case receiving.Close():
                 return {"a": "CloseReceiver", "w": w}
             case receiving.Fail():
@@ -244,6 +260,11 @@ class WorkerActs:
             "served": self._names.key(data.served),
             "answer": kind,
         }
+
+
+def _said_to_another(machine: Machine, event: sending.Answer) -> bool:
+    """A goodbye to another sender, or to nobody, by a worker that has met none: the model knows of no such word."""
+    return isinstance(event.message, Bye) and event.message.incarnation != machine.incarnation
 
 
 def _answer(moment: Moment) -> object:
