@@ -39,6 +39,7 @@ AllFeatures == {
   "bye",        \* a receiver is closed and says so
   "refuse",     \* an update does not fit
   "broken",     \* a swap fails half way
+  "invalidate", \* other weights are written into a worker's model by hand
   "fail",       \* something fails at a worker, which says so: at a link of its own, or it is closed for it
   "misfit",     \* a handshake does not fit
   "crash",      \* a worker's process dies; one not yet started again is one that has not yet read anything
@@ -54,7 +55,8 @@ AllRules == {
   "VersionsNeverReused", "RefusalsRemembered", "LexicographicOrder", "FenceKept", "SameLink", "WaitSettled",
   "IdleLinksWatched", "UnsentAnswerEndsLink", "LiveTarget", "CloseWakesCaller", "SwapIsOneStep",
   "PendingNeverEndsItself", "NamesIncarnation", "WholeSwap", "CopyStartsEmpty", "OnlyTargets", "ClosedIsClosed",
-  "JoinCatchesUp", "OneOutstanding", "RefusalIsNoAck", "FailureIsNoGoodbye", "MisfitIsRefused"
+  "JoinCatchesUp", "OneOutstanding", "RefusalIsNoAck", "FailureIsNoGoodbye", "MisfitIsRefused",
+  "HandInvalidates"
 }
 
 ASSUME Features \subseteq AllFeatures
@@ -549,6 +551,15 @@ Broken(w) ==
   /\ gone' = Gone(AllEnds(w))
   /\ UNCHANGED <<sender>>
 
+\* Other weights are written into the model by hand: it serves no version any more. What was decided stays decided, and
+\* the answer to it is true: it was applied.
+Invalidate(w) ==
+  /\ ReceiverMay(rstate[w], "INVALIDATED")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "INVALIDATED"))
+  /\ rdata' = [rdata EXCEPT ![w].served = IF Rule("HandInvalidates") THEN NoPayload ELSE @,
+                            ![w].live = <<NoPayload, NoPayload>>]
+  /\ UNCHANGED <<sender, letters, answers, gone>>
+
 \* The answer to what was decided, as it leaves.
 OwnAnswer(w) ==
   LET key == IF Rule("RefusalsRemembered") \/ rdata[w].answer = "ACK" THEN rdata[w].decided ELSE rdata[w].pending IN
@@ -733,6 +744,7 @@ Next ==
   \/ \E w \in Workers : Applied(w)
   \/ \E w \in If("refuse", Workers) : Refused(w)
   \/ \E w \in If("broken", Workers) : Broken(w)
+  \/ \E w \in If("invalidate", Workers) : Invalidate(w)
   \/ \E w \in Workers : Answered(w)
   \/ \E w \in Workers, s \in Senders, k \in Links : LinkDown(w, s, k)
   \/ \E w \in If("fail", Workers), s \in Senders, k \in Links : LinkFailed(w, s, k)
@@ -823,6 +835,10 @@ OnlyRows ==
 -----------------------------------------------------------------------------
 (* What the guarantees rest on: books that fit together, and messages that are neither lost nor invented *)
 
+\* Nothing but what is served changes at w: it was written over by hand.
+ByHand(w) ==
+  May("invalidate") /\ rstate'[w] = rstate[w]
+  /\ rdata'[w] = [rdata[w] EXCEPT !.served = NoPayload, !.live = <<NoPayload, NoPayload>>]
 Lower(a, b) == a[1] < b[1] \/ (a[1] = b[1] /\ a[2] < b[2])
 IsOutstanding(s) == sstate[s] \in {"pending_async", "awaiting_ack"}
 Keeps(s) == slife[s] = "alive" /\ slife'[s] = "alive" /\ sstate'[s] # Final
@@ -853,7 +869,7 @@ ReceiverBooks ==
     LET d == rdata[w] IN
     /\ d.fence = d.met /\ d.live = <<d.served, d.served>>
     /\ d.answer = "NONE" <=> d.decided = NoPayload
-    /\ d.answer = "ACK" /\ rstate[w] # Final => d.served = d.decided
+    /\ d.answer = "ACK" /\ rstate[w] # Final => d.served = d.decided \/ (May("invalidate") /\ d.served = NoPayload)
     /\ d.served = d.decided \/ Lower(d.served, d.decided)
     /\ d.decided[1] <= d.fence
     /\ d.pending # NoPayload => d.pending[1] = d.fence /\ Lower(d.decided, d.pending)
@@ -906,7 +922,7 @@ NothingIsLeftUnsaid ==
        /\ old.pending # NoPayload /\ new.pending # NoPayload /\ old.pending # new.pending =>
             Said("SUPERSEDED", old.pending)
        /\ rstate[w] # Final /\ rstate'[w] = Final => Said("BYE", NoPayload) \/ Said("FAILED", NoPayload)
-       /\ old.served # NoPayload /\ new.served = NoPayload /\ new # NewReceiver => Said("FAILED", NoPayload)
+       /\ old.served # NoPayload /\ new.served = NoPayload /\ new # NewReceiver /\ ~ByHand(w) => Said("FAILED", NoPayload)
        /\ old.link # NoLink /\ new.link = NoLink /\ new # NewReceiver /\ ~May("break") =>
             Said("BYE", NoPayload) \/ Said("FAILED", NoPayload)
        /\ new.link # old.link /\ new.link # NoLink =>
@@ -1077,6 +1093,7 @@ CallsArePossible ==
        /\ rstate[w] = "pending_async" => (ENABLED Applied(w)) /\ (ENABLED Refused(w)) /\ (ENABLED Broken(w))
        /\ rstate[w] = "awaiting_ack" => ENABLED Answered(w)
        /\ rstate[w] # Final => (ENABLED CloseReceiver(w)) /\ (ENABLED FailReceiver(w))
+       /\ ENABLED Invalidate(w)
        /\ Link(w) # NoLink /\ Open(Link(w)[1], w, Link(w)[2]) => ENABLED LinkFailed(w, Link(w)[1], Link(w)[2])
        /\ rstate[w] # Final /\ rdata[w].link # NoLink /\ ~Open(rdata[w].link[1], w, rdata[w].link[2]) =>
             ENABLED LinkDown(w, rdata[w].link[1], rdata[w].link[2])
@@ -1119,6 +1136,9 @@ AckedMeansServed ==
                                                /\ m.v = sdata'[s].roll[w].served
      /\ \A m \in answers' \ answers : m.kind = "ACK" =>
           \/ rdata'[m.w].served = <<m.inc, m.v, m.p>>
+          \* Written over by hand since: that it was served is in ServedChangesByApplied.
+          \/ May("invalidate") /\ rdata'[m.w].served = NoPayload /\ rdata[m.w].answer = "ACK"
+             /\ rdata[m.w].decided = <<m.inc, m.v, m.p>>
           \/ \E n \in answers : n.w = m.w /\ n.inc = m.inc /\ n.p = m.p /\ n.kind = "ACK"]_vars
 
 \* G3. Whoever looks finds both halves of one version. The serving lock that makes the swap one step is the code's.
@@ -1133,14 +1153,15 @@ ServingIsMonotone ==
 OneOutstanding ==
   [][\A s \in Senders : sdata'[s].serial # sdata[s].serial => sstate[s] = "ready" /\ Owing(s) = {}]_vars
 
-\* G6. What is served changes by APPLIED alone, or is given up whole; what was refused is not served.
+\* G6. What is served changes by APPLIED alone, or is given up whole, by hand too; what was refused is not served.
 RefusalKeepsServing ==
   /\ \A m \in answers : m.kind \in {"REFUSED", "SUPERSEDED"} /\ m.v # 0 /\ Link(m.w) = <<m.s, m.k>> =>
        rdata[m.w].served # <<m.inc, m.v, m.p>>
 ServedChangesByApplied ==
   [][\A w \in Workers : rdata'[w].served # rdata[w].served =>
        \/ rstate[w] = "pending_async" /\ rstate'[w] = "awaiting_ack" /\ rdata'[w].served = rdata[w].pending
-       \/ rdata'[w].served = NoPayload /\ (rstate'[w] = Final \/ rdata'[w] = NewReceiver)]_vars
+       \/ rdata'[w].served = NoPayload /\ (rstate'[w] = Final \/ rdata'[w] = NewReceiver)
+       \/ ByHand(w)]_vars
 
 \* G7. A version goes to those it was sent to, and behind the Hello of a joiner to whom it was due.
 OnlyTargetsChange ==
@@ -1164,7 +1185,7 @@ ClosedIsFinal ==
   [][/\ \A s \in Senders : sstate[s] = Final /\ slife'[s] = "alive" =>
           sstate'[s] = Final /\ sdata'[s] = sdata[s]
      /\ \A w \in Workers : rstate[w] = Final /\ rdata'[w] # NewReceiver =>
-          rstate'[w] = Final /\ rdata'[w].served = rdata[w].served]_vars
+          rstate'[w] = Final /\ (rdata'[w].served = rdata[w].served \/ ByHand(w))]_vars
 
 \* G10. A caller who waits is let go. Under FairClock by the clock alone; under FairWorld without any.
 EverySendEnds == \A s \in Senders : blocked[s] ~> ~blocked[s]

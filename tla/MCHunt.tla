@@ -7,7 +7,7 @@
 (***************************************************************************)
 EXTENDS MC, TLC
 
-Sights == 1..200
+Sights == 1..240
 ASSUME \A i \in Sights : TLCSet(i, FALSE)
 
 \* Say once that a situation was met. TLC reads the line: see weightsync/checker/output.py.
@@ -119,6 +119,7 @@ ReceiverRowsSeen == \A w \in Workers :
                                                    /\ answers' = answers)
   /\ See(148, "BROKEN", from = "pending_async" /\ rstate'[w] = Final /\ New("FAILED") # {}
                          /\ d.served # NoPayload /\ e.served = NoPayload)
+  /\ SeeIn(200, "INVALIDATED", from, stays /\ d.served # NoPayload /\ e.served = NoPayload)
   /\ See(149, "what was pending is dropped with its link", d.pending # NoPayload /\ e.pending = NoPayload
                                                             /\ e.link = NoLink)
   /\ See(150, "serves on after its link", d.link = NoLink /\ d.served # NoPayload /\ e.link # NoLink)

@@ -38,6 +38,7 @@ Acts(e) ==
     [] e.a = "Applied"        -> Applied(e.w)
     [] e.a = "Refused"        -> Refused(e.w)
     [] e.a = "Broken"         -> Broken(e.w)
+    [] e.a = "Invalidate"     -> Invalidate(e.w)
     [] e.a = "Answered"       -> Answered(e.w)
     [] e.a = "LinkDown"       -> LinkDown(e.w, e.s, e.k)
     [] e.a = "LinkFailed"     -> LinkDown(e.w, e.s, e.k) \/ LinkFailed(e.w, e.s, e.k)
@@ -68,7 +69,7 @@ ReceiverIs(w, e) ==
   /\ rstate'[w] = e.st
   /\ data.link = e.link /\ data.fence = e.fence /\ data.answer = e.answer
   /\ KeyIs(data.decided, e.decided) /\ KeyIs(data.pending, e.pending)
-  /\ e.spoiled \/ KeyIs(data.served, e.served)
+  /\ KeyIs(data.served, e.served)
 
 Shows(e) ==
   CASE e.a \in {"Copy", "CrashReceiver"} -> TRUE

@@ -114,6 +114,8 @@ class ReceiverInput(Enum):
     REFUSED = "REFUSED"
     #: The swap failed half way and could not be undone: the link ends as failed, nothing is served.
     BROKEN = "BROKEN"
+    #: Other weights were written into the model by hand: it serves no version any more.
+    INVALIDATED = "INVALIDATED"
     #: The answer left.
     ANSWERED = "ANSWERED"
     #: The link is gone or has failed, with whatever answer was owed; the version served stays.
@@ -214,6 +216,7 @@ RECEIVER_KINDS: Final[Mapping[ReceiverInput, InputKind]] = MappingProxyType(
         ReceiverInput.APPLIED: InputKind.CALL,
         ReceiverInput.REFUSED: InputKind.CALL,
         ReceiverInput.BROKEN: InputKind.CALL,
+        ReceiverInput.INVALIDATED: InputKind.CALL,
         ReceiverInput.ANSWERED: InputKind.LINK,
         ReceiverInput.LINK_DOWN: InputKind.LINK,
         ReceiverInput.CLOSE: InputKind.CALL,
@@ -285,6 +288,11 @@ RECEIVER_ROWS: Final[Mapping[tuple[State, ReceiverInput], State]] = MappingProxy
         (State.PENDING_ASYNC, ReceiverInput.APPLIED): State.AWAITING_ACK,
         (State.PENDING_ASYNC, ReceiverInput.REFUSED): State.AWAITING_ACK,
         (State.PENDING_ASYNC, ReceiverInput.BROKEN): State.CLOSED,
+        (State.UNINITIALIZED, ReceiverInput.INVALIDATED): State.UNINITIALIZED,
+        (State.READY, ReceiverInput.INVALIDATED): State.READY,
+        (State.PENDING_ASYNC, ReceiverInput.INVALIDATED): State.PENDING_ASYNC,
+        (State.AWAITING_ACK, ReceiverInput.INVALIDATED): State.AWAITING_ACK,
+        (State.CLOSED, ReceiverInput.INVALIDATED): State.CLOSED,
         (State.AWAITING_ACK, ReceiverInput.ANSWERED): State.READY,
         (State.UNINITIALIZED, ReceiverInput.LINK_DOWN): State.UNINITIALIZED,
         (State.READY, ReceiverInput.LINK_DOWN): State.UNINITIALIZED,

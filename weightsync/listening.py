@@ -11,6 +11,7 @@ from weightsync.driving.traced import receiver_driver
 from weightsync.errors import ConfigurationError, ModelBusyError
 from weightsync.messages import Ack
 from weightsync.paths import _resolve_model
+from weightsync.protocol import receiver as pure
 from weightsync.serving import ServingLock
 from weightsync.side import Side, pipes_travel
 from weightsync.target import Target
@@ -89,7 +90,7 @@ class Listening(Side):
                     self._make_target()
             finally:
                 if self.version is not None and not self._serves_the_same():
-                    self._driver.spoil()
+                    self._driver.take(pure.Invalidate())
         if self._attendant is not None:
             self._attendant.model_set(model)
 

@@ -131,6 +131,8 @@ def _results(world: World, w: int) -> Iterator[Attempt]:
     if may("broken"):
         yield ("Broken", w), lambda: _ended(world, w, receiving.Broken())
     yield ("Answered", w), lambda: _answered(world, w)
+    if may("invalidate"):
+        yield ("Invalidate", w), lambda: _invalidated(world, w)
     if may("bye"):
         yield ("CloseReceiver", w), lambda: _ended(world, w, receiving.Close())
     if may("fail"):
@@ -162,6 +164,11 @@ def _refused(world: World, w: int) -> World:
     )
     world = heard(world, w, receiving.Refused(refusal))
     return world.with_worker(w, replace(world.worker(w), pending_p=0, decided_p=worker.pending_p))
+
+
+def _invalidated(world: World, w: int) -> World:
+    world = heard(world, w, receiving.Invalidate())
+    return world.with_worker(w, replace(world.worker(w), served_p=0))
 
 
 def _answered(world: World, w: int) -> World:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -261,7 +261,14 @@ def test_g9_close_keeps_what_is_served(receiver: Receiver) -> None:
     assert receiver.take(pure.Close()).to is State.CLOSED
 
 
-def test_spoiled_by_hand_nothing_is_served(receiver: Receiver) -> None:
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_is_written_by_hand_is_of_no_version_and_what_was_decided_stays(receiver: Receiver, closed: bool) -> None:
     receiver.applies(5, 1)
+    if closed:
+        receiver.take(pure.Close())
+    before = receiver.data
 
-    assert pure.spoiled(receiver.data).served is None
+    step = receiver.take(pure.Invalidate())
+
+    assert (step.input, step.effects) == (ReceiverInput.INVALIDATED, ())
+    assert receiver.data == replace(before, served=None)

@@ -329,4 +329,4 @@ def test_a_loss_that_is_late_changes_nothing() -> None:
 
 
 def test_what_was_written_by_hand_is_served_by_no_version() -> None:
-    assert receiver.spoiled(SERVING) == replace(SERVING, served=None)
+    assert receiver.step(State.READY, SERVING, receiver.Invalidate()).data == replace(SERVING, served=None)

@@ -129,11 +129,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self._finish()
             self.waker.fire()
 
-    def spoil(self) -> None:
-        """Somebody wrote other weights into the model by hand: no version is served any more."""
-        with self.lock:
-            self.data = pure.spoiled(self.data)
-
     def _hint(self, asked: str) -> str:  # noqa: ARG002 - no method of a receiver has a hint of its own
         return receiver_hint(self.machine.state, self.data)
 

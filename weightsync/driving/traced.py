@@ -147,12 +147,6 @@ class TracedReceiverDriver(ReceiverDriver):
             self._tell(What.RELEASED, nested=nested)
             super().release(nested)
 
-    def spoil(self) -> None:
-        """Somebody wrote other weights into the model by hand: no version is served any more."""
-        with self.lock:
-            super().spoil()
-            self._tell(What.SPOILED, data=self.data)
-
     def _write(self, link: int, message: Message) -> None:
         if link in self._links:
             self._tell(What.SENT, link=link, message=message)

@@ -32,7 +32,7 @@ class ReceiverData:
     answer: Ack | Refusal | None = None
     #: The key that has arrived and is neither applied nor refused.
     pending: Key | None = None
-    #: The key that the model serves, whole; None: none yet, or spoiled by hand.
+    #: The key that the model serves, whole; None: none yet, or other weights were written by hand.
     served: Key | None = None
 
 
@@ -80,6 +80,11 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True)
+class Invalidate:
+    """Somebody wrote other weights into the model by hand: it serves no version any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answered:
     """The answer to the version decided last has left."""
 
@@ -113,7 +118,19 @@ class Fail:
     remote_traceback: str = ""
 
 
-Event = HelloArrived | UpdateArrived | Applied | Refused | Broken | Answered | LinkDown | Goodbye | Close | Fail
+Event = (
+    HelloArrived
+    | UpdateArrived
+    | Applied
+    | Refused
+    | Broken
+    | Invalidate
+    | Answered
+    | LinkDown
+    | Goodbye
+    | Close
+    | Fail
+)
 
 # ----------------------------------------------------------------------------------------------- effects
 
@@ -216,6 +233,7 @@ _OWN = {
     Applied: ReceiverInput.APPLIED,
     Refused: ReceiverInput.REFUSED,
     Broken: ReceiverInput.BROKEN,
+    Invalidate: ReceiverInput.INVALIDATED,
     Answered: ReceiverInput.ANSWERED,
     Close: ReceiverInput.CLOSE,
     Fail: ReceiverInput.CLOSE,
@@ -294,6 +312,8 @@ def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[Re
             return replace(data, link=None, pending=None), () if data.link is None else (Leave(data.link),)
         case Fail(reason, trace):
             return replace(data, link=None, pending=None), _fail(data, data.link, reason, trace)
+        case Invalidate():
+            return replace(data, served=None), ()
         case Answered():
             return data, ()
 
@@ -369,8 +389,3 @@ def _fail(data: ReceiverData, link: int | None, reason: str, trace: str) -> tupl
     if link is None:
         return ()
     return Disown(link, data.fence, RefusalKind.FAILED, reason, trace), CloseLink(link)
-
-
-def spoiled(data: ReceiverData) -> ReceiverData:
-    """The value after somebody wrote other weights into the model by hand: no version is served any more."""
-    return replace(data, served=None)

@@ -9,8 +9,8 @@ from weightsync._tables import RefusalKind, State
 from weightsync.checker.second.bounds import Bounds
 from weightsync.checker.second.invariants import Invariant
 from weightsync.checker.second.naming import OUTSTANDING
-from weightsync.checker.second.steps import Step, StepProperty
-from weightsync.checker.second.words import NEW_RECEIVER, NO_LINK, NO_PAYLOAD, Letter, Node, Receiver, Word
+from weightsync.checker.second.steps import Step, StepProperty, by_hand
+from weightsync.checker.second.words import NEW_RECEIVER, NO_LINK, NO_PAYLOAD, Letter, Node, Payload, Receiver, Word
 
 _CLOSED, _READY, _AWAITING = State.CLOSED.value, State.READY.value, State.AWAITING_ACK.value
 _REFUSALS = {kind.name for kind in RefusalKind}
@@ -57,16 +57,17 @@ def _entry_fits(node: Node, s: int, w: int) -> bool:
 
 def receiver_books(bounds: Bounds, node: Node) -> bool:
     """What a receiver remembers fits together: the fence is what it met, what it acked it serves."""
-    return all(_receiver_fits(r, state) for r, state in zip(node.rdata, node.rstate, strict=True))
+    overwritten = {NO_PAYLOAD} if "invalidate" in bounds.features else set()
+    return all(_receiver_fits(r, state, overwritten) for r, state in zip(node.rdata, node.rstate, strict=True))
 
 
-def _receiver_fits(receiver: Receiver, state: str) -> bool:
+def _receiver_fits(receiver: Receiver, state: str, overwritten: set[Payload]) -> bool:
     decided, pending, served = receiver.decided, receiver.pending, receiver.served
     return (
         receiver.fence == receiver.met >= decided[0]
         and receiver.live == (served, served)
         and (receiver.answer == "NONE") is (decided == NO_PAYLOAD)
-        and (receiver.answer != "ACK" or state == _CLOSED or served == decided)
+        and (receiver.answer != "ACK" or state == _CLOSED or served in {decided} | overwritten)
         and (served == decided or served[:2] < decided[:2])
         and (pending == NO_PAYLOAD or (pending[0] == receiver.fence and decided[:2] < pending[:2]))
         and (state != _AWAITING or decided[0] == receiver.fence)
@@ -155,7 +156,7 @@ def _parted(step: Step, w: int, words: set[str]) -> list[bool]:
     broke = {label[0] for label in step.labels} <= {"LinkDown"}
     if closed or (new.link == NO_LINK and not broke):
         due.append(bool(words & {"BYE", "FAILED"}))
-    if old.served != NO_PAYLOAD == new.served:
+    if old.served != NO_PAYLOAD == new.served and not by_hand(step, w):
         due.append("FAILED" in words)
     return due
 

@@ -97,6 +97,13 @@ def _no_success_after_interrupt(bounds: Bounds, step: Step) -> bool:
     return True
 
 
+def _nobody_serves_again(bounds: Bounds, step: Step) -> bool:
+    """No model that was written over by hand comes to serve another version."""
+    lives = zip(step.old.rdata, step.new.rdata, strict=True)
+    again = any(NO_PAYLOAD not in (old.decided, new.served) and old.served == NO_PAYLOAD for old, new in lives)
+    return not again or "invalidate" not in bounds.features
+
+
 def _nothing_breaks(bounds: Bounds, step: Step) -> bool:
     served = ((old.served, new.served) for old, new in zip(step.old.rdata, step.new.rdata, strict=True))
     return not any(old != NO_PAYLOAD == new for old, new in served)
@@ -215,6 +222,7 @@ STEP_CANARIES: Mapping[str, StepProperty] = {
     "NoSecondAnswer": _no_second_answer,
     "NoSuccessAfterInterrupt": _no_success_after_interrupt,
     "NothingBreaks": _nothing_breaks,
+    "NobodyServesAgain": _nobody_serves_again,
     "EveryAnswerLeaves": _every_answer_leaves,
     "OnlyTheLatestSendChanges": _only_the_latest_send_changes,
     "NoBye": _no_bye,

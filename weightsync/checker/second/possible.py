@@ -28,6 +28,7 @@ _FEATURES = {
     "Broken": "broken",
     "CloseReceiver": "bye",
     "FailReceiver": "fail",
+    "Invalidate": "invalidate",
     "LinkFailed": "fail",
 }
 _Message = TypeVar("_Message", Letter, Word)
@@ -76,6 +77,7 @@ def _of_receivers(bounds: Bounds, node: Node) -> Iterator[Label]:
         state, link = node.rstate[w - 1], node.receiver(w).link
         if state == _PENDING:
             yield from (("Applied", w), ("Refused", w), ("Broken", w))
+        yield ("Invalidate", w)
         if state == _AWAITING:
             yield ("Answered", w)
         if state != _CLOSED:

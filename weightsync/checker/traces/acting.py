@@ -174,7 +174,7 @@ class WorkerActs:
         if sent is not None and self._arrived(machine, sent):
             step = receiving.step(sent.state, sent.after, receiving.Answered())  # type: ignore[arg-type]
             answered = replace(sent, event=receiving.Answered(), state=step.to, after=step.data)
-            shown = self._receiver_shown(machine, answered, spoiled=True)  # what it serves is as it was
+            shown = self._receiver_shown(machine, answered)
             yield sent.line.time, Acted(sent.line, {"a": "Answered", "w": w, **shown})
 
     def _arrived(self, machine: Machine, moment: Moment) -> bool:
@@ -196,20 +196,18 @@ class WorkerActs:
                         yield moment.line.time
 
     def _of_receiver(self, machine: Machine, w: int) -> Iterator[tuple[int, Acted]]:
-        spoiled = False
         #: The answer that was given to a link and is not known to have left.
         owed: Moment | None = None
         for moment in machine.moments:
             event, line = moment.event, moment.line
-            if line.what is What.SPOILED:
-                spoiled = True
             if line.what is What.SENT and isinstance(moment.message, Ack | Refusal):
                 owed = moment if moment.state is State.AWAITING_ACK and moment.message == _answer(moment) else owed
             if line.what is What.REFUSED:
                 raise BeyondTheModelError("a peer broke the protocol")
+            if isinstance(event, receiving.Invalidate) and owed is not None:
+                raise BeyondTheModelError("weights were written by hand while an answer was on its way")
             if line.what is not What.STEP or moment.step is None or moment.step.input is None:
                 continue
-            spoiled = spoiled and not isinstance(event, receiving.Applied)
             time = line.time
             if isinstance(event, receiving.Answered) and owed is not None:
                 # The model's answer leaves when the receiver knows that it has; a sender may have read it before.
@@ -219,7 +217,7 @@ class WorkerActs:
                 owed = None
             action = self._receiver_action(machine, w, moment)
             if action is not None:
-                yield time, Acted(line, {**action, **self._receiver_shown(machine, moment, spoiled)})
+                yield time, Acted(line, {**action, **self._receiver_shown(machine, moment)})
         yield from self._unnoticed(machine, w, owed)
 
     def _receiver_action(self, machine: Machine, w: int, moment: Moment) -> dict[str, Value] | None:
@@ -241,7 +239,7 @@ class WorkerActs:
             case _:
                 return {"a": type(event).__name__, "w": w}
 
-    def _receiver_shown(self, machine: Machine, moment: Moment, spoiled: bool) -> dict[str, Value]:
+    def _receiver_shown(self, machine: Machine, moment: Moment) -> dict[str, Value]:
         data = moment.after
         assert isinstance(data, receiving.ReceiverData)
         where = (0, 0)
@@ -256,7 +254,6 @@ class WorkerActs:
             "fence": self._names.ranks.get(data.fence, 0),
             "decided": self._names.key(data.decided),
             "pending": self._names.key(data.pending),
-            "spoiled": spoiled,
             "served": self._names.key(data.served),
             "answer": kind,
         }

@@ -167,9 +167,6 @@ class _Player:
                 self._holding = True
             case What.RELEASED:
                 self._released(decoded(SyncReport | None, line.said["nested"]))
-            case What.SPOILED if isinstance(self._data, receiving.ReceiverData):
-                self._data = receiving.spoiled(self._data)
-                self._compare(line, {"data": self._data})
             case What.TOLD:
                 self._told(line)
         return None, None
