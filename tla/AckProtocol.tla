@@ -39,6 +39,7 @@ AllFeatures == {
   "bye",        \* a receiver is closed and says so
   "refuse",     \* an update does not fit
   "broken",     \* a swap fails half way
+  "defer",      \* a worker hands a version on to workers of its own before it answers
   "invalidate", \* other weights are written into a worker's model by hand
   "fail",       \* something fails at a worker, which says so: at a link of its own, or it is closed for it
   "misfit",     \* a handshake does not fit
@@ -56,7 +57,7 @@ AllRules == {
   "IdleLinksWatched", "UnsentAnswerEndsLink", "LiveTarget", "CloseWakesCaller", "SwapIsOneStep",
   "PendingNeverEndsItself", "NamesIncarnation", "WholeSwap", "CopyStartsEmpty", "OnlyTargets", "ClosedIsClosed",
   "JoinCatchesUp", "OneOutstanding", "RefusalIsNoAck", "FailureIsNoGoodbye", "MisfitIsRefused",
-  "HandInvalidates"
+  "HandInvalidates", "DeferredWaits"
 }
 
 ASSUME Features \subseteq AllFeatures
@@ -502,7 +503,7 @@ UpdateArrived(w, s, k, v) ==
   \E m \in letters :
     LET key == <<sdata[s].incarnation, v, m.p>>
         input == NameUpdate(w, key)
-        again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) IN
+        again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) /\ rdata[w].answer # "DEFERRED" IN
     /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ LetterDue(m)
     /\ Link(w) = <<s, k>> /\ ReceiverMay(rstate[w], input)
     /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
@@ -531,6 +532,25 @@ Applied(w) ==
                             ![w].served = key, ![w].live = <<key, key>>]
   /\ sdata' = Did(w, key)
   /\ UNCHANGED <<sstate, slife, blocked, letters, answers, gone>>
+
+\* Applied, and handed on to workers of its own before the answer leaves.
+Defer(w) ==
+  LET key == rdata[w].pending IN
+  /\ ReceiverMay(rstate[w], "DEFERRED")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "DEFERRED"))
+  /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload, ![w].decided = key, ![w].answer = "DEFERRED",
+                            ![w].served = key, ![w].live = <<key, key>>]
+  /\ sdata' = Did(w, key)
+  /\ UNCHANGED <<sstate, slife, blocked, letters, answers, gone>>
+
+\* It was handed on. In awaiting_ack the answer leaves in Answered; else over the link in force, if that is its sender's.
+SendAck(w) ==
+  LET due == Link(w) # NoLink /\ rdata[w].decided[1] = rdata[w].fence /\ rstate[w] # "awaiting_ack" IN
+  /\ rdata[w].answer = "DEFERRED" /\ ReceiverMay(rstate[w], "SEND_ACK")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "SEND_ACK"))
+  /\ rdata' = [rdata EXCEPT ![w].answer = "ACK"]
+  /\ answers' = IF due THEN Posted(answers, Word(Link(w)[1], w, Link(w)[2], rdata[w].decided, "ACK", 0)) ELSE answers
+  /\ UNCHANGED <<sender, letters, gone>>
 
 Refused(w) ==
   LET key == rdata[w].pending IN
@@ -563,10 +583,13 @@ Invalidate(w) ==
 \* The answer to what was decided, as it leaves.
 OwnAnswer(w) ==
   LET key == IF Rule("RefusalsRemembered") \/ rdata[w].answer = "ACK" THEN rdata[w].decided ELSE rdata[w].pending IN
-  Word(Link(w)[1], w, Link(w)[2], key, rdata[w].answer, IF rdata[w].answer = "ACK" THEN 0 ELSE rdata[w].fence)
+  IF rdata[w].answer = "DEFERRED" /\ ~Rule("DeferredWaits")
+  THEN Word(Link(w)[1], w, Link(w)[2], rdata[w].decided, "ACK", 0)
+  ELSE Word(Link(w)[1], w, Link(w)[2], key, rdata[w].answer, IF rdata[w].answer = "ACK" THEN 0 ELSE rdata[w].fence)
 
 Answered(w) ==
   /\ ReceiverMay(rstate[w], "ANSWERED") /\ Link(w) # NoLink
+  /\ rdata[w].answer # "DEFERRED" \/ ~Rule("DeferredWaits")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "ANSWERED"))
   /\ answers' = Posted(answers, OwnAnswer(w))
   /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload]
@@ -742,6 +765,8 @@ Next ==
   \/ \E w \in If("misfit", Workers), s \in Senders, k \in Links : Misfit(w, s, k)
   \/ \E w \in Workers, s \in Senders, k \in Links, v \in Versions : UpdateArrived(w, s, k, v)
   \/ \E w \in Workers : Applied(w)
+  \/ \E w \in If("defer", Workers) : Defer(w)
+  \/ \E w \in If("defer", Workers) : SendAck(w)
   \/ \E w \in If("refuse", Workers) : Refused(w)
   \/ \E w \in If("broken", Workers) : Broken(w)
   \/ \E w \in If("invalidate", Workers) : Invalidate(w)
@@ -790,7 +815,7 @@ TypeOK ==
        /\ d.fence \in Incarnations /\ d.met \in Incarnations
        /\ d.decided \in Payloads /\ d.pending \in Payloads /\ d.served \in Payloads
        /\ d.live[1] \in Payloads /\ d.live[2] \in Payloads
-       /\ d.answer \in {"NONE", "ACK", "REFUSED"}
+       /\ d.answer \in {"NONE", "ACK", "DEFERRED", "REFUSED"}
 
 \* The data says what the state says.
 Consistent ==
@@ -869,7 +894,7 @@ ReceiverBooks ==
     LET d == rdata[w] IN
     /\ d.fence = d.met /\ d.live = <<d.served, d.served>>
     /\ d.answer = "NONE" <=> d.decided = NoPayload
-    /\ d.answer = "ACK" /\ rstate[w] # Final => d.served = d.decided \/ (May("invalidate") /\ d.served = NoPayload)
+    /\ d.answer \in {"ACK", "DEFERRED"} /\ rstate[w] # Final => d.served = d.decided \/ (May("invalidate") /\ d.served = NoPayload)
     /\ d.served = d.decided \/ Lower(d.served, d.decided)
     /\ d.decided[1] <= d.fence
     /\ d.pending # NoPayload => d.pending[1] = d.fence /\ Lower(d.decided, d.pending)
@@ -897,7 +922,9 @@ AnswersSayWhatHappened ==
        /\ m.kind \in {"HELLO", "ACK", "BYE"} => m.fence = 0
        /\ m.kind \in RefusalKinds => m.fence = new.fence
        /\ CASE m.kind = "HELLO" -> m.v = 0 /\ m.p = 0 /\ new.link = <<m.s, m.k>> /\ old.link # new.link
-            [] m.kind = "ACK" -> decided /\ old.link = <<m.s, m.k>>
+            [] m.kind = "ACK" ->
+                 /\ old.link = <<m.s, m.k>> /\ Key(m) = old.decided /\ new.decided = old.decided
+                 /\ old.answer \in {"ACK", "DEFERRED"} /\ new.answer = "ACK"
             [] m.kind = "BYE" -> m.v = 0 /\ old.link = <<m.s, m.k>> /\ CloseReceiver(m.w)
             [] m.kind = "FAILED" -> m.v = 0 /\ old.link = <<m.s, m.k>> /\ new.link = NoLink /\ m.inc = m.fence
             [] m.kind = "FENCED" ->
@@ -919,6 +946,8 @@ NothingIsLeftUnsaid ==
            Said(kind, key) == heard => \E m \in answers' : OverLink(m) = <<s, w, old.link[2]>> /\ m.kind = kind
                                                            /\ (key # NoPayload => Key(m) = key) IN
        /\ rstate[w] = "awaiting_ack" /\ rstate'[w] = "ready" /\ new.link = old.link => Said(old.answer, old.decided)
+       /\ old.answer = "DEFERRED" /\ new.answer = "ACK" /\ new.decided = old.decided /\ rstate[w] # "awaiting_ack"
+          /\ old.decided[1] = old.fence => Said("ACK", old.decided)
        /\ old.pending # NoPayload /\ new.pending # NoPayload /\ old.pending # new.pending =>
             Said("SUPERSEDED", old.pending)
        /\ rstate[w] # Final /\ rstate'[w] = Final => Said("BYE", NoPayload) \/ Said("FAILED", NoPayload)
@@ -947,7 +976,7 @@ LettersAreRead ==
          /\ m.v # 0 /\ (Lower(key, old.decided) \/ Lower(key, old.pending)) /\ ~again =>
               /\ \E n \in answers' : OverLink(n) = OverLink(m) /\ n.kind = "STALE" /\ Key(n) = key
               /\ new = old
-         /\ m.v # 0 /\ again => Heard(m.s, m.w, m.k, old.answer) /\ new = old]_vars
+         /\ m.v # 0 /\ again => (old.answer = "DEFERRED" \/ Heard(m.s, m.w, m.k, old.answer)) /\ new = old]_vars
 
 \* Answers are cut: those of one link, which broke or is about to be given up; nobody does anything.
 IsCut ==
@@ -1090,8 +1119,9 @@ CallsArePossible ==
             /\ Open(s, w, e.link) /\ ~gone[s][w] => ENABLED GiveUp(s, w)
             /\ gone[s][w] /\ ~(\E m \in answers : OverLink(m) = <<s, w, e.link>>) => ENABLED Notice(s, w)
   /\ \A w \in Workers :
-       /\ rstate[w] = "pending_async" => (ENABLED Applied(w)) /\ (ENABLED Refused(w)) /\ (ENABLED Broken(w))
-       /\ rstate[w] = "awaiting_ack" => ENABLED Answered(w)
+       /\ rstate[w] = "pending_async" => (ENABLED Applied(w)) /\ (ENABLED Refused(w)) /\ (ENABLED Broken(w)) /\ (ENABLED Defer(w))
+       /\ rstate[w] = "awaiting_ack" /\ rdata[w].answer # "DEFERRED" => ENABLED Answered(w)
+       /\ rstate[w] # Final /\ rdata[w].answer = "DEFERRED" => ENABLED SendAck(w)
        /\ rstate[w] # Final => (ENABLED CloseReceiver(w)) /\ (ENABLED FailReceiver(w))
        /\ ENABLED Invalidate(w)
        /\ Link(w) # NoLink /\ Open(Link(w)[1], w, Link(w)[2]) => ENABLED LinkFailed(w, Link(w)[1], Link(w)[2])
@@ -1137,7 +1167,7 @@ AckedMeansServed ==
      /\ \A m \in answers' \ answers : m.kind = "ACK" =>
           \/ rdata'[m.w].served = <<m.inc, m.v, m.p>>
           \* Written over by hand since: that it was served is in ServedChangesByApplied.
-          \/ May("invalidate") /\ rdata'[m.w].served = NoPayload /\ rdata[m.w].answer = "ACK"
+          \/ May("invalidate") /\ rdata'[m.w].served = NoPayload /\ rdata'[m.w].answer = "ACK"
              /\ rdata[m.w].decided = <<m.inc, m.v, m.p>>
           \/ \E n \in answers : n.w = m.w /\ n.inc = m.inc /\ n.p = m.p /\ n.kind = "ACK"]_vars
 
@@ -1257,6 +1287,7 @@ FairClock == \A s \in Fair("Deadline", Senders) : WF_vars(Deadline(s))
 FairWorld ==
   /\ \A w \in Fair("Reads", Workers) : WF_vars(Reads(w))
   /\ \A w \in Fair("Applied", Workers) : WF_vars(Applied(w))
+  /\ \A w \in Fair("SendAck", Workers) : WF_vars(SendAck(w))
   /\ \A w \in Fair("Answered", Workers) : WF_vars(Answered(w))
   /\ \A s \in Fair("Hears", Senders), w \in Workers : WF_vars(Hears(s, w))
   /\ \A s \in Fair("Notice", Senders), w \in Workers : WF_vars(Notice(s, w))

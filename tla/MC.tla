@@ -129,6 +129,11 @@ ServesAgain == \E w \in Workers :
   May("invalidate") /\ rdata[w].served = NoPayload /\ rdata[w].decided # NoPayload /\ rdata'[w].served # NoPayload
 NobodyServesAgain == [][~ServesAgain]_vars
 
+\* A deferred answer leaves over another link than its update came over.
+DeferredElsewhere == \E w \in Workers :
+  rdata[w].answer = "DEFERRED" /\ rdata[w].link # NoLink /\ rstate[w] # "awaiting_ack" /\ NewAnswer("ACK")
+NothingDeferredElsewhere == [][~DeferredElsewhere]_vars
+
 \* An answer cannot be sent: the link goes down.
 UnsentAnswer == \E w \in Workers : rstate[w] = "awaiting_ack" /\ rstate'[w] = "uninitialized"
 EveryAnswerLeaves == [][~UnsentAnswer]_vars

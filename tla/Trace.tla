@@ -36,6 +36,8 @@ Acts(e) ==
     [] e.a = "Misfit"         -> Misfit(e.w, e.s, e.k)
     [] e.a = "UpdateArrived"  -> UpdateArrived(e.w, e.s, e.k, e.n)
     [] e.a = "Applied"        -> Applied(e.w)
+    [] e.a = "Defer"          -> Defer(e.w)
+    [] e.a = "SendAck"        -> SendAck(e.w)
     [] e.a = "Refused"        -> Refused(e.w)
     [] e.a = "Broken"         -> Broken(e.w)
     [] e.a = "Invalidate"     -> Invalidate(e.w)

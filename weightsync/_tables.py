@@ -110,6 +110,10 @@ class ReceiverInput(Enum):
     NEWER = "NEWER"
     #: All tensors of the version are live, none of the old remain.
     APPLIED = "APPLIED"
+    #: All tensors of the version are live; the worker hands it on to workers of its own before it answers.
+    DEFERRED = "DEFERRED"
+    #: The version was handed on: the deferred answer leaves now, and says what became of it there.
+    SEND_ACK = "SEND_ACK"
     #: It did not fit: nothing was changed.
     REFUSED = "REFUSED"
     #: The swap failed half way and could not be undone: the link ends as failed, nothing is served.
@@ -214,6 +218,8 @@ RECEIVER_KINDS: Final[Mapping[ReceiverInput, InputKind]] = MappingProxyType(
         ReceiverInput.STALE: InputKind.MESSAGE,
         ReceiverInput.NEWER: InputKind.MESSAGE,
         ReceiverInput.APPLIED: InputKind.CALL,
+        ReceiverInput.DEFERRED: InputKind.CALL,
+        ReceiverInput.SEND_ACK: InputKind.CALL,
         ReceiverInput.REFUSED: InputKind.CALL,
         ReceiverInput.BROKEN: InputKind.CALL,
         ReceiverInput.INVALIDATED: InputKind.CALL,
@@ -286,6 +292,11 @@ RECEIVER_ROWS: Final[Mapping[tuple[State, ReceiverInput], State]] = MappingProxy
         (State.PENDING_ASYNC, ReceiverInput.STALE): State.PENDING_ASYNC,
         (State.PENDING_ASYNC, ReceiverInput.NEWER): State.PENDING_ASYNC,
         (State.PENDING_ASYNC, ReceiverInput.APPLIED): State.AWAITING_ACK,
+        (State.PENDING_ASYNC, ReceiverInput.DEFERRED): State.AWAITING_ACK,
+        (State.UNINITIALIZED, ReceiverInput.SEND_ACK): State.UNINITIALIZED,
+        (State.READY, ReceiverInput.SEND_ACK): State.READY,
+        (State.PENDING_ASYNC, ReceiverInput.SEND_ACK): State.PENDING_ASYNC,
+        (State.AWAITING_ACK, ReceiverInput.SEND_ACK): State.AWAITING_ACK,
         (State.PENDING_ASYNC, ReceiverInput.REFUSED): State.AWAITING_ACK,
         (State.PENDING_ASYNC, ReceiverInput.BROKEN): State.CLOSED,
         (State.UNINITIALIZED, ReceiverInput.INVALIDATED): State.UNINITIALIZED,

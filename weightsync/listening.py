@@ -100,6 +100,7 @@ class Listening(Side):
 
     def _served_digest(self) -> bytes | None:
         answer = self._driver.data.answer
+        answer = answer.ack if isinstance(answer, pure.Deferred) else answer
         return answer.digest if isinstance(answer, Ack) and answer.digest else None
 
     def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:

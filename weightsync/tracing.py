@@ -74,10 +74,6 @@ class What(enum.Enum):
     FAILED = "failed"
     #: A link is closed, with a goodbye where that can still be said.
     CLOSED = "closed"
-    #: The answer to the next version is held back until RELEASED.
-    HELD = "held"
-    #: The answer leaves, with what became of the version where it was handed on to.
-    RELEASED = "released"
     #: A caller is told what became of a version, or is known of it so far: returned, or raised with an error.
     TOLD = "told"
 

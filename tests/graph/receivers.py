@@ -125,12 +125,16 @@ def _link_down(world: World, w: int, s: int, k: int, failure: str = "") -> World
 
 def _results(world: World, w: int) -> Iterator[Attempt]:
     worker, may = world.worker(w), world.bounds.features.__contains__
-    yield ("Applied", w), lambda: _applied(world, w)
+    yield ("Applied", w), lambda: _applied(world, w, receiving.Applied)
     if may("refuse"):
         yield ("Refused", w), lambda: _refused(world, w)
     if may("broken"):
         yield ("Broken", w), lambda: _ended(world, w, receiving.Broken())
     yield ("Answered", w), lambda: _answered(world, w)
+    if may("defer"):
+        yield ("Defer", w), lambda: _applied(world, w, receiving.Defer)
+        if isinstance(worker.data.answer, receiving.Deferred):
+            yield ("SendAck", w), lambda: _ack_sent(world, w)
     if may("invalidate"):
         yield ("Invalidate", w), lambda: _invalidated(world, w)
     if may("bye"):
@@ -141,11 +145,11 @@ def _results(world: World, w: int) -> Iterator[Attempt]:
         yield ("CrashReceiver", w), lambda: _crash(world, w)
 
 
-def _applied(world: World, w: int) -> World:
+def _applied(world: World, w: int, event: type[receiving.Applied | receiving.Defer]) -> World:
     worker = world.worker(w)
     incarnation, version = worker.data.pending or (0, 0)
     ack = Ack(model_id=MODEL, incarnation=incarnation, version=version)
-    world = heard(world, w, receiving.Applied(ack))
+    world = heard(world, w, event(ack))
     serial = worker.pending_p
     world = world.with_worker(w, replace(world.worker(w), pending_p=0, decided_p=serial, served_p=serial))
     for s, trainer in enumerate(world.trainers, 1):
@@ -166,6 +170,12 @@ def _refused(world: World, w: int) -> World:
     return world.with_worker(w, replace(world.worker(w), pending_p=0, decided_p=worker.pending_p))
 
 
+def _ack_sent(world: World, w: int) -> World | None:
+    if world.worker(w).state is State.CLOSED:
+        return None  # it is LATE
+    return heard(world, w, receiving.SendAck())
+
+
 def _invalidated(world: World, w: int) -> World:
     world = heard(world, w, receiving.Invalidate())
     return world.with_worker(w, replace(world.worker(w), served_p=0))
@@ -175,7 +185,7 @@ def _answered(world: World, w: int) -> World:
     worker = world.worker(w)
     world = heard(world, w, receiving.Answered())
     assert worker.data.link is not None
-    assert worker.data.answer is not None
+    assert isinstance(worker.data.answer, Ack | Refusal)
     return posted(world, word_of(world, worker.data.link, w, worker.data.answer, worker))
 
 

@@ -33,6 +33,7 @@ _OWN_CALLS = {
 }
 _OWN_RESULTS = {
     receiving.Applied: _R.APPLIED,
+    receiving.Defer: _R.DEFERRED,
     receiving.Refused: _R.REFUSED,
     receiving.Broken: _R.BROKEN,
     receiving.Invalidate: _R.INVALIDATED,
@@ -81,6 +82,8 @@ def receiver_events(bounds: Bounds) -> list[receiving.Event]:
     refusal = Refusal(model_id=MODEL, incarnation=1, version=1, kind=RefusalKind.REFUSED, fence=1)
     return [
         receiving.Applied(Ack(model_id=MODEL, incarnation=1, version=1)),
+        receiving.Defer(Ack(model_id=MODEL, incarnation=1, version=1)),
+        receiving.SendAck(),
         receiving.Refused(refusal),
         receiving.Broken(),
         receiving.Invalidate(),
@@ -174,6 +177,12 @@ def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving
             if state is State.CLOSED or (data.link is not None and (link, incarnation) != (data.link, data.fence)):
                 return None
             taken = _R.LINK_DOWN
+        case receiving.SendAck():
+            if state is State.CLOSED or not isinstance(data.answer, receiving.Deferred):
+                return None
+            taken = _R.SEND_ACK
+        case receiving.Answered() if isinstance(data.answer, receiving.Deferred):
+            return StateError
         case receiving.HelloArrived():
             taken = _hello(state, data, event)
         case receiving.UpdateArrived(link, incarnation, version):
@@ -188,6 +197,8 @@ def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving
 
 def closed_beside(data: receiving.ReceiverData, event: receiving.Event) -> tuple[receiving.Effect, ...]:
     """What follows where an end is LATE: the link closes, and hears what failed; another's goodbye ends nothing."""
+    if isinstance(event, receiving.SendAck):
+        return ()
     assert isinstance(event, receiving.LinkDown | receiving.Goodbye)
     closing = receiving.CloseLink(event.link)
     if isinstance(event, receiving.Goodbye):

@@ -103,12 +103,12 @@ PLANTED = {
     "an undocumented input": (
         'meaning = "the answer left"\n',
         "",
-        "receiver.input 12: 'meaning' is missing",
+        "receiver.input 14: 'meaning' is missing",
     ),
     "a meaning that says nothing": (
         'meaning = "the answer left"\n',
         'meaning = " "\n',
-        "receiver.input 12: 'meaning' must be text that is not empty",
+        "receiver.input 14: 'meaning' must be text that is not empty",
     ),
     "an undocumented guarantee": (
         'name = "NoTornRead"\nmeaning = "no guarded forward sees tensors of two versions"\n',

@@ -16,7 +16,6 @@ from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine
 from weightsync.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
-from weightsync.report import SyncReport
 from weightsync.transports.base import Link, Received
 from weightsync.transports.liveness import own_host, own_identity
 
@@ -57,9 +56,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self._unwritable = 0
         #: The sender's word in the handshake that was made last; None: none was.
         self.greeting: Hello | None = None
-        #: Whether answers to applied versions are held back until `release`.
-        self.holding = False
-        self._held: pure.Reply | None = None
         self._links: dict[int, Link] = {}
         self._layouts: dict[bytes, Layout] = {}
 
@@ -113,21 +109,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.pending = None
         self.waker.close()
 
-    def hold(self) -> None:
-        """Hold back the answer to the version that is about to be APPLIED: it is handed on first."""
-        self.holding = True
-
-    def release(self, nested: SyncReport | None) -> None:
-        """Send the answer held back, with what became of the version where it was handed on to."""
-        with self.lock:
-            held, self._held, self.holding = self._held, None, False
-            if held is not None and isinstance(held.answer, Ack):
-                answer = replace(held.answer, nested=nested)
-                if self.data.answer is held.answer:
-                    self.data = replace(self.data, answer=answer)
-                self._todo.append(pure.Reply(held.link, answer))
-            self._finish()
-            self.waker.fire()
+    @property
+    def deferring(self) -> bool:
+        """Whether the answer to the version applied last waits until that has been handed on."""
+        return isinstance(self.data.answer, pure.Deferred)
 
     def _hint(self, asked: str) -> str:  # noqa: ARG002 - no method of a receiver has a hint of its own
         return receiver_hint(self.machine.state, self.data)
@@ -147,8 +132,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self._say_last(link, replace(said, remote_traceback=trace))
             case pure.Tell(link, key, kind):
                 self._write(link, self._refusal(key, kind, _REASONS[kind]))
-            case pure.Reply() if self.holding and effect.answer is self.data.answer:
-                self._held = effect
             case pure.Reply(link, answer):
                 self._write(link, answer)
                 self.flush()
@@ -246,7 +229,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             except TransportError as error:
                 self._down(number, str(error))
                 continue
-            answered = gone and number == self.data.link and not self.holding
+            answered = gone and number == self.data.link and not self.deferring
             if answered and self.machine.state is State.AWAITING_ACK:
                 self._step(pure.Answered())
 

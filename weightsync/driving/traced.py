@@ -136,17 +136,6 @@ class TracedReceiverDriver(ReceiverDriver):
                 self._tell(What.LINK, link=self._last_link + 1, delivery=delivery, peer=link.peer)
             super().add_link(link)
 
-    def hold(self) -> None:
-        """Hold back the answer to the version that is about to be APPLIED: it is handed on first."""
-        self._tell(What.HELD)
-        super().hold()
-
-    def release(self, nested: SyncReport | None) -> None:
-        """Send the answer held back, with what became of the version where it was handed on to."""
-        with self.lock:
-            self._tell(What.RELEASED, nested=nested)
-            super().release(nested)
-
     def _write(self, link: int, message: Message) -> None:
         if link in self._links:
             self._tell(What.SENT, link=link, message=message)

@@ -67,7 +67,7 @@ def _receiver_fits(receiver: Receiver, state: str, overwritten: set[Payload]) ->
         receiver.fence == receiver.met >= decided[0]
         and receiver.live == (served, served)
         and (receiver.answer == "NONE") is (decided == NO_PAYLOAD)
-        and (receiver.answer != "ACK" or state == _CLOSED or served in {decided} | overwritten)
+        and (receiver.answer not in ("ACK", "DEFERRED") or state == _CLOSED or served in {decided} | overwritten)
         and (served == decided or served[:2] < decided[:2])
         and (pending == NO_PAYLOAD or (pending[0] == receiver.fence and decided[:2] < pending[:2]))
         and (state != _AWAITING or decided[0] == receiver.fence)
@@ -92,6 +92,10 @@ def answers_say_what_happened(bounds: Bounds, step: Step) -> bool:
     return all(step.old.is_open(*_link(m)) and _true_fence(step, m) and _true_word(step, m) for m in sent)
 
 
+#: What is known of an answer before and after an ack leaves: it was given, or deferred until now.
+_ACKED = {("ACK", "ACK"), ("DEFERRED", "ACK")}
+
+
 def _true_fence(step: Step, m: Word) -> bool:
     return m.fence == (step.new.receiver(m.w).fence if m.kind in _REFUSALS else 0)
 
@@ -104,7 +108,8 @@ def _true_word(step: Step, m: Word) -> bool:
         case "HELLO":
             return (m.v, m.p) == (0, 0) and new.link == (m.s, m.k) != old.link
         case "ACK":
-            return decided
+            said = key == old.decided == new.decided and (old.answer, new.answer) in _ACKED
+            return ours and said
         case "BYE":
             return m.v == 0 and ours and ("CloseReceiver", m.w) in step.labels
         case "FAILED":
@@ -134,6 +139,9 @@ def _said(step: Step, w: int) -> bool:
     due: list[bool] = []
     if heard and moved == (_AWAITING, _READY) and new.link == old.link:
         due.append((old.answer, old.decided) in words)
+    sent = (old.answer, new.answer, new.decided) == ("DEFERRED", "ACK", old.decided)
+    if heard and sent and moved[0] != _AWAITING and old.decided[0] == old.fence:
+        due.append(("ACK", old.decided) in words)
     if heard and NO_PAYLOAD not in (old.pending, new.pending) and old.pending != new.pending:
         due.append(("SUPERSEDED", old.pending) in words)
     due += _parted(step, w, {kind for kind, _ in words}) if heard else []

@@ -10,7 +10,7 @@ from weightsync.checker.second.bounds import Bounds
 from weightsync.checker.second.invariants import Invariant
 from weightsync.checker.second.naming import answer_is
 from weightsync.checker.second.steps import Step, StepProperty, _counted
-from weightsync.checker.second.words import NO_PAYLOAD, Node
+from weightsync.checker.second.words import NO_LINK, NO_PAYLOAD, Node
 
 _READY, _PENDING, _AWAITING = State.READY.value, State.PENDING_ASYNC.value, State.AWAITING_ACK.value
 
@@ -95,6 +95,14 @@ def _no_success_after_interrupt(bounds: Bounds, step: Step) -> bool:
             if all(step.old.outcome(s, w) == "APPLIED" for w in roll):
                 return False
     return True
+
+
+def _nothing_deferred_elsewhere(bounds: Bounds, step: Step) -> bool:
+    """No deferred answer leaves but over the link that its update came over."""
+    acked = any(m.kind == "ACK" for m in step.new.answers - step.old.answers)
+    lives = zip(step.old.rdata, step.old.rstate, strict=True)
+    waits = (r.answer == "DEFERRED" and r.link != NO_LINK and state != _AWAITING for r, state in lives)
+    return not (acked and any(waits))
 
 
 def _nobody_serves_again(bounds: Bounds, step: Step) -> bool:
@@ -223,6 +231,7 @@ STEP_CANARIES: Mapping[str, StepProperty] = {
     "NoSuccessAfterInterrupt": _no_success_after_interrupt,
     "NothingBreaks": _nothing_breaks,
     "NobodyServesAgain": _nobody_serves_again,
+    "NothingDeferredElsewhere": _nothing_deferred_elsewhere,
     "EveryAnswerLeaves": _every_answer_leaves,
     "OnlyTheLatestSendChanges": _only_the_latest_send_changes,
     "NoBye": _no_bye,

@@ -60,6 +60,7 @@ def world(bounds: Bounds) -> list[Fair]:
     return [
         *_each("Reads", _READS, bounds, workers),
         *_each("Applied", frozenset({"Applied"}), bounds, workers),
+        *_each("SendAck", frozenset({"SendAck"}), bounds, workers),
         *_each("Answered", frozenset({"Answered"}), bounds, workers),
         *_each("Hears", _HEARS, bounds, links),
         *_each("Notice", frozenset({"Notice"}), bounds, links),

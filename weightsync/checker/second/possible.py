@@ -29,6 +29,8 @@ _FEATURES = {
     "CloseReceiver": "bye",
     "FailReceiver": "fail",
     "Invalidate": "invalidate",
+    "Defer": "defer",
+    "SendAck": "defer",
     "LinkFailed": "fail",
 }
 _Message = TypeVar("_Message", Letter, Word)
@@ -76,9 +78,12 @@ def _of_receivers(bounds: Bounds, node: Node) -> Iterator[Label]:
     for w in bounds.all_workers:
         state, link = node.rstate[w - 1], node.receiver(w).link
         if state == _PENDING:
-            yield from (("Applied", w), ("Refused", w), ("Broken", w))
+            yield from (("Applied", w), ("Defer", w), ("Refused", w), ("Broken", w))
         yield ("Invalidate", w)
-        if state == _AWAITING:
+        deferred = node.receiver(w).answer == "DEFERRED"
+        if deferred and state != _CLOSED:
+            yield ("SendAck", w)
+        if state == _AWAITING and not deferred:
             yield ("Answered", w)
         if state != _CLOSED:
             yield from (("CloseReceiver", w), ("FailReceiver", w))

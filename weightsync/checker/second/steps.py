@@ -113,7 +113,7 @@ def _is_true(bounds: Bounds, step: Step, ack: Word) -> bool:
         return True
     before = step.old.receiver(ack.w)
     since = "invalidate" in bounds.features and step.new.receiver(ack.w).served == NO_PAYLOAD
-    if since and (before.answer, before.decided) == ("ACK", (ack.inc, ack.v, ack.p)):
+    if since and (step.new.receiver(ack.w).answer, before.decided) == ("ACK", (ack.inc, ack.v, ack.p)):
         return True
     return any((n.kind, n.w, n.inc, n.p) == ("ACK", ack.w, ack.inc, ack.p) for n in step.old.answers)
 

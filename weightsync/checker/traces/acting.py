@@ -246,7 +246,6 @@ class WorkerActs:
         if data.link is not None:
             over = self._names.over(machine, 0, data.link)
             where = (over["s"], over["k"])
-        kind = "NONE" if data.answer is None else "ACK" if isinstance(data.answer, Ack) else RefusalKind.REFUSED.name
         return {
             "who": "r",
             "st": moment.state.value,
@@ -255,8 +254,11 @@ class WorkerActs:
             "decided": self._names.key(data.decided),
             "pending": self._names.key(data.pending),
             "served": self._names.key(data.served),
-            "answer": kind,
+            "answer": "NONE" if data.answer is None else _KINDS[type(data.answer)],
         }
+
+
+_KINDS = {Ack: "ACK", receiving.Deferred: "DEFERRED", Refusal: RefusalKind.REFUSED.name}
 
 
 def _said_to_another(machine: Machine, event: sending.Answer) -> bool:

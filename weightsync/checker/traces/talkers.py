@@ -9,7 +9,6 @@ from weightsync.checker.traces.talking import RULE, Said, Talk, Unfit
 from weightsync.messages import Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
-from weightsync.tracing import What
 
 
 class SenderTalk(Talk):
@@ -94,23 +93,9 @@ class ReceiverTalk(Talk):
 
     def __init__(self) -> None:
         super().__init__()
-        self._holding = False
-        self._held: Said | None = None
         #: Links that may close though no effect says so; and those over which a goodbye may be said first.
         self._may_close: set[int] = set()
         self._may_leave: set[int] = set()
-
-    def take(self, moment: Moment) -> None:
-        """Follow one line."""
-        match moment.line.what:
-            case What.HELD:
-                self._holding = True
-            case What.RELEASED:
-                self._holding = False
-                if self._held is not None:
-                    self.todo.append(self._held)
-                self._held = None
-        super().take(moment)
 
     def _heard(self, moment: Moment) -> None:
         data = moment.after
@@ -156,11 +141,7 @@ class ReceiverTalk(Talk):
             case receiving.Tell(link, key):
                 self.todo.append(Said(link, Refusal, *key))
             case receiving.Reply(link, answer):
-                said = Said(link, type(answer), answer.incarnation, answer.version)
-                if self._holding and answer == data.answer:
-                    self._held = said
-                else:
-                    self.todo.append(said)
+                self.todo.append(Said(link, type(answer), answer.incarnation, answer.version))
             case receiving.CloseLink(link):
                 self.todo.append(Said(link, sending.CloseLink))
             case receiving.Leave(link):
