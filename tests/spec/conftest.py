@@ -12,7 +12,15 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "spec"))
 
 #: Everything that the generator reads or writes.
-FILES = ("spec/protocol.toml", "weightsync/_tables.py", "tla/Tables.tla", "docs/protocol.md", "README.md")
+FILES = (
+    "spec/protocol.toml",
+    "weightsync/_tables.py",
+    "weightsync/_actions.py",
+    "tla/AckProtocol.tla",
+    "tla/Tables.tla",
+    "docs/protocol.md",
+    "README.md",
+)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import product
 
+from weightsync._actions import Action
 from weightsync._tables import RefusalKind, State
 from weightsync.checker.second.bounds import Bounds
 from weightsync.checker.second.invariants import Invariant
@@ -111,7 +112,7 @@ def _true_word(step: Step, m: Word) -> bool:
             said = key == old.decided == new.decided and (old.answer, new.answer) in _ACKED
             return ours and said
         case "BYE":
-            return m.v == 0 and ours and ("CloseReceiver", m.w) in step.labels
+            return m.v == 0 and ours and (Action.CLOSE_RECEIVER, m.w) in step.labels
         case "FAILED":
             return m.v == 0 and ours and new.link == NO_LINK and m.inc == m.fence
         case "FENCED":
@@ -161,7 +162,7 @@ def _parted(step: Step, w: int, words: set[str]) -> list[bool]:
         return []
     due = []
     closed = step.old.rstate[w - 1] != _CLOSED and step.new.rstate[w - 1] == _CLOSED
-    broke = {label[0] for label in step.labels} <= {"LinkDown"}
+    broke = {label[0] for label in step.labels} <= {Action.LINK_DOWN}
     if closed or (new.link == NO_LINK and not broke):
         due.append(bool(words & {"BYE", "FAILED"}))
     if old.served != NO_PAYLOAD == new.served and not by_hand(step, w):

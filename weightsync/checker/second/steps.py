@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
+from weightsync._actions import Action
 from weightsync._tables import State
 from weightsync.checker.second.bounds import Bounds
 from weightsync.checker.second.graph import Label
@@ -154,7 +155,7 @@ def served_changes_by_applied(bounds: Bounds, step: Step) -> bool:
 def by_hand(step: Step, w: int) -> bool:
     """Whether this worker's model was written over by hand, and nothing else happened to it."""
     over = step.old.receiver(w)._replace(served=NO_PAYLOAD, live=(NO_PAYLOAD, NO_PAYLOAD))
-    called = ("Invalidate", w) in step.labels
+    called = (Action.INVALIDATE, w) in step.labels
     return called and step.new.receiver(w) == over and step.old.rstate[w - 1] == step.new.rstate[w - 1]
 
 
@@ -216,10 +217,10 @@ def _told(step: Step, s: int) -> bool:
     old, new, labels = step
     before, after = old.sstate[s - 1], new.sstate[s - 1]
     was, became = old.sender(s).out.outcomes, new.sender(s).out.outcomes
-    given_up = ("Abandon", s) in labels or ("CloseSender", s) in labels
+    given_up = (Action.ABANDON, s) in labels or (Action.CLOSE_SENDER, s) in labels
     if before in OUTSTANDING and after not in OUTSTANDING and new.slife[s - 1] != "dead":
         released = old.blocked[s - 1] and not new.blocked[s - 1]
-        if not (released or given_up or ("Wait", s) in labels):
+        if not (released or given_up or (Action.WAIT, s) in labels):
             return False
         if "PENDING" in became or [each == "NONE" for each in became] != [each == "NONE" for each in was]:
             return False

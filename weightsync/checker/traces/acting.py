@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from weightsync._actions import Action
 from weightsync._tables import RefusalKind, State
 from weightsync.checker.traces.naming import Acted, BeyondTheModelError, Naming, Value
 from weightsync.checker.traces.replaying import Machine, Moment
@@ -29,7 +30,7 @@ class SenderActs:
         """The actions of one sender, and when each was."""
         if number > 1:
             line = machine.lines[0]
-            yield line.time, Acted(line, {"a": "Copy", "s": 1, "t": number})
+            yield line.time, Acted(line, {"a": Action.COPY, "s": 1, "t": number})
         for moment in machine.of(What.STEP):
             if moment.step is None or moment.step.input is None:
                 continue
@@ -43,7 +44,7 @@ class SenderActs:
             case sending.Connect(incarnation):
                 if not moment.before.roll:  # type: ignore[union-attr]
                     raise BeyondTheModelError("a sender connects to nobody")
-                return {"a": "Connect", "s": s, "c": self._names.ranks[incarnation]}
+                return {"a": Action.CONNECT, "s": s, "c": self._names.ranks[incarnation]}
             case sending.Send(targets):
                 return self._dispatch("Send", s, targets)
             case sending.SendAsync(targets):
@@ -53,7 +54,7 @@ class SenderActs:
             case sending.Deadline() | sending.Interrupted():
                 return {"a": type(moment.event).__name__, "s": s}
             case sending.Close():
-                return {"a": "CloseSender", "s": s}
+                return {"a": Action.CLOSE_SENDER, "s": s}
             case sending.Join(worker, _) | sending.Remove(worker):
                 self._require_lost(moment, worker)
                 return {"a": type(moment.event).__name__, "s": s, "w": self._names.workers[worker]}
@@ -89,19 +90,19 @@ class SenderActs:
         where = {"s": s, "w": w, "k": k}
         match message:
             case Hello():
-                return {"a": "AnswerHello", **where}
+                return {"a": Action.ANSWER_HELLO, **where}
             case Bye() if not self._parted(machine, event):
                 raise BeyondTheModelError("a worker said goodbye over a link that was not in force")
             case Bye():
-                return {"a": "AnswerBye", **where}
+                return {"a": Action.ANSWER_BYE, **where}
             case Ack() | Refusal() if message.evidence is not Evidence.ANSWER and not self._was_sent(machine, event):
                 raise BeyondTheModelError("an adapter answered for its worker")
             case Ack():
-                return {"a": "AnswerAck", **where, "n": message.version}
+                return {"a": Action.ANSWER_ACK, **where, "n": message.version}
             case Refusal(version=0, kind=kind):
-                return {"a": "AnswerRejected", **where, "kind": kind.name}
+                return {"a": Action.ANSWER_REJECTED, **where, "kind": kind.name}
             case Refusal(version=version, kind=kind):
-                return {"a": "AnswerRefusal", **where, "n": version, "kind": kind.name}
+                return {"a": Action.ANSWER_REFUSAL, **where, "n": version, "kind": kind.name}
 
     def _parted(self, machine: Machine, event: sending.Answer) -> bool:
         """Whether the worker closed while this link was in force."""
@@ -167,7 +168,7 @@ class WorkerActs:
                 end = life.lines[-1]
                 if any(time < end.time for time in self._laid_to(after)):
                     raise BeyondTheModelError("two lives of a worker overlap")
-                yield end.time, Acted(end, {"a": "CrashReceiver", "w": w})
+                yield end.time, Acted(end, {"a": Action.CRASH_RECEIVER, "w": w})
 
     def _unnoticed(self, machine: Machine, w: int, sent: Moment | None) -> Iterator[tuple[int, Acted]]:
         """ANSWERED, which the worker did not come to know, or to write: its answer has left, since a sender has it."""
@@ -175,7 +176,7 @@ class WorkerActs:
             step = receiving.step(sent.state, sent.after, receiving.Answered())  # type: ignore[arg-type]
             answered = replace(sent, event=receiving.Answered(), state=step.to, after=step.data)
             shown = self._receiver_shown(machine, answered)
-            yield sent.line.time, Acted(sent.line, {"a": "Answered", "w": w, **shown})
+            yield sent.line.time, Acted(sent.line, {"a": Action.ANSWERED, "w": w, **shown})
 
     def _arrived(self, machine: Machine, moment: Moment) -> bool:
         """Whether what was sent was taken from the other end of the link."""
@@ -224,18 +225,21 @@ class WorkerActs:
         event = moment.event
         match event:
             case receiving.HelloArrived(misfit=misfit):
-                return {"a": "Misfit" if misfit else "HelloArrived", **self._names.over(machine, w, event.link)}
+                return {
+                    "a": Action.MISFIT if misfit else Action.HELLO_ARRIVED,
+                    **self._names.over(machine, w, event.link),
+                }
             case receiving.UpdateArrived(version=version):
-                return {"a": "UpdateArrived", **self._names.over(machine, w, event.link), "n": version}
+                return {"a": Action.UPDATE_ARRIVED, **self._names.over(machine, w, event.link), "n": version}
             case receiving.LinkDown(link) | receiving.Goodbye(link):
                 if moment.before.link is None and moment.state_before is State.UNINITIALIZED:  # type: ignore[union-attr]
                     return None
                 failed = isinstance(event, receiving.LinkDown) and event.failure
-                return {"a": "LinkFailed" if failed else "LinkDown", **self._names.over(machine, w, link)}
+                return {"a": Action.LINK_FAILED if failed else Action.LINK_DOWN, **self._names.over(machine, w, link)}
             case receiving.Close():
-                return {"a": "CloseReceiver", "w": w}
+                return {"a": Action.CLOSE_RECEIVER, "w": w}
             case receiving.Fail():
-                return {"a": "FailReceiver", "w": w}
+                return {"a": Action.FAIL_RECEIVER, "w": w}
             case _:
                 return {"a": type(event).__name__, "w": w}
 
