@@ -1,6 +1,7 @@
 """Renders `spec/protocol.toml`, the one source of the protocol.
 
-Writes `weightsync/_tables.py`, `tla/Tables.tla` and the marked parts of `docs/protocol.md` and `README.md`.
+Writes `weightsync/_tables.py`, `tla/Tables.tla` and the marked parts of `docs/protocol.md` and `README.md`; and
+`weightsync/_actions.py`, the names of the actions in `tla/AckProtocol.tla`.
 With ``--check`` it writes nothing and compares byte for byte.
 Exit status: 0 all is as it should be, 1 a file differs, 2 the protocol is refused.
 """
@@ -13,32 +14,36 @@ from collections.abc import Mapping, Sequence
 from itertools import count, zip_longest
 from pathlib import Path
 
-from protocolgen import checks, docs, python, source, tla
+from protocolgen import actions, checks, docs, python, source, tla
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "spec/protocol.toml"
+#: The model, whose actions have their names there alone.
+MODEL = "tla/AckProtocol.tla"
 #: Markdown files with marked parts.
 DOCUMENTS = ("docs/protocol.md", "README.md")
 
 
-def render(text: str, documents: Mapping[str, str]) -> dict[str, str]:
+def render(text: str, documents: Mapping[str, str], model: str) -> dict[str, str]:
     """Everything that follows from the protocol.
 
     Args:
         text: the contents of `protocol.toml`.
         documents: path to contents of the Markdown files with marked parts.
+        model: the contents of `AckProtocol.tla`.
 
     Returns:
         Path to contents, for each generated file.
 
     Raises:
-        SpecError: the protocol is unsound, or a marker is.
+        SpecError: the protocol is unsound, or a marker is, or the model's actions cannot be named.
     """
     protocol = source.read(text)
     checks.check(protocol)
     parts = docs.sections(protocol)
     return {
         "weightsync/_tables.py": python.render(protocol),
+        "weightsync/_actions.py": actions.render(model),
         "tla/Tables.tla": tla.render(protocol),
         **{path: docs.fill(path, document, parts) for path, document in documents.items()},
     }
@@ -80,7 +85,8 @@ def _read(path: str) -> bytes | None:
 def _rendered() -> dict[str, bytes]:
     found = {path: _read(path) for path in DOCUMENTS}
     documents = {path: contents.decode() for path, contents in found.items() if contents is not None}
-    rendered = render((ROOT / SOURCE).read_text(encoding="utf-8"), documents)
+    model = (ROOT / MODEL).read_text(encoding="utf-8")
+    rendered = render((ROOT / SOURCE).read_text(encoding="utf-8"), documents, model)
     return {path: contents.encode() for path, contents in rendered.items()}
 
 

@@ -39,6 +39,8 @@ AllFeatures == {
   "bye",        \* a receiver is closed and says so
   "refuse",     \* an update does not fit
   "broken",     \* a swap fails half way
+  "defer",      \* a worker hands a version on to workers of its own before it answers
+  "invalidate", \* other weights are written into a worker's model by hand
   "fail",       \* something fails at a worker, which says so: at a link of its own, or it is closed for it
   "misfit",     \* a handshake does not fit
   "crash",      \* a worker's process dies; one not yet started again is one that has not yet read anything
@@ -54,7 +56,8 @@ AllRules == {
   "VersionsNeverReused", "RefusalsRemembered", "LexicographicOrder", "FenceKept", "SameLink", "WaitSettled",
   "IdleLinksWatched", "UnsentAnswerEndsLink", "LiveTarget", "CloseWakesCaller", "SwapIsOneStep",
   "PendingNeverEndsItself", "NamesIncarnation", "WholeSwap", "CopyStartsEmpty", "OnlyTargets", "ClosedIsClosed",
-  "JoinCatchesUp", "OneOutstanding", "RefusalIsNoAck", "FailureIsNoGoodbye", "MisfitIsRefused"
+  "JoinCatchesUp", "OneOutstanding", "RefusalIsNoAck", "FailureIsNoGoodbye", "MisfitIsRefused",
+  "HandInvalidates", "DeferredWaits"
 }
 
 ASSUME Features \subseteq AllFeatures
@@ -361,6 +364,7 @@ NameAnswer(s, m) ==
   LET entry == sdata[s].roll[m.w] IN
   CASE ~Current(s, m.w, m.k) \/ (m.inc # sdata[s].incarnation /\ Rule("NamesIncarnation")) -> "STALE"
     [] m.kind = "HELLO" -> IF entry.standing = "EXPECTED" THEN "ARRIVED" ELSE "STALE"
+    [] m.kind = "BYE" -> Settling(s, m.w, m.k, "LEFT")
     [] m.kind \in RefusalKinds /\ m.v = 0 -> Settling(s, m.w, m.k, "LOST")
     [] OwesOver(s, m.w, m.k) /\ m.v = sdata[s].version -> Settling(s, m.w, m.k, "REPLY")
     [] m.v = entry.catching /\ m.v # 0 -> "CAUGHT_UP"
@@ -415,20 +419,20 @@ AnswerRejected(s, w, k, kind) ==
     /\ letters' = IF input = "STALE" THEN letters ELSE LettersLeft(s, {w})
     /\ UNCHANGED <<slife, receiver>>
 
-\* Bye: the link is lost, then the worker leaves the roll; two rows, one step.
+\* Bye: the link is closed and owes nothing any more, and the worker leaves the roll. What is left of it on a link that
+\* is closed is read by nobody.
 AnswerBye(s, w, k) ==
   \E m \in answers :
     LET entry == sdata[s].roll[w]
-        input == Settling(s, w, k, "LOST") IN
+        input == NameAnswer(s, m) IN
     /\ m.s = s /\ m.w = w /\ m.k = k /\ m.kind = "BYE" /\ AnswerDue(m) /\ Open(s, w, k)
-    /\ SenderMay(sstate[s], input) /\ SenderMay(SenderNext(sstate[s], input), "REMOVE")
-    /\ SenderTo(s, SenderNext(SenderNext(sstate[s], input), "REMOVE"))
-    /\ blocked' = [blocked EXCEPT ![s] = blocked[s] /\ input # "SETTLED"]
-    /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0),
-                              ![s].out = Settled(s, w, k, "LOST", input)]
-    /\ gone' = [gone EXCEPT ![s][w] = FALSE]
-    /\ answers' = AnswersLeft(s, {w}) \ {m}
-    /\ letters' = LettersLeft(s, {w})
+    /\ Took(s, input)
+    /\ IF input = "STALE" THEN UNCHANGED <<sdata, gone>>
+       ELSE /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0),
+                                      ![s].out = Settled(s, w, k, "LOST", input)]
+            /\ gone' = [gone EXCEPT ![s][w] = FALSE]
+    /\ answers' = IF input = "STALE" THEN Taken(answers, m) ELSE AnswersLeft(s, {w}) \ {m}
+    /\ letters' = IF input = "STALE" THEN letters ELSE LettersLeft(s, {w})
     /\ UNCHANGED <<slife, receiver>>
 
 -----------------------------------------------------------------------------
@@ -499,7 +503,7 @@ UpdateArrived(w, s, k, v) ==
   \E m \in letters :
     LET key == <<sdata[s].incarnation, v, m.p>>
         input == NameUpdate(w, key)
-        again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) IN
+        again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) /\ rdata[w].answer # "DEFERRED" IN
     /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ LetterDue(m)
     /\ Link(w) = <<s, k>> /\ ReceiverMay(rstate[w], input)
     /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
@@ -529,6 +533,25 @@ Applied(w) ==
   /\ sdata' = Did(w, key)
   /\ UNCHANGED <<sstate, slife, blocked, letters, answers, gone>>
 
+\* Applied, and handed on to workers of its own before the answer leaves.
+Defer(w) ==
+  LET key == rdata[w].pending IN
+  /\ ReceiverMay(rstate[w], "DEFERRED")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "DEFERRED"))
+  /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload, ![w].decided = key, ![w].answer = "DEFERRED",
+                            ![w].served = key, ![w].live = <<key, key>>]
+  /\ sdata' = Did(w, key)
+  /\ UNCHANGED <<sstate, slife, blocked, letters, answers, gone>>
+
+\* It was handed on. In awaiting_ack the answer leaves in Answered; else over the link in force, if that is its sender's.
+SendAck(w) ==
+  LET due == Link(w) # NoLink /\ rdata[w].decided[1] = rdata[w].fence /\ rstate[w] # "awaiting_ack" IN
+  /\ rdata[w].answer = "DEFERRED" /\ ReceiverMay(rstate[w], "SEND_ACK")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "SEND_ACK"))
+  /\ rdata' = [rdata EXCEPT ![w].answer = "ACK"]
+  /\ answers' = IF due THEN Posted(answers, Word(Link(w)[1], w, Link(w)[2], rdata[w].decided, "ACK", 0)) ELSE answers
+  /\ UNCHANGED <<sender, letters, gone>>
+
 Refused(w) ==
   LET key == rdata[w].pending IN
   /\ ReceiverMay(rstate[w], "REFUSED")
@@ -548,13 +571,25 @@ Broken(w) ==
   /\ gone' = Gone(AllEnds(w))
   /\ UNCHANGED <<sender>>
 
+\* Other weights are written into the model by hand: it serves no version any more. What was decided stays decided, and
+\* the answer to it is true: it was applied.
+Invalidate(w) ==
+  /\ ReceiverMay(rstate[w], "INVALIDATED")
+  /\ ReceiverTo(w, ReceiverNext(rstate[w], "INVALIDATED"))
+  /\ rdata' = [rdata EXCEPT ![w].served = IF Rule("HandInvalidates") THEN NoPayload ELSE @,
+                            ![w].live = <<NoPayload, NoPayload>>]
+  /\ UNCHANGED <<sender, letters, answers, gone>>
+
 \* The answer to what was decided, as it leaves.
 OwnAnswer(w) ==
   LET key == IF Rule("RefusalsRemembered") \/ rdata[w].answer = "ACK" THEN rdata[w].decided ELSE rdata[w].pending IN
-  Word(Link(w)[1], w, Link(w)[2], key, rdata[w].answer, IF rdata[w].answer = "ACK" THEN 0 ELSE rdata[w].fence)
+  IF rdata[w].answer = "DEFERRED" /\ ~Rule("DeferredWaits")
+  THEN Word(Link(w)[1], w, Link(w)[2], rdata[w].decided, "ACK", 0)
+  ELSE Word(Link(w)[1], w, Link(w)[2], key, rdata[w].answer, IF rdata[w].answer = "ACK" THEN 0 ELSE rdata[w].fence)
 
 Answered(w) ==
   /\ ReceiverMay(rstate[w], "ANSWERED") /\ Link(w) # NoLink
+  /\ rdata[w].answer # "DEFERRED" \/ ~Rule("DeferredWaits")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "ANSWERED"))
   /\ answers' = Posted(answers, OwnAnswer(w))
   /\ rdata' = [rdata EXCEPT ![w].pending = NoPayload]
@@ -730,8 +765,11 @@ Next ==
   \/ \E w \in If("misfit", Workers), s \in Senders, k \in Links : Misfit(w, s, k)
   \/ \E w \in Workers, s \in Senders, k \in Links, v \in Versions : UpdateArrived(w, s, k, v)
   \/ \E w \in Workers : Applied(w)
+  \/ \E w \in If("defer", Workers) : Defer(w)
+  \/ \E w \in If("defer", Workers) : SendAck(w)
   \/ \E w \in If("refuse", Workers) : Refused(w)
   \/ \E w \in If("broken", Workers) : Broken(w)
+  \/ \E w \in If("invalidate", Workers) : Invalidate(w)
   \/ \E w \in Workers : Answered(w)
   \/ \E w \in Workers, s \in Senders, k \in Links : LinkDown(w, s, k)
   \/ \E w \in If("fail", Workers), s \in Senders, k \in Links : LinkFailed(w, s, k)
@@ -777,7 +815,7 @@ TypeOK ==
        /\ d.fence \in Incarnations /\ d.met \in Incarnations
        /\ d.decided \in Payloads /\ d.pending \in Payloads /\ d.served \in Payloads
        /\ d.live[1] \in Payloads /\ d.live[2] \in Payloads
-       /\ d.answer \in {"NONE", "ACK", "REFUSED"}
+       /\ d.answer \in {"NONE", "ACK", "DEFERRED", "REFUSED"}
 
 \* The data says what the state says.
 Consistent ==
@@ -804,7 +842,7 @@ EveryMessageHasARow ==
        IF m.v = 0 THEN ReceiverMay(rstate[m.w], NameHello(m.w, m.s, m.k))
        ELSE Link(m.w) = <<m.s, m.k>> =>
               ReceiverMay(rstate[m.w], NameUpdate(m.w, <<sdata[m.s].incarnation, m.v, m.p>>))
-  /\ \A m \in answers : m.kind # "BYE" => SenderMay(sstate[m.s], NameAnswer(m.s, m))
+  /\ \A m \in answers : SenderMay(sstate[m.s], NameAnswer(m.s, m))
 
 \* The order that LetterDue and AnswerDue read off `p` is the order in which messages were sent.
 NothingOvertakes ==
@@ -822,6 +860,10 @@ OnlyRows ==
 -----------------------------------------------------------------------------
 (* What the guarantees rest on: books that fit together, and messages that are neither lost nor invented *)
 
+\* Nothing but what is served changes at w: it was written over by hand.
+ByHand(w) ==
+  May("invalidate") /\ rstate'[w] = rstate[w]
+  /\ rdata'[w] = [rdata[w] EXCEPT !.served = NoPayload, !.live = <<NoPayload, NoPayload>>]
 Lower(a, b) == a[1] < b[1] \/ (a[1] = b[1] /\ a[2] < b[2])
 IsOutstanding(s) == sstate[s] \in {"pending_async", "awaiting_ack"}
 Keeps(s) == slife[s] = "alive" /\ slife'[s] = "alive" /\ sstate'[s] # Final
@@ -852,7 +894,7 @@ ReceiverBooks ==
     LET d == rdata[w] IN
     /\ d.fence = d.met /\ d.live = <<d.served, d.served>>
     /\ d.answer = "NONE" <=> d.decided = NoPayload
-    /\ d.answer = "ACK" /\ rstate[w] # Final => d.served = d.decided
+    /\ d.answer \in {"ACK", "DEFERRED"} /\ rstate[w] # Final => d.served = d.decided \/ (May("invalidate") /\ d.served = NoPayload)
     /\ d.served = d.decided \/ Lower(d.served, d.decided)
     /\ d.decided[1] <= d.fence
     /\ d.pending # NoPayload => d.pending[1] = d.fence /\ Lower(d.decided, d.pending)
@@ -880,7 +922,9 @@ AnswersSayWhatHappened ==
        /\ m.kind \in {"HELLO", "ACK", "BYE"} => m.fence = 0
        /\ m.kind \in RefusalKinds => m.fence = new.fence
        /\ CASE m.kind = "HELLO" -> m.v = 0 /\ m.p = 0 /\ new.link = <<m.s, m.k>> /\ old.link # new.link
-            [] m.kind = "ACK" -> decided /\ old.link = <<m.s, m.k>>
+            [] m.kind = "ACK" ->
+                 /\ old.link = <<m.s, m.k>> /\ Key(m) = old.decided /\ new.decided = old.decided
+                 /\ old.answer \in {"ACK", "DEFERRED"} /\ new.answer = "ACK"
             [] m.kind = "BYE" -> m.v = 0 /\ old.link = <<m.s, m.k>> /\ CloseReceiver(m.w)
             [] m.kind = "FAILED" -> m.v = 0 /\ old.link = <<m.s, m.k>> /\ new.link = NoLink /\ m.inc = m.fence
             [] m.kind = "FENCED" ->
@@ -902,10 +946,12 @@ NothingIsLeftUnsaid ==
            Said(kind, key) == heard => \E m \in answers' : OverLink(m) = <<s, w, old.link[2]>> /\ m.kind = kind
                                                            /\ (key # NoPayload => Key(m) = key) IN
        /\ rstate[w] = "awaiting_ack" /\ rstate'[w] = "ready" /\ new.link = old.link => Said(old.answer, old.decided)
+       /\ old.answer = "DEFERRED" /\ new.answer = "ACK" /\ new.decided = old.decided /\ rstate[w] # "awaiting_ack"
+          /\ old.decided[1] = old.fence => Said("ACK", old.decided)
        /\ old.pending # NoPayload /\ new.pending # NoPayload /\ old.pending # new.pending =>
             Said("SUPERSEDED", old.pending)
        /\ rstate[w] # Final /\ rstate'[w] = Final => Said("BYE", NoPayload) \/ Said("FAILED", NoPayload)
-       /\ old.served # NoPayload /\ new.served = NoPayload /\ new # NewReceiver => Said("FAILED", NoPayload)
+       /\ old.served # NoPayload /\ new.served = NoPayload /\ new # NewReceiver /\ ~ByHand(w) => Said("FAILED", NoPayload)
        /\ old.link # NoLink /\ new.link = NoLink /\ new # NewReceiver /\ ~May("break") =>
             Said("BYE", NoPayload) \/ Said("FAILED", NoPayload)
        /\ new.link # old.link /\ new.link # NoLink =>
@@ -930,7 +976,7 @@ LettersAreRead ==
          /\ m.v # 0 /\ (Lower(key, old.decided) \/ Lower(key, old.pending)) /\ ~again =>
               /\ \E n \in answers' : OverLink(n) = OverLink(m) /\ n.kind = "STALE" /\ Key(n) = key
               /\ new = old
-         /\ m.v # 0 /\ again => Heard(m.s, m.w, m.k, old.answer) /\ new = old]_vars
+         /\ m.v # 0 /\ again => (old.answer = "DEFERRED" \/ Heard(m.s, m.w, m.k, old.answer)) /\ new = old]_vars
 
 \* Answers are cut: those of one link, which broke or is about to be given up; nobody does anything.
 IsCut ==
@@ -1073,9 +1119,11 @@ CallsArePossible ==
             /\ Open(s, w, e.link) /\ ~gone[s][w] => ENABLED GiveUp(s, w)
             /\ gone[s][w] /\ ~(\E m \in answers : OverLink(m) = <<s, w, e.link>>) => ENABLED Notice(s, w)
   /\ \A w \in Workers :
-       /\ rstate[w] = "pending_async" => (ENABLED Applied(w)) /\ (ENABLED Refused(w)) /\ (ENABLED Broken(w))
-       /\ rstate[w] = "awaiting_ack" => ENABLED Answered(w)
+       /\ rstate[w] = "pending_async" => (ENABLED Applied(w)) /\ (ENABLED Refused(w)) /\ (ENABLED Broken(w)) /\ (ENABLED Defer(w))
+       /\ rstate[w] = "awaiting_ack" /\ rdata[w].answer # "DEFERRED" => ENABLED Answered(w)
+       /\ rstate[w] # Final /\ rdata[w].answer = "DEFERRED" => ENABLED SendAck(w)
        /\ rstate[w] # Final => (ENABLED CloseReceiver(w)) /\ (ENABLED FailReceiver(w))
+       /\ ENABLED Invalidate(w)
        /\ Link(w) # NoLink /\ Open(Link(w)[1], w, Link(w)[2]) => ENABLED LinkFailed(w, Link(w)[1], Link(w)[2])
        /\ rstate[w] # Final /\ rdata[w].link # NoLink /\ ~Open(rdata[w].link[1], w, rdata[w].link[2]) =>
             ENABLED LinkDown(w, rdata[w].link[1], rdata[w].link[2])
@@ -1118,6 +1166,9 @@ AckedMeansServed ==
                                                /\ m.v = sdata'[s].roll[w].served
      /\ \A m \in answers' \ answers : m.kind = "ACK" =>
           \/ rdata'[m.w].served = <<m.inc, m.v, m.p>>
+          \* Written over by hand since: that it was served is in ServedChangesByApplied.
+          \/ May("invalidate") /\ rdata'[m.w].served = NoPayload /\ rdata'[m.w].answer = "ACK"
+             /\ rdata[m.w].decided = <<m.inc, m.v, m.p>>
           \/ \E n \in answers : n.w = m.w /\ n.inc = m.inc /\ n.p = m.p /\ n.kind = "ACK"]_vars
 
 \* G3. Whoever looks finds both halves of one version. The serving lock that makes the swap one step is the code's.
@@ -1132,14 +1183,15 @@ ServingIsMonotone ==
 OneOutstanding ==
   [][\A s \in Senders : sdata'[s].serial # sdata[s].serial => sstate[s] = "ready" /\ Owing(s) = {}]_vars
 
-\* G6. What is served changes by APPLIED alone, or is given up whole; what was refused is not served.
+\* G6. What is served changes by APPLIED alone, or is given up whole, by hand too; what was refused is not served.
 RefusalKeepsServing ==
   /\ \A m \in answers : m.kind \in {"REFUSED", "SUPERSEDED"} /\ m.v # 0 /\ Link(m.w) = <<m.s, m.k>> =>
        rdata[m.w].served # <<m.inc, m.v, m.p>>
 ServedChangesByApplied ==
   [][\A w \in Workers : rdata'[w].served # rdata[w].served =>
        \/ rstate[w] = "pending_async" /\ rstate'[w] = "awaiting_ack" /\ rdata'[w].served = rdata[w].pending
-       \/ rdata'[w].served = NoPayload /\ (rstate'[w] = Final \/ rdata'[w] = NewReceiver)]_vars
+       \/ rdata'[w].served = NoPayload /\ (rstate'[w] = Final \/ rdata'[w] = NewReceiver)
+       \/ ByHand(w)]_vars
 
 \* G7. A version goes to those it was sent to, and behind the Hello of a joiner to whom it was due.
 OnlyTargetsChange ==
@@ -1163,7 +1215,7 @@ ClosedIsFinal ==
   [][/\ \A s \in Senders : sstate[s] = Final /\ slife'[s] = "alive" =>
           sstate'[s] = Final /\ sdata'[s] = sdata[s]
      /\ \A w \in Workers : rstate[w] = Final /\ rdata'[w] # NewReceiver =>
-          rstate'[w] = Final /\ rdata'[w].served = rdata[w].served]_vars
+          rstate'[w] = Final /\ (rdata'[w].served = rdata[w].served \/ ByHand(w))]_vars
 
 \* G10. A caller who waits is let go. Under FairClock by the clock alone; under FairWorld without any.
 EverySendEnds == \A s \in Senders : blocked[s] ~> ~blocked[s]
@@ -1235,6 +1287,7 @@ FairClock == \A s \in Fair("Deadline", Senders) : WF_vars(Deadline(s))
 FairWorld ==
   /\ \A w \in Fair("Reads", Workers) : WF_vars(Reads(w))
   /\ \A w \in Fair("Applied", Workers) : WF_vars(Applied(w))
+  /\ \A w \in Fair("SendAck", Workers) : WF_vars(SendAck(w))
   /\ \A w \in Fair("Answered", Workers) : WF_vars(Answered(w))
   /\ \A s \in Fair("Hears", Senders), w \in Workers : WF_vars(Hears(s, w))
   /\ \A s \in Fair("Notice", Senders), w \in Workers : WF_vars(Notice(s, w))

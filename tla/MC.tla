@@ -124,6 +124,16 @@ NoSuccessAfterInterrupt == [][~SuccessAfterInterrupt]_vars
 Breaks == \E w \in Workers : rdata[w].served # NoPayload /\ rdata'[w].served = NoPayload
 NothingBreaks == [][~Breaks]_vars
 
+\* Other weights are written by hand, and the worker serves the next version all the same.
+ServesAgain == \E w \in Workers :
+  May("invalidate") /\ rdata[w].served = NoPayload /\ rdata[w].decided # NoPayload /\ rdata'[w].served # NoPayload
+NobodyServesAgain == [][~ServesAgain]_vars
+
+\* A deferred answer leaves over another link than its update came over.
+DeferredElsewhere == \E w \in Workers :
+  rdata[w].answer = "DEFERRED" /\ rdata[w].link # NoLink /\ rstate[w] # "awaiting_ack" /\ NewAnswer("ACK")
+NothingDeferredElsewhere == [][~DeferredElsewhere]_vars
+
 \* An answer cannot be sent: the link goes down.
 UnsentAnswer == \E w \in Workers : rstate[w] = "awaiting_ack" /\ rstate'[w] = "uninitialized"
 EveryAnswerLeaves == [][~UnsentAnswer]_vars

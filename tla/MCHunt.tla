@@ -7,7 +7,7 @@
 (***************************************************************************)
 EXTENDS MC, TLC
 
-Sights == 1..200
+Sights == 1..240
 ASSUME \A i \in Sights : TLCSet(i, FALSE)
 
 \* Say once that a situation was met. TLC reads the line: see weightsync/checker/output.py.
@@ -119,6 +119,12 @@ ReceiverRowsSeen == \A w \in Workers :
                                                    /\ answers' = answers)
   /\ See(148, "BROKEN", from = "pending_async" /\ rstate'[w] = Final /\ New("FAILED") # {}
                          /\ d.served # NoPayload /\ e.served = NoPayload)
+  /\ See(206, "DEFERRED", from = "pending_async" /\ e.answer = "DEFERRED" /\ e.decided # d.decided)
+  /\ SeeIn(207, "SEND_ACK", from, stays /\ d.answer = "DEFERRED" /\ e.answer = "ACK")
+  /\ See(213, "a deferred answer is dropped", d.answer = "DEFERRED" /\ e.decided # d.decided)
+  /\ See(214, "a deferred version comes again", d.answer = "DEFERRED" /\ e = d /\ stays /\ ~Loses /\ Read(1) # {})
+  /\ See(215, "a deferred answer leaves elsewhere", d.answer = "DEFERRED" /\ New("ACK") # {})
+  /\ SeeIn(200, "INVALIDATED", from, stays /\ d.served # NoPayload /\ e.served = NoPayload)
   /\ See(149, "what was pending is dropped with its link", d.pending # NoPayload /\ e.pending = NoPayload
                                                             /\ e.link = NoLink)
   /\ See(150, "serves on after its link", d.link = NoLink /\ d.served # NoPayload /\ e.link # NoLink)

@@ -31,12 +31,16 @@ Acts(e) ==
     [] e.a = "AnswerAck"      -> AnswerAck(e.s, e.w, e.k, e.n)
     [] e.a = "AnswerRefusal"  -> AnswerRefusal(e.s, e.w, e.k, e.n, e.kind)
     [] e.a = "AnswerRejected" -> AnswerRejected(e.s, e.w, e.k, e.kind)
+    [] e.a = "AnswerBye"      -> AnswerBye(e.s, e.w, e.k)
     [] e.a = "HelloArrived"   -> HelloArrived(e.w, e.s, e.k)
     [] e.a = "Misfit"         -> Misfit(e.w, e.s, e.k)
     [] e.a = "UpdateArrived"  -> UpdateArrived(e.w, e.s, e.k, e.n)
     [] e.a = "Applied"        -> Applied(e.w)
+    [] e.a = "Defer"          -> Defer(e.w)
+    [] e.a = "SendAck"        -> SendAck(e.w)
     [] e.a = "Refused"        -> Refused(e.w)
     [] e.a = "Broken"         -> Broken(e.w)
+    [] e.a = "Invalidate"     -> Invalidate(e.w)
     [] e.a = "Answered"       -> Answered(e.w)
     [] e.a = "LinkDown"       -> LinkDown(e.w, e.s, e.k)
     [] e.a = "LinkFailed"     -> LinkDown(e.w, e.s, e.k) \/ LinkFailed(e.w, e.s, e.k)
@@ -67,7 +71,7 @@ ReceiverIs(w, e) ==
   /\ rstate'[w] = e.st
   /\ data.link = e.link /\ data.fence = e.fence /\ data.answer = e.answer
   /\ KeyIs(data.decided, e.decided) /\ KeyIs(data.pending, e.pending)
-  /\ e.spoiled \/ KeyIs(data.served, e.served)
+  /\ KeyIs(data.served, e.served)
 
 Shows(e) ==
   CASE e.a \in {"Copy", "CrashReceiver"} -> TRUE

@@ -63,7 +63,7 @@ Serve(w, s, v) ==
   /\ did' = IF v = version[s] /\ phase[s] \in {"outstanding", "waited"} THEN [did EXCEPT ![s] = @ \cup {w}] ELSE did
   /\ UNCHANGED <<incarnation, phase, version, outcome>>
 
-\* Its process died, or a swap could not be undone.
+\* Its process died, a swap could not be undone, or other weights were written by hand.
 Forget(w) ==
   /\ served' = [served EXCEPT ![w] = None]
   /\ UNCHANGED sender

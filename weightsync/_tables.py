@@ -66,7 +66,7 @@ class SenderInput(Enum):
     REPLY = "REPLY"
     #: A link died, failed, was refused or was given up: it is closed at once, and owes nothing any more.
     LOST = "LOST"
-    #: The last that owed has answered or is lost.
+    #: The last that owed has answered, is lost or has left.
     SETTLED = "SETTLED"
     #: Time is up: the update stays outstanding and can be waited for again.
     DEADLINE = "DEADLINE"
@@ -78,7 +78,9 @@ class SenderInput(Enum):
     JOIN = "JOIN"
     #: A joiner's answer to the version that went behind its Hello.
     CAUGHT_UP = "CAUGHT_UP"
-    #: The worker leaves the roll (asked for, or it said Bye).
+    #: A worker's goodbye over its link: the link closes and owes nothing any more, the worker leaves the roll.
+    LEFT = "LEFT"
+    #: The worker leaves the roll, as its user asked.
     REMOVE = "REMOVE"
     #: An answer that nobody is owed: counted, otherwise ignored.
     STALE = "STALE"
@@ -108,10 +110,16 @@ class ReceiverInput(Enum):
     NEWER = "NEWER"
     #: All tensors of the version are live, none of the old remain.
     APPLIED = "APPLIED"
+    #: All tensors of the version are live; the worker hands it on to workers of its own before it answers.
+    DEFERRED = "DEFERRED"
+    #: The version was handed on: the deferred answer leaves now, and says what became of it there.
+    SEND_ACK = "SEND_ACK"
     #: It did not fit: nothing was changed.
     REFUSED = "REFUSED"
     #: The swap failed half way and could not be undone: the link ends as failed, nothing is served.
     BROKEN = "BROKEN"
+    #: Other weights were written into the model by hand: it serves no version any more.
+    INVALIDATED = "INVALIDATED"
     #: The answer left.
     ANSWERED = "ANSWERED"
     #: The link is gone or has failed, with whatever answer was owed; the version served stays.
@@ -192,6 +200,7 @@ SENDER_KINDS: Final[Mapping[SenderInput, InputKind]] = MappingProxyType(
         SenderInput.ABANDON: InputKind.CALL,
         SenderInput.JOIN: InputKind.CALL,
         SenderInput.CAUGHT_UP: InputKind.MESSAGE,
+        SenderInput.LEFT: InputKind.MESSAGE,
         SenderInput.REMOVE: InputKind.CALL,
         SenderInput.STALE: InputKind.MESSAGE,
         SenderInput.CLOSE: InputKind.CALL,
@@ -209,8 +218,11 @@ RECEIVER_KINDS: Final[Mapping[ReceiverInput, InputKind]] = MappingProxyType(
         ReceiverInput.STALE: InputKind.MESSAGE,
         ReceiverInput.NEWER: InputKind.MESSAGE,
         ReceiverInput.APPLIED: InputKind.CALL,
+        ReceiverInput.DEFERRED: InputKind.CALL,
+        ReceiverInput.SEND_ACK: InputKind.CALL,
         ReceiverInput.REFUSED: InputKind.CALL,
         ReceiverInput.BROKEN: InputKind.CALL,
+        ReceiverInput.INVALIDATED: InputKind.CALL,
         ReceiverInput.ANSWERED: InputKind.LINK,
         ReceiverInput.LINK_DOWN: InputKind.LINK,
         ReceiverInput.CLOSE: InputKind.CALL,
@@ -244,6 +256,9 @@ SENDER_ROWS: Final[Mapping[tuple[State, SenderInput], State]] = MappingProxyType
         (State.READY, SenderInput.CAUGHT_UP): State.READY,
         (State.PENDING_ASYNC, SenderInput.CAUGHT_UP): State.PENDING_ASYNC,
         (State.AWAITING_ACK, SenderInput.CAUGHT_UP): State.AWAITING_ACK,
+        (State.READY, SenderInput.LEFT): State.READY,
+        (State.PENDING_ASYNC, SenderInput.LEFT): State.PENDING_ASYNC,
+        (State.AWAITING_ACK, SenderInput.LEFT): State.AWAITING_ACK,
         (State.UNINITIALIZED, SenderInput.REMOVE): State.UNINITIALIZED,
         (State.READY, SenderInput.REMOVE): State.READY,
         (State.PENDING_ASYNC, SenderInput.REMOVE): State.PENDING_ASYNC,
@@ -277,8 +292,18 @@ RECEIVER_ROWS: Final[Mapping[tuple[State, ReceiverInput], State]] = MappingProxy
         (State.PENDING_ASYNC, ReceiverInput.STALE): State.PENDING_ASYNC,
         (State.PENDING_ASYNC, ReceiverInput.NEWER): State.PENDING_ASYNC,
         (State.PENDING_ASYNC, ReceiverInput.APPLIED): State.AWAITING_ACK,
+        (State.PENDING_ASYNC, ReceiverInput.DEFERRED): State.AWAITING_ACK,
+        (State.UNINITIALIZED, ReceiverInput.SEND_ACK): State.UNINITIALIZED,
+        (State.READY, ReceiverInput.SEND_ACK): State.READY,
+        (State.PENDING_ASYNC, ReceiverInput.SEND_ACK): State.PENDING_ASYNC,
+        (State.AWAITING_ACK, ReceiverInput.SEND_ACK): State.AWAITING_ACK,
         (State.PENDING_ASYNC, ReceiverInput.REFUSED): State.AWAITING_ACK,
         (State.PENDING_ASYNC, ReceiverInput.BROKEN): State.CLOSED,
+        (State.UNINITIALIZED, ReceiverInput.INVALIDATED): State.UNINITIALIZED,
+        (State.READY, ReceiverInput.INVALIDATED): State.READY,
+        (State.PENDING_ASYNC, ReceiverInput.INVALIDATED): State.PENDING_ASYNC,
+        (State.AWAITING_ACK, ReceiverInput.INVALIDATED): State.AWAITING_ACK,
+        (State.CLOSED, ReceiverInput.INVALIDATED): State.CLOSED,
         (State.AWAITING_ACK, ReceiverInput.ANSWERED): State.READY,
         (State.UNINITIALIZED, ReceiverInput.LINK_DOWN): State.UNINITIALIZED,
         (State.READY, ReceiverInput.LINK_DOWN): State.UNINITIALIZED,

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weightsync._tables import State
 from weightsync.errors import ProtocolError, TransportError
+from weightsync.protocol import receiver as receiving
 from weightsync.receiver import WeightReceiver
 from weightsync.report import SyncReport
 from weightsync.serving import Hook, calling_frame
@@ -179,7 +180,7 @@ class Background:
     def _attend(self) -> None:
         receiver = self._receiver
         receiver.take_in_here()
-        if receiver.driver.holding:
+        if receiver.driver.deferring:
             self._hand_over()
         self._news_of()
 
@@ -220,7 +221,9 @@ class Background:
     def _hand_over(self) -> None:
         hand_on, self._next = self._next, None
         nested = hand_on() if hand_on is not None else None
-        self._receiver.driver.release(nested)
+        driver = self._receiver.driver
+        driver.take(receiving.SendAck(nested))
+        driver.waker.fire()
 
     def receive(self, timeout: float | None) -> bool:
         """Wait for a version to go live, if none has since the last call.

@@ -11,6 +11,7 @@ from weightsync.driving.traced import receiver_driver
 from weightsync.errors import ConfigurationError, ModelBusyError
 from weightsync.messages import Ack
 from weightsync.paths import _resolve_model
+from weightsync.protocol import receiver as pure
 from weightsync.relay import Relay, RelayTarget
 from weightsync.serving import ServingLock
 from weightsync.side import Side, pipes_travel
@@ -90,7 +91,7 @@ class Listening(Side):
                     self._make_target()
             finally:
                 if self.version is not None and not self._serves_the_same():
-                    self._driver.spoil()
+                    self._driver.take(pure.Invalidate())
         if self._attendant is not None:
             self._attendant.model_set(model)
 
@@ -100,6 +101,7 @@ class Listening(Side):
 
     def _served_digest(self) -> bytes | None:
         answer = self._driver.data.answer
+        answer = answer.ack if isinstance(answer, pure.Deferred) else answer
         return answer.digest if isinstance(answer, Ack) and answer.digest else None
 
     def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:

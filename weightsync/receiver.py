@@ -14,6 +14,7 @@ from weightsync.driving.receiver import Pending
 from weightsync.errors import WeightSyncError
 from weightsync.extras import encode_extras
 from weightsync.packing import digest, digest_of
+from weightsync.protocol import receiver as pure
 from weightsync.serving import PATIENCE
 from weightsync.target import SwapBroken, Target
 from weightsync.timing import Deadline, Timeout
@@ -95,7 +96,7 @@ class WeightReceiver(ByHand):
                 self._apply(target)
                 return
             self._write(target, weights, inplace)
-            self._driver.spoil()
+            self._driver.take(pure.Invalidate())
             if pending is not None:
                 self._refuse(pending, "other weights were applied by hand", "")
 
@@ -106,7 +107,7 @@ class WeightReceiver(ByHand):
             else:
                 self._scheme.strategy.apply_weights(target.destination, weights, inplace=False)
         except SwapBroken:
-            self._driver.spoil()
+            self._driver.take(pure.Invalidate())
             raise
 
     @contextlib.contextmanager

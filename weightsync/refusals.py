@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from weightsync._tables import ReceiverInput, SenderInput, State
+from weightsync._tables import FINAL, ReceiverInput, SenderInput, State
 from weightsync.errors import StateError
 
 #: The last steps of a machine: (input, state before, state after), oldest first.
@@ -46,7 +46,7 @@ def allowed_in(rows: Iterable[tuple[State, SenderInput | ReceiverInput]], state:
         return RECEIVER_ALLOWS[state]
     taken = {input for source, input in rows if source is state}
     methods = dict.fromkeys(method for input, method in SENDER_METHODS.items() if input in taken)
-    return (*methods, "poll") if SenderInput.JOIN in taken else tuple(methods)
+    return tuple(methods) if state is FINAL else (*methods, "poll")
 
 
 def refusal(

@@ -93,7 +93,7 @@ class Swapping(Listening):
             return False
 
     def _appliable(self) -> bool:
-        return self.state is State.PENDING_ASYNC and not self._driver.holding
+        return self.state is State.PENDING_ASYNC and not self._driver.deferring
 
     def _swap_staged(self, timeout: float) -> bool | None:
         """Make live what is staged, once nobody serves; None: somebody does, or there is nothing."""
@@ -134,9 +134,8 @@ class Swapping(Listening):
             self._refuse_for(ready.pending, error)
             return False
         self._staged = None
-        if hands_on:
-            self._driver.hold()
-        self._driver.take(pure.Applied(self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)))
+        ack = self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)
+        self._driver.take(pure.Defer(ack) if hands_on else pure.Applied(ack))
         self._decided()
         return True
 

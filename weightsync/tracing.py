@@ -41,7 +41,7 @@ logger = logging.getLogger("weightsync")
 #: Names the folder to which a process and its children record.
 ENVIRONMENT: Final = "WEIGHTSYNC_TRACE"
 #: The version of the format.
-FORMAT: Final = 2
+FORMAT: Final = 3
 #: How trace files are named, for a search.
 PATTERN: Final = "trace-*.jsonl"
 #: Bytes longer than this (layouts, extra state) are recorded as a digest of theirs.
@@ -74,12 +74,6 @@ class What(enum.Enum):
     FAILED = "failed"
     #: A link is closed, with a goodbye where that can still be said.
     CLOSED = "closed"
-    #: The answer to the next version is held back until RELEASED.
-    HELD = "held"
-    #: The answer leaves, with what became of the version where it was handed on to.
-    RELEASED = "released"
-    #: Other weights were written by hand: no version is served.
-    SPOILED = "spoiled"
     #: A caller is told what became of a version, or is known of it so far: returned, or raised with an error.
     TOLD = "told"
 

@@ -17,6 +17,7 @@ from modelcheck.second.words import Receiver, Sender
 from network import World, is_open, link_of, start
 from search import projected, successors
 
+from weightsync._actions import Action
 from weightsync._tables import State
 
 __all__ = ["NEEDS", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
@@ -36,18 +37,23 @@ Pair = tuple[int, int]
 Label = tuple[Any, ...]
 #: Who does what; the rest is the network's.
 SENDERS: Final = frozenset(
-    {"Die", "Connect", "Join", "Remove", "SendAll", "SendTo", "SendAsyncAll", "SendAsyncTo", "Wait", "Deadline"}
-    | {"Interrupted", "Abandon", "CloseSender", "Notice", "GiveUp"}
-    | {"AnswerHello", "AnswerAck", "AnswerRefusal", "AnswerRejected", "AnswerBye"}
-)
+    {
+        Action.DIE, Action.CONNECT, Action.JOIN, Action.REMOVE, Action.SEND_ALL, Action.SEND_TO, Action.SEND_ASYNC_ALL,
+        Action.SEND_ASYNC_TO, Action.WAIT, Action.DEADLINE, Action.INTERRUPTED, Action.ABANDON, Action.CLOSE_SENDER,
+        Action.NOTICE, Action.GIVE_UP, Action.ANSWER_HELLO, Action.ANSWER_ACK, Action.ANSWER_REFUSAL,
+        Action.ANSWER_REJECTED, Action.ANSWER_BYE,
+    }
+)  # fmt: skip
 RECEIVERS: Final = frozenset(
-    {"HelloArrived", "UpdateArrived", "LinkDown", "Applied", "Refused", "Broken", "Answered"}
-    | {"CloseReceiver", "CrashReceiver", "LinkFailed", "FailReceiver"}
-)
+    {
+        Action.HELLO_ARRIVED, Action.UPDATE_ARRIVED, Action.LINK_DOWN, Action.APPLIED, Action.REFUSED, Action.BROKEN,
+        Action.ANSWERED, Action.CLOSE_RECEIVER, Action.CRASH_RECEIVER, Action.LINK_FAILED, Action.FAIL_RECEIVER,
+    }
+)  # fmt: skip
 
 
 #: What a worker does that ends its link with a word that nobody has asked for.
-_LAST_WORDS: Final = frozenset({"CloseReceiver", "FailReceiver", "LinkFailed", "Broken"})
+_LAST_WORDS: Final = frozenset({Action.CLOSE_RECEIVER, Action.FAIL_RECEIVER, Action.LINK_FAILED, Action.BROKEN})
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ def _step(spot: Spot, label: Label, after: World) -> Step:
         waiting[m.s, m.w] = waiting.get((m.s, m.w), 0) + 1
     for m in after.answers - before.answers:
         waiting[m.s, m.w] = max(waiting.get((m.s, m.w), 0) - 1, 0)
-    if label[0] == "Join":
+    if label[0] == Action.JOIN:
         waiting[label[1], label[2]] = sum(m.s == label[1] and m.w == label[2] for m in after.letters)
     gone = {pair: why for pair, why in spot.gone if pair in after.gone}
     for pair in after.gone - before.gone:
@@ -125,11 +131,11 @@ def _step(spot: Spot, label: Label, after: World) -> Step:
 
 def _closed(label: Label, spot: Spot, pair: Pair) -> str:
     """What it takes to notice that the worker's end of a link has closed just now."""
-    if label[0] == "CrashReceiver":
+    if label[0] == Action.CRASH_RECEIVER:
         return WORKER_LOST if dict(spot.waiting).get(pair) else WORKER_GONE
-    if label[0] == "LinkDown":
+    if label[0] == Action.LINK_DOWN:
         return CUT
-    taken_over = label[0] == "HelloArrived" and label[2] != pair[0]
+    taken_over = label[0] == Action.HELLO_ARRIVED and label[2] != pair[0]
     if label[0] in _LAST_WORDS or taken_over:
         return WORKER_BYE if dict(spot.waiting).get(pair) else IDLE_BYE
     return WORKER_GONE
@@ -137,19 +143,19 @@ def _closed(label: Label, spot: Spot, pair: Pair) -> str:
 
 def _needs(label: Label, before: World, gone: dict[Pair, str]) -> str:
     match label:
-        case ("LinkDown", w, s, k):
+        case (Action.LINK_DOWN, w, s, k):
             if is_open(before, s, w, k):
                 return CUT
             if before.trainer(s).life == "dead":
                 return SENDER_LOST
             owing = before.worker(w).state is State.AWAITING_ACK and link_of(before, before.worker(w)) == (s, k)
             return LAST_WORDS if owing else SENDER_BYE  # who owes an answer reads no goodbye
-        case ("Notice", s, w):
+        case (Action.NOTICE, s, w):
             why = gone[s, w]
             return WORKER_GONE if why in (WORKER_BYE, IDLE_BYE) else why
-        case ("AnswerBye", s, w, _):
+        case (Action.ANSWER_BYE, s, w, _):
             return gone[s, w]
-        case ("AnswerRejected", s, w, *_) if gone.get((s, w)) in (WORKER_BYE, IDLE_BYE):
+        case (Action.ANSWER_REJECTED, s, w, *_) if gone.get((s, w)) in (WORKER_BYE, IDLE_BYE):
             return gone[s, w]
         case _:
             return ""

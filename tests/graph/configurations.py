@@ -39,6 +39,10 @@ SMALL = {
     "duplicated": _bounds("refuse deadline", "Reorders Duplicates", max_version=2),
     "lost": _bounds("deadline", "Reorders Duplicates Loses", max_version=2),
     "copies": _bounds("copy refuse stray", senders=2),
+    "one of two is removed": _bounds("remove wrong", workers=2),
+    "written over by hand": _bounds("invalidate refuse bye", "Reorders Duplicates", max_version=2),
+    "deferred answers": _bounds("defer async abandon wrong bye", max_version=2, max_link=2),
+    "deferred answers, copies": _bounds("defer copy", senders=2),
     "successors": _bounds("copy misfit close death", senders=2),
     "two workers, two versions, a crash": _bounds("crash", workers=2, max_version=2, max_link=2),
 }
@@ -51,6 +55,7 @@ LARGE = {
     "two workers, copies": _bounds("copy", senders=2, workers=2),
     "copies take over": _bounds("copy wrong", senders=2, max_version=2, max_link=2),
     "copies, and workers that crash": _bounds("copy crash", senders=2, max_link=2),
+    "goodbyes that go astray": _bounds("copy stray bye", senders=2),
     "a worker won back": _bounds("copy close", senders=3, max_clock=2),
     "ordered, everything": _bounds(_EVERYTHING, "Lingers", max_version=2, max_link=2),
     "reordered, everything": _bounds(_EVERYTHING, "Reorders Lingers", max_version=2, max_link=2),

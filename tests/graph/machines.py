@@ -113,8 +113,8 @@ def executed(world: World, s: int, step: sending.Step) -> World:
                     world = world._replace(letters=world.letters | {letter})
             case sending.CloseLink(worker, _):
                 world = emptied(world, s, {worker})
-            case sending.Conclude():
-                pass  # noted by `took`
+            case sending.Conclude() | sending.Farewell():
+                pass  # noted by `took`, or told to people
     return world
 
 

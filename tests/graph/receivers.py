@@ -24,6 +24,7 @@ from network import (
 )
 from senders import MODEL, Attempt
 
+from weightsync._actions import Action
 from weightsync._tables import RefusalKind, State
 from weightsync.messages import Ack, Refusal
 from weightsync.protocol import receiver as receiving
@@ -36,7 +37,7 @@ def attempts(world: World) -> Iterator[Attempt]:
     if "Loses" in world.bounds.links:
         for m in world.letters:
             lost = world._replace(letters=world.letters - {m})
-            yield ("LoseLetter", m.s, m.w, m.k, m.v), lambda lost=lost: lost
+            yield (Action.LOSE_LETTER, m.s, m.w, m.k, m.v), lambda lost=lost: lost
     for w in world.bounds.all_workers:
         yield from _reads(world, w)
         yield from _downs(world, w)
@@ -53,11 +54,11 @@ def _reads(world: World, w: int) -> Iterator[Attempt]:
             continue
         place = (w, m.s, m.k)
         if m.v == 0:
-            yield ("HelloArrived", *place), lambda m=m: _hello(world, m, "")
+            yield (Action.HELLO_ARRIVED, *place), lambda m=m: _hello(world, m, "")
             if "misfit" in world.bounds.features and link != (m.s, m.k):
-                yield ("Misfit", *place), lambda m=m: _hello(world, m, "another layout")
+                yield (Action.MISFIT, *place), lambda m=m: _hello(world, m, "another layout")
         elif link == (m.s, m.k) and first(world, world.letters, m):
-            yield ("UpdateArrived", *place, m.v), lambda m=m: _update(world, m)
+            yield (Action.UPDATE_ARRIVED, *place, m.v), lambda m=m: _update(world, m)
 
 
 def _shared_reads(world: World, w: int) -> Iterator[Attempt]:
@@ -84,13 +85,13 @@ def _downs(world: World, w: int) -> Iterator[Attempt]:
     links = {(m.s, m.k) for m in world.letters if m.w == w} | ({ours} - {(0, 0)})
     if is_shared(world.bounds) and ours != (0, 0):
         links = {ours}  # an older sender's goodbye is nothing
-    label = "SharedLinkDown" if is_shared(world.bounds) else "LinkDown"
+    label = "SharedLinkDown" if is_shared(world.bounds) else Action.LINK_DOWN
     for s, k in links:
         broke = "break" in world.bounds.features and (s, w) not in world.gone
         if broke or not is_open(world, s, w, k):
             yield (label, w, s, k), lambda s=s, k=k: _link_down(world, w, s, k)
         if "fail" in world.bounds.features and ours == (s, k) and is_open(world, s, w, k):
-            yield ("LinkFailed", w, s, k), lambda s=s, k=k: _link_down(world, w, s, k, "no memory")
+            yield (Action.LINK_FAILED, w, s, k), lambda s=s, k=k: _link_down(world, w, s, k, "no memory")
 
 
 def _hello(world: World, m: Letter, misfit: str) -> World:
@@ -125,25 +126,31 @@ def _link_down(world: World, w: int, s: int, k: int, failure: str = "") -> World
 
 def _results(world: World, w: int) -> Iterator[Attempt]:
     worker, may = world.worker(w), world.bounds.features.__contains__
-    yield ("Applied", w), lambda: _applied(world, w)
+    yield (Action.APPLIED, w), lambda: _applied(world, w, receiving.Applied)
     if may("refuse"):
-        yield ("Refused", w), lambda: _refused(world, w)
+        yield (Action.REFUSED, w), lambda: _refused(world, w)
     if may("broken"):
-        yield ("Broken", w), lambda: _ended(world, w, receiving.Broken())
-    yield ("Answered", w), lambda: _answered(world, w)
+        yield (Action.BROKEN, w), lambda: _ended(world, w, receiving.Broken())
+    yield (Action.ANSWERED, w), lambda: _answered(world, w)
+    if may("defer"):
+        yield (Action.DEFER, w), lambda: _applied(world, w, receiving.Defer)
+        if isinstance(worker.data.answer, receiving.Deferred):
+            yield (Action.SEND_ACK, w), lambda: _ack_sent(world, w)
+    if may("invalidate"):
+        yield (Action.INVALIDATE, w), lambda: _invalidated(world, w)
     if may("bye"):
-        yield ("CloseReceiver", w), lambda: _ended(world, w, receiving.Close())
+        yield (Action.CLOSE_RECEIVER, w), lambda: _ended(world, w, receiving.Close())
     if may("fail"):
-        yield ("FailReceiver", w), lambda: _ended(world, w, receiving.Fail("an exception"))
+        yield (Action.FAIL_RECEIVER, w), lambda: _ended(world, w, receiving.Fail("an exception"))
     if may("crash") and (worker.data, worker.met) != (_NEW, 0):
-        yield ("CrashReceiver", w), lambda: _crash(world, w)
+        yield (Action.CRASH_RECEIVER, w), lambda: _crash(world, w)
 
 
-def _applied(world: World, w: int) -> World:
+def _applied(world: World, w: int, event: type[receiving.Applied | receiving.Defer]) -> World:
     worker = world.worker(w)
     incarnation, version = worker.data.pending or (0, 0)
     ack = Ack(model_id=MODEL, incarnation=incarnation, version=version)
-    world = heard(world, w, receiving.Applied(ack))
+    world = heard(world, w, event(ack))
     serial = worker.pending_p
     world = world.with_worker(w, replace(world.worker(w), pending_p=0, decided_p=serial, served_p=serial))
     for s, trainer in enumerate(world.trainers, 1):
@@ -164,11 +171,22 @@ def _refused(world: World, w: int) -> World:
     return world.with_worker(w, replace(world.worker(w), pending_p=0, decided_p=worker.pending_p))
 
 
+def _ack_sent(world: World, w: int) -> World | None:
+    if world.worker(w).state is State.CLOSED:
+        return None  # it is LATE
+    return heard(world, w, receiving.SendAck())
+
+
+def _invalidated(world: World, w: int) -> World:
+    world = heard(world, w, receiving.Invalidate())
+    return world.with_worker(w, replace(world.worker(w), served_p=0))
+
+
 def _answered(world: World, w: int) -> World:
     worker = world.worker(w)
     world = heard(world, w, receiving.Answered())
     assert worker.data.link is not None
-    assert worker.data.answer is not None
+    assert isinstance(worker.data.answer, Ack | Refusal)
     return posted(world, word_of(world, worker.data.link, w, worker.data.answer, worker))
 
 

@@ -13,7 +13,7 @@ from network import number
 
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, RefusalKind, SenderInput, State
 from weightsync.errors import ConfigurationError, ProtocolError, RefusedError, StateError, WorkerLostError
-from weightsync.messages import Ack, Hello, Refusal
+from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 
@@ -33,8 +33,10 @@ _OWN_CALLS = {
 }
 _OWN_RESULTS = {
     receiving.Applied: _R.APPLIED,
+    receiving.Defer: _R.DEFERRED,
     receiving.Refused: _R.REFUSED,
     receiving.Broken: _R.BROKEN,
+    receiving.Invalidate: _R.INVALIDATED,
     receiving.Answered: _R.ANSWERED,
     receiving.Close: _R.CLOSE,
     receiving.Fail: _R.CLOSE,
@@ -62,9 +64,10 @@ def sender_events(bounds: Bounds) -> list[sending.Event]:
     ]
 
 
-def _messages(bounds: Bounds, versions: range) -> Iterator[Hello | Ack | Refusal]:
+def _messages(bounds: Bounds, versions: range) -> Iterator[Hello | Ack | Refusal | Bye]:
     for incarnation in range(1, bounds.max_clock + bounds.senders + 1):
         yield Hello(model_id=MODEL, incarnation=incarnation)
+        yield Bye(model_id=MODEL, incarnation=incarnation)
         for version in versions:
             yield Ack(model_id=MODEL, incarnation=incarnation, version=version)
             for kind, fence in product(RefusalKind, (0, incarnation + 1)):
@@ -79,12 +82,16 @@ def receiver_events(bounds: Bounds) -> list[receiving.Event]:
     refusal = Refusal(model_id=MODEL, incarnation=1, version=1, kind=RefusalKind.REFUSED, fence=1)
     return [
         receiving.Applied(Ack(model_id=MODEL, incarnation=1, version=1)),
+        receiving.Defer(Ack(model_id=MODEL, incarnation=1, version=1)),
+        receiving.SendAck(),
         receiving.Refused(refusal),
         receiving.Broken(),
+        receiving.Invalidate(),
         receiving.Answered(),
         receiving.Close(),
         receiving.Fail("an exception"),
         *map(receiving.LinkDown, links),
+        *(receiving.Goodbye(k, i) for k, i in product(links, incarnations)),
         *(receiving.LinkDown(k, "no memory") for k in links),
         *(receiving.HelloArrived(k, i, misfit) for k, i, misfit in product(links, incarnations, ("", "another"))),
         *(receiving.UpdateArrived(k, i, v) for k, i, v in product(links, incarnations, versions)),
@@ -150,6 +157,8 @@ def _answered(state: State, data: sending.SenderData, owed: dict[int, int], even
     entry = data.roll[worker]
     if isinstance(message, Hello):
         return _S.ARRIVED if entry.standing is sending.Standing.EXPECTED else _S.STALE
+    if isinstance(message, Bye):
+        return _ending(state, owed, worker, link, _S.LEFT)
     if isinstance(message, Refusal) and (message.version == 0 or message.fence > message.incarnation):
         return _ending(state, owed, worker, link, _S.LOST)
     if owed.get(worker) == link and message.version == data.version:
@@ -164,6 +173,16 @@ def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving
             if state is State.CLOSED or data.link not in (link, None):
                 return None
             taken = _R.LINK_DOWN
+        case receiving.Goodbye(link, incarnation):
+            if state is State.CLOSED or (data.link is not None and (link, incarnation) != (data.link, data.fence)):
+                return None
+            taken = _R.LINK_DOWN
+        case receiving.SendAck():
+            if state is State.CLOSED or not isinstance(data.answer, receiving.Deferred):
+                return None
+            taken = _R.SEND_ACK
+        case receiving.Answered() if isinstance(data.answer, receiving.Deferred):
+            return StateError
         case receiving.HelloArrived():
             taken = _hello(state, data, event)
         case receiving.UpdateArrived(link, incarnation, version):
@@ -174,6 +193,19 @@ def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving
         case _:
             taken = _OWN_RESULTS[type(event)]
     return taken if (state, taken) in RECEIVER_ROWS else StateError
+
+
+def closed_beside(data: receiving.ReceiverData, event: receiving.Event) -> tuple[receiving.Effect, ...]:
+    """What follows where an end is LATE: the link closes, and hears what failed; another's goodbye ends nothing."""
+    if isinstance(event, receiving.SendAck):
+        return ()
+    assert isinstance(event, receiving.LinkDown | receiving.Goodbye)
+    closing = receiving.CloseLink(event.link)
+    if isinstance(event, receiving.Goodbye):
+        return () if event.link == data.link else (closing,)
+    if not event.failure:
+        return (closing,)
+    return receiving.Disown(event.link, data.fence, RefusalKind.FAILED, event.failure), closing
 
 
 def _hello(state: State, data: receiving.ReceiverData, event: receiving.HelloArrived) -> ReceiverInput:

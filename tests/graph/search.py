@@ -14,7 +14,8 @@ from modelcheck.second import Bounds, Graph, Label, Node
 from modelcheck.second.words import Entry, Payload, Receiver, Sender
 from network import Trainer, Worker, World, link_of, start
 
-from weightsync.messages import Ack
+from weightsync.messages import Ack, Refusal
+from weightsync.protocol.receiver import Deferred
 
 
 def search(bounds: Bounds) -> Graph:
@@ -105,7 +106,7 @@ def _rdata(worker: Worker, link: tuple[int, int]) -> Receiver:
         incarnation, version = key or (0, 0)
         return (incarnation, version, serial)
 
-    answer = "NONE" if data.answer is None else "ACK" if isinstance(data.answer, Ack) else data.answer.kind.name
+    answer = _answer(data.answer)
     served = payload(data.served, worker.served_p)
     return Receiver(
         link=link,
@@ -117,6 +118,12 @@ def _rdata(worker: Worker, link: tuple[int, int]) -> Receiver:
         served=served,
         live=(served, served),
     )
+
+
+def _answer(answer: Ack | Refusal | Deferred | None) -> str:
+    if isinstance(answer, Refusal):
+        return answer.kind.name
+    return {type(None): "NONE", Ack: "ACK", Deferred: "DEFERRED"}[type(answer)]
 
 
 # --------------------------------------------------------------------------------------------- comparison

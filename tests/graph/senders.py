@@ -12,6 +12,7 @@ from modelcheck.second import Bounds, Label
 from modelcheck.second.words import Word
 from network import Trainer, World, emptied, first, is_open, is_shared, new_data, no_report, taken
 
+from weightsync._actions import Action
 from weightsync._tables import RefusalKind, State
 from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import sender as sending
@@ -26,7 +27,7 @@ def attempts(world: World) -> Iterator[Attempt]:
     bounds = world.bounds
     for s in bounds.all_senders:
         if "copy" in bounds.features:
-            yield from ((("Copy", u, s), lambda u=u, s=s: _copy(world, u, s)) for u in bounds.all_senders)
+            yield from (((Action.COPY, u, s), lambda u=u, s=s: _copy(world, u, s)) for u in bounds.all_senders)
         if world.trainer(s).life == "alive":
             yield from _calls(world, bounds, s)
             yield from _losses(world, bounds, s)
@@ -37,7 +38,7 @@ def attempts(world: World) -> Iterator[Attempt]:
             yield from _strays(world, bounds, m)
         if "Loses" in bounds.links:
             lost = world._replace(answers=world.answers - {m})
-            yield ("LoseAnswer", m.s, m.w, m.k, m.v, m.kind), lambda lost=lost: lost
+            yield (Action.LOSE_ANSWER, m.s, m.w, m.k, m.v, m.kind), lambda lost=lost: lost
     if "cut" in bounds.features:
         yield from _cuts(world, bounds)
 
@@ -52,39 +53,39 @@ def _copy(world: World, s: int, t: int) -> World | None:
 def _calls(world: World, bounds: Bounds, s: int) -> Iterator[Attempt]:
     may = bounds.features.__contains__
     if may("death"):
-        yield ("Die", s), lambda: _die(world, s)
+        yield (Action.DIE, s), lambda: _die(world, s)
     for clock in range(1, bounds.max_clock + 1):
-        yield ("Connect", s, clock), lambda clock=clock: _connect(world, s, clock)
+        yield (Action.CONNECT, s, clock), lambda clock=clock: _connect(world, s, clock)
     for w in bounds.all_workers:
-        yield ("Join", s, w), lambda w=w: _join(world, bounds, s, w)
+        yield (Action.JOIN, s, w), lambda w=w: _join(world, bounds, s, w)
         if may("remove"):
-            yield ("Remove", s, w), lambda w=w: _remove(world, s, w)
+            yield (Action.REMOVE, s, w), lambda w=w: _remove(world, s, w)
     yield from _sends(world, bounds, s)
     yield from _waits(world, bounds, s)
     if may("close"):
-        yield ("CloseSender", s), lambda: _close_sender(world, bounds, s)
+        yield (Action.CLOSE_SENDER, s), lambda: _close_sender(world, bounds, s)
 
 
 def _sends(world: World, bounds: Bounds, s: int) -> Iterator[Attempt]:
     some = [*_subsets(bounds.workers)] if "subset" in bounds.features else []
-    yield ("SendAll", s), lambda: _dispatch(world, s, sending.Send(None))
+    yield (Action.SEND_ALL, s), lambda: _dispatch(world, s, sending.Send(None))
     for to in some:
-        yield ("SendTo", s, frozenset(to)), lambda to=to: _dispatch(world, s, sending.Send(to))
+        yield (Action.SEND_TO, s, frozenset(to)), lambda to=to: _dispatch(world, s, sending.Send(to))
     if "async" in bounds.features:
-        yield ("SendAsyncAll", s), lambda: _dispatch(world, s, sending.SendAsync(None))
+        yield (Action.SEND_ASYNC_ALL, s), lambda: _dispatch(world, s, sending.SendAsync(None))
         for to in some:
-            yield ("SendAsyncTo", s, frozenset(to)), lambda to=to: _dispatch(world, s, sending.SendAsync(to))
+            yield (Action.SEND_ASYNC_TO, s, frozenset(to)), lambda to=to: _dispatch(world, s, sending.SendAsync(to))
 
 
 def _waits(world: World, bounds: Bounds, s: int) -> Iterator[Attempt]:
     may, version = bounds.features.__contains__, world.trainer(s).data.version
-    yield ("Wait", s), lambda: did(world, s, sending.Wait())
+    yield (Action.WAIT, s), lambda: did(world, s, sending.Wait())
     if may("deadline"):
-        yield ("Deadline", s), lambda: _timely(world, s, sending.Deadline(version))
+        yield (Action.DEADLINE, s), lambda: _timely(world, s, sending.Deadline(version))
     if may("interrupt"):
-        yield ("Interrupted", s), lambda: _timely(world, s, sending.Interrupted(version))
+        yield (Action.INTERRUPTED, s), lambda: _timely(world, s, sending.Interrupted(version))
     if may("abandon"):
-        yield ("Abandon", s), lambda: did(world, s, sending.Abandon())
+        yield (Action.ABANDON, s), lambda: did(world, s, sending.Abandon())
 
 
 def _subsets(workers: int) -> Iterator[tuple[int, ...]]:
@@ -156,9 +157,9 @@ def _losses(world: World, bounds: Bounds, s: int) -> Iterator[Attempt]:
         lost = sending.LinkLost(w, entry.link, "")
         if (s, w) not in world.gone:
             if "wrong" in bounds.features:
-                yield ("GiveUp", s, w), lambda lost=lost: did(world, s, lost)
+                yield (Action.GIVE_UP, s, w), lambda lost=lost: did(world, s, lost)
         elif not (ordered and any((m.s, m.w, m.k) == (s, w, entry.link) for m in world.answers)):
-            yield ("Notice", s, w), lambda lost=lost: did(world, s, lost)
+            yield (Action.NOTICE, s, w), lambda lost=lost: did(world, s, lost)
 
 
 def _answer(world: World, m: Word) -> Iterator[Attempt]:
@@ -166,34 +167,26 @@ def _answer(world: World, m: Word) -> Iterator[Attempt]:
     match m.kind:
         case "HELLO":
             message = Hello(model_id=MODEL, incarnation=m.inc)
-            yield ("AnswerHello", *place), lambda: _told(world, m, message)
+            yield (Action.ANSWER_HELLO, *place), lambda: _told(world, m, message)
         case "ACK":
             ack = Ack(model_id=MODEL, incarnation=m.inc, version=m.v)
-            yield ("AnswerAck", *place, m.v), lambda: _told(world, m, ack)
+            yield (Action.ANSWER_ACK, *place, m.v), lambda: _told(world, m, ack)
         case "BYE":
             if is_open(world, *place):
-                yield ("AnswerBye", *place), lambda: _bye(world, m)
+                bye = Bye(model_id=MODEL, incarnation=m.inc)
+                yield (Action.ANSWER_BYE, *place), lambda: _told(world, m, bye)
         case kind:
             refusal = Refusal(model_id=MODEL, incarnation=m.inc, version=m.v, kind=RefusalKind[kind], fence=m.fence)
-            refused = "SharedRefusal" if is_shared(world.bounds) else "AnswerRefusal"
-            label = (refused, *place, m.v, kind) if m.v else ("AnswerRejected", *place, kind)
+            refused = "SharedRefusal" if is_shared(world.bounds) else Action.ANSWER_REFUSAL
+            label = (refused, *place, m.v, kind) if m.v else (Action.ANSWER_REJECTED, *place, kind)
             yield label, lambda: _told(world, m, refusal)
 
 
-def _told(world: World, m: Word, message: Hello | Ack | Refusal) -> World:
+def _told(world: World, m: Word, message: Hello | Ack | Refusal | Bye) -> World:
     open_before = is_open(world, m.s, m.w, m.k)
     world = did(taken(world, m), m.s, sending.Answer(m.w, m.k, message))
     ended = open_before and not is_open(world, m.s, m.w, m.k)
     return world._replace(answers=world.answers - {m}) if ended else world
-
-
-def _bye(world: World, m: Word) -> World:
-    world = world._replace(answers=world.answers - {m})
-    trainer = world.trainer(m.s)
-    bye = Bye(model_id=MODEL, incarnation=m.inc)
-    for event in sending.leaving(trainer.state, trainer.data, m.w, m.k, bye):
-        world = did(world, m.s, event)
-    return world
 
 
 def _cuts(world: World, bounds: Bounds) -> Iterator[Attempt]:
@@ -202,13 +195,13 @@ def _cuts(world: World, bounds: Bounds) -> Iterator[Attempt]:
             on = frozenset(m for m in world.answers if (m.s, m.w, m.k) == (s, w, k))
             for lost in chain.from_iterable(combinations(sorted(on), size) for size in range(1, len(on) + 1)):
                 after = world._replace(answers=world.answers - set(lost))
-                yield ("CutAnswers", s, w, k, frozenset(m.p for m in lost)), lambda after=after: after
+                yield (Action.CUT_ANSWERS, s, w, k, frozenset(m.p for m in lost)), lambda after=after: after
 
 
 def _strays(world: World, bounds: Bounds, m: Word) -> Iterator[Attempt]:
     for t in bounds.all_senders:
         if t != m.s and is_open(world, t, m.w, m.k) and m.inc == world.trainer(m.s).data.incarnation:
-            yield ("Stray", m.s, t, m.w, m.k), lambda t=t: _stray(world, m, t)
+            yield (Action.STRAY, m.s, t, m.w, m.k), lambda t=t: _stray(world, m, t)
 
 
 def _stray(world: World, m: Word, t: int) -> World:

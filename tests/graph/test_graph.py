@@ -16,6 +16,7 @@ from modelcheck.second.dump import Dumped
 from modelcheck.second.labelling import disjuncts, labelling_module
 from search import difference, search
 
+from weightsync._actions import Action
 from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, RefusalKind
 from weightsync.checker.text import Library
 
@@ -70,7 +71,7 @@ def test_every_feature_and_every_kind_of_link_is_in_some_small_graph():
 
 
 def test_every_action_that_no_revert_plants_is_taken_in_some_small_graph():
-    planted = {"SwapFirst", "SwapHalf", "DropAnswer", "SendAgain", "ApplyClosed"}
+    planted = {Action.SWAP_FIRST, Action.SWAP_HALF, Action.DROP_ANSWER, Action.SEND_AGAIN, Action.APPLY_CLOSED}
     actions = {action for _, action, _ in disjuncts(Library(MODEL), "MC")}
     assert {label[0] for name in SMALL for label in explored(name)[0].labels} == actions - planted
 
@@ -88,7 +89,7 @@ def test_every_row_is_taken_in_some_small_graph():
 
 def test_every_refusal_kind_is_sent_in_some_small_graph():
     labels = [label for name in SMALL for label in explored(name)[0].labels]
-    sent = {str(label[-1]) for label in labels if label[0] in {"AnswerRefusal", "AnswerRejected"}}
+    sent = {str(label[-1]) for label in labels if label[0] in {Action.ANSWER_REFUSAL, Action.ANSWER_REJECTED}}
     assert sent == {kind.name for kind in RefusalKind}, (
         "a refusal kind of spec/protocol.toml that no action of the model sends: give AckProtocol.tla one that does"
     )
@@ -96,5 +97,12 @@ def test_every_refusal_kind_is_sent_in_some_small_graph():
 
 def test_every_disjunct_of_next_is_labelled():
     module = labelling_module(Library(MODEL), "MC")
-    for action in ("Connect", "SendAsyncTo", "AnswerRejected", "LinkDown", "Stray", "ApplyClosed"):
+    for action in (
+        Action.CONNECT,
+        Action.SEND_ASYNC_TO,
+        Action.ANSWER_REJECTED,
+        Action.LINK_DOWN,
+        Action.STRAY,
+        Action.APPLY_CLOSED,
+    ):
         assert re.search(rf"{action}\((.*)\) /\\ action' = <<\"{action}\", \1>>", module)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from configurations import SMALL
 from graph_support import explored
-from refusing import due_of_receiver, due_of_sender, receiver_events, sender_events
+from refusing import closed_beside, due_of_receiver, due_of_sender, receiver_events, sender_events
 
 from weightsync import MultiProcessWeightSyncScheme
 from weightsync._tables import ReceiverInput, SenderInput, State
@@ -58,7 +58,7 @@ def _compared(step, late, values, due_of, events):
         for event in events:
             due, said = due_of(state, data, event), _said(step, state, data, event)
             if due is None:
-                assert said == late(state, data), (state, data, event)
+                assert said == late(state, data, event), (state, data, event)
             elif isinstance(due, type):
                 assert said is due, (state, data, event)
             else:
@@ -70,7 +70,7 @@ def _compared(step, late, values, due_of, events):
 
 @names
 def test_a_sender_takes_what_is_due_and_refuses_the_rest_unchanged(name):
-    def late(state, data):
+    def late(state, data, _):
         return sending.Step(None, state, replace(data, late=data.late + 1))
 
     due = _compared(sending.step, late, sender_values(name), due_of_sender, sender_events(SMALL[name]))
@@ -79,8 +79,8 @@ def test_a_sender_takes_what_is_due_and_refuses_the_rest_unchanged(name):
 
 @names
 def test_a_receiver_takes_what_is_due_and_refuses_the_rest_unchanged(name):
-    def late(state, data):
-        return receiving.Step(None, state, data)
+    def late(state, data, event):
+        return receiving.Step(None, state, data, closed_beside(data, event))
 
     due = _compared(receiving.step, late, receiver_values(name), due_of_receiver, receiver_events(SMALL[name]))
     assert {None, StateError, ProtocolError, ReceiverInput.TAKEOVER, ReceiverInput.APPLIED} <= set(due)

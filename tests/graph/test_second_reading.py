@@ -14,6 +14,8 @@ from modelcheck.second.promise import refines
 from modelcheck.second.steps import STEPS, Step
 from modelcheck.second.words import NO_LINK, Letter
 
+from weightsync._actions import Action
+
 _OF_STEPS = {**STEPS, **BOOK_STEPS, **DELIVERIES, "RefinesWeightSync": refines}
 
 
@@ -118,12 +120,12 @@ def _new(change):
 
 #: The property, the graph, which of its steps is spoiled, and how.
 SPOILED_STEPS = [
-    ("OnlyRows", "two versions", _by("Abandon"), _new(lambda n: n._replace(sstate=("uninitialized",)))),
-    ("OnlyRows", "two versions", _by("Answered"), _new(lambda n: n._replace(rstate=("pending_async",)))),
+    ("OnlyRows", "two versions", _by(Action.ABANDON), _new(lambda n: n._replace(sstate=("uninitialized",)))),
+    ("OnlyRows", "two versions", _by(Action.ANSWERED), _new(lambda n: n._replace(rstate=("pending_async",)))),
     (
         "NothingOvertakes",
         "two versions",
-        lambda s: _by("SendAll")(s) and any(m.v == 1 for m in s.old.letters),
+        lambda s: _by(Action.SEND_ALL)(s) and any(m.v == 1 for m in s.old.letters),
         _new(lambda n: n._replace(letters=frozenset(m._replace(p=min(m.p, 1)) for m in n.letters))),
     ),
     ("AckNamesItsVersion", "two versions", _counted, _old(lambda n: n._replace(answers=frozenset()))),
@@ -132,47 +134,47 @@ SPOILED_STEPS = [
     (
         "AckedMeansServed",
         "two versions",
-        lambda s: _by("Answered")(s) and s.old.rdata[0].answer == "ACK",
+        lambda s: _by(Action.ANSWERED)(s) and s.old.rdata[0].answer == "ACK",
         _new(lambda n: _receiver(n, served=(0, 0, 0))),
     ),
     (
         "ServingIsMonotone",
         "two versions",
-        lambda s: _by("Applied")(s) and s.new.rdata[0].served == (1, 1, 1),
+        lambda s: _by(Action.APPLIED)(s) and s.new.rdata[0].served == (1, 1, 1),
         _old(lambda n: _receiver(n, served=(1, 2, 2))),
     ),
-    ("ServingIsMonotone", "two versions", _by("Applied"), _old(lambda n: _receiver(n, met=2))),
-    ("OneOutstanding", "two versions", _by("SendAll"), _old(lambda n: n._replace(sstate=("pending_async",)))),
-    ("ServedChangesByApplied", "two versions", _by("Applied"), _old(lambda n: n._replace(rstate=("ready",)))),
-    ("ServedChangesByApplied", "two versions", _by("Applied"), _old(lambda n: _receiver(n, pending=(1, 0, 0)))),
-    ("OnlyTargetsChange", "two versions", _by("SendAll"), _new(lambda n: _out(n, owed=(0,)))),
+    ("ServingIsMonotone", "two versions", _by(Action.APPLIED), _old(lambda n: _receiver(n, met=2))),
+    ("OneOutstanding", "two versions", _by(Action.SEND_ALL), _old(lambda n: n._replace(sstate=("pending_async",)))),
+    ("ServedChangesByApplied", "two versions", _by(Action.APPLIED), _old(lambda n: n._replace(rstate=("ready",)))),
+    ("ServedChangesByApplied", "two versions", _by(Action.APPLIED), _old(lambda n: _receiver(n, pending=(1, 0, 0)))),
+    ("OnlyTargetsChange", "two versions", _by(Action.SEND_ALL), _new(lambda n: _out(n, owed=(0,)))),
     (
         "OnlyTargetsChange",
         "two versions",
-        lambda s: s.new.rdata[0].pending[1] and _by("UpdateArrived")(s),
+        lambda s: s.new.rdata[0].pending[1] and _by(Action.UPDATE_ARRIVED)(s),
         _old(lambda n: n._replace(letters=frozenset())),
     ),
-    ("CopyOwesNothing", "successors", _by("Copy"), _new(lambda n: n._replace(sstate=(n.sstate[0], "ready")))),
-    ("CopyOwesNothing", "successors", _by("Copy"), _new(lambda n: n._replace(sstate=("nonsense", n.sstate[1])))),
-    ("ClosedIsFinal", "ends", _by("Connect"), _old(lambda n: n._replace(sstate=("closed",)))),
+    ("CopyOwesNothing", "successors", _by(Action.COPY), _new(lambda n: n._replace(sstate=(n.sstate[0], "ready")))),
+    ("CopyOwesNothing", "successors", _by(Action.COPY), _new(lambda n: n._replace(sstate=("nonsense", n.sstate[1])))),
+    ("ClosedIsFinal", "ends", _by(Action.CONNECT), _old(lambda n: n._replace(sstate=("closed",)))),
     (
         "EverybodyIsToldTheTruth",
         "two versions",
-        lambda s: _by("Wait")(s) and s.new.sstate == ("ready",),
+        lambda s: _by(Action.WAIT)(s) and s.new.sstate == ("ready",),
         lambda s: s._replace(labels=()),
     ),
-    ("EverybodyIsToldTheTruth", "two versions", _by("Deadline"), _new(lambda n: _out(n, outcomes=("LOST",)))),
+    ("EverybodyIsToldTheTruth", "two versions", _by(Action.DEADLINE), _new(lambda n: _out(n, outcomes=("LOST",)))),
     (
         "AnswersSayWhatHappened",
         "two versions",
-        _by("Answered"),
+        _by(Action.ANSWERED),
         _new(lambda n: n._replace(answers=frozenset(m._replace(p=m.p + 1) for m in n.answers))),
     ),
-    ("NothingIsLeftUnsaid", "two versions", _by("Answered"), _new(lambda n: n._replace(answers=frozenset()))),
+    ("NothingIsLeftUnsaid", "two versions", _by(Action.ANSWERED), _new(lambda n: n._replace(answers=frozenset()))),
     (
         "FencesAreHeeded",
         "ends",
-        _by("Connect"),
+        _by(Action.CONNECT),
         _old(lambda n: _entry(n._replace(sstate=("closed",)), fence=2)),
     ),
     (
@@ -184,11 +186,11 @@ SPOILED_STEPS = [
     (
         "LettersAreRead",
         "two versions",
-        lambda s: _by("UpdateArrived")(s) and s.new.rdata[0].pending != s.old.rdata[0].pending,
+        lambda s: _by(Action.UPDATE_ARRIVED)(s) and s.new.rdata[0].pending != s.old.rdata[0].pending,
         _new(lambda n: _receiver(n, pending=(0, 0, 0))),
     ),
     ("AnswersAreRead", "two versions", _counted, _new(lambda n: _out(n, outcomes=("REFUSED",)))),
-    ("AnswersAreRead", "two versions", _by("AnswerHello"), _new(lambda n: _entry(n, standing="EXPECTED"))),
+    ("AnswersAreRead", "two versions", _by(Action.ANSWER_HELLO), _new(lambda n: _entry(n, standing="EXPECTED"))),
     (
         "NetworkKeepsItsWord",
         "two versions",
@@ -203,32 +205,37 @@ SPOILED_STEPS = [
             new=s.old._replace(answers=s.old.answers | {m._replace(inc=9) for m in s.old.answers}),
         ),
     ),
-    ("FarEndsCloseForAReason", "two versions", _by("Applied"), _new(lambda n: n._replace(gone=((True,),)))),
+    ("FarEndsCloseForAReason", "two versions", _by(Action.APPLIED), _new(lambda n: n._replace(gone=((True,),)))),
     (
         "FarEndsCloseForAReason",
         "two versions",
-        _by("HelloArrived"),
+        _by(Action.HELLO_ARRIVED),
         lambda s: s._replace(new=s.old._replace(gone=((True,),))),
     ),
     (
         "DispatchesReachTheirTargets",
         "two versions",
-        _by("SendAll"),
+        _by(Action.SEND_ALL),
         _new(lambda n: n._replace(letters=frozenset())),
     ),
     (
         "LinksBeginWhole",
         "crashes",
-        lambda s: _by("Join")(s) and s.old.sdata[0].incarnation,
+        lambda s: _by(Action.JOIN)(s) and s.old.sdata[0].incarnation,
         _new(lambda n: n._replace(letters=frozenset())),
     ),
-    ("LinksBeginWhole", "crashes", _by("Join"), _new(lambda n: _entry(n, standing="UP"))),
-    ("LinksEndWhole", "losses", _by("GiveUp"), _new(lambda n: _entry(n, link=0))),
-    ("RefinesWeightSync", "two versions", _by("Applied"), _new(lambda n: _receiver(n, served=(1, 9, 9)))),
+    ("LinksBeginWhole", "crashes", _by(Action.JOIN), _new(lambda n: _entry(n, standing="UP"))),
+    ("LinksEndWhole", "losses", _by(Action.GIVE_UP), _new(lambda n: _entry(n, link=0))),
+    ("RefinesWeightSync", "two versions", _by(Action.APPLIED), _new(lambda n: _receiver(n, served=(1, 9, 9)))),
     ("RefinesWeightSync", "two versions", _counted, _old(lambda n: _out(n, did=frozenset()))),
-    ("RefinesWeightSync", "two versions", _by("Deadline"), _new(lambda n: n._replace(sstate=("ready",)))),
-    ("RefinesWeightSync", "two versions", _by("SendAll"), _new(lambda n: _sender(n, version=n.sdata[0].version - 1))),
-    ("RefinesWeightSync", "two versions", _by("Connect"), _old(lambda n: _sender(n, incarnation=2))),
+    ("RefinesWeightSync", "two versions", _by(Action.DEADLINE), _new(lambda n: n._replace(sstate=("ready",)))),
+    (
+        "RefinesWeightSync",
+        "two versions",
+        _by(Action.SEND_ALL),
+        _new(lambda n: _sender(n, version=n.sdata[0].version - 1)),
+    ),
+    ("RefinesWeightSync", "two versions", _by(Action.CONNECT), _old(lambda n: _sender(n, incarnation=2))),
 ]
 
 
@@ -255,4 +262,4 @@ def test_an_edge_that_must_leave_a_state_is_missed(name):
     for node, leaving in zip(graph.nodes, graph.leaving, strict=True):
         assert calls_are_possible(bounds, node, leaving)
         missed |= {each[0] for each in leaving if not calls_are_possible(bounds, node, leaving - {each})}
-    assert missed >= {label[0] for label in graph.labels} - {"Connect"}
+    assert missed >= {label[0] for label in graph.labels} - {Action.CONNECT}

@@ -73,11 +73,11 @@ def test_a_result_is_taken_in() -> None:
 def test_a_mutant_takes_its_functions_place_and_is_killed(tmp_path: Path) -> None:
     """The canary of the hunt; that the shipped code survives all oracles, the hunt makes sure of itself."""
     found = hunted(
-        tmp_path, "weightsync.protocol.receiver.spoiled", "weightsync.protocol.sender_guards.owes", timeout=110
+        tmp_path, "weightsync.protocol.receiver._is_in_force", "weightsync.protocol.sender_guards.owes", timeout=110
     )
 
     assert {where for where, *_ in found} == {
-        "weightsync.protocol.receiver.spoiled",
+        "weightsync.protocol.receiver._is_in_force",
         "weightsync.protocol.sender_guards.owes",
     }
     assert [each for each in found if each[-1] == "survived"] == []

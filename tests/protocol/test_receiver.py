@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -10,6 +10,7 @@ from weightsync._tables import ReceiverInput, RefusalKind, State
 from weightsync.errors import ProtocolError, StateError
 from weightsync.messages import Ack, Refusal
 from weightsync.protocol import receiver as pure
+from weightsync.report import SyncReport
 
 
 @dataclass
@@ -198,8 +199,39 @@ def test_an_update_without_a_handshake_breaks_the_protocol(receiver: Receiver, l
         receiver.take(pure.UpdateArrived(link, incarnation, 1))
 
 
-def test_the_loss_of_a_link_that_is_not_in_force_is_late(receiver: Receiver) -> None:
-    assert receiver.take(pure.LinkDown(2)).input is None
+@pytest.mark.parametrize("event", [pure.LinkDown(2), pure.Goodbye(2, 5), pure.Goodbye(2, 4)])
+def test_the_end_of_a_link_that_is_not_in_force_is_late_and_that_link_closes(
+    receiver: Receiver, event: pure.Event
+) -> None:
+    step = receiver.take(event)
+
+    assert (step.input, step.effects, receiver.data.link) == (None, (pure.CloseLink(2),), 1)
+
+
+def test_what_fails_beside_the_link_in_force_is_told_to_its_sender(receiver: Receiver) -> None:
+    step = receiver.take(pure.LinkDown(2, "no memory"))
+
+    assert step.effects == (pure.Disown(2, 5, RefusalKind.FAILED, "no memory"), pure.CloseLink(2))
+    assert (step.input, receiver.data.link) == (None, 1)
+
+
+def test_the_goodbye_of_the_sender_in_force_ends_its_link(receiver: Receiver) -> None:
+    step = receiver.take(pure.Goodbye(1, 5))
+
+    assert (step.input, step.to, step.effects) == (
+        ReceiverInput.LINK_DOWN,
+        State.UNINITIALIZED,
+        (pure.CloseLink(1),),
+    )
+
+
+@pytest.mark.parametrize("incarnation", [4, 6])
+def test_the_goodbye_of_another_sender_over_the_link_in_force_changes_nothing(
+    receiver: Receiver, incarnation: int
+) -> None:
+    step = receiver.take(pure.Goodbye(1, incarnation))
+
+    assert (step.input, step.effects, receiver.data.link) == (None, (), 1)
 
 
 def test_what_was_decided_is_kept_across_links(receiver: Receiver) -> None:
@@ -230,7 +262,80 @@ def test_g9_close_keeps_what_is_served(receiver: Receiver) -> None:
     assert receiver.take(pure.Close()).to is State.CLOSED
 
 
-def test_spoiled_by_hand_nothing_is_served(receiver: Receiver) -> None:
-    receiver.applies(5, 1)
+def test_a_deferred_answer_waits_until_its_version_was_handed_on(receiver: Receiver) -> None:
+    receiver.take(pure.UpdateArrived(1, 5, 1))
 
-    assert pure.spoiled(receiver.data).served is None
+    assert receiver.take(pure.Defer(ack(5, 1))).effects == ()
+    assert (receiver.state, receiver.data.served) == (State.AWAITING_ACK, (5, 1))
+    with pytest.raises(StateError):
+        receiver.take(pure.Answered())
+
+    nested = SyncReport(model_id="policy", version=1, incarnation=0, outcomes={})
+    told = replace(ack(5, 1), nested=nested)
+    assert receiver.take(pure.SendAck(nested)).effects == (pure.Reply(1, told),)
+    assert receiver.take(pure.Answered()).to is State.READY
+    assert receiver.take(pure.UpdateArrived(1, 5, 1)).effects == (pure.Reply(1, told),)
+
+
+def deferring(receiver: Receiver) -> Receiver:
+    receiver.take(pure.UpdateArrived(1, 5, 1))
+    receiver.take(pure.Defer(ack(5, 1)))
+    return receiver
+
+
+def test_a_deferred_answer_leaves_over_the_link_that_its_sender_has_now(receiver: Receiver) -> None:
+    deferring(receiver).take(pure.LinkDown(1))
+    receiver.take(pure.HelloArrived(2, 5))
+
+    assert receiver.take(pure.UpdateArrived(2, 5, 1)).effects == ()
+    assert receiver.take(pure.SendAck()).effects == (pure.Reply(2, ack(5, 1)),)
+
+
+def test_a_deferred_answer_is_nothing_to_a_newer_sender(receiver: Receiver) -> None:
+    deferring(receiver).take(pure.HelloArrived(2, 6))
+
+    step = receiver.take(pure.SendAck())
+
+    assert (step.input, step.effects, receiver.data.answer) == (ReceiverInput.SEND_ACK, (), ack(5, 1))
+
+
+def test_over_one_link_the_older_sender_gets_its_deferred_answer_before_the_newer_is_greeted(
+    receiver: Receiver,
+) -> None:
+    deferring(receiver)
+
+    step = receiver.take(pure.HelloArrived(1, 6))
+
+    assert step.effects == (pure.Reply(1, ack(5, 1)), pure.Greet(1))
+
+
+@pytest.mark.parametrize("event", [pure.LinkDown(1), pure.HelloArrived(2, 5)])
+def test_a_newer_version_takes_the_place_of_a_deferred_answer(receiver: Receiver, event: pure.Event) -> None:
+    deferring(receiver).take(event)
+    receiver.take(pure.HelloArrived(2, 5))
+    receiver.applies(5, 2)
+
+    step = receiver.take(pure.SendAck())
+
+    assert (step.input, step.effects, receiver.data.answer) == (None, (), ack(5, 2))
+
+
+def test_g9_a_closed_receiver_sends_no_deferred_answer(receiver: Receiver) -> None:
+    deferring(receiver).take(pure.Close())
+    before = receiver.data
+
+    assert receiver.take(pure.SendAck()).input is None
+    assert receiver.data == before
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_is_written_by_hand_is_of_no_version_and_what_was_decided_stays(receiver: Receiver, closed: bool) -> None:
+    receiver.applies(5, 1)
+    if closed:
+        receiver.take(pure.Close())
+    before = receiver.data
+
+    step = receiver.take(pure.Invalidate())
+
+    assert (step.input, step.effects) == (ReceiverInput.INVALIDATED, ())
+    assert receiver.data == replace(before, served=None)

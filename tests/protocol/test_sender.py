@@ -216,10 +216,11 @@ def test_a_goodbye_takes_a_worker_off_the_roll_and_is_in_the_report_that_it_ends
     sender.take(pure.Send((0,)))
 
     bye = Bye(model_id="policy", incarnation=INCARNATION, reason="done")
-    steps = [sender.take(event) for event in pure.leaving(sender.state, sender.data, 0, 1, bye)]
+    step = sender.take(pure.Answer(0, 1, bye))
 
-    assert [step.input for step in steps] == [SenderInput.SETTLED, SenderInput.REMOVE]
-    concluded = steps[0].effects[-1]
+    assert step.input is SenderInput.SETTLED
+    assert step.effects[:2] == (pure.CloseLink(0, 1), pure.Farewell(0, "done"))
+    concluded = step.effects[-1]
     assert isinstance(concluded, pure.Conclude)
     assert (concluded.left, concluded.outstanding.outcomes[0].kind) == ({0: "done"}, OutcomeKind.LOST)
     assert list(sender.data.roll) == [1]
@@ -229,16 +230,18 @@ def test_a_goodbye_takes_a_worker_off_the_roll_and_is_in_the_report_that_it_ends
 def test_a_goodbye_to_another_sender_or_over_another_link_changes_nothing(
     sender: Sender, link: int, incarnation: int
 ) -> None:
-    bye = Bye(model_id="policy", incarnation=incarnation)
+    before = sender.data
 
-    assert pure.leaving(sender.state, sender.data, 0, link, bye) == ()
+    step = sender.take(pure.Answer(0, link, Bye(model_id="policy", incarnation=incarnation)))
+
+    assert (step.input, step.effects) == (SenderInput.STALE, ())
+    assert sender.data == replace(before, stale=before.stale + 1)
 
 
 def test_a_send_to_nobody_says_who_left(sender: Sender) -> None:
     for worker in (0, 1):
         bye = Bye(model_id="policy", incarnation=INCARNATION, reason=f"done {worker}")
-        for event in pure.leaving(sender.state, sender.data, worker, worker + 1, bye):
-            sender.take(event)
+        assert sender.take(pure.Answer(worker, worker + 1, bye)).input is SenderInput.LEFT
 
     with pytest.raises(ConfigurationError, match=r"nobody is on the roll.*Worker 0 left: done 0.*Worker 1 left"):
         sender.take(pure.Send(None))

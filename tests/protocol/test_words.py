@@ -325,8 +325,8 @@ def test_the_pending_version_once_more_gets_none() -> None:
 def test_a_loss_that_is_late_changes_nothing() -> None:
     for state, link in ((State.READY, 5), (State.CLOSED, 1)):
         step = receiver.step(state, SERVING, receiver.LinkDown(link))
-        assert (step.input, step.to, step.data, step.effects) == (None, state, SERVING, ())
+        assert (step.input, step.to, step.data) == (None, state, SERVING)
 
 
 def test_what_was_written_by_hand_is_served_by_no_version() -> None:
-    assert receiver.spoiled(SERVING) == replace(SERVING, served=None)
+    assert receiver.step(State.READY, SERVING, receiver.Invalidate()).data == replace(SERVING, served=None)

@@ -10,7 +10,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 #: Everything that the generator reads or writes.
-FILES = ("spec/protocol.toml", "weightsync/_tables.py", "tla/Tables.tla", "docs/protocol.md", "README.md")
+FILES = (
+    "spec/protocol.toml",
+    "weightsync/_tables.py",
+    "weightsync/_actions.py",
+    "tla/AckProtocol.tla",
+    "tla/Tables.tla",
+    "docs/protocol.md",
+    "README.md",
+)
 
 
 @pytest.fixture(scope="session")

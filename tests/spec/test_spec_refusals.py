@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import generate
 import pytest
-from protocolgen import checks, source
+from protocolgen import actions, checks, source
 
+#: A model of two actions.
+MODEL = r"""
+Next ==
+  \/ \E s \in Senders : Wait(s)
+  \/ \E w \in Workers,
+        v \in 1..2 : LinkDown(w, v)
+
+----
+"""
 SEND = '[[sender.row]]\nfrom = ["ready"]\ninput = "SEND"\nto = "awaiting_ack"\n'
 OPEN = '"uninitialized", "ready", "pending_async", "awaiting_ack", '
 CLOSE = f'[[sender.row]]\nfrom = [{OPEN}"closed"]\ninput = "CLOSE"\n'
@@ -68,7 +77,7 @@ PLANTED = {
     "an input that no row uses": (
         '[[sender.input]]\nname = "CLOSE"\n',
         SHRUG + '[[sender.input]]\nname = "CLOSE"\n',
-        "sender.input 17 (SHRUG): dead input, no row of the sender uses it",
+        "sender.input 18 (SHRUG): dead input, no row of the sender uses it",
     ),
     "a row that leaves the final state": (
         SEND,
@@ -103,12 +112,12 @@ PLANTED = {
     "an undocumented input": (
         'meaning = "the answer left"\n',
         "",
-        "receiver.input 11: 'meaning' is missing",
+        "receiver.input 14: 'meaning' is missing",
     ),
     "a meaning that says nothing": (
         'meaning = "the answer left"\n',
         'meaning = " "\n',
-        "receiver.input 11: 'meaning' must be text that is not empty",
+        "receiver.input 14: 'meaning' must be text that is not empty",
     ),
     "an undocumented guarantee": (
         'name = "NoTornRead"\nmeaning = "no guarded forward sees tensors of two versions"\n',
@@ -183,7 +192,7 @@ def test_the_generator_refuses(text, old, new, complaint):
     assert text.count(old) >= 1, "the file has changed: plant this fault anew"
 
     with pytest.raises(source.SpecError) as caught:
-        generate.render(text.replace(old, new, 1), {})
+        generate.render(text.replace(old, new, 1), {}, MODEL)
 
     assert complaint in str(caught.value)
 
@@ -192,7 +201,7 @@ def test_a_row_into_a_trap_is_named(text):
     trapped = text.replace('[[state]]\nname = "closed"\n', LIMBO).replace(SEND, row("ready", "CONNECT", "limbo"))
 
     with pytest.raises(source.SpecError) as caught:
-        generate.render(trapped, {})
+        generate.render(trapped, {}, MODEL)
 
     assert "sender.row 3 (ready, CONNECT): leads into the trap 'limbo'" in caught.value.complaints
     assert "state 5 (limbo): a trap, the sender cannot get to 'closed'" in caught.value.complaints
@@ -202,7 +211,7 @@ def test_every_complaint_is_made_at_once(text):
     broken = text.replace(SEND, SEND.replace("SEND", "SENT")).replace('id = "G7"', 'id = "G70"')
 
     with pytest.raises(source.SpecError) as caught:
-        generate.render(broken, {})
+        generate.render(broken, {}, MODEL)
 
     assert len(caught.value.complaints) == 2
 
@@ -233,6 +242,17 @@ def test_a_refused_protocol_writes_nothing(tree, text, capsys):
 )
 def test_a_wrong_marker_is_refused(text, document, complaint):
     with pytest.raises(source.SpecError) as caught:
-        generate.render(text, {"README.md": document})
+        generate.render(text, {"README.md": document}, MODEL)
 
     assert complaint in str(caught.value)
+
+
+def test_the_actions_are_those_of_the_model() -> None:
+    assert actions.names(MODEL) == ["Wait", "LinkDown"]
+    assert actions.render(MODEL).count('    WAIT = "Wait"\n    LINK_DOWN = "LinkDown"\n') == 1
+
+
+@pytest.mark.parametrize("model", ["", MODEL.replace("LinkDown(w, v)", "x' = 1")])
+def test_a_model_whose_actions_have_no_names_is_refused(text, model) -> None:
+    with pytest.raises(source.SpecError, match="each disjunct of Next must be a named action"):
+        generate.render(text, {}, model)

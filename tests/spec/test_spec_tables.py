@@ -8,12 +8,15 @@ import subprocess
 import sys
 import tomllib
 import typing
+from pathlib import Path
 
 import generate
 import pytest
 from missing import installed
 
 from weightsync import _tables, messages
+
+MODEL = (Path(__file__).parents[2] / "tla" / "AckProtocol.tla").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
@@ -145,7 +148,7 @@ def test_whatever_is_rendered_is_formatted_and_means_the_same(text, tmp_path, ol
     installed("ruff", what="THAT GENERATED CODE IS FORMATTED", extra="dev")
     assert old in text
     odd = text.replace(old, new)
-    rendered = generate.render(odd, {})["weightsync/_tables.py"]
+    rendered = generate.render(odd, {}, MODEL)["weightsync/_tables.py"]
     (tmp_path / "tables.py").write_text(rendered, encoding="utf-8")
 
     settings = ["--isolated", "--line-length=120", "--target-version=py311"]

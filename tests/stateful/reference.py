@@ -502,12 +502,11 @@ class Sender:
     def _hear(self, worker: int, wire: Wire, message: Message) -> None:
         seat = self.seats[worker]
         assert seat.wire is wire, "only current links are open"
-        if message.kind == "Bye":
-            if message.incarnation == self.incarnation:
-                self.left = [*(other for other in self.left if other != worker), worker]
-                self.remove(worker)
-        elif message.incarnation != self.incarnation:
+        if message.incarnation != self.incarnation:
             self.stale += 1
+        elif message.kind == "Bye":
+            self.left = [*(other for other in self.left if other != worker), worker]
+            self.remove(worker)
         elif message.kind == "Hello":
             self.stale += seat.standing == "up"
             seat.standing = "up"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 #: How many events the test that conforms leaves in its trace.
-EVENTS = 170
+EVENTS = 168
 
 TESTS = """
 import pytest

@@ -328,8 +328,8 @@ def _no_closes(self: Any, what: Any, model_id: str, **said: Any) -> None:
         _tell(self, what, model_id, **said)
 
 
-def _no_spoiling(self: Any, what: Any, model_id: str, **said: Any) -> None:
-    if what is not tracing.What.SPOILED:
+def _no_invalidation(self: Any, what: Any, model_id: str, **said: Any) -> None:
+    if what is not tracing.What.STEP or not isinstance(said["event"], receiving.Invalidate):
         _tell(self, what, model_id, **said)
 
 
@@ -380,7 +380,7 @@ _lost = itertools.count(1)
         _no_messages_taken,
         _no_messages_given,
         _no_closes,
-        _no_spoiling,
+        _no_invalidation,
         _no_births,
         _before_for_after,
         _no_effects,

@@ -16,7 +16,6 @@ from weightsync.layout import Layout
 from weightsync.machine import ReceiverMachine
 from weightsync.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as pure
-from weightsync.report import SyncReport
 from weightsync.transports.base import Link, Received
 from weightsync.transports.liveness import own_host, own_identity
 
@@ -57,9 +56,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self._unwritable = 0
         #: The sender's word in the handshake that was made last; None: none was.
         self.greeting: Hello | None = None
-        #: Whether answers to applied versions are held back until `release`.
-        self.holding = False
-        self._held: pure.Reply | None = None
         self._links: dict[int, Link] = {}
         self._layouts: dict[bytes, Layout] = {}
 
@@ -113,26 +109,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.pending = None
         self.waker.close()
 
-    def hold(self) -> None:
-        """Hold back the answer to the version that is about to be APPLIED: it is handed on first."""
-        self.holding = True
-
-    def release(self, nested: SyncReport | None) -> None:
-        """Send the answer held back, with what became of the version where it was handed on to."""
-        with self.lock:
-            held, self._held, self.holding = self._held, None, False
-            if held is not None and isinstance(held.answer, Ack):
-                answer = replace(held.answer, nested=nested)
-                if self.data.answer is held.answer:
-                    self.data = replace(self.data, answer=answer)
-                self._todo.append(pure.Reply(held.link, answer))
-            self._finish()
-            self.waker.fire()
-
-    def spoil(self) -> None:
-        """Somebody wrote other weights into the model by hand: no version is served any more."""
-        with self.lock:
-            self.data = pure.spoiled(self.data)
+    @property
+    def deferring(self) -> bool:
+        """Whether the answer to the version applied last waits until that has been handed on."""
+        return isinstance(self.data.answer, pure.Deferred)
 
     def _hint(self, asked: str) -> str:  # noqa: ARG002 - no method of a receiver has a hint of its own
         return receiver_hint(self.machine.state, self.data)
@@ -152,8 +132,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self._say_last(link, replace(said, remote_traceback=trace))
             case pure.Tell(link, key, kind):
                 self._write(link, self._refusal(key, kind, _REASONS[kind]))
-            case pure.Reply() if self.holding and effect.answer is self.data.answer:
-                self._held = effect
             case pure.Reply(link, answer):
                 self._write(link, answer)
                 self.flush()
@@ -206,17 +184,15 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             logger.debug("no last word over a link of %r: %s", self.model_id, error)
 
     def _down(self, link: int, reason: str) -> None:
-        """The link has failed: that of the one in force is the machine's, another is only closed."""
-        self._ended(pure.LinkDown(link, reason), reason)
+        """The link has failed."""
+        self.ended, self.ended_as = reason, TransportError
+        self._step(pure.LinkDown(link, reason))
 
-    def _ended(self, event: pure.LinkDown, reason: str, ended_as: type[TransportError] = TransportError) -> None:
-        self.ended, self.ended_as = reason, ended_as
-        step = self._step(event)
-        if step.input is not None:
-            return
-        if event.failure:
-            self._say_last(event.link, self._refusal((self.data.fence, 0), RefusalKind.FAILED, event.failure))
-        self._close_link(event.link)
+    def _left(self, link: int, bye: Bye) -> None:
+        """A sender says goodbye: its link ends, unless another sender's is in force over it."""
+        step = self._step(pure.Goodbye(link, bye.incarnation))
+        if step.effects:
+            self.ended, self.ended_as = _goodbye(bye)
 
     def _give_up(self, link: Link, reason: str) -> None:
         for number, known in list(self._links.items()):
@@ -253,7 +229,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             except TransportError as error:
                 self._down(number, str(error))
                 continue
-            answered = gone and number == self.data.link and not self.holding
+            answered = gone and number == self.data.link and not self.deferring
             if answered and self.machine.state is State.AWAITING_ACK:
                 self._step(pure.Answered())
 
@@ -314,8 +290,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             case Update():
                 self._update(number, message, received)
             case Bye():
-                if message.incarnation == self.data.fence or number != self.data.link:
-                    self._ended(pure.LinkDown(number), *_goodbye(message))
+                self._left(number, message)
             case Ack() | Refusal():
                 raise ProtocolError(f"a sender sent {type(message).__name__}; only receivers send it.")
 

@@ -120,6 +120,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self._update(worker, link, version)
             case pure.CloseLink(_, link):
                 self._close_link(link)
+            case pure.Farewell(worker, reason):
+                logger.warning("model %r: worker %d said goodbye and left: %s", self.model_id, worker, reason)
             case pure.Conclude():
                 self.concluded[effect.outstanding.version] = effect
                 self.waker.fire()
@@ -310,7 +312,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     self.layout = packed.layout
                 self._catch_up(worker, number, message)
             case Bye():
-                yield from self._goodbye(worker, number, message)
+                yield pure.Answer(worker, number, message)
             case Update():
                 raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
 
@@ -321,12 +323,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             if waiting:
                 self._update(worker, link, waiting)
                 self._finish()
-
-    def _goodbye(self, worker: int, number: int, bye: Bye) -> tuple[pure.Event, ...]:
-        events = pure.leaving(self.machine.state, self.data, worker, number, bye)
-        if events:
-            logger.warning("model %r: worker %d said goodbye and left: %s", self.model_id, worker, bye.reason)
-        return events
 
     def _verify(self, message: Ack | Refusal) -> None:
         """An ack must name the digest of what we sent as that version."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 from weightsync._tables import ReceiverInput, SenderInput, State
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
-from weightsync.errors import TransportError
 from weightsync.messages import Message
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
@@ -137,23 +136,6 @@ class TracedReceiverDriver(ReceiverDriver):
                 self._tell(What.LINK, link=self._last_link + 1, delivery=delivery, peer=link.peer)
             super().add_link(link)
 
-    def hold(self) -> None:
-        """Hold back the answer to the version that is about to be APPLIED: it is handed on first."""
-        self._tell(What.HELD)
-        super().hold()
-
-    def release(self, nested: SyncReport | None) -> None:
-        """Send the answer held back, with what became of the version where it was handed on to."""
-        with self.lock:
-            self._tell(What.RELEASED, nested=nested)
-            super().release(nested)
-
-    def spoil(self) -> None:
-        """Somebody wrote other weights into the model by hand: no version is served any more."""
-        with self.lock:
-            super().spoil()
-            self._tell(What.SPOILED, data=self.data)
-
     def _write(self, link: int, message: Message) -> None:
         if link in self._links:
             self._tell(What.SENT, link=link, message=message)
@@ -168,9 +150,9 @@ class TracedReceiverDriver(ReceiverDriver):
             self._tell(What.SENT, link=link, message=message)
         super()._say_last(link, message)
 
-    def _ended(self, event: receiving.LinkDown, reason: str, ended_as: type[TransportError] = TransportError) -> None:
-        self._tell(What.FAILED, link=event.link, reason=reason)
-        super()._ended(event, reason, ended_as)
+    def _down(self, link: int, reason: str) -> None:
+        self._tell(What.FAILED, link=link, reason=reason)
+        super()._down(link, reason)
 
     def _close_link(self, link: int) -> None:
         if link in self._links:

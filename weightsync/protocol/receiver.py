@@ -14,9 +14,18 @@ from weightsync.errors import ProtocolError
 from weightsync.machine import next_state
 from weightsync.messages import Ack, Refusal
 from weightsync.protocol import steps
+from weightsync.refusals import method_of, refusal
+from weightsync.report import SyncReport
 
 #: (incarnation, version)
 Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """An answer that waits until its version has been handed on."""
+
+    ack: Ack
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +38,10 @@ class ReceiverData:
     fence: int = 0
     #: The newest key applied or refused, and the answer it got; kept across links.
     decided: Key | None = None
-    answer: Ack | Refusal | None = None
+    answer: Ack | Refusal | Deferred | None = None
     #: The key that has arrived and is neither applied nor refused.
     pending: Key | None = None
-    #: The key that the model serves, whole; None: none yet, or spoiled by hand.
+    #: The key that the model serves, whole; None: none yet, or other weights were written by hand.
     served: Key | None = None
 
 
@@ -65,6 +74,20 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
+class Defer:
+    """The pending version is live, and is handed on before ``answer`` tells the sender."""
+
+    answer: Ack
+
+
+@dataclass(frozen=True, slots=True)
+class SendAck:
+    """The deferred answer may leave; ``nested`` tells what became of the version where it was handed on."""
+
+    nested: SyncReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The pending version did not fit; ``answer`` tells the sender. Nothing was changed."""
 
@@ -77,6 +100,11 @@ class Broken:
 
     reason: str = ""
     remote_traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Invalidate:
+    """Somebody wrote other weights into the model by hand: it serves no version any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +121,14 @@ class LinkDown:
 
 
 @dataclass(frozen=True, slots=True)
+class Goodbye:
+    """A sender's goodbye over a link, and the incarnation that it names."""
+
+    link: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The user closes the receiver."""
 
@@ -105,7 +141,21 @@ class Fail:
     remote_traceback: str = ""
 
 
-Event = HelloArrived | UpdateArrived | Applied | Refused | Broken | Answered | LinkDown | Close | Fail
+Event = (
+    HelloArrived
+    | UpdateArrived
+    | Applied
+    | Defer
+    | SendAck
+    | Refused
+    | Broken
+    | Invalidate
+    | Answered
+    | LinkDown
+    | Goodbye
+    | Close
+    | Fail
+)
 
 # ----------------------------------------------------------------------------------------------- effects
 
@@ -182,7 +232,9 @@ class Step(steps.Step[ReceiverInput, ReceiverData, Effect]):
 
 
 def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None:
-    """The input that the event is in this state; None for the loss of a link that was never ours or is replaced.
+    """The input that the event is in this state; None for the end of a link that was never ours or is replaced.
+
+    None, too, for the goodbye of another sender than the one in force, and where no answer is deferred any more.
 
     Raises:
         ProtocolError: an update over a link without a handshake.
@@ -195,18 +247,32 @@ def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None
         case LinkDown(link=link):
             ours = data.link in (link, None) and state is not State.CLOSED
             return ReceiverInput.LINK_DOWN if ours else None
+        case Goodbye():
+            ends = data.link is None or _is_in_force(data, event)
+            return ReceiverInput.LINK_DOWN if ends and state is not State.CLOSED else None
+        case SendAck():
+            deferred = isinstance(data.answer, Deferred) and state is not State.CLOSED
+            return ReceiverInput.SEND_ACK if deferred else None
+        case Answered() if isinstance(data.answer, Deferred):
+            raise refusal(RECEIVER_ROWS, state, ReceiverInput, method_of(ReceiverInput.ANSWERED))
         case _:
             return _OWN[type(event)]
 
 
 _OWN = {
     Applied: ReceiverInput.APPLIED,
+    Defer: ReceiverInput.DEFERRED,
     Refused: ReceiverInput.REFUSED,
     Broken: ReceiverInput.BROKEN,
+    Invalidate: ReceiverInput.INVALIDATED,
     Answered: ReceiverInput.ANSWERED,
     Close: ReceiverInput.CLOSE,
     Fail: ReceiverInput.CLOSE,
 }
+
+
+def _is_in_force(data: ReceiverData, event: Goodbye) -> bool:
+    return (event.link, event.incarnation) == (data.link, data.fence)
 
 
 def _name_hello(state: State, data: ReceiverData, event: HelloArrived) -> ReceiverInput:
@@ -249,7 +315,7 @@ def step(state: State, data: ReceiverData, event: Event) -> Step:
     """
     named = name(state, data, event)
     if named is None:
-        return Step(None, state, data)
+        return Step(None, state, data, _beside(data, event))
     to = next_state(RECEIVER_ROWS, state, named)
     after, effects = _advance(named, data, event)
     return Step(named, to, after, effects)
@@ -261,22 +327,36 @@ def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[Re
             return _greet(named, data, event)
         case UpdateArrived():
             return _take(named, data, event)
-        case Applied(answer):
-            served = replace(data, pending=None, decided=data.pending, answer=answer, served=data.pending)
-            return served, _reply(data, answer)
-        case Refused(answer):
-            return replace(data, pending=None, decided=data.pending, answer=answer), _reply(data, answer)
+        case Applied() | Defer() | SendAck() | Refused():
+            return _decide(data, event)
         case Broken(reason, trace):
             return replace(data, link=None, pending=None, served=None), _fail(data, data.link, reason, trace)
         case LinkDown(link, failure):
             ended = _fail(data, link, failure, "") if failure else (CloseLink(link),)
             return replace(data, link=None, pending=None), ended
+        case Goodbye(link):
+            return replace(data, link=None, pending=None), (CloseLink(link),)
         case Close():
             return replace(data, link=None, pending=None), () if data.link is None else (Leave(data.link),)
         case Fail(reason, trace):
             return replace(data, link=None, pending=None), _fail(data, data.link, reason, trace)
+        case Invalidate():
+            return replace(data, served=None), ()
         case Answered():
             return data, ()
+
+
+def _beside(data: ReceiverData, event: Event) -> tuple[Effect, ...]:
+    """A link beside the one in force has ended: it closes, and its sender is told what failed."""
+    match event:
+        case LinkDown(link, failure) if failure:
+            return _fail(data, link, failure, "")
+        case LinkDown(link):
+            return (CloseLink(link),)
+        case Goodbye(link) if link != data.link:
+            return (CloseLink(link),)
+        case _:
+            return ()
 
 
 def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tuple[ReceiverData, tuple[Effect, ...]]:
@@ -304,12 +384,36 @@ def _take(named: ReceiverInput, data: ReceiverData, event: UpdateArrived) -> tup
         case ReceiverInput.STALE:
             return data, (Tell(event.link, key, RefusalKind.STALE),)
         case ReceiverInput.DUPLICATE:
-            again = key == data.decided and data.answer is not None
-            return data, (Reply(event.link, data.answer),) if again and data.answer else ()
+            if key == data.decided and isinstance(data.answer, Ack | Refusal):
+                return data, (Reply(event.link, data.answer),)
+            return data, ()
         case ReceiverInput.NEWER if data.pending is not None:
             return replace(data, pending=key), (Tell(event.link, data.pending, RefusalKind.SUPERSEDED),)
         case _:
             return replace(data, pending=key), ()
+
+
+def _decide(data: ReceiverData, event: Applied | Defer | SendAck | Refused) -> tuple[ReceiverData, tuple[Effect, ...]]:
+    match event:
+        case Applied(answer):
+            return _serving(data, answer), _reply(data, answer)
+        case Defer(answer):
+            return _serving(data, Deferred(answer)), ()
+        case SendAck(nested):
+            return _send_ack(data, nested)
+        case Refused(answer):
+            return replace(data, pending=None, decided=data.pending, answer=answer), _reply(data, answer)
+
+
+def _serving(data: ReceiverData, answer: Ack | Deferred) -> ReceiverData:
+    return replace(data, pending=None, decided=data.pending, answer=answer, served=data.pending)
+
+
+def _send_ack(data: ReceiverData, nested: SyncReport | None) -> tuple[ReceiverData, tuple[Effect, ...]]:
+    """The deferred answer leaves over the link in force, though that is a newer one, if it is its sender's."""
+    assert isinstance(data.answer, Deferred)
+    ack = replace(data.answer.ack, nested=nested)
+    return replace(data, answer=ack), _reply(data, ack) if ack.incarnation == data.fence else ()
 
 
 def _reply(data: ReceiverData, answer: Ack | Refusal) -> tuple[Effect, ...]:
@@ -319,12 +423,14 @@ def _reply(data: ReceiverData, answer: Ack | Refusal) -> tuple[Effect, ...]:
 def _taken_over(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
     """The old link closes. An older sender is told that it is fenced; our own has replaced that link itself.
 
-    If both senders use the same link, it stays: the older one hears the new fence with the answer to what was pending.
+    If both senders use the same link, it stays: the older one hears the new fence with the answer to what was pending,
+    and an answer that was deferred leaves at once.
     """
     if data.link is None:
         return ()
     if data.link == event.link:
-        return (Tell(data.link, data.pending, RefusalKind.STALE),) if data.pending else ()
+        deferred = _reply(data, data.answer.ack) if isinstance(data.answer, Deferred) else ()
+        return (*deferred, Tell(data.link, data.pending, RefusalKind.STALE)) if data.pending else deferred
     told = (Disown(data.link, data.fence, RefusalKind.FENCED, _NEWER),) if data.fence < event.incarnation else ()
     return (*told, CloseLink(data.link))
 
@@ -337,8 +443,3 @@ def _fail(data: ReceiverData, link: int | None, reason: str, trace: str) -> tupl
     if link is None:
         return ()
     return Disown(link, data.fence, RefusalKind.FAILED, reason, trace), CloseLink(link)
-
-
-def spoiled(data: ReceiverData) -> ReceiverData:
-    """The value after somebody wrote other weights into the model by hand: no version is served any more."""
-    return replace(data, served=None)

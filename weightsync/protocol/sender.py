@@ -12,7 +12,7 @@ from weightsync._tables import SENDER_ROWS, RefusalKind, SenderInput, State
 from weightsync.machine import next_state
 from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import steps
-from weightsync.protocol.sender_guards import current, ends_link, known, name, owes, targets_of
+from weightsync.protocol.sender_guards import ends_link, known, name, owes, targets_of
 from weightsync.protocol.sender_values import (
     Abandon,
     Answer,
@@ -25,6 +25,7 @@ from weightsync.protocol.sender_values import (
     Effect,
     Entry,
     Event,
+    Farewell,
     Greet,
     Interrupted,
     Join,
@@ -51,6 +52,7 @@ __all__ = [
     "Effect",
     "Entry",
     "Event",
+    "Farewell",
     "Greet",
     "Interrupted",
     "Join",
@@ -66,7 +68,6 @@ __all__ = [
     "ended",
     "joining",
     "known",
-    "leaving",
     "name",
     "removal",
     "step",
@@ -123,8 +124,7 @@ def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[Sender
             return _abandon(data, "the sender was closed"), tuple(links)
         case Abandon():
             return _abandon(data, "given up by the caller"), ()
-        case LinkLost(worker, link, reason, goodbye):
-            data = replace(data, left={**data.left, worker: goodbye}) if goodbye else data
+        case LinkLost(worker, link, reason):
             return _lose(data, worker, link, replace(data.roll[worker], standing=Standing.LOST, reason=reason))
         case Answer() if named is SenderInput.STALE:
             return replace(data, stale=data.stale + 1), ()
@@ -195,6 +195,8 @@ def _settle(data: SenderData, worker: int, link: int, outcome: Outcome) -> Sende
 
 def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[SenderData, tuple[Effect, ...]]:
     message, worker, link = event.message, event.worker, event.link
+    if isinstance(message, Bye):
+        return _left(data, worker, link, message.reason or "it gave no reason")
     if isinstance(message, Refusal) and ends_link(message):
         return _lose(data, worker, link, _told_to_go(data.roll[worker], message))
     entry = replace(data.roll[worker], standing=Standing.UP)
@@ -211,6 +213,14 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
     if isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED:
         after = replace(after, not_caught_up={**after.not_caught_up, worker: outcome})
     return after, ()
+
+
+def _left(data: SenderData, worker: int, link: int, goodbye: str) -> tuple[SenderData, tuple[Effect, ...]]:
+    """A worker's goodbye: its link is lost, and the worker leaves the roll."""
+    lost = replace(data.roll[worker], standing=Standing.LOST, reason=f"said goodbye: {goodbye}")
+    after, effects = _lose(data, worker, link, lost)
+    roll = {w: entry for w, entry in after.roll.items() if w != worker}
+    return replace(after, roll=roll, left={**data.left, worker: goodbye}), (*effects, Farewell(worker, goodbye))
 
 
 def _told_to_go(entry: Entry, message: Refusal) -> Entry:
@@ -268,19 +278,6 @@ def removal(state: State, data: SenderData, worker: int, reason: str) -> tuple[E
     next_state(SENDER_ROWS, state, SenderInput.REMOVE)
     known(data, worker)
     return (*_losing(state, data, worker, reason), Remove(worker))
-
-
-def leaving(state: State, data: SenderData, worker: int, link: int, bye: Bye) -> tuple[Event, ...]:
-    """The events of a worker's goodbye over its link: the link is lost, then the worker leaves the roll.
-
-    None where it was said to another sender, or over a link that is no longer the worker's.
-    """
-    if state in (State.UNINITIALIZED, State.CLOSED) or not current(data, worker, link):
-        return ()
-    if bye.incarnation != data.incarnation:
-        return ()
-    goodbye = bye.reason or "it gave no reason"
-    return LinkLost(worker, link, f"said goodbye: {goodbye}", goodbye), Remove(worker)
 
 
 def _losing(state: State, data: SenderData, worker: int, reason: str) -> tuple[Event, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from weightsync._tables import SenderInput, State
 from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError
-from weightsync.messages import Hello, Refusal
+from weightsync.messages import Bye, Hello, Refusal
 from weightsync.protocol.sender_values import (
     Abandon,
     Answer,
@@ -69,6 +69,8 @@ def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput |
     match message:
         case Hello():
             return SenderInput.ARRIVED if entry.standing is Standing.EXPECTED else SenderInput.STALE
+        case Bye():
+            return _settling(state, data, event.worker, event.link, SenderInput.LEFT)
         case Refusal() if ends_link(message):
             return _settling(state, data, event.worker, event.link, SenderInput.LOST)
         case _ if owes(data, event.worker, event.link) and message.version == data.version:

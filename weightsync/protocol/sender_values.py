@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from weightsync.messages import Ack, Hello, Refusal
+from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.report import Outcome
 
 
@@ -138,7 +138,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """A worker leaves the roll. Its link is lost first: see `removal` and `leaving`."""
+    """A worker leaves the roll. Its link is lost first: see `removal`."""
 
     worker: int
 
@@ -154,7 +154,7 @@ class Answer:
 
     worker: int
     link: int
-    message: Hello | Ack | Refusal
+    message: Hello | Ack | Refusal | Bye
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,6 @@ class LinkLost:
     worker: int
     link: int
     reason: str
-    #: What its worker said if it ended the link with a goodbye; empty: it did not.
-    goodbye: str = ""
 
 
 Event = Connect | Send | SendAsync | Wait | Deadline | Interrupted | Abandon | Join | Remove | Close | Answer | LinkLost
@@ -200,6 +198,14 @@ class CloseLink:
 
 
 @dataclass(frozen=True, slots=True)
+class Farewell:
+    """A worker said goodbye and has left the roll: its user is told why."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Conclude:
     """Nothing is outstanding any more: this is what became of it, for whoever asks or waits."""
 
@@ -208,4 +214,4 @@ class Conclude:
     left: Mapping[int, str]
 
 
-Effect = Greet | Dispatch | CloseLink | Conclude
+Effect = Greet | Dispatch | CloseLink | Farewell | Conclude

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from weightsync._actions import Action
 from weightsync._tables import RefusalKind, State
 from weightsync.messages import Ack, Bye, Hello, Message, Refusal
 from weightsync.protocol import receiver as receiving
@@ -21,28 +22,37 @@ class Acting(Troupe):
     def acts(self) -> Mapping[str, Callable[..., None]]:
         """By name."""
         return {
-            "Copy": self._copy, "Die": self._die, "Connect": self._connect, "Join": self._join, "Remove": self._remove,
-            "SendAll": lambda s: self._dispatch(s, sending.Send(None)),
-            "SendTo": lambda s, some: self._dispatch(s, sending.Send(tuple(some))),
-            "SendAsyncAll": lambda s: self._dispatch(s, sending.SendAsync(None)),
-            "SendAsyncTo": lambda s, some: self._dispatch(s, sending.SendAsync(tuple(some))),
-            "Wait": lambda s: self._call(s, sending.Wait()),
-            "Deadline": lambda s: self._call(s, sending.Deadline(self._senders[s].driver.data.version)),
-            "Interrupted": lambda s: self._call(s, sending.Interrupted(self._senders[s].driver.data.version)),
-            "Abandon": lambda s: self._call(s, sending.Abandon()),
-            "CloseSender": lambda s: self._call(s, sending.Close()),
-            "GiveUp": self._give_up, "Notice": self._notice,
-            "AnswerHello": lambda *at: self._hear(at, lambda m: isinstance(m, Hello)),
-            "AnswerAck": lambda s, w, k, v: self._hear((s, w, k), lambda m: isinstance(m, Ack) and m.version == v),
-            "AnswerRefusal": lambda s, w, k, v, kind: self._hear((s, w, k), refusal(v, kind)),
-            "AnswerRejected": lambda s, w, k, kind: self._hear((s, w, k), refusal(0, kind)),
-            "AnswerBye": lambda *at: self._hear(at, lambda m: isinstance(m, Bye)),
-            "HelloArrived": lambda w, s, k: self._read((s, w, k), 0),
-            "UpdateArrived": lambda w, s, k, v: self._read((s, w, k), v),
-            "LinkDown": self._link_down, "Applied": self._apply, "Refused": self._decline, "Broken": self._break,
-            "Answered": self._answer, "CloseReceiver": self._close, "CrashReceiver": self._crash,
-            "LinkFailed": self._link_failed, "FailReceiver": self._fail,
-            "LoseLetter": self._lose_letter, "LoseAnswer": self._lose_answer,
+            Action.COPY: self._copy,
+            Action.DIE: self._die,
+            Action.CONNECT: self._connect,
+            Action.JOIN: self._join,
+            Action.REMOVE: self._remove,
+            Action.SEND_ALL: lambda s: self._dispatch(s, sending.Send(None)),
+            Action.SEND_TO: lambda s, some: self._dispatch(s, sending.Send(tuple(some))),
+            Action.SEND_ASYNC_ALL: lambda s: self._dispatch(s, sending.SendAsync(None)),
+            Action.SEND_ASYNC_TO: lambda s, some: self._dispatch(s, sending.SendAsync(tuple(some))),
+            Action.WAIT: lambda s: self._call(s, sending.Wait()),
+            Action.DEADLINE: lambda s: self._call(s, sending.Deadline(self._senders[s].driver.data.version)),
+            Action.INTERRUPTED: lambda s: self._call(s, sending.Interrupted(self._senders[s].driver.data.version)),
+            Action.ABANDON: lambda s: self._call(s, sending.Abandon()),
+            Action.CLOSE_SENDER: lambda s: self._call(s, sending.Close()),
+            Action.GIVE_UP: self._give_up, Action.NOTICE: self._notice,
+            Action.ANSWER_HELLO: lambda *at: self._hear(at, lambda m: isinstance(m, Hello)),
+            Action.ANSWER_ACK: lambda s, w, k, v: self._hear(
+                (s, w, k), lambda m: isinstance(m, Ack) and m.version == v
+            ),
+            Action.ANSWER_REFUSAL: lambda s, w, k, v, kind: self._hear((s, w, k), refusal(v, kind)),
+            Action.ANSWER_REJECTED: lambda s, w, k, kind: self._hear((s, w, k), refusal(0, kind)),
+            Action.ANSWER_BYE: lambda *at: self._hear(at, lambda m: isinstance(m, Bye)),
+            Action.HELLO_ARRIVED: lambda w, s, k: self._read((s, w, k), 0),
+            Action.UPDATE_ARRIVED: lambda w, s, k, v: self._read((s, w, k), v),
+            Action.LINK_DOWN: self._link_down,
+            Action.APPLIED: self._apply,
+            Action.REFUSED: self._decline,
+            Action.BROKEN: self._break,
+            Action.ANSWERED: self._answer, Action.CLOSE_RECEIVER: self._close, Action.CRASH_RECEIVER: self._crash,
+            Action.LINK_FAILED: self._link_failed, Action.FAIL_RECEIVER: self._fail,
+            Action.LOSE_LETTER: self._lose_letter, Action.LOSE_ANSWER: self._lose_answer,
         }  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ senders

@@ -79,7 +79,7 @@ class SenderOracle:
             case sending.CloseLink(_, link):
                 if self._open.pop(link, None) is not None:
                     self.said[link].append(("Bye", self.data.incarnation, 0))
-            case sending.Conclude():
+            case sending.Conclude() | sending.Farewell():
                 pass
 
     def _update(self, link: int, version: int) -> None:
@@ -110,14 +110,11 @@ class SenderOracle:
         if worker is None:
             return
         match message:
-            case Hello():
+            case Hello() | Bye():
                 self.take(sending.Answer(worker, link, message))
             case Ack() | Refusal():
                 self.take(sending.Answer(worker, link, message))
                 self._catch_up(link, message)
-            case Bye():
-                for event in sending.leaving(self.state, self.data, worker, link, message):
-                    self.take(event)
             case Update():
                 pass
 
@@ -211,8 +208,7 @@ class ReceiverOracle:
             case Update():
                 self.take(receiving.UpdateArrived(link, message.incarnation, message.version))
             case Bye():
-                if message.incarnation == self.data.fence or link != self.data.link:
-                    self.ended(link, "")
+                self.take(receiving.Goodbye(link, message.incarnation))
             case _:
                 pass
 
@@ -220,11 +216,7 @@ class ReceiverOracle:
         """The link is dead, or its sender has left."""
         if link not in self.open:
             return
-        beside = self.data.link not in (link, None)
         self.take(receiving.LinkDown(link, failure))
-        if beside and failure:  # the machine does not know this link: the driver itself says what failed
-            self.said[link].append(("Refusal", self.data.fence, 0))
-        self.open.discard(link)
 
     def answered(self) -> None:
         """The answer has left."""

@@ -8,8 +8,8 @@ from typing import Any
 from weightsync._tables import State
 from weightsync.driving.receiver import ReceiverDriver
 from weightsync.driving.sender import SenderDriver
-from weightsync.messages import Ack
-from weightsync.protocol.receiver import Key
+from weightsync.messages import Ack, Refusal
+from weightsync.protocol.receiver import Deferred, Key
 from weightsync.protocol.sender import Outstanding
 from weightsync.report import OutcomeKind
 from weightsync.testing.gate import Gate
@@ -98,9 +98,12 @@ class ReceiverPlayer:
         """Where it stands; incarnations count from ``base``."""
         data, gate = self.driver.data, self.in_force()
         keys = [_key(key, base) for key in (data.decided, data.pending, data.served)]
-        answer = "NONE" if data.answer is None else "ACK" if isinstance(data.answer, Ack) else data.answer.kind.name
+        answer = data.answer.kind.name if isinstance(data.answer, Refusal) else _ANSWERS[type(data.answer)]
         link = [0, 0] if gate is None else [gate.place[0], gate.place[2]]
         return [self.driver.machine.state.value, link, _number(data.fence, base), *keys, answer]
+
+
+_ANSWERS = {type(None): "NONE", Ack: "ACK", Deferred: "DEFERRED"}
 
 
 def _number(incarnation: int, base: int) -> int:

@@ -44,6 +44,7 @@ def refusals_of_receiver(player: ReceiverPlayer, base: int) -> int:
     driver = player.driver
     events: dict[ReceiverInput, receiving.Event] = {
         ReceiverInput.APPLIED: receiving.Applied(_ACK),
+        ReceiverInput.DEFERRED: receiving.Defer(_ACK),
         ReceiverInput.REFUSED: receiving.Refused(_ACK),  # type: ignore[arg-type] # refused before it is looked at
         ReceiverInput.BROKEN: receiving.Broken(),
         ReceiverInput.ANSWERED: receiving.Answered(),

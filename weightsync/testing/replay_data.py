@@ -9,6 +9,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from weightsync._actions import Action
+
 #: A node of a role's projection: state first. See `weightsync.testing.projecting`.
 Node = Sequence[Any]
 
@@ -99,15 +101,15 @@ def _step(row: Sequence[Any], tables: Mapping[str, Any]) -> Step:
 #: What a receiver does; all else that a machine does, a sender does.
 RECEIVERS_ACTIONS = frozenset(
     {
-        "HelloArrived",
-        "UpdateArrived",
-        "LinkDown",
-        "Applied",
-        "Refused",
-        "Broken",
-        "Answered",
-        "CloseReceiver",
-        "CrashReceiver",
+        Action.HELLO_ARRIVED,
+        Action.UPDATE_ARRIVED,
+        Action.LINK_DOWN,
+        Action.APPLIED,
+        Action.REFUSED,
+        Action.BROKEN,
+        Action.ANSWERED,
+        Action.CLOSE_RECEIVER,
+        Action.CRASH_RECEIVER,
     }
 )
 

@@ -8,8 +8,9 @@ from itertools import product
 from modelcheck.second.bounds import Bounds
 from modelcheck.second.invariants import Invariant
 from modelcheck.second.naming import OUTSTANDING
-from modelcheck.second.steps import Step, StepProperty
-from modelcheck.second.words import NEW_RECEIVER, NO_LINK, NO_PAYLOAD, Letter, Node, Receiver, Word
+from modelcheck.second.steps import Step, StepProperty, by_hand
+from modelcheck.second.words import NEW_RECEIVER, NO_LINK, NO_PAYLOAD, Letter, Node, Payload, Receiver, Word
+from weightsync._actions import Action
 from weightsync._tables import RefusalKind, State
 
 _CLOSED, _READY, _AWAITING = State.CLOSED.value, State.READY.value, State.AWAITING_ACK.value
@@ -57,16 +58,17 @@ def _entry_fits(node: Node, s: int, w: int) -> bool:
 
 def receiver_books(bounds: Bounds, node: Node) -> bool:
     """What a receiver remembers fits together: the fence is what it met, what it acked it serves."""
-    return all(_receiver_fits(r, state) for r, state in zip(node.rdata, node.rstate, strict=True))
+    overwritten = {NO_PAYLOAD} if "invalidate" in bounds.features else set()
+    return all(_receiver_fits(r, state, overwritten) for r, state in zip(node.rdata, node.rstate, strict=True))
 
 
-def _receiver_fits(receiver: Receiver, state: str) -> bool:
+def _receiver_fits(receiver: Receiver, state: str, overwritten: set[Payload]) -> bool:
     decided, pending, served = receiver.decided, receiver.pending, receiver.served
     return (
         receiver.fence == receiver.met >= decided[0]
         and receiver.live == (served, served)
         and (receiver.answer == "NONE") is (decided == NO_PAYLOAD)
-        and (receiver.answer != "ACK" or state == _CLOSED or served == decided)
+        and (receiver.answer not in ("ACK", "DEFERRED") or state == _CLOSED or served in {decided} | overwritten)
         and (served == decided or served[:2] < decided[:2])
         and (pending == NO_PAYLOAD or (pending[0] == receiver.fence and decided[:2] < pending[:2]))
         and (state != _AWAITING or decided[0] == receiver.fence)
@@ -91,6 +93,10 @@ def answers_say_what_happened(bounds: Bounds, step: Step) -> bool:
     return all(step.old.is_open(*_link(m)) and _true_fence(step, m) and _true_word(step, m) for m in sent)
 
 
+#: What is known of an answer before and after an ack leaves: it was given, or deferred until now.
+_ACKED = {("ACK", "ACK"), ("DEFERRED", "ACK")}
+
+
 def _true_fence(step: Step, m: Word) -> bool:
     return m.fence == (step.new.receiver(m.w).fence if m.kind in _REFUSALS else 0)
 
@@ -103,9 +109,10 @@ def _true_word(step: Step, m: Word) -> bool:
         case "HELLO":
             return (m.v, m.p) == (0, 0) and new.link == (m.s, m.k) != old.link
         case "ACK":
-            return decided
+            said = key == old.decided == new.decided and (old.answer, new.answer) in _ACKED
+            return ours and said
         case "BYE":
-            return m.v == 0 and ours and ("CloseReceiver", m.w) in step.labels
+            return m.v == 0 and ours and (Action.CLOSE_RECEIVER, m.w) in step.labels
         case "FAILED":
             return m.v == 0 and ours and new.link == NO_LINK and m.inc == m.fence
         case "FENCED":
@@ -133,6 +140,9 @@ def _said(step: Step, w: int) -> bool:
     due: list[bool] = []
     if heard and moved == (_AWAITING, _READY) and new.link == old.link:
         due.append((old.answer, old.decided) in words)
+    sent = (old.answer, new.answer, new.decided) == ("DEFERRED", "ACK", old.decided)
+    if heard and sent and moved[0] != _AWAITING and old.decided[0] == old.fence:
+        due.append(("ACK", old.decided) in words)
     if heard and NO_PAYLOAD not in (old.pending, new.pending) and old.pending != new.pending:
         due.append(("SUPERSEDED", old.pending) in words)
     due += _parted(step, w, {kind for kind, _ in words}) if heard else []
@@ -152,10 +162,10 @@ def _parted(step: Step, w: int, words: set[str]) -> list[bool]:
         return []
     due = []
     closed = step.old.rstate[w - 1] != _CLOSED and step.new.rstate[w - 1] == _CLOSED
-    broke = {label[0] for label in step.labels} <= {"LinkDown"}
+    broke = {label[0] for label in step.labels} <= {Action.LINK_DOWN}
     if closed or (new.link == NO_LINK and not broke):
         due.append(bool(words & {"BYE", "FAILED"}))
-    if old.served != NO_PAYLOAD == new.served:
+    if old.served != NO_PAYLOAD == new.served and not by_hand(step, w):
         due.append("FAILED" in words)
     return due
 

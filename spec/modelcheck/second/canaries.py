@@ -9,7 +9,7 @@ from modelcheck.second.bounds import Bounds
 from modelcheck.second.invariants import Invariant
 from modelcheck.second.naming import answer_is
 from modelcheck.second.steps import Step, StepProperty, _counted
-from modelcheck.second.words import NO_PAYLOAD, Node
+from modelcheck.second.words import NO_LINK, NO_PAYLOAD, Node
 from weightsync._tables import SenderInput, State
 
 _READY, _PENDING, _AWAITING = State.READY.value, State.PENDING_ASYNC.value, State.AWAITING_ACK.value
@@ -95,6 +95,21 @@ def _no_success_after_interrupt(bounds: Bounds, step: Step) -> bool:
             if all(step.old.outcome(s, w) == "APPLIED" for w in roll):
                 return False
     return True
+
+
+def _nothing_deferred_elsewhere(bounds: Bounds, step: Step) -> bool:
+    """No deferred answer leaves but over the link that its update came over."""
+    acked = any(m.kind == "ACK" for m in step.new.answers - step.old.answers)
+    lives = zip(step.old.rdata, step.old.rstate, strict=True)
+    waits = (r.answer == "DEFERRED" and r.link != NO_LINK and state != _AWAITING for r, state in lives)
+    return not (acked and any(waits))
+
+
+def _nobody_serves_again(bounds: Bounds, step: Step) -> bool:
+    """No model that was written over by hand comes to serve another version."""
+    lives = zip(step.old.rdata, step.new.rdata, strict=True)
+    again = any(NO_PAYLOAD not in (old.decided, new.served) and old.served == NO_PAYLOAD for old, new in lives)
+    return not again or "invalidate" not in bounds.features
 
 
 def _nothing_breaks(bounds: Bounds, step: Step) -> bool:
@@ -215,6 +230,8 @@ STEP_CANARIES: Mapping[str, StepProperty] = {
     "NoSecondAnswer": _no_second_answer,
     "NoSuccessAfterInterrupt": _no_success_after_interrupt,
     "NothingBreaks": _nothing_breaks,
+    "NobodyServesAgain": _nobody_serves_again,
+    "NothingDeferredElsewhere": _nothing_deferred_elsewhere,
     "EveryAnswerLeaves": _every_answer_leaves,
     "OnlyTheLatestSendChanges": _only_the_latest_send_changes,
     "NoBye": _no_bye,

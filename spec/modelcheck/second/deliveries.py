@@ -58,7 +58,7 @@ def _did(step: Step, m: Letter) -> bool:
     if old.link != (m.s, m.k):
         return False
     if key[:2] == old.decided[:2]:
-        return old.answer in {kind for kind, _ in said} and new == old
+        return old.answer in {"DEFERRED"} | {kind for kind, _ in said} and new == old
     if key[:2] < max(old.decided[:2], old.pending[:2]):
         return ("STALE", key) in said and new == old
     return key[:2] == old.pending[:2] or new.pending == key

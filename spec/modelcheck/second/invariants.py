@@ -95,7 +95,7 @@ def _receiver_ok(bounds: Bounds, node: Node, w: int) -> bool:
         and all(
             _payload(bounds, each) for each in (receiver.decided, receiver.pending, receiver.served, *receiver.live)
         )
-        and receiver.answer in {"NONE", "ACK", "REFUSED"}
+        and receiver.answer in {"NONE", "ACK", "DEFERRED", "REFUSED"}
     )
 
 

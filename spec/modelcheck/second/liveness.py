@@ -16,6 +16,7 @@ from itertools import product
 from modelcheck.second.bounds import Bounds
 from modelcheck.second.graph import Graph, Label, components
 from modelcheck.second.words import Node
+from weightsync._actions import Action
 from weightsync.errors import ConfigurationError
 
 Condition = Callable[[Node], bool]
@@ -33,8 +34,10 @@ class Fair:
         return label[0] in self.names and label[1 : 1 + len(self.arguments)] == self.arguments
 
 
-_READS = frozenset({"HelloArrived", "UpdateArrived"})
-_HEARS = frozenset({"AnswerHello", "AnswerAck", "AnswerRefusal", "AnswerRejected", "AnswerBye"})
+_READS = frozenset({Action.HELLO_ARRIVED, Action.UPDATE_ARRIVED})
+_HEARS = frozenset(
+    {Action.ANSWER_HELLO, Action.ANSWER_ACK, Action.ANSWER_REFUSAL, Action.ANSWER_REJECTED, Action.ANSWER_BYE}
+)
 
 
 def nothing(bounds: Bounds) -> list[Fair]:
@@ -50,7 +53,7 @@ def clock(bounds: Bounds) -> list[Fair]:
     """
     if "deadline" not in bounds.features:
         raise ConfigurationError("ByTheClock without the feature deadline: no behaviour is fair, so all would hold.")
-    return _each("Deadline", frozenset({"Deadline"}), bounds, product(bounds.all_senders))
+    return _each("Deadline", frozenset({Action.DEADLINE}), bounds, product(bounds.all_senders))
 
 
 def world(bounds: Bounds) -> list[Fair]:
@@ -59,10 +62,11 @@ def world(bounds: Bounds) -> list[Fair]:
     links = list(product(bounds.all_senders, bounds.all_workers))
     return [
         *_each("Reads", _READS, bounds, workers),
-        *_each("Applied", frozenset({"Applied"}), bounds, workers),
-        *_each("Answered", frozenset({"Answered"}), bounds, workers),
+        *_each("Applied", frozenset({Action.APPLIED}), bounds, workers),
+        *_each("SendAck", frozenset({Action.SEND_ACK}), bounds, workers),
+        *_each("Answered", frozenset({Action.ANSWERED}), bounds, workers),
         *_each("Hears", _HEARS, bounds, links),
-        *_each("Notice", frozenset({"Notice"}), bounds, links),
+        *_each("Notice", frozenset({Action.NOTICE}), bounds, links),
     ]
 
 

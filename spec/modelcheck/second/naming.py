@@ -62,6 +62,8 @@ def answer_is(node: Node, m: Word) -> SenderInput:
     last = owes and node.owing(s) == 1 and node.sstate[s - 1] == State.AWAITING_ACK.value
     if m.kind == "HELLO":
         return SenderInput.ARRIVED if entry.standing == "EXPECTED" else SenderInput.STALE
+    if m.kind == "BYE":
+        return SenderInput.SETTLED if last else SenderInput.LEFT
     if m.kind in _REFUSALS and m.v == 0:
         return SenderInput.SETTLED if last else SenderInput.LOST
     if owes and m.v == sender.version:

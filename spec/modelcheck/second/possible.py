@@ -5,30 +5,34 @@ TLC asks the action itself; the edges tell only of those that the configuration'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import TypeVar
 
 from modelcheck.second.bounds import Bounds
 from modelcheck.second.graph import Label
 from modelcheck.second.words import NO_LINK, Letter, Node, Word
+from weightsync._actions import Action
 from weightsync._tables import State
 
 _CLOSED, _READY = State.CLOSED.value, State.READY.value
 _PENDING, _AWAITING = State.PENDING_ASYNC.value, State.AWAITING_ACK.value
-_FEATURES = {
-    "SendAsyncAll": "async",
-    "Deadline": "deadline",
-    "Interrupted": "interrupt",
-    "Abandon": "abandon",
-    "CloseSender": "close",
-    "Remove": "remove",
-    "GiveUp": "wrong",
-    "Refused": "refuse",
-    "Broken": "broken",
-    "CloseReceiver": "bye",
-    "FailReceiver": "fail",
-    "LinkFailed": "fail",
+_FEATURES: Mapping[str, str] = {
+    Action.SEND_ASYNC_ALL: "async",
+    Action.DEADLINE: "deadline",
+    Action.INTERRUPTED: "interrupt",
+    Action.ABANDON: "abandon",
+    Action.CLOSE_SENDER: "close",
+    Action.REMOVE: "remove",
+    Action.GIVE_UP: "wrong",
+    Action.REFUSED: "refuse",
+    Action.BROKEN: "broken",
+    Action.CLOSE_RECEIVER: "bye",
+    Action.FAIL_RECEIVER: "fail",
+    Action.INVALIDATE: "invalidate",
+    Action.DEFER: "defer",
+    Action.SEND_ACK: "defer",
+    Action.LINK_FAILED: "fail",
 }
 _Message = TypeVar("_Message", Letter, Word)
 
@@ -46,13 +50,13 @@ def _of_senders(bounds: Bounds, node: Node) -> Iterator[Label]:
         state, sender = node.sstate[s - 1], node.sender(s)
         live = any(entry.standing in ("EXPECTED", "UP") for entry in sender.roll)
         if state == _READY and sender.serial < bounds.max_version and live:
-            yield from (("SendAll", s), ("SendAsyncAll", s))
+            yield from ((Action.SEND_ALL, s), (Action.SEND_ASYNC_ALL, s))
         if state == _PENDING:
-            yield from (("Wait", s), ("Abandon", s))
+            yield from ((Action.WAIT, s), (Action.ABANDON, s))
         if state == _AWAITING:
-            yield from (("Deadline", s), ("Interrupted", s))
+            yield from ((Action.DEADLINE, s), (Action.INTERRUPTED, s))
         if state != _CLOSED:
-            yield ("CloseSender", s)
+            yield (Action.CLOSE_SENDER, s)
     for s, w in product(bounds.all_senders, bounds.all_workers):
         if node.slife[s - 1] == "alive":
             yield from _of_entry(bounds, node, s, w)
@@ -62,35 +66,39 @@ def _of_entry(bounds: Bounds, node: Node, s: int, w: int) -> Iterator[Label]:
     entry, gone = node.entry(s, w), node.is_gone(s, w)
     if node.sstate[s - 1] != _CLOSED:
         if entry.standing in ("NONE", "LOST", "REFUSED") and entry.link < bounds.max_link:
-            yield ("Join", s, w)
+            yield (Action.JOIN, s, w)
         if entry.standing in ("LOST", "REFUSED"):
-            yield ("Remove", s, w)
+            yield (Action.REMOVE, s, w)
     if node.is_open(s, w, entry.link) and not gone:
-        yield ("GiveUp", s, w)
+        yield (Action.GIVE_UP, s, w)
     if gone and not any((m.s, m.w, m.k) == (s, w, entry.link) for m in node.answers):
-        yield ("Notice", s, w)
+        yield (Action.NOTICE, s, w)
 
 
 def _of_receivers(bounds: Bounds, node: Node) -> Iterator[Label]:
     for w in bounds.all_workers:
         state, link = node.rstate[w - 1], node.receiver(w).link
         if state == _PENDING:
-            yield from (("Applied", w), ("Refused", w), ("Broken", w))
-        if state == _AWAITING:
-            yield ("Answered", w)
+            yield from ((Action.APPLIED, w), (Action.DEFER, w), (Action.REFUSED, w), (Action.BROKEN, w))
+        yield (Action.INVALIDATE, w)
+        deferred = node.receiver(w).answer == "DEFERRED"
+        if deferred and state != _CLOSED:
+            yield (Action.SEND_ACK, w)
+        if state == _AWAITING and not deferred:
+            yield (Action.ANSWERED, w)
         if state != _CLOSED:
-            yield from (("CloseReceiver", w), ("FailReceiver", w))
+            yield from ((Action.CLOSE_RECEIVER, w), (Action.FAIL_RECEIVER, w))
             if link != NO_LINK:
-                yield ("LinkFailed" if node.is_open(link[0], w, link[1]) else "LinkDown", w, *link)
+                yield (Action.LINK_FAILED if node.is_open(link[0], w, link[1]) else Action.LINK_DOWN, w, *link)
 
 
 def _of_messages(node: Node) -> Iterator[Label]:
     for letter in _first(node.letters):
         place, state = (letter.w, letter.s, letter.k), node.rstate[letter.w - 1]
         if letter.v == 0 and state not in (_CLOSED, _AWAITING):
-            yield ("HelloArrived", *place)
+            yield (Action.HELLO_ARRIVED, *place)
         if letter.v and state in (_READY, _PENDING) and node.receiver(letter.w).link == (letter.s, letter.k):
-            yield ("UpdateArrived", *place, letter.v)
+            yield (Action.UPDATE_ARRIVED, *place, letter.v)
     for word in _first(node.answers):
         yield from _of_answer(node, word)
 
@@ -99,14 +107,14 @@ def _of_answer(node: Node, m: Word) -> Iterator[Label]:
     place = (m.s, m.w, m.k)
     match m.kind:
         case "HELLO":
-            yield ("AnswerHello", *place)
+            yield (Action.ANSWER_HELLO, *place)
         case "ACK":
-            yield ("AnswerAck", *place, m.v)
+            yield (Action.ANSWER_ACK, *place, m.v)
         case "BYE":
             if node.is_open(*place):
-                yield ("AnswerBye", *place)
+                yield (Action.ANSWER_BYE, *place)
         case kind:
-            yield ("AnswerRefusal", *place, m.v, kind) if m.v else ("AnswerRejected", *place, kind)
+            yield (Action.ANSWER_REFUSAL, *place, m.v, kind) if m.v else (Action.ANSWER_REJECTED, *place, kind)
 
 
 def _first(messages: frozenset[_Message]) -> Iterator[_Message]:

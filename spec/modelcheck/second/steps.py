@@ -13,6 +13,7 @@ from modelcheck.second.bounds import Bounds
 from modelcheck.second.graph import Label
 from modelcheck.second.naming import OUTSTANDING, RECEIVER_MOVES, SENDER_MOVES
 from modelcheck.second.words import NEW_RECEIVER, NO_PAYLOAD, Letter, Node, Word, new_sender
+from weightsync._actions import Action
 from weightsync._tables import State
 
 _CLOSED, _INITIAL = State.CLOSED.value, State.UNINITIALIZED.value
@@ -104,12 +105,16 @@ def acked_means_served(bounds: Bounds, step: Step) -> bool:
         acks = ((m.s, m.w, m.k, m.v) for m in step.old.answers if m.kind == "ACK")
         if recorded and (s, w, link, recorded) not in acks:
             return False
-    return all(_is_true(step, m) for m in step.new.answers - step.old.answers if m.kind == "ACK")
+    return all(_is_true(bounds, step, m) for m in step.new.answers - step.old.answers if m.kind == "ACK")
 
 
-def _is_true(step: Step, ack: Word) -> bool:
-    """An ack says what is served now, or repeats an ack that is under way."""
+def _is_true(bounds: Bounds, step: Step, ack: Word) -> bool:
+    """An ack says what is served now, repeats one under way, or says what was applied and written over by hand."""
     if step.new.receiver(ack.w).served == (ack.inc, ack.v, ack.p):
+        return True
+    before = step.old.receiver(ack.w)
+    since = "invalidate" in bounds.features and step.new.receiver(ack.w).served == NO_PAYLOAD
+    if since and (step.new.receiver(ack.w).answer, before.decided) == ("ACK", (ack.inc, ack.v, ack.p)):
         return True
     return any((n.kind, n.w, n.inc, n.p) == ("ACK", ack.w, ack.inc, ack.p) for n in step.old.answers)
 
@@ -142,9 +147,16 @@ def served_changes_by_applied(bounds: Bounds, step: Step) -> bool:
         moved = (step.old.rstate[w - 1], step.new.rstate[w - 1])
         applied = moved == (_PENDING, _AWAITING) and after.served == before.pending
         given_up = after.served == NO_PAYLOAD and (moved[1] == _CLOSED or after == NEW_RECEIVER)
-        if not applied and not given_up:
+        if not applied and not given_up and not by_hand(step, w):
             return False
     return True
+
+
+def by_hand(step: Step, w: int) -> bool:
+    """Whether this worker's model was written over by hand, and nothing else happened to it."""
+    over = step.old.receiver(w)._replace(served=NO_PAYLOAD, live=(NO_PAYLOAD, NO_PAYLOAD))
+    called = (Action.INVALIDATE, w) in step.labels
+    return called and step.new.receiver(w) == over and step.old.rstate[w - 1] == step.new.rstate[w - 1]
 
 
 def only_targets_change(bounds: Bounds, step: Step) -> bool:
@@ -190,7 +202,8 @@ def closed_is_final(bounds: Bounds, step: Step) -> bool:
             return False
     for w in range(bounds.workers):
         was = old.rstate[w] == _CLOSED and new.rdata[w] != NEW_RECEIVER
-        if was and (new.rstate[w], new.rdata[w].served) != (_CLOSED, old.rdata[w].served):
+        kept = new.rdata[w].served == old.rdata[w].served or by_hand(step, w + 1)
+        if was and (new.rstate[w] != _CLOSED or not kept):
             return False
     return True
 
@@ -204,10 +217,10 @@ def _told(step: Step, s: int) -> bool:
     old, new, labels = step
     before, after = old.sstate[s - 1], new.sstate[s - 1]
     was, became = old.sender(s).out.outcomes, new.sender(s).out.outcomes
-    given_up = ("Abandon", s) in labels or ("CloseSender", s) in labels
+    given_up = (Action.ABANDON, s) in labels or (Action.CLOSE_SENDER, s) in labels
     if before in OUTSTANDING and after not in OUTSTANDING and new.slife[s - 1] != "dead":
         released = old.blocked[s - 1] and not new.blocked[s - 1]
-        if not (released or given_up or ("Wait", s) in labels):
+        if not (released or given_up or (Action.WAIT, s) in labels):
             return False
         if "PENDING" in became or [each == "NONE" for each in became] != [each == "NONE" for each in was]:
             return False

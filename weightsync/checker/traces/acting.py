@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from weightsync._actions import Action
 from weightsync._tables import RefusalKind, State
 from weightsync.checker.traces.naming import Acted, BeyondTheModelError, Naming, Value
 from weightsync.checker.traces.replaying import Machine, Moment
-from weightsync.messages import Ack, Hello, Refusal
+from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.report import Evidence
@@ -29,9 +30,11 @@ class SenderActs:
         """The actions of one sender, and when each was."""
         if number > 1:
             line = machine.lines[0]
-            yield line.time, Acted(line, {"a": "Copy", "s": 1, "t": number})
+            yield line.time, Acted(line, {"a": Action.COPY, "s": 1, "t": number})
         for moment in machine.of(What.STEP):
             if moment.step is None or moment.step.input is None:
+                continue
+            if isinstance(moment.event, sending.Answer) and _said_to_another(machine, moment.event):
                 continue
             action = self._sender_action(machine, number, moment)
             yield moment.line.time, Acted(moment.line, {**action, **self._sender_shown(machine, moment)})
@@ -41,7 +44,7 @@ class SenderActs:
             case sending.Connect(incarnation):
                 if not moment.before.roll:  # type: ignore[union-attr]
                     raise BeyondTheModelError("a sender connects to nobody")
-                return {"a": "Connect", "s": s, "c": self._names.ranks[incarnation]}
+                return {"a": Action.CONNECT, "s": s, "c": self._names.ranks[incarnation]}
             case sending.Send(targets):
                 return self._dispatch("Send", s, targets)
             case sending.SendAsync(targets):
@@ -51,7 +54,7 @@ class SenderActs:
             case sending.Deadline() | sending.Interrupted():
                 return {"a": type(moment.event).__name__, "s": s}
             case sending.Close():
-                return {"a": "CloseSender", "s": s}
+                return {"a": Action.CLOSE_SENDER, "s": s}
             case sending.Join(worker, _) | sending.Remove(worker):
                 self._require_lost(moment, worker)
                 return {"a": type(moment.event).__name__, "s": s, "w": self._names.workers[worker]}
@@ -87,15 +90,28 @@ class SenderActs:
         where = {"s": s, "w": w, "k": k}
         match message:
             case Hello():
-                return {"a": "AnswerHello", **where}
+                return {"a": Action.ANSWER_HELLO, **where}
+            case Bye() if not self._parted(machine, event):
+                raise BeyondTheModelError("a worker said goodbye over a link that was not in force")
+            case Bye():
+                return {"a": Action.ANSWER_BYE, **where}
             case Ack() | Refusal() if message.evidence is not Evidence.ANSWER and not self._was_sent(machine, event):
                 raise BeyondTheModelError("an adapter answered for its worker")
             case Ack():
-                return {"a": "AnswerAck", **where, "n": message.version}
+                return {"a": Action.ANSWER_ACK, **where, "n": message.version}
             case Refusal(version=0, kind=kind):
-                return {"a": "AnswerRejected", **where, "kind": kind.name}
+                return {"a": Action.ANSWER_REJECTED, **where, "kind": kind.name}
             case Refusal(version=version, kind=kind):
-                return {"a": "AnswerRefusal", **where, "n": version, "kind": kind.name}
+                return {"a": Action.ANSWER_REFUSAL, **where, "n": version, "kind": kind.name}
+
+    def _parted(self, machine: Machine, event: sending.Answer) -> bool:
+        """Whether the worker closed while this link was in force."""
+        return any(
+            moment.before.link == link  # type: ignore[union-attr]
+            for name, link in self._names.network.heard_by[machine.name, event.link]
+            for moment in self._names.network.by_name[name].of(What.STEP)
+            if isinstance(moment.event, receiving.Close)
+        )
 
     def _was_sent(self, machine: Machine, event: sending.Answer) -> bool:
         ends = self._names.network.heard_by[machine.name, event.link]
@@ -152,15 +168,15 @@ class WorkerActs:
                 end = life.lines[-1]
                 if any(time < end.time for time in self._laid_to(after)):
                     raise BeyondTheModelError("two lives of a worker overlap")
-                yield end.time, Acted(end, {"a": "CrashReceiver", "w": w})
+                yield end.time, Acted(end, {"a": Action.CRASH_RECEIVER, "w": w})
 
     def _unnoticed(self, machine: Machine, w: int, sent: Moment | None) -> Iterator[tuple[int, Acted]]:
         """ANSWERED, which the worker did not come to know, or to write: its answer has left, since a sender has it."""
         if sent is not None and self._arrived(machine, sent):
             step = receiving.step(sent.state, sent.after, receiving.Answered())  # type: ignore[arg-type]
             answered = replace(sent, event=receiving.Answered(), state=step.to, after=step.data)
-            shown = self._receiver_shown(machine, answered, spoiled=True)  # what it serves is as it was
-            yield sent.line.time, Acted(sent.line, {"a": "Answered", "w": w, **shown})
+            shown = self._receiver_shown(machine, answered)
+            yield sent.line.time, Acted(sent.line, {"a": Action.ANSWERED, "w": w, **shown})
 
     def _arrived(self, machine: Machine, moment: Moment) -> bool:
         """Whether what was sent was taken from the other end of the link."""
@@ -181,20 +197,18 @@ class WorkerActs:
                         yield moment.line.time
 
     def _of_receiver(self, machine: Machine, w: int) -> Iterator[tuple[int, Acted]]:
-        spoiled = False
         #: The answer that was given to a link and is not known to have left.
         owed: Moment | None = None
         for moment in machine.moments:
             event, line = moment.event, moment.line
-            if line.what is What.SPOILED:
-                spoiled = True
             if line.what is What.SENT and isinstance(moment.message, Ack | Refusal):
                 owed = moment if moment.state is State.AWAITING_ACK and moment.message == _answer(moment) else owed
             if line.what is What.REFUSED:
                 raise BeyondTheModelError("a peer broke the protocol")
+            if isinstance(event, receiving.Invalidate) and owed is not None:
+                raise BeyondTheModelError("weights were written by hand while an answer was on its way")
             if line.what is not What.STEP or moment.step is None or moment.step.input is None:
                 continue
-            spoiled = spoiled and not isinstance(event, receiving.Applied)
             time = line.time
             if isinstance(event, receiving.Answered) and owed is not None:
                 # The model's answer leaves when the receiver knows that it has; a sender may have read it before.
@@ -204,35 +218,38 @@ class WorkerActs:
                 owed = None
             action = self._receiver_action(machine, w, moment)
             if action is not None:
-                yield time, Acted(line, {**action, **self._receiver_shown(machine, moment, spoiled)})
+                yield time, Acted(line, {**action, **self._receiver_shown(machine, moment)})
         yield from self._unnoticed(machine, w, owed)
 
     def _receiver_action(self, machine: Machine, w: int, moment: Moment) -> dict[str, Value] | None:
         event = moment.event
         match event:
             case receiving.HelloArrived(misfit=misfit):
-                return {"a": "Misfit" if misfit else "HelloArrived", **self._names.over(machine, w, event.link)}
+                return {
+                    "a": Action.MISFIT if misfit else Action.HELLO_ARRIVED,
+                    **self._names.over(machine, w, event.link),
+                }
             case receiving.UpdateArrived(version=version):
-                return {"a": "UpdateArrived", **self._names.over(machine, w, event.link), "n": version}
-            case receiving.LinkDown(link, failure):
+                return {"a": Action.UPDATE_ARRIVED, **self._names.over(machine, w, event.link), "n": version}
+            case receiving.LinkDown(link) | receiving.Goodbye(link):
                 if moment.before.link is None and moment.state_before is State.UNINITIALIZED:  # type: ignore[union-attr]
                     return None
-                return {"a": "LinkFailed" if failure else "LinkDown", **self._names.over(machine, w, link)}
+                failed = isinstance(event, receiving.LinkDown) and event.failure
+                return {"a": Action.LINK_FAILED if failed else Action.LINK_DOWN, **self._names.over(machine, w, link)}
             case receiving.Close():
-                return {"a": "CloseReceiver", "w": w}
+                return {"a": Action.CLOSE_RECEIVER, "w": w}
             case receiving.Fail():
-                return {"a": "FailReceiver", "w": w}
+                return {"a": Action.FAIL_RECEIVER, "w": w}
             case _:
                 return {"a": type(event).__name__, "w": w}
 
-    def _receiver_shown(self, machine: Machine, moment: Moment, spoiled: bool) -> dict[str, Value]:
+    def _receiver_shown(self, machine: Machine, moment: Moment) -> dict[str, Value]:
         data = moment.after
         assert isinstance(data, receiving.ReceiverData)
         where = (0, 0)
         if data.link is not None:
             over = self._names.over(machine, 0, data.link)
             where = (over["s"], over["k"])
-        kind = "NONE" if data.answer is None else "ACK" if isinstance(data.answer, Ack) else RefusalKind.REFUSED.name
         return {
             "who": "r",
             "st": moment.state.value,
@@ -240,10 +257,17 @@ class WorkerActs:
             "fence": self._names.ranks.get(data.fence, 0),
             "decided": self._names.key(data.decided),
             "pending": self._names.key(data.pending),
-            "spoiled": spoiled,
             "served": self._names.key(data.served),
-            "answer": kind,
+            "answer": "NONE" if data.answer is None else _KINDS[type(data.answer)],
         }
+
+
+_KINDS = {Ack: "ACK", receiving.Deferred: "DEFERRED", Refusal: RefusalKind.REFUSED.name}
+
+
+def _said_to_another(machine: Machine, event: sending.Answer) -> bool:
+    """A goodbye to another sender, or to nobody, by a worker that has met none: the model knows of no such word."""
+    return isinstance(event.message, Bye) and event.message.incarnation != machine.incarnation
 
 
 def _answer(moment: Moment) -> object:

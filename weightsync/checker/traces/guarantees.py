@@ -68,7 +68,7 @@ def _of_receiver(machine: Machine) -> Iterator[Finding]:
 def _serves(moment: Moment, new: Key, served: Key, fence: int, digests: dict[Key, bytes]) -> Iterator[Finding]:
     if new <= served or new[0] < fence:
         yield _broken(moment, "G4 ServingIsMonotone", f"version {new[1]} is served after version {served[1]}")
-    if not isinstance(moment.event, receiving.Applied):
+    if not isinstance(moment.event, receiving.Applied | receiving.Defer):
         yield _broken(moment, "G6 RefusalKeepsServing", "what is served changes, and nothing was applied")
         return
     answer = moment.event.answer
@@ -173,7 +173,7 @@ def _applied(peer: Machine, key: Key, until: Moment, clock: str) -> bool:
     """Whether a receiver applied a version, before then where that can be told."""
     for moment in peer.of(What.STEP):
         data = moment.after
-        if isinstance(moment.event, receiving.Applied) and isinstance(data, receiving.ReceiverData):
+        if isinstance(moment.event, receiving.Applied | receiving.Defer) and isinstance(data, receiving.ReceiverData):
             in_time = peer.clock != clock or moment.line.time <= until.line.time
             if data.served == key and in_time:
                 return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync._tables import INITIAL, Delivery, State
@@ -12,10 +12,9 @@ from weightsync.checker.traces.lines import Finding, Line
 from weightsync.checker.traces.reporting import FalseReportError, Reports
 from weightsync.checker.traces.words import differences, possible, value
 from weightsync.errors import WeightSyncError
-from weightsync.messages import Ack, Message
+from weightsync.messages import Message
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
-from weightsync.report import SyncReport
 from weightsync.tracing import What, plain
 
 Data = sending.SenderData | receiving.ReceiverData
@@ -116,8 +115,6 @@ class _Player:
         self._role = machine.role
         self._state = INITIAL
         self._data: Data = self._half.data()
-        self._holding = False
-        self._held: Ack | None = None
         self._links = 0
         self._time = 0
         self._reports = Reports()
@@ -163,13 +160,6 @@ class _Player:
                 event = decoded(self._half.event, line.said["event"])
                 self._refused(line, event)
                 return event, None
-            case What.HELD:
-                self._holding = True
-            case What.RELEASED:
-                self._released(decoded(SyncReport | None, line.said["nested"]))
-            case What.SPOILED if isinstance(self._data, receiving.ReceiverData):
-                self._data = receiving.spoiled(self._data)
-                self._compare(line, {"data": self._data})
             case What.TOLD:
                 self._told(line)
         return None, None
@@ -184,8 +174,6 @@ class _Player:
         self._state, self._data = step.to, step.data
         if isinstance(step.data, sending.SenderData):
             self._reports.step(event, step)
-        if self._holding and isinstance(event, receiving.Applied):
-            self._held = event.answer
         return step
 
     def _refused(self, line: Line, event: Any) -> None:
@@ -205,12 +193,6 @@ class _Player:
             self._compare(line, self._reports.told(line.said, self._data))
         except FalseReportError as error:
             raise _Broken(str(error)) from error
-
-    def _released(self, nested: SyncReport | None) -> None:
-        data, held = self._data, self._held
-        if isinstance(data, receiving.ReceiverData) and held is not None and data.answer == held:
-            self._data = replace(data, answer=replace(held, nested=nested))
-        self._held, self._holding = None, False
 
     def _compare(self, line: Line, wanted: dict[str, Any]) -> None:
         must = {name: plain(value) for name, value in wanted.items()}

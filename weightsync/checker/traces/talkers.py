@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from weightsync._tables import RefusalKind, State
+from weightsync._tables import State
 from weightsync.checker.traces.lines import Finding
 from weightsync.checker.traces.replaying import Machine, Moment
-from weightsync.checker.traces.talking import GOODBYE, ITS_GOODBYE, RULE, Said, Talk, Unfit
+from weightsync.checker.traces.talking import RULE, Said, Talk, Unfit
 from weightsync.messages import Bye, Hello, Message, Refusal, Update
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
-from weightsync.tracing import What
 
 
 class SenderTalk(Talk):
@@ -17,8 +16,6 @@ class SenderTalk(Talk):
 
     def __init__(self) -> None:
         super().__init__()
-        #: The goodbyes of workers, by link: the incarnation that they name.
-        self._goodbyes: dict[int, int] = {}
         #: The link that was laid, and whose worker joins next; 0: none.
         self._joining = 0
 
@@ -28,11 +25,6 @@ class SenderTalk(Talk):
             raise Unfit(f"nobody has joined on link {self._joining}", "first its worker joins")
         self._joining = moment.link
 
-    def _heard(self, moment: Moment) -> None:
-        super()._heard(moment)
-        if isinstance(moment.message, Bye):
-            self._goodbyes[moment.link] = moment.message.incarnation
-
     def _stepped(self, moment: Moment) -> None:
         event, data = moment.event, moment.after
         assert isinstance(data, sending.SenderData)
@@ -40,21 +32,19 @@ class SenderTalk(Talk):
         if isinstance(event, sending.Answer):
             self._taken(event)
         if isinstance(event, sending.LinkLost):
-            self._lost(event, data)
+            self._lost(event)
         effects = () if moment.step is None else moment.step.effects
         for effect in effects:
             self._follow(effect, data.incarnation)
         if isinstance(event, sending.Answer) and not any(isinstance(each, sending.CloseLink) for each in effects):
             self._catch_up(event, data)
 
-    def _lost(self, event: sending.LinkLost, data: sending.SenderData) -> None:
+    def _lost(self, event: sending.LinkLost) -> None:
         link = self.open.get(event.link)
         if link is not None:
             link.heard = None
             # What it said last comes before the loss that its failure is.
             link.failing = None if link.failing == event.reason else link.failing
-        if event.reason.startswith(GOODBYE) and self._goodbyes.get(event.link) != data.incarnation:
-            raise Unfit(f"no goodbye came over link {event.link}")
 
     def _join(self, event: object) -> None:
         match event:
@@ -92,7 +82,7 @@ class SenderTalk(Talk):
 
     def _catch_up(self, event: sending.Answer, data: sending.SenderData) -> None:
         link, message = self.open.get(event.link), event.message
-        if link is not None and not isinstance(message, Hello) and message.incarnation == data.incarnation:
+        if link is not None and not isinstance(message, Hello | Bye) and message.incarnation == data.incarnation:
             waiting = link.answered(message.version)
             if waiting:
                 self.extra.append(Said(event.link, Update, data.incarnation, waiting))
@@ -103,25 +93,9 @@ class ReceiverTalk(Talk):
 
     def __init__(self) -> None:
         super().__init__()
-        self._holding = False
-        self._held: Said | None = None
         #: Links that may close though no effect says so; and those over which a goodbye may be said first.
         self._may_close: set[int] = set()
-        self._may_fail: set[int] = set()
         self._may_leave: set[int] = set()
-        self._goodbyes: set[int] = set()
-
-    def take(self, moment: Moment) -> None:
-        """Follow one line."""
-        match moment.line.what:
-            case What.HELD:
-                self._holding = True
-            case What.RELEASED:
-                self._holding = False
-                if self._held is not None:
-                    self.todo.append(self._held)
-                self._held = None
-        super().take(moment)
 
     def _heard(self, moment: Moment) -> None:
         data = moment.after
@@ -129,12 +103,6 @@ class ReceiverTalk(Talk):
         if moment.state is State.AWAITING_ACK and moment.link == data.link:
             raise Unfit("the link in force is read while an answer is owed", "first the answer leaves")
         super()._heard(moment)
-        if isinstance(moment.message, Bye):
-            self._goodbyes.add(moment.link)
-
-    def _failed(self, moment: Moment) -> None:
-        if str(moment.line.said.get("reason")).startswith(ITS_GOODBYE) and moment.link not in self._goodbyes:
-            raise Unfit(f"no goodbye came over link {moment.link}")
 
     def _amid(self, moment: Moment) -> bool:
         data = moment.before
@@ -146,22 +114,15 @@ class ReceiverTalk(Talk):
             return moment.link in self._may_close
         data = moment.after
         assert isinstance(data, receiving.ReceiverData)
-        if isinstance(message, Refusal):
-            told = (message.kind, message.incarnation, message.version)
-            return moment.link in self._may_fail and told == (RefusalKind.FAILED, data.fence, 0)
         return isinstance(message, Bye) and moment.link in self._may_leave and message.incarnation == data.fence
 
     def _stepped(self, moment: Moment) -> None:
         event, step, data = moment.event, moment.step, moment.after
         assert isinstance(data, receiving.ReceiverData)
-        if isinstance(event, receiving.HelloArrived | receiving.UpdateArrived):
+        if isinstance(event, receiving.HelloArrived | receiving.UpdateArrived | receiving.Goodbye):
             self._taken(event)
         if isinstance(event, receiving.LinkDown) and event.link in self.open:
             self.open[event.link].failing = None
-            self._may_close.add(event.link)
-            # Beside the link in force nothing follows from it, and its sender is told all the same.
-            if event.failure and step is not None and step.input is None:
-                self._may_fail.add(event.link)
         if isinstance(event, receiving.Close | receiving.Fail | receiving.Broken) and step is not None:
             self._may_close |= set(self.open)
         if isinstance(event, receiving.Close) and step is not None:
@@ -180,28 +141,27 @@ class ReceiverTalk(Talk):
             case receiving.Tell(link, key):
                 self.todo.append(Said(link, Refusal, *key))
             case receiving.Reply(link, answer):
-                said = Said(link, type(answer), answer.incarnation, answer.version)
-                if self._holding and answer == data.answer:
-                    self._held = said
-                else:
-                    self.todo.append(said)
+                self.todo.append(Said(link, type(answer), answer.incarnation, answer.version))
             case receiving.CloseLink(link):
                 self.todo.append(Said(link, sending.CloseLink))
             case receiving.Leave(link):
                 self.todo.append(Said(link, Bye, data.fence))
                 self.todo.append(Said(link, sending.CloseLink))
 
-    def _taken(self, event: receiving.HelloArrived | receiving.UpdateArrived) -> None:
+    def _taken(self, event: receiving.HelloArrived | receiving.UpdateArrived | receiving.Goodbye) -> None:
         link = self.open.get(event.link)
         heard = None if link is None else link.heard
         if link is not None:
             link.heard = None
-        wanted = Hello if isinstance(event, receiving.HelloArrived) else Update
-        fits = isinstance(heard, wanted) and heard.incarnation == event.incarnation
+        wanted = _MESSAGES[type(event)]
+        fits = heard is not None and isinstance(heard, wanted) and heard.incarnation == event.incarnation
         if isinstance(event, receiving.UpdateArrived):
             fits = fits and isinstance(heard, Update) and heard.version == event.version
         if not fits:
             raise Unfit(f"no such {wanted.__name__} came over link {event.link}", f"what came: {heard}")
+
+
+_MESSAGES = {receiving.HelloArrived: Hello, receiving.UpdateArrived: Update, receiving.Goodbye: Bye}
 
 
 def listen(machine: Machine) -> Finding | None:

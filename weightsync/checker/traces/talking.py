@@ -14,8 +14,6 @@ from weightsync.tracing import What
 RULE = "what the driver says and hears"
 #: Updates that a link carries unanswered: a worker that does not read costs no more.
 UNANSWERED = 2
-#: How the reason of a loss begins that came of a goodbye, at the sender and at the receiver.
-GOODBYE, ITS_GOODBYE = "said goodbye", "the sender said goodbye"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,6 @@ class Talk:
                 if moment.link in self.open:
                     self.open[moment.link].failing = str(moment.line.said.get("reason"))
                     self.open[moment.link].heard = None
-                self._failed(moment)
             case What.STEP | What.REFUSED:
                 self._nothing_waits(moment)
                 self._stepped(moment)
@@ -167,8 +164,7 @@ class Talk:
             raise Unfit(f"link {moment.link} is not open")
         if link.heard is not None:
             raise Unfit(f"the {type(link.heard).__name__} that came before over link {moment.link} was never taken")
-        if not isinstance(moment.message, Bye):
-            link.heard = moment.message
+        link.heard = moment.message
 
     def _unasked(self, moment: Moment, message: Message | None) -> bool:
         """Whether this may be said though no effect asks for it."""
@@ -180,9 +176,6 @@ class Talk:
 
     def _laid(self, moment: Moment) -> None:
         """A link is laid."""
-
-    def _failed(self, moment: Moment) -> None:
-        """A link cannot be used any more."""
 
     def _stepped(self, moment: Moment) -> None:
         """A step was taken or refused: what must leave now."""
