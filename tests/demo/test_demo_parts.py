@@ -69,7 +69,7 @@ def test_the_display_is_there_before_torch_is() -> None:
 
 def test_nothing_is_proved_against_no_digest() -> None:
     assert judge(1, Proof(7, b""), {0: Proof(7, b"")}, {}, None) == [
-        WorkerResult(0, Verdict.DIFFERS, Proof(7, b""), "the trainer has no digest to compare with")
+        WorkerResult(0, Proof(7, b""), Verdict.DIFFERS, "the trainer has no digest to compare with")
     ]
 
 

@@ -7,13 +7,14 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.demo import Phase, Result, RunState, SchemeName, Verdict
+from weightsync.demo import Phase, Result, RunState, SchemeName, Verdict, WorkerState
 
 _FRAMES_PER_SECOND = 6
 _SECONDS_PER_LINE = 2.0
@@ -94,18 +95,14 @@ def _title(state: RunState) -> str:
 
 def plain_line(state: RunState) -> str:
     """A run as it is now, in one line."""
-    if state.phase is Phase.STARTING:
-        return f"          {state.phase.value}, {state.age:.0f} s: trainer {_sender(state)[0]}"
     name, version = _sender(state)
+    if state.phase is Phase.STARTING:
+        return f"          {state.phase.value}, {state.age:.0f} s: trainer {name}"
     workers = []
     for index, worker in enumerate(state.workers):
-        if _link(state, index) == "lost":
-            workers.append(f"worker {index} LOST")
-        elif worker.version is None:
-            workers.append(f"worker {index} {worker.state}")
-        else:
-            behind = max(0, version - worker.version)
-            workers.append(f"worker {index} {worker.state} v{worker.version} ({behind} behind)")
+        behind = _behind(state, worker)
+        words = worker.state if behind is None else f"{worker.state} v{worker.version} ({behind} behind)"
+        workers.append(f"worker {index} " + ("LOST" if _link(state, index) == "lost" else words))
     transfer = state.report.transferring if state.report else 0.0
     return (
         f"{state.elapsed:6.1f} s  {state.phase.value}  mean return {_number(state.last_mean)}  {state.steps:,} steps  "
@@ -116,6 +113,11 @@ def plain_line(state: RunState) -> str:
 def _sender(state: RunState) -> tuple[str, int]:
     """The state of the trainer's sender, and the version that it sent last."""
     return (state.sender.state.value, state.sender.version) if state.sender else ("uninitialized", 0)
+
+
+def _behind(state: RunState, worker: WorkerState) -> int | None:
+    """How many versions a worker is behind the trainer; None: it serves none yet."""
+    return None if worker.version is None else max(0, _sender(state)[1] - worker.version)
 
 
 def _link(state: RunState, index: int) -> str:
@@ -187,8 +189,7 @@ def _machines(state: RunState) -> Table:
     name, version = _sender(state)
     table.add_row("trainer", _styled(name), str(version), "", "", f"{state.steps:,}", "")
     for index, worker in enumerate(state.workers):
-        link = _link(state, index)
-        behind = None if worker.version is None else max(0, version - worker.version)
+        link, behind = _link(state, index), _behind(state, worker)
         table.add_row(
             f"worker {index}",
             _styled("unknown" if link == "lost" else worker.state),
@@ -210,7 +211,7 @@ def _syncs(state: RunState) -> Table:
     grid = Table.grid(padding=(0, 2))
     for label, words in (
         ("last sync", last),
-        ("so far", f"{state.syncs:,} syncs of {_size(size)}, {_size(state.applied_bytes)} applied"),
+        ("so far", f"{state.syncs:,} syncs of {decimal(size)}, {decimal(state.applied_bytes)} applied"),
         (
             "experience",
             f"{state.staleness:.1f} versions old when learned from, {state.dropped:,} steps dropped as too old",
@@ -268,11 +269,3 @@ def _number(value: float | None) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms"
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -112,15 +112,10 @@ class Proof:
 class Verdict(enum.Enum):
     """What became of a worker."""
 
-    #: The digest over its live model is the trainer's, and so is the version it says it serves.
     PROVED = "proved"
-    #: It was killed as asked, and a report has called it LOST.
     KILLED = "killed, and reported LOST"
-    #: It is gone, and nobody asked for that.
     LOST = "lost"
-    #: It serves other weights, or another version.
     DIFFERS = "serves something else"
-    #: It did not answer in time.
     SILENT = "did not answer"
 
 
@@ -129,9 +124,9 @@ class WorkerResult:
     """What became of one worker, why, and the proof that it gave (None: it gave none)."""
 
     index: int
+    proof: Proof | None
     verdict: Verdict
-    proof: Proof | None = None
-    reason: str = ""
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,24 +168,18 @@ def judge(
         lost: the workers that are gone, and why.
         killed: the worker that was killed as asked, and that a report called LOST.
     """
-    results = []
-    for index in range(count):
-        proof = proofs.get(index)
+
+    def verdict(index: int, proof: Proof | None) -> tuple[Verdict, str]:
         if index in lost:
-            verdict, reason = Verdict.KILLED if index == killed else Verdict.LOST, lost[index]
-        else:
-            verdict, reason = _compare(proof, sent)
-        results.append(WorkerResult(index, verdict, proof, reason))
-    return results
+            return Verdict.KILLED if index == killed else Verdict.LOST, lost[index]
+        if proof is None:
+            return Verdict.SILENT, ""
+        if not sent.digest:
+            return Verdict.DIFFERS, "the trainer has no digest to compare with"
+        if proof.version != sent.version:
+            return Verdict.DIFFERS, f"version {proof.version} instead of {sent.version}"
+        if proof.digest != sent.digest:
+            return Verdict.DIFFERS, "the digest of its live model is another"
+        return Verdict.PROVED, ""
 
-
-def _compare(proof: Proof | None, sent: Proof) -> tuple[Verdict, str]:
-    if proof is None:
-        return Verdict.SILENT, ""
-    if not sent.digest:
-        return Verdict.DIFFERS, "the trainer has no digest to compare with"
-    if proof.version != sent.version:
-        return Verdict.DIFFERS, f"version {proof.version} instead of {sent.version}"
-    if proof.digest != sent.digest:
-        return Verdict.DIFFERS, "the digest of its live model is another"
-    return Verdict.PROVED, ""
+    return [WorkerResult(index, proofs.get(index), *verdict(index, proofs.get(index))) for index in range(count)]

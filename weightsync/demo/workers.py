@@ -12,11 +12,11 @@ import time
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
-from weightsync import ConfigurationError, MissingExtraError, TransportError, WeightSyncScheme
+from weightsync import MissingExtraError, TransportError, WeightSyncScheme
 from weightsync.demo.learning import Chunk
 from weightsync.demo.settings import MODEL_ID, START_TIMEOUT, SchemeName, Settings
 from weightsync.demo.state import Proof
@@ -48,9 +48,6 @@ def start_workers(settings: Settings, scheme: WeightSyncScheme, model: nn.Module
 class ProcessWorkers:
     """Processes of this machine. Each has a pipe of its own for requests and answers, besides the scheme's link."""
 
-    #: torch's RPC cannot be left and joined again with new workers: it would wait for the old ones.
-    _rpc_used: ClassVar[bool] = False
-
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
         self._processes: list[BaseProcess] = []
@@ -60,7 +57,10 @@ class ProcessWorkers:
     def start(self, settings: Settings, scheme: WeightSyncScheme, model: nn.Module) -> None:
         """Start the processes, each with a copy of the scheme, and wait until all of them run."""
         context = multiprocessing.get_context("forkserver")
-        rpc_address = self._rpc_address() if settings.scheme is SchemeName.RPC else None
+        rpc_address = None
+        if settings.scheme is SchemeName.RPC:
+            folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-"))
+            rpc_address = f"file://{folder}/rendezvous"
         far_ends = []
         for index in range(settings.workers):
             self._channels[index], far = context.Pipe()
@@ -88,33 +88,21 @@ class ProcessWorkers:
             arguments["store"] = TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
         return arguments
 
-    def _rpc_address(self) -> str:
-        if ProcessWorkers._rpc_used:
-            raise ConfigurationError(
-                "--scheme rpc runs once a process: torch's RPC cannot be left and joined again with new workers."
-            )
-        folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-"))
-        return f"file://{folder}/rendezvous"
-
     def _join_rpc(self, address: str, world_size: int) -> None:
         """Join in a thread: torch cannot be interrupted there, and waits half an hour for a worker that has died."""
         from torch.distributed import rpc  # noqa: PLC0415 - for this scheme alone
 
-        ProcessWorkers._rpc_used = True
         joining = threading.Thread(target=join_rpc, args=(address, 0, world_size), name="join-rpc", daemon=True)
         joining.start()
         joining.join(START_TIMEOUT)
         if joining.is_alive():
+            # So it is in a process that was in an RPC before: torch waits for the old workers.
             raise TransportError(f"the workers have not joined torch's RPC within {START_TIMEOUT:g} s.")
         # Left without waiting for the others: some of them may be dead.
         self._cleanup.callback(rpc.shutdown, graceful=False)
 
     def _await_started(self, count: int) -> None:
-        """Wait for the first answer of each worker.
-
-        Raises:
-            TransportError: one has ended before, or has not started in time.
-        """
+        """Wait for the first answer of each worker."""
         until = time.monotonic() + START_TIMEOUT
         while len(self.pids) < count:
             answers = self.answers(max(0.0, until - time.monotonic()))
