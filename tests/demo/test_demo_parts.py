@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,7 +14,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from weightsync import WeightReceiver
+import weightsync
+from weightsync import WeightReceiver, demo
 from weightsync.cli._demo_display import chart, panel
 from weightsync.demo import Proof, RunState, Settings, Verdict, WorkerResult
 from weightsync.demo.learning import Chunk, Learner
@@ -65,6 +68,20 @@ def test_the_display_is_there_before_torch_is() -> None:
     code = "import sys, weightsync.cli.demo; sys.exit('torch' in sys.modules or 'gymnasium' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_demo_uses_nothing_that_a_user_could_not() -> None:
+    imported = set()
+    for path in Path(demo.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "weightsync":
+                assert {alias.name for alias in node.names} <= set(weightsync.__all__)
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                imported |= {node.module} if isinstance(node, ast.ImportFrom) else {each.name for each in node.names}
+
+    ours = {name for name in imported if name.partition(".")[0] == "weightsync"}
+    assert "weightsync" in ours
+    assert {name for name in ours if not name.startswith("weightsync.demo")} == {"weightsync"}
 
 
 def test_nothing_is_proved_against_no_digest() -> None:
