@@ -41,7 +41,7 @@ def _call(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -
 
 def proved() -> None:
     """A run in which a worker is killed."""
-    settings = Settings(scheme=SchemeName.RPC, workers=3, seconds=2.0, overlap=True, kill_worker=True)
+    settings = Settings(scheme=SchemeName.RPC, workers=3, seconds=3.0, overlap=True, kill_worker=True)
     assert_proved(run(RunState(settings)))
 
 

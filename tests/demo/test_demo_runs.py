@@ -8,9 +8,9 @@ import pytest
 from weightsync import TransportError
 from weightsync.demo import Phase, Result, RunState, SchemeName, Settings, Verdict, run, trainer, workers
 
-SHARED_KILL = Settings(scheme=SchemeName.SHARED, workers=3, seconds=2.0, kill_worker=True)
+SHARED_KILL = Settings(scheme=SchemeName.SHARED, workers=3, seconds=2.5, kill_worker=True)
 PIPE_OVERLAP = Settings(scheme=SchemeName.PIPE, workers=2, seconds=1.5, overlap=True)
-STORE_KILL = Settings(scheme=SchemeName.DISTRIBUTED, workers=3, seconds=2.0, overlap=True, kill_worker=True)
+STORE_KILL = Settings(scheme=SchemeName.DISTRIBUTED, workers=3, seconds=2.5, overlap=True, kill_worker=True)
 
 
 def assert_proved(result: Result) -> None:
@@ -25,7 +25,7 @@ def assert_proved(result: Result) -> None:
     assert state.syncs == result.sent.version == state.updates + 2  # the first and the last are sent without an update
     assert state.steps >= 512 * state.updates
     assert [worker.version for worker in state.workers[:2]] == [result.sent.version] * 2
-    assert state.staleness <= 2
+    assert state.staleness <= 8
     assert any("worker 2 is LOST" in note for note in state.notes) == state.settings.kill_worker
     assert state.phase is Phase.ENDED
 
@@ -59,9 +59,9 @@ def test_the_policy_learns_from_what_workers_do_with_the_weights_they_were_sent(
 
 def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "WORKER_TIMEOUT", 1.0)
-    monkeypatch.setattr(workers, "work", demo_workers.stops_after_a_second)
+    monkeypatch.setattr(workers, "work", demo_workers.stops_in_its_first_chunk)
 
-    result = run(RunState(Settings(seconds=4.0)))
+    result = run(RunState(Settings(seconds=2.5)))
 
     assert result.of(Verdict.PROVED) == [0]
     assert result.of(Verdict.LOST) == [1]

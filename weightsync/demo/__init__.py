@@ -9,12 +9,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 
 from weightsync import MissingExtraError
@@ -63,16 +61,10 @@ def run(state: RunState) -> Result:
 def _start_forkserver() -> None:
     """Start the process that workers are forked from. It imports what they need, once for all of them."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["weightsync.demo.worker"])
-    with _sigint_blocked():
-        forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Processes started inside never get SIGINT: Ctrl-C goes to the whole terminal, but is for the trainer alone."""
-    resource_tracker.ensure_running()  # started inside, it would unblock the signal
+    resource_tracker.ensure_running()  # started below, it would unblock the signal
+    # Ctrl-C goes to all processes of the terminal, but is for the trainer alone.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -121,7 +121,7 @@ class Learner:
         for _ in range(_EPOCHS):
             order = torch.randperm(len(batch[0]), generator=self._generator)
             for chosen in torch.split(order, _MINIBATCH):
-                self._descend(*(part[chosen] for part in batch))
+                self._descend([part[chosen] for part in batch])
 
     @torch.no_grad()
     def _prepare(self, chunk: Chunk) -> tuple[torch.Tensor, ...]:
@@ -139,15 +139,9 @@ class Learner:
         columns = (torch.tensor(chunk.actions), torch.tensor(chunk.log_probabilities), gained, gained + values)
         return observations.flatten(0, 1), *(column.flatten() for column in columns)
 
-    def _descend(
-        self,
-        observations: torch.Tensor,
-        actions: torch.Tensor,
-        behaviour: torch.Tensor,
-        advantages: torch.Tensor,
-        targets: torch.Tensor,
-    ) -> None:
+    def _descend(self, batch: Sequence[torch.Tensor]) -> None:
         """One step down the clipped loss. Ratios to the behaviour's own probabilities make staleness harmless."""
+        observations, actions, behaviour, advantages, targets = batch
         logs = torch.log_softmax(self.policy(observations), dim=-1).gather(-1, actions[:, None]).squeeze(-1)
         ratio = (logs - behaviour).exp()
         scaled = (advantages - advantages.mean()) / (advantages.std() + 1e-6)

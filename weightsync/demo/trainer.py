@@ -147,13 +147,13 @@ class Trainer:
             self._send(WORKER_TIMEOUT)
             return
         self._settle()
-        with self._losses():
+        with self._nobody_left():
             self._sender.send_async(self._learner.policy, allow_empty=True)
 
     def _send(self, timeout: float) -> None:
         """Send the policy as the next version; when this returns, everybody serves it or is known not to."""
         self._settle()
-        with self._losses():
+        with self._nobody_left():
             report = self._sender.send(self._learner.policy, timeout=timeout, on_failure="report", allow_empty=True)
             self._conclude(report)
 
@@ -177,18 +177,18 @@ class Trainer:
         self._settle()  # who has timed out still owes an answer: now it is LOST
 
     @contextlib.contextmanager
-    def _losses(self) -> Iterator[None]:
-        """A send to workers of whom none is left raises."""
+    def _nobody_left(self) -> Iterator[None]:
+        """A send raises where every worker is lost; here that only ends the training."""
         try:
             yield
         except WorkerLostError as error:
             self._lose(error.lost)
 
     def _lose(self, lost: Mapping[int, str]) -> None:
-        for index in lost.keys() - self._lost.keys():
+        for index in sorted(lost.keys() - self._lost.keys()):
             self._lost[index] = lost[index]
-            note = f"report of version {self._sender.version}: worker {index} is LOST ({lost[index]})"
-            self._state.notes.append(note)
+            version = self._sender.version
+            self._state.notes.append(f"report of version {version}: worker {index} is LOST ({lost[index]})")
 
     # -------------------------------------------------------------------------------------- experience
 
