@@ -81,9 +81,8 @@ def test_workers_that_fail_end_the_run_and_say_why(monkeypatch: pytest.MonkeyPat
     assert result.state.elapsed < 50
 
 
-@pytest.mark.parametrize("scheme", [SchemeName.SHARED, pytest.param(SchemeName.RPC, marks=pytest.mark.rpc)])
-def test_a_worker_that_never_starts_ends_the_run_at_once(scheme: SchemeName, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_never_starts_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "work", demo_workers.never_starts)
 
     with pytest.raises(TransportError, match=r"worker 1 has ended before it had started"):
-        run(RunState(Settings(scheme=scheme)))
+        run(RunState(Settings()))
