@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 from weightsync import WeightReceiver
 from weightsync.demo import Settings
-from weightsync.demo.grounds import Seat
-from weightsync.demo.rollout import work
+from weightsync.demo.worker import Rollout, work
 
 
-def serves_something_else(index: int, settings: Settings, seat: Seat, channel: Connection) -> None:
+def serves_something_else(index: int, settings: Settings, *rest: Any) -> None:
     """The last worker's live model is changed before its digest is taken."""
     honest = WeightReceiver.digest
 
@@ -26,30 +24,31 @@ def serves_something_else(index: int, settings: Settings, seat: Seat, channel: C
 
     if index == settings.workers - 1:
         WeightReceiver.digest = changed  # type: ignore[method-assign]
-    work(index, settings, seat, channel)
+    work(index, settings, *rest)
 
 
-def stops_after_a_second(index: int, settings: Settings, seat: Seat, channel: Connection) -> None:
+def stops_in_its_first_chunk(index: int, settings: Settings, *rest: Any) -> None:
     """The last worker is stopped, as by a debugger: it is there, and does nothing."""
+
+    def answer(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     if index == settings.workers - 1:
-        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGSTOP))
-        timer.daemon = True
-        timer.start()
-    work(index, settings, seat, channel)
+        Rollout.answer = answer  # type: ignore[method-assign, assignment]
+    work(index, settings, *rest)
 
 
-def raises(index: int, settings: Settings, seat: Seat, channel: Connection) -> None:
+def raises(index: int, settings: Settings, *rest: Any) -> None:
     """Every worker fails in its first chunk."""
-    from weightsync.demo import rollout  # noqa: PLC0415 - only in the worker's process
 
-    def step(*_: object) -> None:
+    def answer(*_: object) -> None:
         raise ZeroDivisionError("planted")
 
-    rollout.Environments.step = step  # type: ignore[method-assign, assignment]
-    work(index, settings, seat, channel)
+    Rollout.answer = answer  # type: ignore[method-assign, assignment]
+    work(index, settings, *rest)
 
 
-def never_starts(index: int, settings: Settings, seat: Seat, channel: Connection) -> None:
+def never_starts(index: int, settings: Settings, *rest: Any) -> None:
     """The last worker ends before it has said anything."""
     if index < settings.workers - 1:
-        work(index, settings, seat, channel)
+        work(index, settings, *rest)

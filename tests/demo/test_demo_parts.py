@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from weightsync.cli._demo_chart import chart
-from weightsync.cli._demo_display import panel
-from weightsync.demo import Board, Fate, Settings, Verdict
-from weightsync.demo.environments import Environments
-from weightsync.demo.proof import judge
-from weightsync.demo.training import Training
-from weightsync.demo.wire import Chunk, Proof, Status
+import weightsync
+from weightsync import WeightReceiver, demo
+from weightsync.cli._demo_display import chart, panel
+from weightsync.demo import Proof, RunState, Settings, Verdict, WorkerResult
+from weightsync.demo.learning import Chunk, Learner
+from weightsync.demo.state import judge
+from weightsync.demo.worker import Request, Rollout
 
 SENT = Proof(7, b"d" * 16)
 
@@ -25,13 +30,14 @@ def chunk(steps: int = 4, environments: int = 2, returns: tuple[float, ...] = ()
     shape = (steps, environments)
     return Chunk(
         observations=rng.normal(size=(*shape, 4)).astype(np.float32),
-        following=rng.normal(size=(*shape, 4)).astype(np.float32),
+        next_observations=rng.normal(size=(*shape, 4)).astype(np.float32),
         actions=rng.integers(0, 2, shape),
         log_probabilities=np.full(shape, np.log(0.5), np.float32),
-        fallen=np.zeros(shape, np.bool_),
-        ended=np.zeros(shape, np.bool_),
+        terminated=np.zeros(shape, np.bool_),
+        done=np.zeros(shape, np.bool_),
         versions=np.full(steps, 3),
         returns=returns,
+        state="ready",
     )
 
 
@@ -53,9 +59,9 @@ def test_a_worker_is_judged_by_what_it_answers(
     proof: Proof | None, lost: str | None, killed: bool, verdict: Verdict
 ) -> None:
     proofs = {0: proof} if proof else {}
-    [fate] = judge([0], frozenset({0} if killed else ()), {0: lost} if lost else {}, proofs, SENT)
+    [worker] = judge(1, SENT, proofs, {0: lost} if lost else {}, 0 if killed else None)
 
-    assert fate.verdict is verdict
+    assert worker.verdict is verdict
 
 
 def test_the_display_is_there_before_torch_is() -> None:
@@ -64,65 +70,87 @@ def test_the_display_is_there_before_torch_is() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_demo_uses_nothing_that_a_user_could_not() -> None:
+    imported = set()
+    for path in Path(demo.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "weightsync":
+                assert {alias.name for alias in node.names} <= set(weightsync.__all__)
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                imported |= {node.module} if isinstance(node, ast.ImportFrom) else {each.name for each in node.names}
+
+    ours = {name for name in imported if name.partition(".")[0] == "weightsync"}
+    assert "weightsync" in ours
+    assert {name for name in ours if not name.startswith("weightsync.demo")} == {"weightsync"}
+
+
 def test_nothing_is_proved_against_no_digest() -> None:
-    assert judge([0], frozenset(), {}, {0: Proof(7, b"")}, Proof(7, b"")) == [
-        Fate(0, Verdict.DIFFERS, Proof(7, b""), "the trainer has no digest to compare with")
+    assert judge(1, Proof(7, b""), {0: Proof(7, b"")}, {}, None) == [
+        WorkerResult(0, Proof(7, b""), Verdict.DIFFERS, "the trainer has no digest to compare with")
     ]
 
 
 def test_learning_raises_the_odds_of_what_did_better_than_expected() -> None:
-    training = Training(seed=0)
+    learner = Learner(seed=0)
     lived = chunk(steps=64, environments=8)
-    lived.fallen[...] = lived.ended[...] = lived.actions == 0  # action 0 always ends it
-    before = float(np.mean(training.policy.act(lived.observations[0], training._order)[0]))
+    lived.terminated[...] = lived.done[...] = lived.actions == 0  # action 0 always ends it
+    before = float(np.mean(learner.policy.act(lived.observations[0], learner._generator)[0]))
 
     for _ in range(10):
-        training.learn([lived])
+        learner.learn([lived])
 
-    after = [float(np.mean(training.policy.act(row, training._order)[0])) for row in lived.observations]
+    after = [float(np.mean(learner.policy.act(row, learner._generator)[0])) for row in lived.observations]
     assert before < 0.55 < np.mean(after) < 0.65  # no further than the clip allows in one go
 
 
-def test_environments_begin_anew_and_say_what_was_before() -> None:
-    environments = Environments(3, seed=0)
-    returns: list[float] = []
-    for _ in range(60):
-        following, fallen, ended, finished = environments.step(np.zeros(3, np.int64))
-        returns += finished
-        assert (environments.observations[~ended] == following[~ended]).all()
-        assert (np.abs(environments.observations[ended]) <= 0.05).all()
-        assert (fallen == ended).all()
-    environments.close()
+class _AnyVersion:
+    """A receiver in as far as a rollout asks it."""
 
-    assert returns
-    assert all(8 <= each <= 12 for each in returns)
+    state = SimpleNamespace(value="ready")
+
+    def receive(self, timeout: float) -> bool:
+        return False
+
+    def serving(self) -> contextlib.nullcontext[int]:
+        return contextlib.nullcontext(5)
 
 
-def test_the_board_shows_what_it_was_told() -> None:
-    board = Board(Settings())
-    board.heard(0, Status("ready", 3))
-    board.heard(1, chunk(returns=(10.0, 30.0)))
-    board.trained(512, 1.0)
+def test_episodes_begin_anew_and_a_chunk_says_what_was_before() -> None:
+    rollout = Rollout(0, Settings(workers=4))
 
-    view = board.view()
+    lived = rollout.answer(Request.COLLECT, cast(WeightReceiver, _AnyVersion()))
 
-    assert [(worker.state, worker.version, worker.episodes) for worker in view.workers] == [
-        ("ready", 3, 0),
-        ("starting", 3, 2),
-    ]
-    assert view.curve == ((512, 20.0),)
-    assert board.mean_return is None  # it takes 20 episodes
-    assert board.first_mean == 20.0
+    assert isinstance(lived, Chunk)
+    assert lived.observations.shape == (32, 4, 4)
+    assert list(lived.versions) == [5] * 32
+    going_on = ~lived.done[:-1]
+    assert (lived.observations[1:][going_on] == lived.next_observations[:-1][going_on]).all()
+    assert (np.abs(lived.observations[1:][~going_on]) <= 0.05).all()  # where an episode begins
+    assert (lived.terminated == lived.done).all()  # none lasts for 500 steps
+    assert (np.abs(lived.next_observations[lived.done][:, [0, 2]]) > 0.2).any(axis=1).all()  # the pole has fallen
+    assert len(lived.returns) == lived.done.sum() > 0
+    first = [int(np.argmax(column)) + 1 for column in lived.done.T if column.any()]
+    assert set(first) <= set(lived.returns)
+
+
+def test_a_run_state_counts_time_and_means() -> None:
+    state = RunState(Settings())
+    assert (state.first_mean, state.last_mean, state.elapsed) == (None, None, 0.0)
+
+    state.returns += [10.0] * 15 + [30.0] * 25
+
+    assert state.first_mean == 15.0
+    assert state.last_mean == 30.0
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_the_panel_fits_its_width(width: int) -> None:
-    board = Board(Settings(workers=3))
-    board.heard(0, Status("ready", 3))
-    board.note("something happened")
+    state = RunState(Settings(workers=3))
+    state.workers[0].version = 3
+    state.notes.append("something happened")
     console = Console(width=width, force_terminal=True, color_system=None, legacy_windows=False)
     with console.capture() as captured:
-        console.print(panel(board.view(), width, 30))
+        console.print(panel(state, width, 30))
 
     lines = captured.get().splitlines()
     assert max(len(line) for line in lines) == width
@@ -132,9 +160,8 @@ def test_the_panel_fits_its_width(width: int) -> None:
 
 
 def test_a_rising_curve_rises() -> None:
-    lines = [line.plain for line in chart([(x, 5.0 * x) for x in range(1, 101)], 500.0, 10, 4)]
+    state = RunState(Settings(), curve=[(x, 5.0 * x) for x in range(1, 101)])
 
-    assert all(len(line) == 10 for line in lines)
-    leftmost = [min(i for i, cell in enumerate(line) if cell != "⠀") for line in lines]
-    assert leftmost == sorted(leftmost, reverse=True)
-    assert leftmost[-1] == 0
+    _, *lines, _ = [line.plain for line in chart(state, 10, 4)]
+
+    assert lines == ["500 ┤       ▃▆█", "    │     ▄▇███", "250 ┤  ▁▄██████", "    │▂▅████████"]

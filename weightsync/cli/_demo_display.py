@@ -1,30 +1,30 @@
-"""What `weightsync demo` shows: a live panel on a terminal, plain lines elsewhere."""
+"""What `weightsync demo` shows: a live panel on a terminal, plain lines elsewhere, and a summary in the end."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.cli._demo_chart import chart
-from weightsync.cli._demo_words import ms, number, size
-from weightsync.demo import Board, Phase, SyncMode, SyncView, View, WorkerView
+from weightsync.demo import Phase, Result, RunState, SchemeName, Verdict, WorkerState
 
 _FRAMES_PER_SECOND = 6
 _SECONDS_PER_LINE = 2.0
 _HIGHEST_RETURN = 500.0
 _WIDEST = 100
-_HIGHEST_CHART = 10
-_LOWEST_CHART = 4
+_CHART_LINES = range(4, 11)
 _LINES_BESIDE_CHART = 19
 _NOTES_SHOWN = 4
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_COLOURS = ("green", "green3", "chartreuse3", "yellow3", "gold3", "orange3", "dark_orange3", "red3")
 _STYLES = {
     "ready": "green",
     "pending_async": "cyan",
@@ -32,129 +32,114 @@ _STYLES = {
     "up": "green",
     "expected": "yellow",
     "lost": "bold red",
+    Verdict.PROVED.value: "bold green",
+    Verdict.KILLED.value: "yellow",
+}
+_MEDIA = {
+    SchemeName.SHARED: "shared memory",
+    SchemeName.PIPE: "pipes",
+    SchemeName.RAY: "Ray",
+    SchemeName.RPC: "torch.distributed.rpc",
+    SchemeName.DISTRIBUTED: "torch.distributed",
 }
 
 
-class PlainDisplay:
-    """A line every few seconds, for logs.
+@contextlib.contextmanager
+def plain_display(console: Console, state: RunState) -> Iterator[None]:
+    """Print a line every few seconds, for logs, for as long as the context lasts."""
+    ended = threading.Event()
+    notes_shown = 0
 
-    Args:
-        console: where to print.
-        board: what there is to show.
-    """
+    def show(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
 
-    def __init__(self, console: Console, board: Board) -> None:
-        self._console = console
-        self._board = board
-        self._ended = threading.Event()
-        self._told = 0
-        self._thread = threading.Thread(target=self._tell, name="display", daemon=True)
+    def show_state() -> None:
+        nonlocal notes_shown
+        for note in state.notes[notes_shown:]:
+            show(f"          {note}")
+            notes_shown += 1
+        show(plain_line(state))
 
-    def __enter__(self) -> Self:
-        self._print(f"weightsync demo  {described(self._board.view())}")
-        self._thread.start()
-        return self
+    def repeat() -> None:
+        while not ended.wait(_SECONDS_PER_LINE):
+            show_state()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._line()
-
-    def _tell(self) -> None:
-        while not self._ended.wait(_SECONDS_PER_LINE):
-            self._line()
-
-    def _line(self) -> None:
-        view = self._board.view()
-        for note in view.notes[self._told :]:
-            self._print(f"          {note}")
-        self._told = len(view.notes)
-        self._print(plain_line(view))
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+    show(f"weightsync demo  {_title(state)}")
+    thread = threading.Thread(target=repeat, name="display", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        show_state()
 
 
-class LiveDisplay:
-    """One panel, drawn anew several times a second by a thread of its own.
+@contextlib.contextmanager
+def live_display(console: Console, state: RunState) -> Iterator[None]:
+    """Draw one panel several times a second, for as long as the context lasts."""
 
-    Args:
-        console: a terminal.
-        board: what there is to show.
-    """
+    def draw() -> RenderableType:
+        return panel(state, min(console.width, _WIDEST), console.height)
 
-    def __init__(self, console: Console, board: Board) -> None:
-        self._live = Live(
-            console=console,
-            get_renderable=lambda: panel(board.view(), min(console.width, _WIDEST), console.height),
-            refresh_per_second=_FRAMES_PER_SECOND,
-        )
-
-    def __enter__(self) -> Self:
-        self._live.start(refresh=True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+    with Live(console=console, get_renderable=draw, refresh_per_second=_FRAMES_PER_SECOND):
+        yield
 
 
-# ------------------------------------------------------------------------------------------------ plain
-
-
-def described(view: View) -> str:
-    """What is run, in one line."""
-    settings = view.settings
-    sync = "asynchronous" if settings.sync is SyncMode.OVERLAPPED else "blocking"
+def _title(state: RunState) -> str:
+    settings = state.settings
     workers = f"{settings.workers} worker" + "s" * (settings.workers != 1)
-    return f"CartPole-v1, {workers} over {settings.scheme.words}, {sync} sync, seed {settings.seed}"
+    sync = "asynchronous" if settings.overlap else "blocking"
+    return f"CartPole-v1, {workers} over {_MEDIA[settings.scheme]}, {sync} sync, seed {settings.seed}"
 
 
-def plain_line(view: View) -> str:
-    """A run at one moment, in one line."""
-    if view.phase is Phase.STARTING:
-        return f"          {view.phase.value}, {view.age:.0f} s: trainer {view.sender_state}"
-    workers = ", ".join(_worker_words(worker) for worker in view.workers)
+def plain_line(state: RunState) -> str:
+    """A run as it is now, in one line."""
+    name, version = _sender(state)
+    if state.phase is Phase.STARTING:
+        return f"          {state.phase.value}, {state.age:.0f} s: trainer {name}"
+    workers = []
+    for index, worker in enumerate(state.workers):
+        behind = _behind(state, worker)
+        words = worker.state if behind is None else f"{worker.state} v{worker.version} ({behind} behind)"
+        workers.append(f"worker {index} " + ("LOST" if _link(state, index) == "lost" else words))
+    transfer = state.report.transferring if state.report else 0.0
     return (
-        f"{view.elapsed:6.1f} s  {view.phase.value}  mean return {number(view.mean_return)}  {view.steps:,} steps  "
-        f"trainer {view.sender_state} v{view.version}  {workers}  sync {ms(view.sync.transferring)}"
+        f"{state.elapsed:6.1f} s  {state.phase.value}  mean return {_number(state.last_mean)}  {state.steps:,} steps  "
+        f"trainer {name} v{version}  {', '.join(workers)}  sync {_ms(transfer)}"
     )
 
 
-def _worker_words(worker: WorkerView) -> str:
-    if worker.standing == "lost":
-        return f"worker {worker.index} LOST"
-    if worker.version is None:
-        return f"worker {worker.index} {worker.state}"
-    return f"worker {worker.index} {worker.state} v{worker.version} ({worker.staleness} behind)"
+def _sender(state: RunState) -> tuple[str, int]:
+    """The state of the trainer's sender, and the version that it sent last."""
+    return (state.sender.state.value, state.sender.version) if state.sender else ("uninitialized", 0)
+
+
+def _behind(state: RunState, worker: WorkerState) -> int | None:
+    """How many versions a worker is behind the trainer; None: it serves none yet."""
+    return None if worker.version is None else max(0, _sender(state)[1] - worker.version)
+
+
+def _link(state: RunState, index: int) -> str:
+    entry = state.sender.roll.get(index) if state.sender else None
+    return entry.standing.value if entry else "none"
 
 
 # ------------------------------------------------------------------------------------------------- live
 
 
-def panel(view: View, width: int, height: int) -> RenderableType:
-    """A run at one moment, as a panel of so many columns; where there are fewer lines, the chart is lower."""
-    notes = [Text(note.splitlines()[0], style="yellow") for note in view.notes[-_NOTES_SHOWN:]]
-    spare = height - _LINES_BESIDE_CHART - len(view.workers) - len(notes)
-    parts: list[RenderableType] = [
-        Text(described(view)),
-        _clock(view, width),
-        Text(),
-        *_curve(view, width, spare),
-        Text(),
-        _machines(view),
-    ]
-    parts += [Text(), _syncs(view)]
-    if notes:
-        parts += [Text(), *notes]
+def panel(state: RunState, width: int, height: int) -> RenderableType:
+    """A run as it is now, as a panel of so many columns; where there are fewer lines, the chart is lower."""
+    notes = [Text(note.splitlines()[0], style="yellow") for note in state.notes[-_NOTES_SHOWN:]]
+    spare = height - _LINES_BESIDE_CHART - len(state.workers) - len(notes)
+    chart_height = min(max(spare, _CHART_LINES[0]), _CHART_LINES[-1])
+    parts = [Text(_title(state)), _clock(state, width), Text(), *chart(state, width - 14, chart_height), Text()]
+    parts += [_machines(state), Text(), _syncs(state), *([Text(), *notes] if notes else [])]
     return Panel(
         Group(*parts),
         title=Text("weightsync demo", style="bold"),
         title_align="left",
-        subtitle=Text("Ctrl-C ends it", style="dim") if view.phase is not Phase.ENDED else None,
+        subtitle=Text("Ctrl-C ends it", style="dim") if state.phase is not Phase.ENDED else None,
         subtitle_align="right",
         border_style="blue",
         width=width,
@@ -162,89 +147,125 @@ def panel(view: View, width: int, height: int) -> RenderableType:
     )
 
 
-def _clock(view: View, width: int) -> RenderableType:
-    seconds = view.settings.seconds
+def _clock(state: RunState, width: int) -> RenderableType:
+    starting, seconds = state.phase is Phase.STARTING, state.settings.seconds
+    bar = ProgressBar(total=seconds, completed=min(state.elapsed, seconds), width=max(10, width - 50), pulse=starting)
+    time = f"{state.age:.0f} s" if starting else f"{state.elapsed:.0f} s of at most {seconds:.0f} s"
     grid = Table.grid(padding=(0, 2))
-    bar = ProgressBar(
-        total=seconds,
-        completed=min(view.elapsed, seconds),
-        width=max(10, width - 50),
-        pulse=view.phase is Phase.STARTING,
-    )
-    grid.add_row(
-        Text(view.phase.value, style="bold"),
-        bar,
-        Text(_time(view), style="cyan"),
-    )
+    grid.add_row(Text(state.phase.value, style="bold"), bar, Text(time, style="cyan"))
     return grid
 
 
-def _time(view: View) -> str:
-    if view.phase is Phase.STARTING:
-        return f"{view.age:.0f} s"
-    return f"{view.elapsed:.0f} s of at most {view.settings.seconds:.0f} s"
+def chart(state: RunState, width: int, height: int) -> list[Text]:
+    """The mean return over the steps learned from, with its axes."""
+    levels = [round(value / _HIGHEST_RETURN * height * 8) for value in _resampled(state.curve, width)]
+    mean = (_number(state.last_mean), "bold"), (" of 500", "dim")
+    lines = [Text.assemble("mean return of the last 20 episodes  ", *mean)]
+    for i in range(height):
+        label = {0: "500 ┤", height // 2: "250 ┤"}.get(i, "    │")
+        row = "".join(_BLOCKS[min(max(level - 8 * (height - 1 - i), 0), 8)] for level in levels)
+        lines.append(Text.assemble((label, "dim"), (row, _COLOURS[i * len(_COLOURS) // height])))
+    axis = f"  0 └ {state.steps:,} steps, {len(state.returns):,} episodes, {state.updates:,} updates"
+    return [*lines, Text(axis, style="dim")]
 
 
-def _curve(view: View, width: int, spare: int) -> list[Text]:
-    height = min(_HIGHEST_CHART, max(_LOWEST_CHART, spare))
-    title = Text.assemble(
-        "mean return of the last 20 episodes  ", (number(view.mean_return), "bold"), (" of 500", "dim")
-    )
-    lines = chart(view.curve, _HIGHEST_RETURN, max(10, width - 14), height)
-    labels = {0: "500 ┤", height // 2: "250 ┤"}
-    drawn = [Text.assemble((labels.get(i, "    │"), "dim"), line) for i, line in enumerate(lines)]
-    foot = Text(f"  0 └ {view.steps:,} steps, {view.episodes:,} episodes, {view.updates:,} updates", style="dim")
-    return [title, *drawn, foot]
+def _resampled(points: Sequence[tuple[int, float]], columns: int) -> list[float]:
+    """The mean of the points in each column; a column without points continues the one before."""
+    groups: list[list[float]] = [[] for _ in range(columns)]
+    for x, y in points:
+        groups[(columns - 1) * x // points[-1][0]].append(y)
+    means: list[float] = []
+    for group in groups:
+        means.append(sum(group) / len(group) if group else (means[-1] if means else 0.0))
+    return means
 
 
-def _machines(view: View) -> Table:
+def _machines(state: RunState) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("machine", min_width=9)
-    table.add_column("state", min_width=13)
-    for heading in ("version", "behind"):
-        table.add_column(heading, justify="right")
-    table.add_column("link", min_width=8)
+    for heading, width in (("machine", 9), ("state", 13), ("version", 0), ("behind", 0), ("link", 8)):
+        table.add_column(heading, justify="left" if width else "right", min_width=width)
     for heading in ("steps", "episodes"):
         table.add_column(heading, justify="right", min_width=8)
-    table.add_row("trainer", _styled(view.sender_state), str(view.version), "", "", f"{view.steps:,}", "")
-    for worker in view.workers:
-        table.add_row(*_machine(worker))
+    name, version = _sender(state)
+    table.add_row("trainer", _styled(name), str(version), "", "", f"{state.steps:,}", "")
+    for index, worker in enumerate(state.workers):
+        link, behind = _link(state, index), _behind(state, worker)
+        table.add_row(
+            f"worker {index}",
+            _styled("unknown" if link == "lost" else worker.state),
+            "" if worker.version is None else str(worker.version),
+            Text("" if behind is None else str(behind), style="red" if behind and behind > 1 else ""),
+            "" if link == "none" else _styled(link),
+            f"{worker.steps:,}",
+            f"{worker.episodes:,}",
+        )
     return table
 
 
-def _machine(worker: WorkerView) -> list[str | Text]:
-    lost = worker.standing == "lost"
-    behind = "" if worker.staleness is None else str(worker.staleness)
-    return [
-        f"worker {worker.index}",
-        Text("unknown", style="dim") if lost else _styled(worker.state),
-        "" if worker.version is None else str(worker.version),
-        Text(behind, style="red" if worker.staleness and worker.staleness > 1 else ""),
-        "" if worker.standing == "none" else _styled(worker.standing),
-        f"{worker.steps:,}",
-        f"{worker.episodes:,}",
-    ]
-
-
-def _syncs(view: View) -> Table:
-    sync: SyncView = view.sync
+def _syncs(state: RunState) -> Table:
+    report = state.report
+    last, size = "none yet", 0
+    if report:
+        last = f"prepared in {_ms(report.preparing)}, answered after {_ms(report.transferring)}"
+        last, size = f"{last}, applied in {_ms(report.applying)}", report.nbytes
     grid = Table.grid(padding=(0, 2))
-    grid.add_row(
-        Text("last sync", style="dim"),
-        f"prepared in {ms(sync.preparing)}, answered after {ms(sync.transferring)}, applied in {ms(sync.applying)}"
-        if sync.count
-        else "none yet",
-    )
-    grid.add_row(
-        Text("so far", style="dim"),
-        f"{sync.count:,} syncs of {size(sync.nbytes)}, {size(sync.total_bytes)} taken up",
-    )
-    grid.add_row(
-        Text("experience", style="dim"),
-        f"{view.staleness:.1f} versions old when learned from, {view.dropped:,} steps dropped as too old",
-    )
+    for label, words in (
+        ("last sync", last),
+        ("so far", f"{state.syncs:,} syncs of {decimal(size)}, {decimal(state.applied_bytes)} applied"),
+        (
+            "experience",
+            f"{state.staleness:.1f} versions old when learned from, {state.dropped:,} steps dropped as too old",
+        ),
+    ):
+        grid.add_row(Text(label, style="dim"), words)
     return grid
+
+
+# ---------------------------------------------------------------------------------------------- summary
+
+
+def proof_table(result: Result) -> Table:
+    """What each machine holds in the end."""
+    table = Table(title="What each machine holds in the end", title_justify="left", header_style="bold")
+    for heading in ("machine", "verdict"):
+        table.add_column(heading)
+    table.add_column("version", justify="right")
+    table.add_column("digest of its weights", min_width=32, overflow="fold")
+    table.add_row("trainer", "sent last", str(result.sent.version), result.sent.digest.hex())
+    for worker in result.workers:
+        verdict = worker.verdict.value
+        found = (str(worker.proof.version), worker.proof.digest.hex()) if worker.proof else ("unknown", "unknown")
+        table.add_row(f"worker {worker.index}", Text(verdict, style=_STYLES.get(verdict, "bold red")), *found)
+    return table
+
+
+def summary(result: Result) -> Iterator[Text]:
+    """What came of the run, in a few lines."""
+    state = result.state
+    yield Text(
+        f"trained: mean return {_number(state.last_mean)} over the last 20 episodes, {_number(state.first_mean)} over "
+        f"the first; {state.updates:,} updates, {state.steps:,} steps, {len(state.returns):,} episodes, "
+        f"{state.elapsed:.1f} s"
+    )
+    killed, proved = result.of(Verdict.KILLED), len(result.of(Verdict.PROVED))
+    for index in killed:
+        reason = result.workers[index].reason
+        yield Text(f"lost: worker {index} was killed half way as asked, and is reported LOST ({reason})")
+    for failure in result.failures:
+        yield Text(f"FAILED: {failure}", style="bold red")
+    if not result.failures:
+        who = (f"all {proved}" if proved > 1 else "the one") + (" remaining" if killed else "")
+        noun = "workers serve" if proved > 1 else "worker serves"
+        yield Text(f"proved: {who} {noun} version {result.sent.version}, by digest", style="bold green")
 
 
 def _styled(word: str) -> Text:
     return Text(word, style=_STYLES.get(word, "dim"))
+
+
+def _number(value: float | None) -> str:
+    return "none yet" if value is None else f"{value:.1f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"

@@ -12,12 +12,9 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from weightsync.cli._demo_display import LiveDisplay, PlainDisplay
-from weightsync.cli._demo_words import proof_table, summary
-from weightsync.demo import Board, Casualty, Result, SchemeName, Settings, SyncMode, run
-from weightsync.errors import ConfigurationError
+from weightsync.cli._demo_display import live_display, plain_display, proof_table, summary
+from weightsync.demo import RunState, SchemeName, Settings, run
 
-_SCHEMES = "|".join(scheme.value for scheme in SchemeName)
 _FAILED = 1
 _INTERRUPTED = 130
 #: Columns for the table at the end where there is no terminal.
@@ -25,7 +22,7 @@ _PLAIN_WIDTH = 100
 
 
 def demo(  # noqa: PLR0917
-    scheme: Annotated[str, typer.Option(metavar=_SCHEMES, help="What the weights travel over.")] = "shared",
+    scheme: Annotated[SchemeName, typer.Option(help="What the weights are sent over.")] = SchemeName.SHARED,
     workers: Annotated[int, typer.Option(help="How many rollout processes act.")] = 2,
     overlap: Annotated[
         bool, typer.Option("--async", help="Send with send_async(): the sync overlaps with training.")
@@ -46,41 +43,22 @@ def demo(  # noqa: PLR0917
     In the end each worker proves by digest that it serves the trainer's last weights.
     Exit code 0 if training happened and all who should be left have proved it, 1 otherwise.
     """
-    settings = Settings(
-        scheme=_scheme(scheme),
-        workers=workers,
-        sync=SyncMode.OVERLAPPED if overlap else SyncMode.BLOCKING,
-        seconds=seconds,
-        seed=seed,
-        casualty=Casualty.ONE if kill_worker else Casualty.NONE,
+    state = RunState(
+        Settings(scheme=scheme, workers=workers, overlap=overlap, seconds=seconds, seed=seed, kill_worker=kill_worker)
     )
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    live = console.is_terminal and not plain and console.encoding.startswith("utf")
     try:
-        with _ended_by_signals():
-            result = _shown(settings, console, plain)
+        with _ended_by_signals(), (live_display if live else plain_display)(console, state):
+            result = run(state)
     except KeyboardInterrupt:
         typer.echo("weightsync: interrupted; no worker is left.", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     console.print(proof_table(result))
     for line in summary(result):
         console.print(line, soft_wrap=True, highlight=False)
-    if result.shortcomings:
+    if result.failures:
         raise typer.Exit(_FAILED)
-
-
-def _shown(settings: Settings, console: Console, plain: bool) -> Result:
-    board = Board(settings)
-    drawn = console.is_terminal and not plain and console.encoding.startswith("utf")
-    with (LiveDisplay if drawn else PlainDisplay)(console, board):
-        return run(settings, board)
-
-
-def _scheme(name: str) -> SchemeName:
-    try:
-        return SchemeName(name)
-    except ValueError:
-        names = ", ".join(scheme.value for scheme in SchemeName)
-        raise ConfigurationError(f"there is no scheme {name!r} in the demo; there is {names}.") from None
 
 
 @contextlib.contextmanager
