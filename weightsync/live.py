@@ -149,7 +149,7 @@ def _refuse_raising(layout: Layout, tensors: list[Tensor], sharing: Sharing) -> 
 
 def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
     shared = {index for overlap in sharing.overlaps for index in overlap}
-    able = {index for index, tensor in enumerate(tensors) if index not in shared and _is_mappable(tensor)}
+    able = {index for index, tensor in enumerate(tensors) if index not in shared and _may_share_memory(tensor)}
     sources = {index: index for index in able}
     for tie in sharing.ties:
         for index in tie:
@@ -160,7 +160,7 @@ def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
     return sources
 
 
-def _is_mappable(tensor: Tensor) -> bool:
+def _may_share_memory(tensor: Tensor) -> bool:
     # A parameter made in inference mode breaks when it is given normal data.
     plain = type(tensor) is nn.Parameter and tensor.is_cpu and not tensor.is_inference()
     return plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
