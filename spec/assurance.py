@@ -18,7 +18,7 @@ from assurancegen.sources import Guarantee
 from assurancegen.traces import Recorded
 from modelcheck.checked import OF_THE_PROTOCOL, Checked, proofs
 
-from weightsync.checker.manifest import Configuration, Manifest, Purpose
+from weightsync.model.manifest import Configuration, Manifest, Purpose
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "assurance.md"

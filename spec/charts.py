@@ -18,8 +18,8 @@ from assurancegen import sources
 from assurancegen.charts import chart
 from assurancegen.pages import keep
 
-from weightsync.checker.traces import verify
-from weightsync.tracing import record
+from weightsync.engine.recorder import record
+from weightsync.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "scenarios.md"

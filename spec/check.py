@@ -20,9 +20,9 @@ from modelcheck.second import SecondSuite, SecondVerdict, story
 from modelcheck.second_display import second_line, second_summary
 from rich.console import Console
 
-from weightsync.checker import Coverage, Manifest, Tier, Verdict, find_model
 from weightsync.cli.check import DIFFERS, console, run, tell, tools
 from weightsync.errors import WeightSyncError
+from weightsync.model import Coverage, Manifest, Tier, Verdict, find_model
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 

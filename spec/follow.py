@@ -21,7 +21,14 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "spec/protocol.toml"
 #: Rendered or pinned: nobody writes in them.
 _FOLLOW = frozenset(
-    ["weightsync/_tables.py", "tla/Tables.tla", "docs/protocol.md", "docs/assurance.md", "docs/scenarios.md", SOURCE]
+    [
+        "weightsync/protocol/_tables.py",
+        "tla/Tables.tla",
+        "docs/protocol.md",
+        "docs/assurance.md",
+        "docs/scenarios.md",
+        SOURCE,
+    ]
 )
 _TEXTS = frozenset({".py", ".tla", ".md"})
 #: The tables of protocol.toml whose names others repeat.
@@ -30,7 +37,7 @@ _BY_HAND = """\
 by hand, whatever has changed:
   spec/README.md           the guards in words
   tla/AckProtocol.tla      the guards, and an action for each new row or kind; for a new rule its revert (Without)
-  weightsync/protocol/     the guards as pure functions; weightsync/messages.py a message's new fields
+  weightsync/protocol/     the guards as pure functions; weightsync/protocol/messages.py a message's new fields
   spec/modelcheck/second/  the second reading; weightsync/checker/traces/ what a trace may tell
   tests/graph/             senders.py, receivers.py and refusing.py: the events that the search tries
 afterwards, since they take long:

@@ -1,7 +1,7 @@
 """Renders `spec/protocol.toml`, the one source of the protocol.
 
-Writes `weightsync/_tables.py`, `tla/Tables.tla` and the marked parts of `docs/protocol.md` and `README.md`; and
-`weightsync/_actions.py`, the names of the actions in `tla/AckProtocol.tla`.
+Writes `weightsync/protocol/_tables.py`, `tla/Tables.tla`, the marked parts of `docs/protocol.md` and `README.md`, and
+`weightsync/protocol/_actions.py`, the names of the actions in `tla/AckProtocol.tla`.
 With ``--check`` it writes nothing and compares byte for byte.
 Exit status: 0 all is as it should be, 1 a file differs, 2 the protocol is refused.
 """
@@ -42,8 +42,8 @@ def render(text: str, documents: Mapping[str, str], model: str) -> dict[str, str
     checks.check(protocol)
     parts = docs.sections(protocol)
     return {
-        "weightsync/_tables.py": python.render(protocol),
-        "weightsync/_actions.py": actions.render(model),
+        "weightsync/protocol/_tables.py": python.render(protocol),
+        "weightsync/protocol/_actions.py": actions.render(model),
         "tla/Tables.tla": tla.render(protocol),
         **{path: docs.fill(path, document, parts) for path, document in documents.items()},
     }

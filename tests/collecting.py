@@ -24,7 +24,7 @@ try:
         from torchrl.envs import GymEnv
         from torchrl.modules import RandomPolicy
 
-        import weightsync.integrations.torchrl  # noqa: F401 - by its import the collectors take our schemes
+        import weightsync.torchrl.collectors  # noqa: F401 - by its import the collectors take our schemes
 except ImportError as error:
     not_tested("TORCHRL'S COLLECTORS ON OUR SCHEMES", f"{error} (pip install 'weightsync[torchrl,rl]')")
 

@@ -19,13 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync import (
-    MultiProcessWeightSyncScheme,
-    SharedMemWeightSyncScheme,
-    WeightReceiver,
-    WeightSender,
-    tracing,
-)
+from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightReceiver, WeightSender
+from weightsync.engine import recorder
 
 #: Seconds after which a test gives up; reached only by a failure.
 PATIENCE = 60.0
@@ -321,7 +316,7 @@ def descriptors() -> dict[str, str]:
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             found[entry.name] = os.readlink(entry)
-    return {fd: name for fd, name in found.items() if not Path(name).match(tracing.PATTERN)}
+    return {fd: name for fd, name in found.items() if not Path(name).match(recorder.PATTERN)}
 
 
 def segments(pid: int | str = "self") -> int:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from weightsync.checker.toolchain import Toolchain, ToolMissingError, find_toolchain
+from weightsync.model.toolchain import Toolchain, ToolMissingError, find_toolchain
 
 
 def not_tested(what: str, why: object) -> NoReturn:

@@ -20,8 +20,8 @@ from fleet import PATIENCE, filled, stat_of
 from torch import nn
 
 from weightsync import OutcomeKind, SyncReport
-from weightsync._tables import ReceiverInput, SenderInput, State
-from weightsync.timing import Deadline
+from weightsync.clock import Deadline
+from weightsync.protocol._tables import ReceiverInput, SenderInput, State
 
 #: Seconds that a send waits for somebody who is stopped; and within which a death is noticed on a busy machine.
 SHORT = 0.5
@@ -157,7 +157,7 @@ def enlist(seat: Any, join: Callable[..., None], arguments: tuple[Any, ...], str
 def take_command(seat: Any, lead: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
     """Make a sender; armed before its links are laid."""
     if strike is not None and strike.at is TrainerAt.CONNECT:
-        sender = importlib.import_module("weightsync.driving.sender")
+        sender = importlib.import_module("weightsync.engine.sender_driver")
         real = sender.SenderMachine
 
         def armed() -> Any:

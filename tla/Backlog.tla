@@ -1,7 +1,7 @@
 ------------------------------ MODULE Backlog ------------------------------
 (***************************************************************************)
 (* How far a sender runs ahead of a worker that does not read: the backlog *)
-(* of one link, weightsync/driving/backlog.py.                             *)
+(* of one link, weightsync/engine/sender_driver.py.                             *)
 (*                                                                         *)
 (* A link carries at most two updates that nobody has answered.  A newer   *)
 (* one waits in the sender.  If a still newer one comes it takes that      *)

@@ -10,7 +10,7 @@ EXTENDS MC, TLC
 Sights == 1..240
 ASSUME \A i \in Sights : TLCSet(i, FALSE)
 
-\* Say once that a situation was met. TLC reads the line: see weightsync/checker/output.py.
+\* Say once that a situation was met. TLC reads the line: see weightsync/model/output.py.
 See(i, name, met) == TLCGet(i) \/ (met => TLCSet(i, TRUE) /\ PrintT(<<"MET", name>>))
 
 \* The same of a situation that may be met in each of some states: i + 1 is the register of the first.

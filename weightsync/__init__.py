@@ -18,18 +18,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weightsync._tables import Delivery as Delivery
-    from weightsync._tables import RefusalKind as RefusalKind
-    from weightsync._tables import State as State
-    from weightsync.compat.base import InitialSyncTransport as InitialSyncTransport
-    from weightsync.compat.base import TransportBackend as TransportBackend
-    from weightsync.compat.distributed import DistributedTransport as DistributedTransport
-    from weightsync.compat.mp import MPTransport as MPTransport
-    from weightsync.compat.none import NoTransport as NoTransport
-    from weightsync.compat.ray import RayActorTransport as RayActorTransport
-    from weightsync.compat.ray import RayTransport as RayTransport
-    from weightsync.compat.rpc import RPCTransport as RPCTransport
-    from weightsync.compat.shared import SharedMemTransport as SharedMemTransport
+    from weightsync.clock import Timeout as Timeout
+    from weightsync.engine.receiver import WeightReceiver as WeightReceiver
+    from weightsync.engine.sender import WeightSender as WeightSender
     from weightsync.errors import AckTimeoutError as AckTimeoutError
     from weightsync.errors import AuthenticationError as AuthenticationError
     from weightsync.errors import ConfigurationError as ConfigurationError
@@ -45,19 +36,21 @@ if TYPE_CHECKING:
     from weightsync.errors import TransportError as TransportError
     from weightsync.errors import WeightSyncError as WeightSyncError
     from weightsync.errors import WorkerLostError as WorkerLostError
-    from weightsync.layout import Layout as Layout
     from weightsync.options import OnFailure as OnFailure
     from weightsync.options import OnPending as OnPending
     from weightsync.options import Verify as Verify
-    from weightsync.paths import _resolve_model as _resolve_model
-    from weightsync.receiver import WeightReceiver as WeightReceiver
-    from weightsync.report import Evidence as Evidence
-    from weightsync.report import Outcome as Outcome
-    from weightsync.report import OutcomeKind as OutcomeKind
-    from weightsync.report import SyncReport as SyncReport
+    from weightsync.protocol._tables import Delivery as Delivery
+    from weightsync.protocol._tables import RefusalKind as RefusalKind
+    from weightsync.protocol._tables import State as State
+    from weightsync.protocol.report import Evidence as Evidence
+    from weightsync.protocol.report import Outcome as Outcome
+    from weightsync.protocol.report import OutcomeKind as OutcomeKind
+    from weightsync.protocol.report import SyncReport as SyncReport
     from weightsync.schemes.base import WeightSyncScheme as WeightSyncScheme
     from weightsync.schemes.distributed import DistributedWeightSyncScheme as DistributedWeightSyncScheme
     from weightsync.schemes.none import NoWeightSyncScheme as NoWeightSyncScheme
+    from weightsync.schemes.peers.user_protocols import InitialSyncTransport as InitialSyncTransport
+    from weightsync.schemes.peers.user_protocols import TransportBackend as TransportBackend
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
     from weightsync.schemes.ray_actor import WeightSyncActor as WeightSyncActor
@@ -68,31 +61,38 @@ if TYPE_CHECKING:
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
     from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
     from weightsync.schemes.shared import SharedMemWeightSyncScheme as SharedMemWeightSyncScheme
-    from weightsync.sender import WeightSender as WeightSender
-    from weightsync.strategy import WeightStrategy as WeightStrategy
-    from weightsync.timing import Timeout as Timeout
-    from weightsync.updaters.base import WeightUpdaterBase as WeightUpdaterBase
-    from weightsync.updaters.local import MultiProcessedWeightUpdater as MultiProcessedWeightUpdater
-    from weightsync.updaters.local import RemoteModuleWeightUpdater as RemoteModuleWeightUpdater
-    from weightsync.updaters.local import VanillaWeightUpdater as VanillaWeightUpdater
-    from weightsync.updaters.ray import RayWeightUpdater as RayWeightUpdater
+    from weightsync.torchrl.transports.distributed import DistributedTransport as DistributedTransport
+    from weightsync.torchrl.transports.mp import MPTransport as MPTransport
+    from weightsync.torchrl.transports.none import NoTransport as NoTransport
+    from weightsync.torchrl.transports.ray import RayActorTransport as RayActorTransport
+    from weightsync.torchrl.transports.ray import RayTransport as RayTransport
+    from weightsync.torchrl.transports.rpc import RPCTransport as RPCTransport
+    from weightsync.torchrl.transports.shared import SharedMemTransport as SharedMemTransport
+    from weightsync.torchrl.updaters.base import WeightUpdaterBase as WeightUpdaterBase
+    from weightsync.torchrl.updaters.local import MultiProcessedWeightUpdater as MultiProcessedWeightUpdater
+    from weightsync.torchrl.updaters.local import RemoteModuleWeightUpdater as RemoteModuleWeightUpdater
+    from weightsync.torchrl.updaters.local import VanillaWeightUpdater as VanillaWeightUpdater
+    from weightsync.torchrl.updaters.ray import RayWeightUpdater as RayWeightUpdater
+    from weightsync.weights.layout import Layout as Layout
+    from weightsync.weights.model_path import _resolve_model as _resolve_model
+    from weightsync.weights.strategy import WeightStrategy as WeightStrategy
 
 __version__ = "0.1.0"
 
 # Importing torch and tensordict takes seconds. A name brings its module when it is first asked for, so that the command
 # line, whose `check` needs neither, starts at once.
 _HOMES = {
-    "Delivery": "_tables",
-    "RefusalKind": "_tables",
-    "State": "_tables",
-    "InitialSyncTransport": "compat.base",
-    "TransportBackend": "compat.base",
-    "MPTransport": "compat.mp",
-    "NoTransport": "compat.none",
-    "SharedMemTransport": "compat.shared",
-    "RayActorTransport": "compat.ray",
-    "RayTransport": "compat.ray",
-    "DistributedTransport": "compat.distributed",
+    "Delivery": "protocol._tables",
+    "RefusalKind": "protocol._tables",
+    "State": "protocol._tables",
+    "InitialSyncTransport": "schemes.peers.user_protocols",
+    "TransportBackend": "schemes.peers.user_protocols",
+    "MPTransport": "torchrl.transports.mp",
+    "NoTransport": "torchrl.transports.none",
+    "SharedMemTransport": "torchrl.transports.shared",
+    "RayActorTransport": "torchrl.transports.ray",
+    "RayTransport": "torchrl.transports.ray",
+    "DistributedTransport": "torchrl.transports.distributed",
     "AckTimeoutError": "errors",
     "AuthenticationError": "errors",
     "ConfigurationError": "errors",
@@ -108,16 +108,16 @@ _HOMES = {
     "TransportError": "errors",
     "WeightSyncError": "errors",
     "WorkerLostError": "errors",
-    "Layout": "layout",
+    "Layout": "weights.layout",
     "OnFailure": "options",
     "OnPending": "options",
     "Verify": "options",
-    "_resolve_model": "paths",
-    "WeightReceiver": "receiver",
-    "Evidence": "report",
-    "Outcome": "report",
-    "OutcomeKind": "report",
-    "SyncReport": "report",
+    "_resolve_model": "weights.model_path",
+    "WeightReceiver": "engine.receiver",
+    "Evidence": "protocol.report",
+    "Outcome": "protocol.report",
+    "OutcomeKind": "protocol.report",
+    "SyncReport": "protocol.report",
     "WeightSyncScheme": "schemes.base",
     "DistributedWeightSyncScheme": "schemes.distributed",
     "NoWeightSyncScheme": "schemes.none",
@@ -129,17 +129,17 @@ _HOMES = {
     "WeightSyncActor": "schemes.ray_actor",
     "WeightSyncBackend": "schemes.registry",
     "register_weight_sync_backend": "schemes.registry",
-    "RPCTransport": "compat.rpc",
+    "RPCTransport": "torchrl.transports.rpc",
     "RPCWeightSyncScheme": "schemes.rpc",
     "SharedMemWeightSyncScheme": "schemes.shared",
-    "WeightSender": "sender",
-    "WeightStrategy": "strategy",
-    "Timeout": "timing",
-    "WeightUpdaterBase": "updaters.base",
-    "MultiProcessedWeightUpdater": "updaters.local",
-    "RemoteModuleWeightUpdater": "updaters.local",
-    "VanillaWeightUpdater": "updaters.local",
-    "RayWeightUpdater": "updaters.ray",
+    "WeightSender": "engine.sender",
+    "WeightStrategy": "weights.strategy",
+    "Timeout": "clock",
+    "WeightUpdaterBase": "torchrl.updaters.base",
+    "MultiProcessedWeightUpdater": "torchrl.updaters.local",
+    "RemoteModuleWeightUpdater": "torchrl.updaters.local",
+    "VanillaWeightUpdater": "torchrl.updaters.local",
+    "RayWeightUpdater": "torchrl.updaters.ray",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

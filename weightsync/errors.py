@@ -224,7 +224,7 @@ class SenderClosed(TransportError):
 
 
 def raw_pipe() -> None:
-    """What our frames call if somebody unpickles them: see `weightsync.transports.preamble`.
+    """What our frames call if somebody unpickles them: see `weightsync.transports.pipe.framing`.
 
     Raises:
         ConfigurationError: always.

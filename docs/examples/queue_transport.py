@@ -4,10 +4,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from weightsync import Delivery, TransportError
-from weightsync.messages import Message, Update
+from weightsync.protocol.messages import Message, Update
 from weightsync.testing import Ends, check_transport
 from weightsync.transports.base import Received, Waker
-from weightsync.transports.memory import Buffer
+from weightsync.transports.buffers import Buffer
 
 
 @dataclass

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.checker.traces import Line
-from weightsync.tracing import What
+from weightsync.engine.recorder import What
+from weightsync.verify import Line
 
 #: Inputs that say no more than the arrow that brings them, unless the state changes.
 _SAID_BY_THE_ARROW = {"ARRIVED", "REPLY"}

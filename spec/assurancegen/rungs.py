@@ -12,7 +12,7 @@ from typing import Any
 from modelcheck.mutants import Ledger
 
 from assurancegen.traces import Recorded
-from weightsync.checker.manifest import Manifest, Purpose
+from weightsync.model.manifest import Manifest, Purpose
 
 _FAMILIES = ("Pipe", "Slots", "Store", "Calls")
 

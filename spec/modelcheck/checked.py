@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from modelcheck.second.bounds import LINKS, Bounds
-from weightsync.checker.config import Value
-from weightsync.checker.manifest import Configuration, Manifest, Purpose
+from weightsync.model.config import Value
+from weightsync.model.manifest import Configuration, Manifest, Purpose
 
 #: The modules whose configurations check the properties of AckProtocol.tla over its own actions.
 OF_THE_PROTOCOL = ("MC", "MCHunt", "MCInductive")

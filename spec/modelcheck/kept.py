@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weightsync.checker.output import Findings, MessageReader
-from weightsync.checker.process import FOLDER_PREFIX, Ending, Job, Outcome, follow, kill, launched
-from weightsync.checker.toolchain import Toolchain, ToolMissingError, jvm_library
+from weightsync.model.output import Findings, MessageReader
+from weightsync.model.process import FOLDER_PREFIX, Ending, Job, Outcome, follow, kill, launched
+from weightsync.model.toolchain import Toolchain, ToolMissingError, jvm_library
 
 _SCRIPT = Path(__file__).with_name("jvm.py")
 _MARK = "@!@!@RAN "

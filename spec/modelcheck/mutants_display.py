@@ -23,7 +23,7 @@ from modelcheck.mutants import (
     fallen,
     stale,
 )
-from weightsync.checker import Manifest, Toolchain
+from weightsync.model import Manifest, Toolchain
 
 _EVERY = 25
 

@@ -6,8 +6,8 @@ import re
 import tomllib
 from collections.abc import Mapping
 
-from weightsync.checker.manifest import COUNTS, MANIFEST, Manifest
-from weightsync.checker.output import Counts
+from weightsync.model.manifest import COUNTS, MANIFEST, Manifest
+from weightsync.model.output import Counts
 
 _COUNT_LINE = re.compile(rf"(?:{'|'.join(COUNTS)}) *=")
 

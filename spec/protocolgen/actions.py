@@ -1,4 +1,4 @@
-"""Renders `weightsync/_actions.py`: the names of the model's actions, read from its `Next`."""
+"""Renders `weightsync/protocol/_actions.py`: the names of the model's actions, read from its `Next`."""
 
 from __future__ import annotations
 

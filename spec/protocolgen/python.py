@@ -1,4 +1,4 @@
-"""Renders `weightsync/_tables.py`: typed enums and mappings, data only."""
+"""Renders `weightsync/protocol/_tables.py`: typed enums and mappings, data only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PROMISES = {
 
 
 def render(protocol: Protocol) -> str:
-    """The text of `weightsync/_tables.py`.
+    """The text of `weightsync/protocol/_tables.py`.
 
     Args:
         protocol: a checked protocol.

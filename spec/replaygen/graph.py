@@ -17,8 +17,8 @@ from modelcheck.second.words import Receiver, Sender
 from network import World, is_open, link_of, start
 from search import projected, successors
 
-from weightsync._actions import Action
-from weightsync._tables import State
+from weightsync.protocol._actions import Action
+from weightsync.protocol._tables import State
 
 __all__ = ["NEEDS", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
 

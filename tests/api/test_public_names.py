@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,25 @@ def test_importing_weightsync_imports_no_torch() -> None:
     program = "import sys, weightsync; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("former", "home", "name"),
+    [
+        ("weightsync.messages", "weightsync.protocol.messages", "Update"),
+        ("weightsync.transports.memory", "weightsync.transports.buffers", "Buffer"),
+        ("weightsync.updaters", "weightsync.torchrl.updaters", "WeightUpdaterBase"),
+        ("weightsync.integrations.torchrl", "weightsync.torchrl.collectors", "accept"),
+    ],
+)
+def test_a_documented_module_that_moved_is_importable_by_its_former_name_and_warns(
+    former: str, home: str, name: str
+) -> None:
+    program = f"import warnings; warnings.simplefilter('error', DeprecationWarning); import {former}"
+    refused = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = getattr(importlib.import_module(former), name)
+
+    assert f"{former} is now {home}" in refused.stderr
+    assert found is getattr(importlib.import_module(home), name)

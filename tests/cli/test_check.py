@@ -14,12 +14,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from weightsync import cli
-from weightsync.checker import Counts, Manifest, Progress, ToolMissingError, Verdict
-from weightsync.checker.output import Findings
-from weightsync.checker.process import Ending, Job, Outcome
 from weightsync.cli import _check_display as display
 from weightsync.cli._app import COMMANDS, build
 from weightsync.errors import ConfigurationError
+from weightsync.model import Counts, Manifest, Progress, ToolMissingError, Verdict
+from weightsync.model.output import Findings
+from weightsync.model.process import Ending, Job, Outcome
 
 ROOT = Path(__file__).parents[2]
 SPECS = ROOT / "tests" / "tla" / "specs"

@@ -10,7 +10,7 @@ from typing import Any
 from fleet import PATIENCE, Crew, Seat, Worker, constants, filled, small
 from torch import nn
 
-from weightsync.timing import Deadline
+from weightsync.clock import Deadline
 
 
 class Collector:

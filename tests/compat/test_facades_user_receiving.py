@@ -25,7 +25,7 @@ from weightsync import (
     WeightSender,
     WeightSyncScheme,
 )
-from weightsync.driving.sender import SenderDriver
+from weightsync.engine.sender_driver import SenderDriver
 
 
 class Way:

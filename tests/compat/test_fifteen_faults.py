@@ -29,7 +29,7 @@ from weightsync import (
     SyncError,
     WorkerLostError,
 )
-from weightsync.timing import Stopwatch
+from weightsync.clock import Stopwatch
 
 
 def plain(fill: float) -> dict[str, torch.Tensor]:

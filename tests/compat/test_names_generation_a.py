@@ -31,7 +31,7 @@ from weightsync import (
     WeightSender,
     WeightStrategy,
 )
-from weightsync.paths import _resolve_model
+from weightsync.weights.model_path import _resolve_model
 
 
 class Context:

@@ -18,8 +18,8 @@ from missing import not_tested
 from reviewed_differences import ADDED, DIFFERENCES, MISSING, REASONS
 
 import weightsync
-from weightsync.messages import WeightsForm
-from weightsync.presenting import form_taken
+from weightsync.protocol.messages import WeightsForm
+from weightsync.weights.unpacking import form_taken
 
 pytestmark = pytest.mark.torchrl
 

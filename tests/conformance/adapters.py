@@ -19,24 +19,16 @@ from in_process_courier import DirectCourier, ThreadedCourier
 from ray_relay import ray_factory
 from world_adapters import conforms, rpc_factory, store_factory
 
-from weightsync._tables import Delivery
-from weightsync.compat.user import user_link
-from weightsync.messages import Bye, Hello
-from weightsync.testing import (
-    SCENARIOS,
-    Conformance,
-    Ends,
-    Factory,
-    FaultyTransport,
-    Nonconforming,
-    check_transport,
-)
-from weightsync.timing import Deadline
+from weightsync.clock import Deadline
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Bye, Hello
+from weightsync.schemes.peers.user_transport import user_link
+from weightsync.testing import SCENARIOS, Conformance, Ends, Factory, FaultyTransport, Nonconforming, check_transport
 from weightsync.transports.base import Link, Payloads, Received
-from weightsync.transports.calls import BlockingLink, CallLink
-from weightsync.transports.doors import Door
+from weightsync.transports.calls.client import BlockingLink, CallLink
+from weightsync.transports.calls.server import Door
 from weightsync.transports.local import LocalLink, local_pair
-from weightsync.transports.pipe import PipeLink
+from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.queues import QueueChannel, QueueLink
 
 ONE_MODEL = "each link here carries one model, and nothing of it is shared"

@@ -7,10 +7,10 @@ import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from weightsync import wire
 from weightsync.errors import TransportError
-from weightsync.transports.calls import Answers
-from weightsync.transports.doors import Door, Parcel, decoded
+from weightsync.protocol import codec
+from weightsync.transports.calls.client import Answers
+from weightsync.transports.calls.server import Door, Parcel, decoded
 
 
 class DirectCourier:
@@ -26,7 +26,7 @@ class DirectCourier:
         if self._closed:
             raise TransportError("The courier is closed.")
         carried = None if payload is None else memoryview(bytearray(payload.view[: message.nbytes]))
-        parcel = Parcel(self._link, next(self._numbers), wire.encode(message), carried)
+        parcel = Parcel(self._link, next(self._numbers), codec.encode(message), carried)
         answers: Answers = Future()
         self._bring(parcel, answers)
         return answers

@@ -26,8 +26,8 @@ from weightsync import (
     WeightSyncActor,
     WeightSyncError,
     WorkerLostError,
-    packing,
 )
+from weightsync.weights import packing
 
 WORKERS = 2
 EVERYBODY = tuple(range(WORKERS))

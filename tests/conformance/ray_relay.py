@@ -18,10 +18,10 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from weightsync import RayWeightSyncScheme
-from weightsync.messages import Bye
+from weightsync.protocol.codec import decode
+from weightsync.protocol.messages import Bye
 from weightsync.testing import Ends
-from weightsync.transports.doors import Door, Frames, Parcel
-from weightsync.wire import decode
+from weightsync.transports.calls.server import Door, Frames, Parcel
 
 
 class Relay:

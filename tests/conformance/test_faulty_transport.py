@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from weightsync import ConfigurationError, TransportError
-from weightsync._tables import Delivery
-from weightsync.driving.receiver import ReceiverDriver
-from weightsync.messages import Ack, Hello
+from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Ack, Hello
 from weightsync.testing import SCENARIOS, Ends, FaultyTransport, Nonconforming, Rule, check_transport
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.local import local_pair
-from weightsync.transports.pipe import PipeLink
+from weightsync.transports.pipe.link import PipeLink
 
 FAULTS = {
     Delivery.ORDERED: {"delay": 0.3},

@@ -11,8 +11,8 @@ from in_process_courier import DirectCourier
 from weightsync.testing.bench import Bench
 from weightsync.testing.ends import Ends
 from weightsync.testing.stage import Stage
-from weightsync.transports.calls import Answers, CallLink
-from weightsync.transports.doors import Door, Parcel
+from weightsync.transports.calls.client import Answers, CallLink
+from weightsync.transports.calls.server import Door, Parcel
 
 PATIENCE = 20.0
 LATE = 0.2

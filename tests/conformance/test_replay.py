@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from weightsync import StateError
-from weightsync._tables import Delivery
-from weightsync.driving.sender import SenderDriver
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import Delivery
 from weightsync.testing import Ends, Nonconforming, Rule, check_transport
 from weightsync.testing.replay_data import graphs
 from weightsync.transports.local import local_pair

@@ -13,12 +13,12 @@ import pytest
 
 import weightsync.testing
 from weightsync import ConfigurationError, TransportError
-from weightsync._tables import Delivery
-from weightsync.messages import Ack, Update
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Ack, Update
 from weightsync.testing import Ends, Nonconforming, Rule, check_transport
 from weightsync.transports.base import Payloads, Received, Waker
+from weightsync.transports.buffers import Buffer
 from weightsync.transports.local import LocalLink, local_pair
-from weightsync.transports.memory import Buffer
 
 #: Whatever is recorded here went over links that are wrong on purpose.
 pytestmark = pytest.mark.untraced("adapters that are wrong on purpose")

@@ -12,9 +12,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from weightsync.extras import encode_extras
-from weightsync.tensors import DTYPES
-from weightsync.weights import read_live, read_weights
+from weightsync.weights.extra_state import encode_extras
+from weightsync.weights.reading import read_live, read_weights
+from weightsync.weights.tensors import DTYPES
 
 
 @dataclass(frozen=True)

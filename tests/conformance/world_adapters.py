@@ -15,7 +15,7 @@ from torch.distributed import TCPStore, rpc
 
 from weightsync import DistributedWeightSyncScheme
 from weightsync.testing import Conformance, Ends, Nonconforming, check_transport
-from weightsync.transports.calls import CallLink
+from weightsync.transports.calls.client import CallLink
 from weightsync.transports.rpc import RpcCourier, door_of, worker_named
 
 _ranks = itertools.count(1)

@@ -9,7 +9,7 @@ from store_fleet import lead, meet
 from striking import Field, Place, add_worker, megabytes
 
 from weightsync import OutcomeKind
-from weightsync.transports.distributed import group
+from weightsync.transports.store import group
 
 #: So that a payload of 4 MiB has a middle.
 BUCKET_NBYTES = 2**20

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from weightsync import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
-from weightsync.transports import fork
-from weightsync.transports.distributed import store as stores
-from weightsync.transports.distributed.store import Client, StoreEnd, base_of, hosted
+from weightsync.transports import process
+from weightsync.transports.store import store as stores
+from weightsync.transports.store.store import Client, StoreEnd, base_of, hosted
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_looking_for_descriptors_keeps_none() -> None:
 
 
 def test_what_is_the_parents_is_kept_in_a_child_and_nobody_dials_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, "_inherited", WeakSet())
+    monkeypatch.setattr(process, "_inherited", WeakSet())
     monkeypatch.setattr(stores, "_inherited", [])
     stores.keep_in_child(1, 2)
     assert stores._inherited == [(1, 2)]
@@ -251,4 +251,4 @@ def test_what_is_the_parents_is_kept_in_a_child_and_nobody_dials_there(monkeypat
     dialling = stores._Dialling()
     for _ in range(2):
         assert dialling.lock.acquire(blocking=False)
-        fork._forget_all()  # as in a child, and in its own child
+        process._forget_all()  # as in a child, and in its own child

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from weightsync import DistributedWeightSyncScheme, TransportError
-from weightsync.messages import Bye, Hello, Update
-from weightsync.timing import Deadline
+from weightsync.clock import Deadline
+from weightsync.protocol.messages import Bye, Hello, Update
 from weightsync.transports.base import Link, Waker, wait
-from weightsync.transports.memory import Buffer
+from weightsync.transports.buffers import Buffer
 
 PATIENCE = 15.0
 INLINE, GROUPED = 1000, 200_000

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from weightsync import TransportError, wire
-from weightsync.messages import Ack, Update
+from weightsync import TransportError
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Ack, Update
 from weightsync.transports.base import Waker
-from weightsync.transports.distributed import exchange
-from weightsync.transports.distributed.exchange import Exchange
-from weightsync.transports.distributed.guards import NoGuard
-from weightsync.transports.distributed.letters import INLINE_NBYTES, Letter, Side
-from weightsync.transports.distributed.outgoing import Outgoing
-from weightsync.transports.distributed.store import Client, StoreEnd
+from weightsync.transports.store import exchange
+from weightsync.transports.store.exchange import Exchange
+from weightsync.transports.store.mailbox import INLINE_NBYTES, Letter, Side
+from weightsync.transports.store.sockets import NoGuard
+from weightsync.transports.store.store import Client, StoreEnd
+from weightsync.transports.store.worker_threads import Outgoing
 
 LARGE = memoryview(bytes(INLINE_NBYTES + 1))
 LINK = "weightsync/link/one"
@@ -76,12 +77,12 @@ def lay(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int],
 
 def _update(version: int, payload: memoryview | None = None) -> Letter:
     nbytes = 0 if payload is None else len(payload)
-    frame = wire.encode(Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=nbytes))
+    frame = codec.encode(Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=nbytes))
     return Letter(frame, payload, None, lambda: None)
 
 
 def _ack(version: int) -> Letter:
-    return Letter(wire.encode(Ack(model_id="m", incarnation=1, version=version)), None, None, lambda: None)
+    return Letter(codec.encode(Ack(model_id="m", incarnation=1, version=version)), None, None, lambda: None)
 
 
 def _until(true: Callable[[], Any]) -> Any:

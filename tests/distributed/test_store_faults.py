@@ -13,7 +13,7 @@ from fleet import PATIENCE, Crew, Worker, constants, large, receive, serve, serv
 from store_fleet import Network, big, holds, lead, meet, open_store, start_sending, wait_until_met
 
 from weightsync import DistributedWeightSyncScheme, TransportError, WeightSender, WorkerLostError
-from weightsync.report import OutcomeKind
+from weightsync.protocol.report import OutcomeKind
 
 #: Seconds within which a death is noticed; and what a busy test machine may add.
 NOTICED = 5.0

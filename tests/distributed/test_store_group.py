@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from weightsync import TransportError
-from weightsync.transports.distributed import group as module
-from weightsync.transports.distributed.group import Group
-from weightsync.transports.distributed.sockets import connected
-from weightsync.transports.distributed.store import Client
+from weightsync.transports.store import group as module
+from weightsync.transports.store.group import Group
+from weightsync.transports.store.sockets import connected
+from weightsync.transports.store.store import Client
 
 PAYLOAD = memoryview(bytearray(1))
 

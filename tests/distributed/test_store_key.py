@@ -15,11 +15,12 @@ from fleet import PATIENCE, filled, large, small
 from store_fleet import StorePair, reach
 from torch import nn
 
-from weightsync import DistributedWeightSyncScheme, OutcomeKind, WorkerLostError, wire
-from weightsync.messages import Ack
-from weightsync.transports.distributed import exchange, letters
-from weightsync.transports.distributed.group import Group, own_address
+from weightsync import DistributedWeightSyncScheme, OutcomeKind, WorkerLostError
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Ack
 from weightsync.transports.sealing import Kind, Reason, refusal
+from weightsync.transports.store import exchange, mailbox
+from weightsync.transports.store.group import Group, own_address
 
 KEY = "the fleet's own secret"
 
@@ -127,17 +128,17 @@ def test_an_answer_that_a_stranger_writes_is_never_believed(
     keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch, forged: str
 ) -> None:
     said: list[bytes] = []
-    before = letters.Outbox._write
+    before = mailbox.Outbox._write
 
-    def write(outbox: letters.Outbox, value: bytes) -> None:
+    def write(outbox: mailbox.Outbox, value: bytes) -> None:
         said.extend([value] if outbox._key.endswith("/up") else [])
         before(outbox, value)
 
-    monkeypatch.setattr(letters.Outbox, "_write", write)
+    monkeypatch.setattr(mailbox.Outbox, "_write", write)
     pair = StorePair(store, model=small)
     assert pair.sync().version == 1
     ack = Ack(model_id="policy", incarnation=pair.sender._driver.data.incarnation, version=2)
-    texts = {"a plain ack": b"L" + wire.encode(ack), "an answer of its own, again": said[-1]}
+    texts = {"a plain ack": b"L" + codec.encode(ack), "an answer of its own, again": said[-1]}
     inbox = pair.sender._driver.by_worker()[0]._exchange._inbox
     reader = reach(store.port)
     reader.set(f"{inbox._key}/{inbox.number}", texts.get(forged, b"L" + refusal(Reason.OTHER_KEY)))
@@ -170,15 +171,15 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.written: list[tuple[str, bytes]] = []
         self.change: Callable[[bytes], bytes] = bytes
-        before = letters.Outbox._write
+        before = mailbox.Outbox._write
 
-        def write(outbox: letters.Outbox, value: bytes) -> None:
+        def write(outbox: mailbox.Outbox, value: bytes) -> None:
             if outbox._key.endswith("/down"):
                 value = self.change(value)
                 self.written.append((f"{outbox._key}/{outbox._number}", value))
             before(outbox, value)
 
-        monkeypatch.setattr(letters.Outbox, "_write", write)
+        monkeypatch.setattr(mailbox.Outbox, "_write", write)
 
 
 def test_g4_a_recording_of_all_that_was_written_has_no_effect(

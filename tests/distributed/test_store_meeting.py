@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from weightsync import TransportError
-from weightsync.transports.distributed.meeting import Meeting
-from weightsync.transports.distributed.store import Client
+from weightsync.transports.store.group import Meeting
+from weightsync.transports.store.store import Client
 
 #: Seconds; reached only by a failure.
 PATIENCE = 30.0

@@ -18,10 +18,10 @@ from store_fleet import StorePair, joins_a_group_of_its_own, leaves_its_group, m
 from torch import nn
 
 from weightsync import ConfigurationError, DistributedWeightSyncScheme, RefusedError, StateError, WorkerLostError
-from weightsync.report import Evidence, OutcomeKind
-from weightsync.transports.distributed import group, landing
-from weightsync.transports.distributed.letters import PIECE_NBYTES
-from weightsync.transports.memory import NoRoom
+from weightsync.protocol.report import Evidence, OutcomeKind
+from weightsync.transports.buffers import NoRoom
+from weightsync.transports.store import exchange, group
+from weightsync.transports.store.mailbox import PIECE_NBYTES
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -316,7 +316,7 @@ def test_g11_a_payload_that_finds_no_memory_is_refused_and_the_next_one_is_appli
 
     monkeypatch.setattr(group, "BUCKET_NBYTES", 64 * 1024)
     with monkeypatch.context() as patched:
-        patched.setattr(landing, "anonymous", none_left)
+        patched.setattr(exchange, "anonymous", none_left)
         pair.sender.send_async()
         assert pair.receiver.receive(timeout=PATIENCE) is False
     with pytest.raises(RefusedError, match="could not be taken: No memory for 161200 bytes"):

@@ -15,14 +15,15 @@ from exhausted import descriptors_left
 from fleet import PATIENCE, constants, filled
 from store_fleet import StorePair, reach
 
-from weightsync import TransportError, WeightReceiver, WorkerLostError, wire
-from weightsync.messages import Ack
-from weightsync.report import OutcomeKind
-from weightsync.transports.distributed import announcing, exchange, listening, pulse
-from weightsync.transports.distributed import store as stores
-from weightsync.transports.distributed.letters import Ended, Inbox, Outbox, Shut, end
-from weightsync.transports.distributed.meeting import Meeting
-from weightsync.transports.distributed.store import Client
+from weightsync import TransportError, WeightReceiver, WorkerLostError
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Ack
+from weightsync.protocol.report import OutcomeKind
+from weightsync.transports.store import announcing, exchange, heartbeat, listener
+from weightsync.transports.store import store as stores
+from weightsync.transports.store.group import Meeting
+from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, Shut, end
+from weightsync.transports.store.store import Client
 
 JUNK = [b"", b"junk", b"\xff\xfe\x00", b"L", b"Lno frame", b"M" + bytes(9), b"-1", b"9" * 30]
 BASE = "weightsync/policy/1"
@@ -125,7 +126,7 @@ def test_a_link_that_was_withdrawn_is_taken_by_nobody(row: tuple[Client, Inbox])
 
 def test_junk_in_a_heartbeat_harms_nobody(pair: StorePair) -> None:
     assert pair.sync().ok
-    beats = f"weightsync/pulse/{pulse.process_name()}"
+    beats = f"weightsync/pulse/{heartbeat.process_name()}"
     pair.store.set(beats, "junk")
     until(lambda: pair.store.get(beats) != b"junk")
 
@@ -139,7 +140,7 @@ def row(store: Any) -> Iterator[tuple[Client, Inbox]]:
     client.close()
 
 
-FRAME = wire.encode(Ack(model_id="m", incarnation=1, version=1))
+FRAME = codec.encode(Ack(model_id="m", incarnation=1, version=1))
 NAME = b"0123456789abcdef" * 2
 
 
@@ -258,7 +259,7 @@ def test_a_worker_that_has_no_descriptor_for_a_new_link_declines_it_and_hears_of
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pair.sync().ok
-    real, refused = listening.worker_link, []
+    real, refused = listener.worker_link, []
 
     def refuses_once(*arguments: Any) -> Any:
         if not refused:
@@ -266,7 +267,7 @@ def test_a_worker_that_has_no_descriptor_for_a_new_link_declines_it_and_hears_of
             raise TransportError("Nothing can be waited for: Too many open files.")
         return real(*arguments)
 
-    monkeypatch.setattr(listening, "worker_link", refuses_once)
+    monkeypatch.setattr(listener, "worker_link", refuses_once)
     pair.sender.add_worker(0, (pair.store, 1))
     report = pair.sender.send(timeout=None, on_failure="report")
     assert report[0].kind is OutcomeKind.LOST

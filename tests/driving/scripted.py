@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from weightsync._tables import Delivery, RefusalKind
-from weightsync.driving.packing import Packed
-from weightsync.driving.sender import SenderDriver
-from weightsync.layout import Layout
-from weightsync.messages import Ack, Hello, Message, Refusal, Update, WeightsForm
+from weightsync.engine.packer import Packed
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.protocol import sender as pure
+from weightsync.protocol._tables import Delivery, RefusalKind
+from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update, WeightsForm
 from weightsync.transports.base import Received, Remarks, TellsWhatIsRead
-from weightsync.transports.memory import Buffer
+from weightsync.transports.buffers import Buffer
+from weightsync.weights.layout import Layout
 
 LAYOUT = Layout([("a", "float32", (2,))])
 OTHER = Layout([("b", "float64", (3,))])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from weightsync.driving import adapters
+from weightsync.engine import driver
 from weightsync.errors import ProtocolError, TransportError
-from weightsync.messages import Hello
-from weightsync.transports.liveness import own_host
+from weightsync.protocol.messages import Hello
+from weightsync.transports.process import own_host
 
 
 class Adapter:
@@ -49,20 +49,20 @@ def said(host: str) -> Hello:
 
 
 def watch(link: Any) -> None:
-    adapters.watch(link, said(own_host()))
+    driver.watch(link, said(own_host()))
 
 
-@pytest.mark.parametrize("ask", [adapters.read, adapters.flush, watch])
+@pytest.mark.parametrize("ask", [driver.read, driver.flush, watch])
 def test_what_the_contract_does_not_name_is_a_fault_of_the_adapter(
     ask: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     error = KeyError("lost")
-    with pytest.raises(adapters.AdapterFault, match=r"^the adapter of the link to somebody failed: KeyError\('lost'\)"):
+    with pytest.raises(driver.AdapterFault, match=r"^the adapter of the link to somebody failed: KeyError\('lost'\)"):
         ask(Adapter(error))
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
 
 
-@pytest.mark.parametrize("ask", [adapters.read, adapters.flush, watch])
+@pytest.mark.parametrize("ask", [driver.read, driver.flush, watch])
 def test_a_transport_error_is_raised_as_it_is(ask: Callable[[Any], Any]) -> None:
     error = TransportError("gone")
     with pytest.raises(TransportError) as caught:
@@ -72,29 +72,29 @@ def test_a_transport_error_is_raised_as_it_is(ask: Callable[[Any], Any]) -> None
 
 def test_a_protocol_error_of_reading_is_raised_as_it_is() -> None:
     with pytest.raises(ProtocolError, match="nonsense"):
-        adapters.read(Adapter(ProtocolError("nonsense")))  # type: ignore[arg-type]
+        driver.read(Adapter(ProtocolError("nonsense")))  # type: ignore[arg-type]
 
 
 def test_what_an_adapter_gives_is_handed_on() -> None:
     link: Any = Adapter()
 
-    assert adapters.read(link) is link.asked
-    assert adapters.flush(link) is link.asked
+    assert driver.read(link) is link.asked
+    assert driver.flush(link) is link.asked
 
 
 def test_only_a_process_of_this_host_is_watched() -> None:
     near, far = Adapter(), Adapter()
-    adapters.watch(near, said(own_host()))  # type: ignore[arg-type]
-    adapters.watch(far, said("elsewhere"))  # type: ignore[arg-type]
+    driver.watch(near, said(own_host()))  # type: ignore[arg-type]
+    driver.watch(far, said("elsewhere"))  # type: ignore[arg-type]
 
     assert (near.asked, far.asked) == ([(77, 88)], [])
 
 
 def test_a_link_that_cannot_even_be_closed_is_told_of_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     error, link = OSError("stuck"), Adapter()
-    adapters.close(link)  # type: ignore[arg-type]
+    driver.close(link)  # type: ignore[arg-type]
     with caplog.at_level(logging.ERROR, "weightsync"):
-        adapters.close(Adapter(error))  # type: ignore[arg-type]
+        driver.close(Adapter(error))  # type: ignore[arg-type]
 
     assert link.asked == [()]
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
@@ -103,7 +103,7 @@ def test_a_link_that_cannot_even_be_closed_is_told_of_in_the_log(caplog: pytest.
 def test_a_message_that_could_not_be_handled_is_a_reason_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     error = ValueError("odd")
 
-    assert adapters.mishandled(Adapter(), error) == (  # type: ignore[arg-type]
+    assert driver.mishandled(Adapter(), error) == (  # type: ignore[arg-type]
         "a message from somebody could not be handled: ValueError('odd')"
     )
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]

@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import pytest
 
-from weightsync.transports import fork
+from weightsync.transports import process
 
 
 class Holder:
@@ -16,28 +16,28 @@ class Holder:
 
     def __init__(self, again: bool) -> None:
         self.again, self.forgotten = again, 0
-        fork.forget_after_fork(self)
+        process.forget_after_fork(self)
 
     def forget(self) -> None:
         self.forgotten += 1
         if self.again:
-            fork.forget_after_fork(self)
+            process.forget_after_fork(self)
 
 
 def test_each_holder_forgets_once_a_fork_and_again_if_it_registers_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, "_inherited", WeakSet())
+    monkeypatch.setattr(process, "_inherited", WeakSet())
     once, always, gone = Holder(again=False), Holder(again=True), Holder(again=True)
     del gone
     gc.collect()
 
-    fork._forget_all()
-    assert (once.forgotten, always.forgotten, len(fork._inherited)) == (1, 1, 1)
-    fork._forget_all()
+    process._forget_all()
+    assert (once.forgotten, always.forgotten, len(process._inherited)) == (1, 1, 1)
+    process._forget_all()
     assert (once.forgotten, always.forgotten) == (1, 2)
 
 
 def test_it_is_the_child_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, "_inherited", WeakSet())
+    monkeypatch.setattr(process, "_inherited", WeakSet())
     holder = Holder(again=False)
     child = os.fork()
     if child == 0:

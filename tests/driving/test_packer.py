@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from weightsync import LayoutError
-from weightsync.driving import packing
-from weightsync.driving.packing import Packer
-from weightsync.layout import Layout
-from weightsync.messages import WeightsForm
+from weightsync.engine import packer as packing
+from weightsync.engine.packer import Packer
 from weightsync.options import Verify
-from weightsync.packing import digest, digest_of_weights
+from weightsync.protocol.messages import WeightsForm
+from weightsync.weights.layout import Layout
+from weightsync.weights.packing import digest, digest_of_weights
 
 
 def weights(fill: float = 1.0) -> dict[str, Tensor]:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weightsync import ConfigurationError, LayoutError, packing
-from weightsync.extras import encode_extras
-from weightsync.layout import ALIGNMENT, Layout
-from weightsync.packing import digest, digest_of, digest_of_weights, kept_views, pack, scatter, views
-from weightsync.tensors import address_of, bits_of
-from weightsync.weights import Weights, layout_of, ordered, read_weights
+from weightsync import ConfigurationError, LayoutError
+from weightsync.weights import packing
+from weightsync.weights.extra_state import encode_extras
+from weightsync.weights.layout import ALIGNMENT, Layout
+from weightsync.weights.packing import digest, digest_of, digest_of_weights, kept_views, pack, scatter, views
+from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
+from weightsync.weights.tensors import address_of, bits_of
 
 #: In three groups of dtypes, none of which ends where the next one starts.
 GIVEN = {

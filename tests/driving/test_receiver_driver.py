@@ -10,14 +10,14 @@ import pytest
 from scripted import Scripted
 
 from weightsync import ProtocolError, StateError, TransportError
-from weightsync._tables import RefusalKind, State
-from weightsync.driving.receiver import ReceiverDriver
+from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.errors import SenderClosed
-from weightsync.layout import Layout
-from weightsync.messages import Ack, Bye, Ending, Hello, Refusal, Update
 from weightsync.protocol import receiver as pure
-from weightsync.report import SyncReport
-from weightsync.transports.liveness import own_host, own_identity
+from weightsync.protocol._tables import RefusalKind, State
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Refusal, Update
+from weightsync.protocol.report import SyncReport
+from weightsync.transports.process import own_host, own_identity
+from weightsync.weights.layout import Layout
 
 LAYOUT = Layout([("a", "float32", (2,))])
 OTHER = Layout([("b", "float64", (3,))])

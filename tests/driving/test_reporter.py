@@ -10,10 +10,10 @@ import pytest
 from scripted import EPOCH, Fleet, Scripted, Telling, ack, hello, packed, refusal
 
 from weightsync import RefusedError, TransportError, WorkerLostError
-from weightsync.driving.reporter import Reporter
-from weightsync.messages import Bye
+from weightsync.engine.reporter import Reporter
 from weightsync.protocol import sender as pure
-from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
+from weightsync.protocol.messages import Bye
+from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 from weightsync.testing import FakeClock
 
 PENDING, TIMED_OUT = Outcome(kind=OutcomeKind.PENDING), OutcomeKind.TIMED_OUT

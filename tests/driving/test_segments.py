@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from weightsync.errors import TransportError
-from weightsync.transports import memory
-from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer, Pool, Segment, Storage, anonymous
+from weightsync.transports import buffers
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Pool, Segment, Storage, anonymous
 
 LARGE = 128 * 1024
 
@@ -48,10 +48,10 @@ def test_memory_that_the_kernel_has_not_is_refused_to_the_byte(
     said = "MemTotal: 1 kB\nMemAvailable:   100 kB\nMemFree: 1 kB\n"
     monkeypatch.setattr(Path, "read_text", lambda self, encoding: said)
     if fits:
-        memory._require_memory(nbytes)
+        buffers._require_memory(nbytes)
     else:
         with pytest.raises(OSError, match="only 100 kB are available"):
-            memory._require_memory(nbytes)
+            buffers._require_memory(nbytes)
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
@@ -63,7 +63,7 @@ def test_where_nobody_tells_how_much_there_is_it_is_tried(
 
     monkeypatch.setattr(Path, "read_text", read_text)
 
-    memory._require_memory(2**62)
+    buffers._require_memory(2**62)
 
 
 def test_what_is_cheaper_to_write_lies_in_no_segment() -> None:

@@ -10,12 +10,12 @@ import pytest
 from scripted import DIGEST, EPOCH, LAYOUT, OTHER, Fleet, Scripted, ack, both, hello, packed, plain, refusal, versions
 
 from weightsync import ConfigurationError, ProtocolError, TransportError
-from weightsync._tables import Delivery, State
-from weightsync.driving.sender import SenderDriver
-from weightsync.messages import Bye, Ending, Update, WeightsForm
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.protocol import sender as pure
-from weightsync.report import OutcomeKind
-from weightsync.transports.liveness import own_host, own_identity
+from weightsync.protocol._tables import Delivery, State
+from weightsync.protocol.messages import Bye, Ending, Update, WeightsForm
+from weightsync.protocol.report import OutcomeKind
+from weightsync.transports.process import own_host, own_identity
 
 # ------------------------------------------------------------------------------------------------- what it says
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from scripted import Fleet, Scripted, Telling, both, hello, plain
 
 from weightsync import TransportError
-from weightsync.driving.sender import SenderDriver
-from weightsync.transports.awaited import AwaitedProcess
-from weightsync.transports.calls import BlockingLink
+from weightsync.engine.sender_driver import SenderDriver
+from weightsync.transports.calls.client import BlockingLink
+from weightsync.transports.wakeup import AwaitedProcess
 
 # ------------------------------------------------------------------------------------------- awaited processes
 

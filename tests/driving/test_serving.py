@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from weightsync import ModelBusyError
-from weightsync.serving import ServingLock
-from weightsync.timing import Deadline
+from weightsync.clock import Deadline
+from weightsync.engine.serving_lock import ServingLock
 
 PATIENCE = 30.0
 #: The machine's seconds that show that somebody waits.

@@ -11,10 +11,11 @@ import pytest
 from fleet import PATIENCE, Pair, constants, filled
 from torch import nn
 
-from weightsync import MultiProcessWeightSyncScheme, RefusedError, State, WeightSyncError, WorkerLostError, swapping
-from weightsync import target as targets
-from weightsync.messages import Refusal
-from weightsync.report import Evidence, Outcome, OutcomeKind
+from weightsync import MultiProcessWeightSyncScheme, RefusedError, State, WeightSyncError, WorkerLostError
+from weightsync.engine import applier
+from weightsync.protocol.messages import Refusal
+from weightsync.protocol.report import Evidence, Outcome, OutcomeKind
+from weightsync.weights import target as targets
 
 
 class Moody(nn.Module):
@@ -89,13 +90,13 @@ def test_an_update_that_does_not_fit_is_refused_with_what_differs_and_where(pair
 def test_an_update_that_was_damaged_on_its_way_is_refused_after_a_second_look(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shipped, looks = swapping.digest, []
+    shipped, looks = applier.digest, []
 
     def digest(payload: memoryview, extras: bytes) -> bytes:
         looks.append(bytes(payload))
         return b"\1" * 16 if len(looks) < 3 else shipped(payload, extras)
 
-    monkeypatch.setattr(swapping, "digest", digest)
+    monkeypatch.setattr(applier, "digest", digest)
     pair.sender.send_async()
     outcome = refused(pair)
     assert outcome.reason.startswith(f"version 1 arrived with digest {'01' * 16}, but its sender named ")
@@ -106,8 +107,8 @@ def test_an_update_that_was_damaged_on_its_way_is_refused_after_a_second_look(
 
 
 def test_a_digest_that_fits_at_the_second_look_is_believed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped, answers = swapping.digest, [b"\1" * 16]
-    monkeypatch.setattr(swapping, "digest", lambda *what: answers.pop() if answers else shipped(*what))
+    shipped, answers = applier.digest, [b"\1" * 16]
+    monkeypatch.setattr(applier, "digest", lambda *what: answers.pop() if answers else shipped(*what))
 
     assert pair.sync().ok
     assert answers == []

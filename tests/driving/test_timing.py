@@ -8,8 +8,9 @@ from typing import Any
 import numpy
 import pytest
 
-from weightsync import ConfigurationError, timing
-from weightsync.timing import Clock, Deadline, Stopwatch, Timeout, new_incarnation, seconds, told_by
+from weightsync import ConfigurationError
+from weightsync import clock as timing
+from weightsync.clock import Clock, Deadline, Stopwatch, Timeout, new_incarnation, seconds, told_by
 
 
 class Stopped(Clock):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from weightsync import wire
 from weightsync.errors import ConfigurationError, ProtocolError
-from weightsync.messages import Ack, Bye, Hello, Message, SlotRef, Update
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Ack, Bye, Hello, Message, SlotRef, Update
 
 HELLO = Hello(model_id="policy", incarnation=5, pid=7)
 UPDATE = Update(model_id="policy", incarnation=5, version=1, layout_digest=b"", digest=b"\1" * 16, nbytes=12)
@@ -21,7 +21,7 @@ ACK = Ack(model_id="policy", incarnation=5, version=1)
 
 def sealed(message: Message, changes: dict[int, bytes]) -> bytes:
     """A frame with other bytes in these places, whose checksum fits."""
-    data = bytearray(wire.encode(message))
+    data = bytearray(codec.encode(message))
     for position, piece in changes.items():
         data[position : position + len(piece)] = piece
     data[8:16] = struct.pack("!Q", xxhash.xxh3_64_intdigest(bytes(data[16:])))
@@ -31,7 +31,7 @@ def sealed(message: Message, changes: dict[int, bytes]) -> bytes:
 def unread(data: Any, told: str) -> ProtocolError:
     """The error of reading this, which says what is wrong."""
     with pytest.raises(ProtocolError, match=f"^{re.escape(told)}") as caught:
-        wire.decode(data)
+        codec.decode(data)
     return caught.value
 
 
@@ -53,7 +53,7 @@ def unread(data: Any, told: str) -> ProtocolError:
 def test_a_number_that_means_nothing_is_not_sent_and_is_named(message: Message, told: str) -> None:
     kind = type(message).__name__
     with pytest.raises(ConfigurationError) as caught:
-        wire.encode(message)
+        codec.encode(message)
 
     assert str(caught.value) == f"A {kind} of model 'policy' does not fit the wire: {told}."
 
@@ -69,17 +69,17 @@ def test_a_number_that_means_nothing_is_not_sent_and_is_named(message: Message, 
     ],
 )
 def test_the_first_and_the_last_number_that_mean_something_travel(message: Message) -> None:
-    assert wire.decode(wire.encode(message)) == message
+    assert codec.decode(codec.encode(message)) == message
 
 
 def test_the_largest_body_is_sent_and_no_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     message = Bye(model_id="policy", incarnation=5)
-    needed = len(wire.encode(message)) - wire.HEADER_NBYTES
-    monkeypatch.setattr(wire, "MAX_BODY_NBYTES", needed)
-    wire.encode(message)
-    monkeypatch.setattr(wire, "MAX_BODY_NBYTES", needed - 1)
+    needed = len(codec.encode(message)) - codec.HEADER_NBYTES
+    monkeypatch.setattr(codec, "MAX_BODY_NBYTES", needed)
+    codec.encode(message)
+    monkeypatch.setattr(codec, "MAX_BODY_NBYTES", needed - 1)
     with pytest.raises(ConfigurationError, match=rf"its body takes {needed} bytes, its digest 0\."):
-        wire.encode(message)
+        codec.encode(message)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_the_largest_body_is_sent_and_no_larger_one(monkeypatch: pytest.MonkeyPa
     [
         (sealed(UPDATE, {18: b"\7"}), "a digest of 7 bytes"),
         (sealed(UPDATE, {19: b"\1"}), "a digest of 16 bytes"),
-        (sealed(UPDATE, {wire.HEADER_NBYTES: b"\0\7"}), "fields of 7 bytes in 6"),
-        (sealed(UPDATE, {wire.HEADER_NBYTES + 21: b"\2"}), "2 slots"),
+        (sealed(UPDATE, {codec.HEADER_NBYTES: b"\0\7"}), "fields of 7 bytes in 6"),
+        (sealed(UPDATE, {codec.HEADER_NBYTES + 21: b"\2"}), "2 slots"),
         (sealed(ACK, {48: bytes(8)}), "version 0, which means none"),
-        (sealed(HELLO, {wire.HEADER_NBYTES + 9: struct.pack("!Q", 2**31)}), "a process id of 2147483648"),
+        (sealed(HELLO, {codec.HEADER_NBYTES + 9: struct.pack("!Q", 2**31)}), "a process id of 2147483648"),
     ],
 )
 def test_fields_that_mean_nothing_are_not_read_and_are_named(data: bytes, told: str) -> None:
@@ -101,7 +101,7 @@ def test_fields_that_mean_nothing_are_not_read_and_are_named(data: bytes, told: 
 
 
 def test_a_frame_that_is_not_whole_or_not_as_it_was_sent_is_told_apart() -> None:
-    data = wire.encode(UPDATE)
+    data = codec.encode(UPDATE)
     changed = data[:-1] + bytes([data[-1] ^ 1])
 
     longer = unread(data + b"!", f"A frame of {len(data)} bytes came with {len(data) + 1}.")

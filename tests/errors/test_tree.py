@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from weightsync import errors
-from weightsync.report import Outcome, OutcomeKind, SyncReport
+from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 
 
 def report(**kinds: OutcomeKind) -> SyncReport:

@@ -11,11 +11,12 @@ from fleet import PATIENCE, Seat, Worker, filled, stat_of
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from weightsync._tables import ReceiverInput
-from weightsync.timing import Deadline
-from weightsync.transports import inflow, sharing
+from weightsync.clock import Deadline
+from weightsync.protocol._tables import ReceiverInput
+from weightsync.transports import buffers
 from weightsync.transports.base import Link, Payloads
-from weightsync.transports.pipe import PipeLink
+from weightsync.transports.pipe import framing
+from weightsync.transports.pipe.link import PipeLink
 
 #: Each point of a worker's side of one send, in their order.
 POINTS = ("before the hello", "at the hello", "mid-payload", "before applying", "before the ack", "after the ack")
@@ -74,7 +75,7 @@ def arm(receiver: Any, point: str, signum: int) -> None:
         receiver._driver.machine.observe(lambda _before, taken, _after: once() if taken is at else None)
     elif point == "mid-payload":
         # The message is read; of the payload, nothing is read, or mapped.
-        for owner, name in ((inflow.Inflow, "_land"), (sharing.Mapped, "find")):
+        for owner, name in ((framing.Inflow, "_land"), (buffers.Mapped, "find")):
             _before_it(owner, name, once)
 
 

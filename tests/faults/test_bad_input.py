@@ -11,14 +11,7 @@ import torch
 from fleet import PATIENCE, Pair, constants, filled, small
 from torch import nn
 
-from weightsync import (
-    ConfigurationError,
-    LayoutError,
-    ModelPathError,
-    OutcomeKind,
-    RefusedError,
-    State,
-)
+from weightsync import ConfigurationError, LayoutError, ModelPathError, OutcomeKind, RefusedError, State
 
 
 def plain(**changes: Any) -> dict[str, Any]:

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from fleet import PATIENCE, Pair, constants, filled, raw, small
 
-from weightsync import TransportError, WorkerLostError, wire
-from weightsync._tables import RefusalKind
-from weightsync.driving.receiver import ReceiverDriver
-from weightsync.layout import Layout
-from weightsync.messages import Hello, Update
+from weightsync import TransportError, WorkerLostError
+from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.protocol import codec
 from weightsync.protocol import sender as pure
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Hello, Update
 from weightsync.transports.base import Link
+from weightsync.transports.buffers import Buffer
 from weightsync.transports.local import local_pair
-from weightsync.transports.memory import Buffer
+from weightsync.weights.layout import Layout
 
 BY_HAND = pytest.mark.untraced("a link that is wrong on purpose")
 
@@ -148,7 +149,7 @@ def test_g10_an_answer_that_cannot_be_handled_loses_its_worker_alone(
 
 
 @BY_HAND
-@pytest.mark.parametrize("content", [wire.MAGIC, wire.encode(Hello(model_id="policy", incarnation=3))[:40]])
+@pytest.mark.parametrize("content", [codec.MAGIC, codec.encode(Hello(model_id="policy", incarnation=3))[:40]])
 def test_a_second_link_that_breaks_the_protocol_does_not_disturb_the_one_in_force(pair: Pair, content: bytes) -> None:
     assert pair.sync().ok
     ours, theirs = multiprocessing.Pipe()

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 from fleet import PATIENCE, Pair, small
 
-from weightsync import (
-    ConfigurationError,
-    OutcomeKind,
-    RefusedError,
-    SenderClosed,
-    TransportError,
-    WorkerLostError,
-)
+from weightsync import ConfigurationError, OutcomeKind, RefusedError, SenderClosed, TransportError, WorkerLostError
 from weightsync.transports.base import Link
 
 

@@ -16,7 +16,7 @@ from fleet import PATIENCE, Pair, constants, filled, small
 from torch import nn
 
 from weightsync import ConfigurationError, OutcomeKind, RefusedError, State, StateError, TransportError
-from weightsync._tables import ReceiverInput, SenderInput
+from weightsync.protocol._tables import ReceiverInput, SenderInput
 
 
 class Alarm(Exception):

@@ -10,7 +10,8 @@ import pytest
 from exhausted import descriptors_left
 from fleet import Pair, small
 
-from weightsync import ConfigurationError, TransportError, WeightSyncError, tracing
+from weightsync import ConfigurationError, TransportError, WeightSyncError
+from weightsync.engine import recorder
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -51,7 +52,7 @@ def test_a_trace_folder_that_cannot_be_used_is_a_configuration_error(
     folder = tmp_path / "taken" if how == "a file" else tmp_path / "taken" / "traces"
     ours, theirs = multiprocessing.Pipe()
     with (
-        tracing.record(folder),
+        recorder.record(folder),
         scheme_class() as scheme,
         pytest.raises(ConfigurationError, match=r"Nothing can be recorded to .*taken.*: \w+"),
     ):

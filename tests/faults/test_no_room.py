@@ -13,10 +13,12 @@ from exhausted import descriptors_left
 from fleet import PATIENCE, Crew, Pair, Seat, constants, filled, join, large, receive, serve, shows
 from torch import nn
 
-from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, SharedMemWeightSyncScheme, wire
-from weightsync.messages import Update
-from weightsync.transports import inflow, queues
-from weightsync.transports.memory import NoRoom
+from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, SharedMemWeightSyncScheme
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Update
+from weightsync.transports import queues
+from weightsync.transports.buffers import NoRoom
+from weightsync.transports.pipe import framing
 from weightsync.transports.queues import QueueChannel
 
 
@@ -116,9 +118,9 @@ def test_g11_a_payload_in_the_stream_that_finds_no_memory_is_refused_and_the_lin
 ) -> None:
     pair = Pair(MultiProcessWeightSyncScheme, model=large)
     with monkeypatch.context() as patched:
-        patched.setattr("weightsync.transports.channel.Channel.passes_descriptors", False)
+        patched.setattr("weightsync.transports.pipe.connection.Channel.passes_descriptors", False)
         pair.sender.send_async()
-        patched.setattr(inflow, "anonymous", lambda nbytes: (_ for _ in ()).throw(NoRoom(f"No memory for {nbytes}.")))
+        patched.setattr(framing, "anonymous", lambda nbytes: (_ for _ in ()).throw(NoRoom(f"No memory for {nbytes}.")))
         while pair.receiver.receive(timeout=0) or not pair.receiver.last_refusal:
             pair.sender.poll()
         with pytest.raises(RefusedError, match="could not be taken: No memory for 161"):
@@ -138,8 +140,8 @@ def test_a_payload_in_a_queue_that_finds_no_memory_is_told_of_and_the_link_goes_
     payload = Update(model_id="policy", incarnation=1, version=1, layout_digest=b"", nbytes=3)
     with monkeypatch.context() as patched:
         patched.setattr(queues, "bytearray", none_left, raising=False)
-        channel._sort(wire.encode(payload) + b"abc")
-    channel._sort(wire.encode(replace(payload, version=2)) + b"abc")
+        channel._sort(codec.encode(payload) + b"abc")
+    channel._sort(codec.encode(replace(payload, version=2)) + b"abc")
 
     lost, taken = channel._boxes["policy"]
     assert (lost.message.version, lost.payload, lost.untaken) == (1, None, "No memory for a payload of 3 bytes.")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fleet import MultiProcessWeightSyncScheme, Pair
 
-import weightsync.driving.adapters
-import weightsync.driving.receiver
-import weightsync.driving.sender
-from weightsync.transports import liveness
-from weightsync.transports.liveness import own_host
-from weightsync.transports.pipe import PipeLink
+import weightsync.engine.driver
+import weightsync.engine.receiver_driver
+import weightsync.engine.sender_driver
+from weightsync.transports import process
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.transports.process import own_host
 
 
 def test_g10_peers_on_this_host_are_watched_by_their_pids(monkeypatch):
@@ -18,7 +18,7 @@ def test_g10_peers_on_this_host_are_watched_by_their_pids(monkeypatch):
 
 def test_g10_a_peer_on_another_host_is_not_watched_by_its_pid(monkeypatch):
     says = elsewhere()
-    for module in (weightsync.driving.adapters, weightsync.driving.sender, weightsync.driving.receiver):
+    for module in (weightsync.engine.driver, weightsync.engine.sender_driver, weightsync.engine.receiver_driver):
         monkeypatch.setattr(module, "own_host", says)
     assert watched(monkeypatch) == 0
 
@@ -26,7 +26,7 @@ def test_g10_a_peer_on_another_host_is_not_watched_by_its_pid(monkeypatch):
 def test_g10_another_pid_namespace_on_this_machine_is_another_host(monkeypatch):
     here = own_host()
     own_host.cache_clear()
-    monkeypatch.setattr(liveness.os, "readlink", lambda path: "pid:[1]")
+    monkeypatch.setattr(process.os, "readlink", lambda path: "pid:[1]")
     there = own_host()
     own_host.cache_clear()
     monkeypatch.undo()

@@ -14,18 +14,12 @@ import xxhash
 from fleet import PATIENCE, Pair, constants, filled, large, raw, small
 from torch import nn
 
-from weightsync import (
-    ProtocolError,
-    RefusalKind,
-    State,
-    TransportError,
-    WorkerLostError,
-    wire,
-)
-from weightsync._tables import PROTOCOL_VERSION
-from weightsync.layout import Layout
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
-from weightsync.transports.preamble import PREAMBLE
+from weightsync import ProtocolError, RefusalKind, State, TransportError, WorkerLostError
+from weightsync.protocol import codec
+from weightsync.protocol._tables import PROTOCOL_VERSION
+from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.transports.pipe.framing import PREAMBLE
+from weightsync.weights.layout import Layout
 
 FOREIGN = [
     {"step": 3},
@@ -126,23 +120,23 @@ def sealed(data: bytes) -> bytes:
 
 
 def damaged() -> dict[str, bytes]:
-    whole = wire.encode(hello())
+    whole = codec.encode(hello())
     other = bytearray(whole)
     other[4:6] = struct.pack("!H", PROTOCOL_VERSION + 1)
     flipped = bytearray(whole)
     flipped[-1] ^= 1
     kind = bytearray(whole)
     kind[6] = 77
-    beyond = wire.encode(hello(pid=2**31 - 1)).replace(struct.pack("!Q", 2**31 - 1), struct.pack("!Q", 2**31))
+    beyond = codec.encode(hello(pid=2**31 - 1)).replace(struct.pack("!Q", 2**31 - 1), struct.pack("!Q", 2**31))
     huge = bytearray(whole)
     huge[12:16] = b"\xff" * 4
     return {
         "another protocol version": framed(bytes(other)),
         "a flipped bit": framed(bytes(flipped)),
         "an unknown kind": framed(bytes(kind)),
-        "a header alone": framed(whole[: wire.HEADER_NBYTES]),
+        "a header alone": framed(whole[: codec.HEADER_NBYTES]),
         "half a header": framed(whole[:30]),
-        "our magic alone": framed(wire.MAGIC),
+        "our magic alone": framed(codec.MAGIC),
         "our preamble and little more": framed(PREAMBLE + b"W"),
         "too long": framed(whole + b"x"),
         "a body that claims 4 GiB": framed(bytes(huge)),
@@ -195,7 +189,7 @@ def test_another_protocol_version_is_named_in_the_error(pair: Pair) -> None:
 @pytest.mark.parametrize("side", ["worker", "trainer"])
 def test_a_frame_cut_by_the_death_of_its_writer(scheme_class: Any, side: str) -> None:
     ours, theirs = multiprocessing.Pipe()
-    half = framed(wire.encode(hello()))[:40]
+    half = framed(codec.encode(hello()))[:40]
     with scheme_class() as scheme:
         if side == "worker":
             scheme.init_on_worker("policy", pipe=theirs, model=small())
@@ -215,7 +209,7 @@ def test_a_frame_cut_by_the_death_of_its_writer(scheme_class: Any, side: str) ->
 def test_frames_in_single_bytes_are_frames(pair: Pair) -> None:
     ours, _ = pair.pipes[0]
     pair.sync()
-    data = framed(wire.encode(Bye(model_id="policy", incarnation=pair.sender.incarnation, reason="by the byte")))
+    data = framed(codec.encode(Bye(model_id="policy", incarnation=pair.sender.incarnation, reason="by the byte")))
     for number in data[:-1]:
         write(ours, bytes([number]))
         assert pair.receiver.receive(timeout=0) is False
@@ -237,7 +231,7 @@ def test_random_damage_of_a_handshake_or_an_update_is_never_applied(scheme_class
     update = Update(
         model_id="policy", incarnation=5, version=1, layout_digest=fresh.digest, layout=fresh.encode(), nbytes=24
     )
-    whole = framed(wire.encode(hello(incarnation=5))) + framed(wire.encode(update) + bytes(24))
+    whole = framed(codec.encode(hello(incarnation=5))) + framed(codec.encode(update) + bytes(24))
     for _ in range(60):
         ours, theirs = multiprocessing.Pipe()
         data = bytearray(whole)
@@ -260,12 +254,12 @@ def test_random_damage_of_a_handshake_or_an_update_is_never_applied(scheme_class
 
 def talk(pair: Pair, message: Message, payload: bytes = b"") -> None:
     """Say something to the worker in the sender's name."""
-    write(pair.pipes[0][0], framed(wire.encode(message) + payload))
+    write(pair.pipes[0][0], framed(codec.encode(message) + payload))
 
 
 def answer(pair: Pair, message: Message) -> None:
     """Say something to the sender in the worker's name."""
-    write(pair.pipes[0][1], framed(wire.encode(message)))
+    write(pair.pipes[0][1], framed(codec.encode(message)))
 
 
 @BY_HAND
@@ -317,11 +311,11 @@ def test_an_update_before_any_handshake_takes_the_link_down(scheme_class: Any) -
     with scheme_class() as scheme:
         scheme.init_on_worker("policy", pipe=theirs, model=small())
         update = Update(model_id="policy", incarnation=1, version=1, layout_digest=Layout([]).digest)
-        ours._send(framed(wire.encode(update)))
+        ours._send(framed(codec.encode(update)))
         with pytest.raises(ProtocolError):
             scheme.get_receiver().receive(timeout=PATIENCE)
         assert scheme.get_receiver().version is None
-        told = wire.decode(ours.recv_bytes().removeprefix(PREAMBLE))
+        told = codec.decode(ours.recv_bytes().removeprefix(PREAMBLE))
 
     assert isinstance(told, Refusal)
     ours.close()

@@ -26,7 +26,7 @@ from weightsync import (
     TransportError,
     WeightSyncError,
 )
-from weightsync.background import Background
+from weightsync.engine.background import Background
 
 # ------------------------------------------------------------------------------------------------ torn reads
 

@@ -21,8 +21,8 @@ from weightsync import (
     SyncReport,
     WeightSyncError,
 )
-from weightsync.report import Outcome
-from weightsync.target import Target
+from weightsync.protocol.report import Outcome
+from weightsync.weights.target import Target
 
 
 class Manager:

@@ -489,9 +489,9 @@ def test_a_backend_of_ones_own_is_registered_by_name() -> None:
 
 
 def test_modules_of_other_kinds_are_not_weights_by_worker() -> None:
-    assert not weightsync.schemes.fleet.is_per_worker(nn.Linear(1, 1))
-    assert not weightsync.schemes.fleet.is_per_worker(TensorDict({}))
-    assert not weightsync.schemes.fleet.is_per_worker({"a": 1})
+    assert not weightsync.schemes.worker_set.is_per_worker(nn.Linear(1, 1))
+    assert not weightsync.schemes.worker_set.is_per_worker(TensorDict({}))
+    assert not weightsync.schemes.worker_set.is_per_worker({"a": 1})
 
 
 # -------------------------------------------------------------------------------------- models without weights

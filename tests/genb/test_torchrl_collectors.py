@@ -11,7 +11,7 @@ from collecting import MARKS, cartpole, choose, chosen, policy, start_workers_by
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.weight_update import WeightSyncScheme as TheirScheme
 
-import weightsync.integrations.torchrl
+import weightsync.torchrl.collectors
 from weightsync import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -35,7 +35,7 @@ def collected() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, NoWeightSyncScheme])
 def test_our_schemes_are_theirs(kind: Any) -> None:
-    weightsync.integrations.torchrl.accept()
+    weightsync.torchrl.collectors.accept()
 
     assert isinstance(kind(), TheirScheme)
     assert issubclass(WeightSyncScheme, TheirScheme)

@@ -13,7 +13,7 @@ from modelcheck.second.dump import Model
 from network import World
 from search import digest, explore
 
-from weightsync.checker.process import Size
+from weightsync.model.process import Size
 
 MODEL = Path(__file__).parents[2] / "tla"
 _MOST = 400_000

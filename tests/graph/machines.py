@@ -21,12 +21,12 @@ from network import (
     posted,
 )
 
-from weightsync._tables import State
 from weightsync.errors import ConfigurationError, ProtocolError, StateError, SyncError
-from weightsync.messages import Ack, Refusal
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
-from weightsync.report import Outcome, OutcomeKind
+from weightsync.protocol._tables import State
+from weightsync.protocol.messages import Ack, Refusal
+from weightsync.protocol.report import Outcome, OutcomeKind
 
 #: How the shipped code says no.
 REFUSED_BY_THE_CODE = (StateError, ConfigurationError, SyncError, ProtocolError)

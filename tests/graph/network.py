@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from modelcheck.second import Bounds
 from modelcheck.second.words import Letter, Out, Word
 
-from weightsync._tables import State
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import State
 
 
 class Frozen(dict[Any, Any]):

@@ -24,10 +24,10 @@ from network import (
 )
 from senders import MODEL, Attempt
 
-from weightsync._actions import Action
-from weightsync._tables import RefusalKind, State
-from weightsync.messages import Ack, Refusal
 from weightsync.protocol import receiver as receiving
+from weightsync.protocol._actions import Action
+from weightsync.protocol._tables import RefusalKind, State
+from weightsync.protocol.messages import Ack, Refusal
 
 _NEW = receiving.ReceiverData()
 

@@ -1,6 +1,6 @@
 """What a machine must say to each event, read from the charter and not from the code: taken, late, or refused how.
 
-Values are those of the shipped halves; the rows are those of `weightsync._tables`.
+Values are those of the shipped halves; the rows are those of `weightsync.protocol._tables`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from itertools import chain, combinations, product
 from modelcheck.second import Bounds
 from network import number
 
-from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, RefusalKind, SenderInput, State
 from weightsync.errors import ConfigurationError, ProtocolError, RefusedError, StateError, WorkerLostError
-from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, RefusalKind, SenderInput, State
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 
 MODEL = "policy"
 #: An error type; None: the event is late. Anything else is taken, by the row of that input.

@@ -14,7 +14,7 @@ from modelcheck.second import Bounds, Graph, Label, Node
 from modelcheck.second.words import Entry, Payload, Receiver, Sender
 from network import Trainer, Worker, World, link_of, start
 
-from weightsync.messages import Ack, Refusal
+from weightsync.protocol.messages import Ack, Refusal
 from weightsync.protocol.receiver import Deferred
 
 

@@ -12,10 +12,10 @@ from modelcheck.second import Bounds, Label
 from modelcheck.second.words import Word
 from network import Trainer, World, emptied, first, is_open, is_shared, new_data, no_report, taken
 
-from weightsync._actions import Action
-from weightsync._tables import RefusalKind, State
-from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import sender as sending
+from weightsync.protocol._actions import Action
+from weightsync.protocol._tables import RefusalKind, State
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 
 MODEL = "policy"
 #: An action, and what makes the world after it; None: it cannot happen.

@@ -17,18 +17,18 @@ from graph_support import MODEL
 from missing import java_and_tlc
 from modelcheck.second.values import parse
 
-from weightsync._tables import Delivery
-from weightsync.checker import Manifest
-from weightsync.checker.output import Counts
-from weightsync.checker.process import Ending, Job, Size, TlcRun
-from weightsync.driving.packing import Packed
-from weightsync.driving.sender import SenderDriver
+from weightsync.engine.packer import Packed
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.errors import StateError
-from weightsync.messages import Ack, Message, Update
+from weightsync.model import Manifest
+from weightsync.model.output import Counts
+from weightsync.model.process import Ending, Job, Size, TlcRun
 from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Ack, Message, Update
 from weightsync.transports.base import Received
-from weightsync.transports.memory import Buffer, Storage
-from weightsync.weights import layout_of, read_weights
+from weightsync.transports.buffers import Buffer, Storage
+from weightsync.weights.reading import layout_of, read_weights
 
 #: Each configuration, and what its link promises.
 LINKS = {"BacklogOrdered": Delivery.ORDERED, "BacklogReordered": Delivery.REORDERED}

@@ -16,9 +16,9 @@ from modelcheck.second.dump import Dumped
 from modelcheck.second.labelling import disjuncts, labelling_module
 from search import difference, search
 
-from weightsync._actions import Action
-from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, RefusalKind
-from weightsync.checker.text import Library
+from weightsync.model.text import Library
+from weightsync.protocol._actions import Action
+from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, RefusalKind
 
 OTHER_GRAPH = (
     "the shipped machines reach another graph than the one that is pinned. If a row, a guard or a message was changed "

@@ -10,10 +10,10 @@ from configurations import CONFIGURATIONS
 from graph_support import explored
 from search import difference, search
 
-from weightsync._tables import ReceiverInput, SenderInput, State
 from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender
 from weightsync.protocol import sender as sending
-from weightsync.protocol import sender_guards
+from weightsync.protocol._tables import ReceiverInput, SenderInput, State
 
 
 def _named(half, change):
@@ -57,7 +57,7 @@ def _row(half, name, place, to):
 
 
 def _anything_is_current(monkeypatch):
-    monkeypatch.setattr(sender_guards, "current", lambda data, worker, link: worker in data.roll)
+    monkeypatch.setattr(sender, "current", lambda data, worker, link: worker in data.roll)
 
 
 def _a_joiner_gets_nothing(monkeypatch):

@@ -18,12 +18,12 @@ from graph_support import explored
 from refusing import closed_beside, due_of_receiver, due_of_sender, receiver_events, sender_events
 
 from weightsync import MultiProcessWeightSyncScheme
-from weightsync._tables import ReceiverInput, SenderInput, State
-from weightsync.driving.receiver import ReceiverDriver
-from weightsync.driving.sender import SenderDriver
+from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.errors import ConfigurationError, ProtocolError, StateError, WorkerLostError
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import ReceiverInput, SenderInput, State
 
 names = pytest.mark.parametrize("name", SMALL)
 

@@ -18,9 +18,9 @@ from modelcheck.second.liveness import ENDINGS
 from modelcheck.second.steps import STEPS
 from search import search
 
-from weightsync._tables import GUARANTEES, SenderInput, State
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import GUARANTEES, SenderInput, State
 
 SAFETY = (*INVARIANTS, *BOOKS, *STEPS, *BOOK_STEPS, *DELIVERIES, "RefinesWeightSync")
 #: On an ordered link an answer that strayed comes behind what was sent later, and is found on a link that has ended.

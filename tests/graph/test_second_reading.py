@@ -14,7 +14,7 @@ from modelcheck.second.promise import refines
 from modelcheck.second.steps import STEPS, Step
 from modelcheck.second.words import NO_LINK, Letter
 
-from weightsync._actions import Action
+from weightsync.protocol._actions import Action
 
 _OF_STEPS = {**STEPS, **BOOK_STEPS, **DELIVERIES, "RefinesWeightSync": refines}
 

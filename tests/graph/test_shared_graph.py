@@ -16,7 +16,7 @@ from modelcheck.second import Bounds, Graph, GraphRun
 from modelcheck.second.dump import Dumped, Model
 from search import difference, search
 
-from weightsync.checker import Manifest
+from weightsync.model import Manifest
 
 NAMES = ["SharedTakeover", "SharedEnds", "SharedAgain"]
 names = pytest.mark.parametrize("name", NAMES)

@@ -14,12 +14,12 @@ from configurations import SMALL
 from graph_support import explored
 from refusing import receiver_events, sender_events
 
-from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
 from weightsync.errors import ConfigurationError, ProtocolError, StateError, SyncError
-from weightsync.machine import ReceiverMachine, SenderMachine, next_state
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
-from weightsync.protocol.sender_guards import name as sender_name
+from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
+from weightsync.protocol.machine import ReceiverMachine, SenderMachine, next_state
+from weightsync.protocol.sender import name as sender_name
 
 #: What the guards themselves say no to, whatever the row.
 GUARDED = (ConfigurationError, SyncError, ProtocolError)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync import LayoutError, ProtocolError
-from weightsync.layout import ALIGNMENT, ITEMSIZES, Layout
+from weightsync.weights.layout import ALIGNMENT, ITEMSIZES, Layout
 
 names = st.text(max_size=12)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from weightsync._tables import INITIAL, ReceiverInput, SenderInput, State
-from weightsync.machine import ReceiverMachine, SenderMachine
+from weightsync.protocol._tables import INITIAL, ReceiverInput, SenderInput, State
+from weightsync.protocol.machine import ReceiverMachine, SenderMachine
 
 AnyMachine = SenderMachine | ReceiverMachine
 AnyInput = SenderInput | ReceiverInput

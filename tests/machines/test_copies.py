@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from weightsync._tables import State
+from weightsync.protocol._tables import State
 
 COPIERS = {
     "copy": copy.copy,

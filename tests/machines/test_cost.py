@@ -9,8 +9,8 @@ from types import FrameType
 import pytest
 import transitions
 
-from weightsync._tables import SENDER_ROWS, SenderInput, State
-from weightsync.machine import SenderMachine
+from weightsync.protocol._tables import SENDER_ROWS, SenderInput, State
+from weightsync.protocol.machine import SenderMachine
 
 
 def instructions(call: Callable[[], object]) -> int:

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from weightsync._tables import SenderInput, State
 from weightsync.errors import StateError
-from weightsync.machine import SenderMachine
+from weightsync.protocol._tables import SenderInput, State
+from weightsync.protocol.machine import SenderMachine
 
 
 @pytest.fixture

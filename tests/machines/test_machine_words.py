@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync._tables import INITIAL, RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
 from weightsync.errors import StateError
-from weightsync.machine import LeanEvent, ReceiverMachine, SenderMachine, next_state
+from weightsync.protocol._tables import INITIAL, RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
+from weightsync.protocol.machine import LeanEvent, ReceiverMachine, SenderMachine, next_state
 
 
 def test_a_refusal_names_the_method_the_state_and_what_is_allowed() -> None:

@@ -6,10 +6,9 @@ import pytest
 import transitions
 
 from weightsync import WeightReceiver, WeightSender
-from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
 from weightsync.errors import StateError
-from weightsync.machine import LeanEvent, ReceiverMachine, SenderMachine, next_state
-from weightsync.refusals import allowed_in, method_of
+from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
+from weightsync.protocol.machine import LeanEvent, ReceiverMachine, SenderMachine, allowed_in, method_of, next_state
 
 
 class Model:

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from weightsync._tables import SenderInput, State
 from weightsync.errors import StateError
-from weightsync.machine import SenderMachine
+from weightsync.protocol._tables import SenderInput, State
+from weightsync.protocol.machine import SenderMachine
 
 THREADS = 8
 

@@ -20,7 +20,7 @@ from mutmut.mutation.file_mutation import Mutation, MutationVisitor
 from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import get_ignored_lines
 
-from weightsync import machine
+from weightsync.protocol import machine
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ from search import digest, search  # noqa: E402
 
 #: The tests that are asked about the mutants of a module.
 ASKED = {
-    "weightsync.machine": ("machines",),
+    "weightsync.protocol.machine": ("machines",),
     "weightsync.protocol.sender": ("test_sender.py", "test_words.py"),
-    "weightsync.protocol.sender_guards": ("test_sender.py", "test_words.py"),
+    "weightsync.protocol.sender": ("test_sender.py", "test_words.py"),
     "weightsync.protocol.receiver": ("test_receiver.py", "test_words.py"),
 }
 #: Larger graphs take longer than all others together.
@@ -111,7 +111,7 @@ def _try(module: str, mutant: Mutant | None, items: list[pytest.Item]) -> NoRetu
         how = BY_GRAPH
         # No machine acts on a sentence, and no graph has one.
         sentence = mutant is not None and mutant.told
-        if module != "weightsync.machine" and not sentence and _graphs_differ():
+        if module != "weightsync.protocol.machine" and not sentence and _graphs_differ():
             os._exit(how)
     except BaseException:  # noqa: BLE001 - whatever an oracle raises, it has noticed
         os._exit(how)

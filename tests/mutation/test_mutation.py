@@ -73,12 +73,12 @@ def test_a_result_is_taken_in() -> None:
 def test_a_mutant_takes_its_functions_place_and_is_killed(tmp_path: Path) -> None:
     """The canary of the hunt; that the shipped code survives all oracles, the hunt makes sure of itself."""
     found = hunted(
-        tmp_path, "weightsync.protocol.receiver._is_in_force", "weightsync.protocol.sender_guards.owes", timeout=110
+        tmp_path, "weightsync.protocol.receiver._is_in_force", "weightsync.protocol.sender.owes", timeout=110
     )
 
     assert {where for where, *_ in found} == {
         "weightsync.protocol.receiver._is_in_force",
-        "weightsync.protocol.sender_guards.owes",
+        "weightsync.protocol.sender.owes",
     }
     assert [each for each in found if each[-1] == "survived"] == []
     assert len(found) >= 5
@@ -117,15 +117,15 @@ def test_the_page_of_the_drivers_shows_what_is_committed() -> None:
 
 
 def test_a_result_of_a_drivers_module_is_taken_in() -> None:
-    other: Key = ("weightsync.wire._cut", "a", "b", 0)
-    stale: Key = ("weightsync.header.peek", "a", "b", 0)
-    kept: Key = ("weightsync.header.peek", "c", "d", 1)
-    scores = {"weightsync.header": Score(2, 0), "weightsync.wire": Score(1, 0)}
+    other: Key = ("weightsync.protocol.codec._cut", "a", "b", 0)
+    stale: Key = ("weightsync.protocol.codec.peek", "a", "b", 0)
+    kept: Key = ("weightsync.protocol.codec.peek", "c", "d", 1)
+    scores = {"weightsync.protocol.codec": Score(2, 0), "weightsync.protocol.codec": Score(1, 0)}
     before = Ledger(scores, {"equal": "it is the same"}, {other: "equal", stale: "equal", kept: "equal"})
 
-    after = before.after([[*kept, "survived"], ["weightsync.header.malformed", "e", "", 0, "test"]])
+    after = before.after([[*kept, "survived"], ["weightsync.protocol.codec.malformed", "e", "", 0, "test"]])
 
-    assert after.scores == {"weightsync.header": Score(2, 1), "weightsync.wire": Score(1, 0)}
+    assert after.scores == {"weightsync.protocol.codec": Score(2, 1), "weightsync.protocol.codec": Score(1, 0)}
     assert after.survivors == {other: "equal", kept: "equal"}
     assert after.without([kept]).survivors == {other: "equal"}
     assert "1 of 2 (50.0 %)" in after.page

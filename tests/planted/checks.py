@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from weightsync._tables import State
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.sender import WeightSender
 from weightsync.errors import StateError, SyncError, WeightSyncError
-from weightsync.receiver import WeightReceiver
-from weightsync.report import OutcomeKind
+from weightsync.protocol._tables import State
+from weightsync.protocol.report import OutcomeKind
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.sender import WeightSender
-from weightsync.target import Mode
 from weightsync.transports.base import Payloads
-from weightsync.transports.local import LocalLink, local_pair
-from weightsync.transports.network import Network, Pace
+from weightsync.transports.local import LocalLink, Network, Pace, local_pair
+from weightsync.weights.target import Mode
 
 
 class Inner(torch.nn.Module):

@@ -10,19 +10,19 @@ from typing import Any
 import checks
 import pytest
 
-from weightsync._tables import SENDER_ROWS, ReceiverInput, SenderInput, State
-from weightsync.driving.receiver import ReceiverDriver
-from weightsync.driving.sender import SenderDriver
-from weightsync.machine import SenderMachine
-from weightsync.messages import Ack
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.engine.sender import WeightSender
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.protocol import receiver as pure_receiver
+from weightsync.protocol import sender
 from weightsync.protocol import sender as pure_sender
-from weightsync.protocol import sender_guards
-from weightsync.receiver import WeightReceiver
-from weightsync.report import Outcome, OutcomeKind
-from weightsync.sender import WeightSender
-from weightsync.target import _Undo
-from weightsync.transports.pins import Pins
+from weightsync.protocol._tables import SENDER_ROWS, ReceiverInput, SenderInput, State
+from weightsync.protocol.machine import SenderMachine
+from weightsync.protocol.messages import Ack
+from weightsync.protocol.report import Outcome, OutcomeKind
+from weightsync.transports.buffers import Pins
+from weightsync.weights.target import _Undo
 
 # Their machines are broken on purpose.
 pytestmark = pytest.mark.untraced("plants a fault in the machines, the drivers or the links")
@@ -32,14 +32,14 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def any_ack_counts(patch: pytest.MonkeyPatch) -> None:
     """G1: an ack counts for whatever is outstanding."""
-    shipped = sender_guards._name_answer
+    shipped = sender._name_answer
 
     def name(state: State, data: Any, event: Any) -> SenderInput | None:
         if isinstance(event.message, Ack):
             event = replace(event, message=replace(event.message, version=data.version))
         return shipped(state, data, event)
 
-    patch.setattr(sender_guards, "_name_answer", name)
+    patch.setattr(sender, "_name_answer", name)
 
 
 def acks_before_the_swap(patch: pytest.MonkeyPatch) -> None:

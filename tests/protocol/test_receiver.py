@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from weightsync._tables import ReceiverInput, RefusalKind, State
 from weightsync.errors import ProtocolError, StateError
-from weightsync.messages import Ack, Refusal
 from weightsync.protocol import receiver as pure
-from weightsync.report import SyncReport
+from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
+from weightsync.protocol.messages import Ack, Refusal
+from weightsync.protocol.report import SyncReport
 
 
 @dataclass

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from weightsync._tables import RefusalKind, SenderInput, State
 from weightsync.errors import ConfigurationError, RefusedError, StateError, WorkerLostError
-from weightsync.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol import sender as pure
-from weightsync.report import OutcomeKind
+from weightsync.protocol._tables import RefusalKind, SenderInput, State
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
+from weightsync.protocol.report import OutcomeKind
 
 INCARNATION = 7
 

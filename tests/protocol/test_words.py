@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from weightsync._tables import ReceiverInput, RefusalKind, SenderInput, State
 from weightsync.errors import ConfigurationError, ProtocolError, StateError, WorkerLostError
-from weightsync.messages import Ack, Hello, Refusal
 from weightsync.protocol import receiver, sender
-from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
+from weightsync.protocol._tables import ReceiverInput, RefusalKind, SenderInput, State
+from weightsync.protocol.messages import Ack, Hello, Refusal
+from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 UP = {
     0: sender.Entry(1, standing=sender.Standing.UP),

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from weightsync import RayWeightSyncScheme, WeightSyncActor
-from weightsync.schemes import ray_desk
+from weightsync.schemes import ray_server
 
 INSTALLED = find_spec("ray.actor") is not None if find_spec("ray") else False
 ray: Any = importlib.import_module("ray") if INSTALLED else None
@@ -50,10 +50,10 @@ class Bench:
 
     def start_over(self) -> None:
         """Be as new: no receiver, fresh weights."""
-        for desk in list(ray_desk._desks.values()):
+        for desk in list(ray_server._desks.values()):
             if desk.receiver is not None:
                 desk.receiver.close()  # its background thread, too
-        ray_desk._desks.clear()
+        ray_server._desks.clear()
         self.kept: dict[str, Any] = {}
         self.policy: Any = small()
         self.module: Any = None

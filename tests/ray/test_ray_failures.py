@@ -17,7 +17,7 @@ from ray_cluster import ENVIRONMENT
 from ray_fleet import PATIENCE, Loop, Seat, Threads, ray, small
 
 from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WorkerLostError
-from weightsync.transports.ray_session import VIGIL, Session
+from weightsync.transports.ray.session import VIGIL, Session
 
 #: Seconds within which a death is noticed; the timeout of the send is far beyond.
 SOON = 15.0
@@ -283,7 +283,7 @@ def test_calls_end_with_ray_although_its_own_futures_do_not(cluster: Any, monkey
 
 def test_a_link_of_an_earlier_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = iter([("job", "node"), ("job", "another node")])
-    monkeypatch.setattr("weightsync.transports.ray_session._current", lambda _: next(keys))
+    monkeypatch.setattr("weightsync.transports.ray.session._current", lambda _: next(keys))
     session = Session("worker 0")
 
     with pytest.raises(ConnectionError, match="add_worker"):

@@ -26,14 +26,13 @@ from weightsync import (
     WorkerLostError,
 )
 from weightsync.keys import SharedKey
-from weightsync.messages import Hello
-from weightsync.schemes import ray_desk
-from weightsync.tensors import bits_of
-from weightsync.transports.call_seals import Challenged, KeyedSeal
-from weightsync.transports.doors import Parcel
-from weightsync.transports.ray import WAY
-from weightsync.transports.sealing import Identity, Kind
-from weightsync.wire import encode
+from weightsync.protocol.codec import encode
+from weightsync.protocol.messages import Hello
+from weightsync.schemes import ray_server
+from weightsync.transports.calls.server import Parcel
+from weightsync.transports.ray.client import WAY
+from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind
+from weightsync.weights.tensors import bits_of
 
 
 def get(ref: Any) -> Any:
@@ -360,7 +359,7 @@ def test_generation_b_connects_and_sends(seats: list[Any]) -> None:
 
 
 def test_a_link_that_begins_in_the_middle_is_refused_at_once() -> None:
-    desk = ray_desk.Desk("policy")
+    desk = ray_server.Desk("policy")
 
     with pytest.raises(ConnectionError, match="restarted"):
         desk.call(_parcel(number=3), ())
@@ -371,11 +370,11 @@ def _parcel(number: int) -> Any:
 
 
 def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_desk, "PATIENCE_FOR_ORDER", 0.1)
-    desk = ray_desk.Desk("policy")
+    monkeypatch.setattr(ray_server, "PATIENCE_FOR_ORDER", 0.1)
+    desk = ray_server.Desk("policy")
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
-    desk = ray_desk.desk_of("policy")
+    desk = ray_server.desk_of("policy")
     try:
         assert desk.call(_parcel(0), ())
         with pytest.raises(ConnectionError, match="begun before"):
@@ -385,13 +384,13 @@ def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest
         assert scheme.get_receiver().state is State.UNINITIALIZED
     finally:
         scheme.close()
-        ray_desk._desks.clear()
+        ray_server._desks.clear()
 
 
 def test_calls_that_were_lost_are_not_waited_for() -> None:
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
-    desk = ray_desk.desk_of("policy")
+    desk = ray_server.desk_of("policy")
     try:
         desk.call(_parcel(0), ())
         answer = desk._door.knock(_parcel(2))
@@ -400,7 +399,7 @@ def test_calls_that_were_lost_are_not_waited_for() -> None:
         assert not answer.done()
     finally:
         scheme.close()
-        ray_desk._desks.clear()
+        ray_server._desks.clear()
 
 
 def _has_key(_: Any, key: str | None) -> None:
@@ -428,7 +427,7 @@ def test_an_actor_with_a_key_takes_weights_from_whoever_has_it_alone(seats: list
 
 def _takes_key(actor: Any, key: str | None) -> str:
     actor.weight_key = key
-    return str(ray_desk.own_actor())
+    return str(ray_server.own_actor())
 
 
 def test_an_actor_takes_its_key_from_its_class_and_transports_that_of_their_scheme(
@@ -470,9 +469,9 @@ def test_what_is_sealed_for_one_actor_is_believed_by_no_other(seats: list[Any]) 
 def test_a_strangers_call_takes_no_answer_of_a_link_and_skips_none_of_its_calls() -> None:
     scheme = RayWeightSyncScheme(key="k")
     scheme.init_on_worker("policy", context=SimpleNamespace())  # its model comes later: the handshake stays unanswered
-    desk = ray_desk.desk_of("policy")
+    desk = ray_server.desk_of("policy")
     try:
-        seal = KeyedSeal(SharedKey("k"), Identity(WAY, "policy", ray_desk.own_actor(), "a link"), "the actor")
+        seal = KeyedSeal(SharedKey("k"), Identity(WAY, "policy", ray_server.own_actor(), "a link"), "the actor")
         hello = Hello(model_id="policy", incarnation=1)
         with pytest.raises(Challenged):
             seal.brought(desk.call(Parcel("a link", 0, seal.frame(0, hello, None)), ()))
@@ -486,4 +485,4 @@ def test_a_strangers_call_takes_no_answer_of_a_link_and_skips_none_of_its_calls(
         assert desk._door.awaits_turn(Parcel("a link", 1, b""))
     finally:
         scheme.close()
-        ray_desk._desks.clear()
+        ray_server._desks.clear()

@@ -24,7 +24,7 @@ from striking import SHORT, SOON, abandon, holds, look, remove_worker, send, wit
 from test_rpc_strikes import RpcField
 
 from weightsync import OutcomeKind
-from weightsync.timing import Deadline
+from weightsync.clock import Deadline
 
 pytestmark = pytest.mark.slow
 

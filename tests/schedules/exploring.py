@@ -16,17 +16,17 @@ from typing import Any
 
 import frontrun
 
-from weightsync._tables import Delivery, State
-from weightsync.driving.base import Driver
-from weightsync.driving.packing import Packed
-from weightsync.layout import Layout
-from weightsync.messages import Ack, Message, Update
-from weightsync.report import SyncReport
-from weightsync.sender import WeightSender
-from weightsync.strategy import WeightStrategy
-from weightsync.target import Mode
+from weightsync.engine.driver import Driver
+from weightsync.engine.packer import Packed
+from weightsync.engine.sender import WeightSender
+from weightsync.protocol._tables import Delivery, State
+from weightsync.protocol.messages import Ack, Message, Update
+from weightsync.protocol.report import SyncReport
 from weightsync.transports.base import Received
-from weightsync.transports.memory import Buffer
+from weightsync.transports.buffers import Buffer
+from weightsync.weights.layout import Layout
+from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.target import Mode
 
 #: How long an exploration may take, and how many schedules it may try.
 SECONDS, SCHEDULES = 60.0, 400

@@ -13,11 +13,12 @@ from fleet import PATIENCE, Pair, constants, small
 from hours import hours
 from torch import nn
 
-from weightsync import AckTimeoutError, ModelBusyError, MultiProcessWeightSyncScheme, OutcomeKind, State, background
-from weightsync.background import Background
-from weightsync.driving.sender import SenderDriver
+from weightsync import AckTimeoutError, ModelBusyError, MultiProcessWeightSyncScheme, OutcomeKind, State
+from weightsync.clock import new_incarnation
+from weightsync.engine import background
+from weightsync.engine.background import Background
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.testing import FakeClock
-from weightsync.timing import new_incarnation
 
 
 class Slow(nn.Module):

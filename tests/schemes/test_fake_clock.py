@@ -11,9 +11,10 @@ import pytest
 from fleet import PATIENCE, Pair
 from hours import hours
 
-from weightsync import AckTimeoutError, State, timing
+from weightsync import AckTimeoutError, State
+from weightsync import clock as timing
+from weightsync.clock import Deadline, Stopwatch, new_incarnation
 from weightsync.testing import FakeClock
-from weightsync.timing import Deadline, Stopwatch, new_incarnation
 
 #: The machine's seconds that show that somebody waits.
 WHILE = 0.1

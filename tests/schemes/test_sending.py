@@ -32,8 +32,8 @@ from weightsync import (
     TransportError,
     WorkerLostError,
 )
-from weightsync.driving.reporter import Reporter
-from weightsync.protocol.sender_values import Standing
+from weightsync.engine.reporter import Reporter
+from weightsync.protocol.sender import Standing
 from weightsync.testing import FakeClock
 
 

@@ -19,12 +19,12 @@ from weightsync import (
     WeightReceiver,
     WeightSender,
 )
-from weightsync._tables import RefusalKind
-from weightsync.messages import Ack, Bye, Hello, Refusal, Update
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update
 from weightsync.transports.base import Received
+from weightsync.transports.buffers import Buffer, Storage
 from weightsync.transports.local import LocalLink, local_pair
-from weightsync.transports.memory import Buffer, Storage
-from weightsync.weights import layout_of, read_weights
+from weightsync.weights.reading import layout_of, read_weights
 
 
 class LocalScheme(MultiProcessWeightSyncScheme):

@@ -9,11 +9,11 @@ import pytest
 from missing import java_and_tlc
 from modelcheck.second import Dumped, DumpError, GraphRun, Model, SecondSuite, judge_again, question_of, story
 
-from weightsync.checker import Counts, Expected, Manifest, Suite, Toolchain, Verdict, find_model
-from weightsync.checker.config import Config
-from weightsync.checker.output import Findings
-from weightsync.checker.process import Ending, Job
-from weightsync.checker.process import Outcome as Ended
+from weightsync.model import Counts, Expected, Manifest, Suite, Toolchain, Verdict, find_model
+from weightsync.model.config import Config
+from weightsync.model.output import Findings
+from weightsync.model.process import Ending, Job
+from weightsync.model.process import Outcome as Ended
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(300)]
 

@@ -14,9 +14,9 @@ from modelcheck.second_display import second_line, second_summary
 from rich.console import Console
 from typer.testing import CliRunner
 
-from weightsync.checker import Counts, Manifest, Tier, Verdict
-from weightsync.checker.output import Findings
-from weightsync.checker.process import Ending, Job, Outcome
+from weightsync.model import Counts, Manifest, Tier, Verdict
+from weightsync.model.output import Findings
+from weightsync.model.process import Ending, Job, Outcome
 
 SPECS = Path(__file__).parents[1] / "tla" / "specs"
 

@@ -11,9 +11,9 @@ from modelcheck.second.reading import GraphReader
 from modelcheck.second.values import parse
 from modelcheck.second.words import Letter, Node
 
-from weightsync.checker import Manifest, Purpose, find_model
-from weightsync.checker.text import Library
 from weightsync.errors import ConfigurationError
+from weightsync.model import Manifest, Purpose, find_model
+from weightsync.model.text import Library
 
 
 @pytest.mark.parametrize(

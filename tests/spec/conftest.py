@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 #: Everything that the generator reads or writes.
 FILES = (
     "spec/protocol.toml",
-    "weightsync/_tables.py",
-    "weightsync/_actions.py",
+    "weightsync/protocol/_tables.py",
+    "weightsync/protocol/_actions.py",
     "tla/AckProtocol.tla",
     "tla/Tables.tla",
     "docs/protocol.md",

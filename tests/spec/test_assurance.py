@@ -11,7 +11,7 @@ import pytest
 from assurancegen import sources
 from modelcheck.checked import OF_THE_PROTOCOL, Checked, proofs
 
-from weightsync.checker.manifest import Manifest
+from weightsync.model.manifest import Manifest
 
 
 @pytest.fixture

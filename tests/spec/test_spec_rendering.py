@@ -13,7 +13,7 @@ import pytest
 
 MODEL = (Path(__file__).parents[2] / "tla" / "AckProtocol.tla").read_text(encoding="utf-8")
 
-GENERATED = ("weightsync/_tables.py", "tla/Tables.tla", "docs/protocol.md")
+GENERATED = ("weightsync/protocol/_tables.py", "tla/Tables.tla", "docs/protocol.md")
 ROLES = ("sender", "receiver")
 
 
@@ -91,7 +91,7 @@ def test_check_names_the_file_and_its_first_other_line(tree, capsys, name, edit)
     assert capsys.readouterr().out.startswith(f"{name}:{number + 1}: ")
 
 
-@pytest.mark.parametrize("name", ["weightsync/_tables.py", "tla/Tables.tla"])
+@pytest.mark.parametrize("name", ["weightsync/protocol/_tables.py", "tla/Tables.tla"])
 def test_check_notices_a_file_that_is_cut_or_goes_on(tree, capsys, name):
     whole = (tree / name).read_bytes()
 
@@ -119,7 +119,9 @@ def test_any_edited_row_makes_check_fail(text, rows, role):
         except generate.source.SpecError as error:
             refusals.append(str(error))
         else:
-            assert all(rendered[name] != committed[name] for name in committed if name != "weightsync/_actions.py")
+            assert all(
+                rendered[name] != committed[name] for name in committed if name != "weightsync/protocol/_actions.py"
+            )
     assert all(f"{role}.row" in refusal for refusal in refusals)
 
 
@@ -179,4 +181,4 @@ def test_an_action_that_the_model_renames_makes_check_fail(tree, capsys):
     path.write_text(path.read_text(encoding="utf-8").replace(": Defer(w)", ": PutOff(w)"), encoding="utf-8")
 
     assert generate.main(["--check"]) == 1
-    assert "weightsync/_actions.py" in capsys.readouterr().out
+    assert "weightsync/protocol/_actions.py" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`weightsync/_tables.py` says what `protocol.toml` says, and `weightsync/messages.py` has its fields."""
+"""The tables say what `protocol.toml` says, and `weightsync/protocol/messages.py` has its fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import generate
 import pytest
 from missing import installed
 
-from weightsync import _tables, messages
+from weightsync.protocol import _tables, messages
 
 MODEL = (Path(__file__).parents[2] / "tla" / "AckProtocol.tla").read_text(encoding="utf-8")
 
@@ -111,7 +111,7 @@ def test_every_message_has_the_fields_of_the_file(toml):
 
 
 def test_the_tables_need_the_standard_library_only(root):
-    tree = ast.parse((root / "weightsync/_tables.py").read_text(encoding="utf-8"))
+    tree = ast.parse((root / "weightsync/protocol/_tables.py").read_text(encoding="utf-8"))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
 
     assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))
@@ -119,7 +119,7 @@ def test_the_tables_need_the_standard_library_only(root):
 
 
 def test_every_member_is_documented(root):
-    lines = (root / "weightsync/_tables.py").read_text(encoding="utf-8").splitlines()
+    lines = (root / "weightsync/protocol/_tables.py").read_text(encoding="utf-8").splitlines()
     members = [number for number, line in enumerate(lines) if line.startswith("    ") and ' = "' in line]
 
     assert len(members) == sum(
@@ -148,7 +148,7 @@ def test_whatever_is_rendered_is_formatted_and_means_the_same(text, tmp_path, ol
     installed("ruff", what="THAT GENERATED CODE IS FORMATTED", extra="dev")
     assert old in text
     odd = text.replace(old, new)
-    rendered = generate.render(odd, {}, MODEL)["weightsync/_tables.py"]
+    rendered = generate.render(odd, {}, MODEL)["weightsync/protocol/_tables.py"]
     (tmp_path / "tables.py").write_text(rendered, encoding="utf-8")
 
     settings = ["--isolated", "--line-length=120", "--target-version=py311"]

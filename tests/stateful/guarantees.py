@@ -9,8 +9,8 @@ import itertools
 
 from world import Trainer, Worker, World
 
-from weightsync._tables import State
-from weightsync.report import OutcomeKind, SyncReport
+from weightsync.protocol._tables import State
+from weightsync.protocol.report import OutcomeKind, SyncReport
 
 
 def check_all(world: World) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from policy import Policy
 
-from weightsync.receiver import WeightReceiver
+from weightsync.engine.receiver import WeightReceiver
 
 #: Seconds after which a test gives up; reached only by a failure.
 PATIENCE = 60.0

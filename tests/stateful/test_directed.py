@@ -9,12 +9,12 @@ import pytest
 from guarantees import check_all
 from world import ROWS, Cable, Trainer, Worker, World
 
-from weightsync import messages
-from weightsync._tables import Delivery, ReceiverInput, SenderInput, State
 from weightsync.errors import ProtocolError, StateError, SyncError, TransportError
-from weightsync.target import Mode
+from weightsync.protocol import messages
+from weightsync.protocol._tables import Delivery, ReceiverInput, SenderInput, State
 from weightsync.transports.base import Payloads
-from weightsync.transports.network import Side
+from weightsync.transports.local import Side
+from weightsync.weights.target import Mode
 
 Make = Callable[[Delivery], World]
 

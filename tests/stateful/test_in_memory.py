@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from world import ROWS, Cable, Trainer, Worker, World
 
-from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, Delivery
-from weightsync.target import Mode
+from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, Delivery
 from weightsync.transports.base import Payloads
+from weightsync.weights.target import Mode
 
 T = TypeVar("T")
 

@@ -20,9 +20,9 @@ from remote import PATIENCE, Remote
 from world import Clock, _copied, _model_receiver, _model_sender, _outcome, _seen_sender, _told, weights
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from weightsync.engine.sender import WeightSender
 from weightsync.errors import WeightSyncError
-from weightsync.report import OutcomeKind, SyncReport
-from weightsync.sender import WeightSender
+from weightsync.protocol.report import OutcomeKind, SyncReport
 
 WORKERS = 2
 NUMBERS = st.integers(0, 15)
@@ -62,8 +62,8 @@ class Fleet:
     def __init__(self, scheme: Any, staff: Staff, patch: pytest.MonkeyPatch) -> None:
         self.scheme, self.staff = scheme, staff
         self.clock = Clock()
-        patch.setattr("weightsync.timing.secrets", self.clock)
-        patch.setattr("weightsync.timing.time.time_ns", self.clock.time_ns)
+        patch.setattr("weightsync.clock.secrets", self.clock)
+        patch.setattr("weightsync.clock.time.time_ns", self.clock.time_ns)
         self.codes = 0
         self.links: list[Link] = []
         self.ends: list[Any] = []

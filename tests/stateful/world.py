@@ -16,17 +16,16 @@ import torch
 from policy import Policy
 from reference import SENDER, WORKER, Content, Interrupt, Raised
 
-from weightsync import messages
-from weightsync._tables import Delivery, ReceiverInput, SenderInput, State
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.sender import WeightSender
 from weightsync.errors import WeightSyncError
-from weightsync.receiver import WeightReceiver
-from weightsync.report import SyncReport
+from weightsync.protocol import messages
+from weightsync.protocol._tables import Delivery, ReceiverInput, SenderInput, State
+from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.sender import WeightSender
-from weightsync.target import Mode
 from weightsync.transports.base import Payloads
-from weightsync.transports.local import LocalLink
-from weightsync.transports.network import Network, Pace, Parcel, Side
+from weightsync.transports.local import LocalLink, Network, Pace, Parcel, Side
+from weightsync.weights.target import Mode
 
 WORKERS = 3
 SIDES = {SENDER: Side.FIRST, WORKER: Side.SECOND}
@@ -210,8 +209,8 @@ class World:
         self.delivery, self.payloads, self.mode = delivery, payloads, mode
         self.clock = Clock()
         for name in ("time", "secrets"):
-            patch.setattr(f"weightsync.timing.{name}", self.clock)
-        patch.setattr("weightsync.driving.adapters.wait", self._waiting)
+            patch.setattr(f"weightsync.clock.{name}", self.clock)
+        patch.setattr("weightsync.engine.driver.wait", self._waiting)
         self.trainers: list[Trainer] = []
         self.cables: list[Cable] = []
         self.workers: dict[int, Worker] = {}

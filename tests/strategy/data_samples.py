@@ -7,10 +7,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weightsync.extras import encode_extras
-from weightsync.packing import pack
-from weightsync.tensors import DTYPES
-from weightsync.weights import layout_of, read_weights
+from weightsync.weights.extra_state import encode_extras
+from weightsync.weights.packing import pack
+from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.tensors import DTYPES
 
 ARRANGEMENTS = ("contiguous", "transposed", "strided", "offset", "expanded")
 

@@ -10,11 +10,11 @@ from data_samples import bits, packed, sample, sampled_dicts, snapshot, trained
 from hypothesis import given
 from torch import Tensor
 
-from weightsync import packing
-from weightsync.packing import digest, digest_of
-from weightsync.target import Mode, Target
-from weightsync.tensors import DTYPE_NAMES
-from weightsync.weights import layout_of, read_weights
+from weightsync.weights import packing
+from weightsync.weights.packing import digest, digest_of
+from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.target import Mode, Target
+from weightsync.weights.tensors import DTYPE_NAMES
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from weightsync import LayoutError, ProtocolError
-from weightsync.extras import MAX_DEPTH, decode_extras, encode_extras
+from weightsync.weights.extra_state import MAX_DEPTH, decode_extras, encode_extras
 
 scalars = st.one_of(
     st.none(),

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, WeightStrategy
-from weightsync.target import Target
-from weightsync.weights import read_weights
+from weightsync.weights.reading import read_weights
+from weightsync.weights.target import Target
 
 
 class Packing(nn.Module):
@@ -316,7 +316,7 @@ def test_the_state_dict_is_made_once_for_a_model_and_again_when_a_part_was_repla
 
 def test_a_plain_model_is_never_asked_for_its_state_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GRU(2, 2))
-    monkeypatch.setattr("weightsync.weights.refuse_hidden_state", None)
+    monkeypatch.setattr("weightsync.weights.reading.refuse_hidden_state", None)
 
     assert read_weights(model).tensors.keys() == model.state_dict().keys()
 

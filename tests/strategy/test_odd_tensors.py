@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 
 from weightsync import ConfigurationError, LayoutError, WeightStrategy
-from weightsync.driving.packing import Packer
-from weightsync.extras import encode_extras
-from weightsync.packing import digest_of_weights
-from weightsync.target import Mode, Target
-from weightsync.weights import layout_of, read_weights
+from weightsync.engine.packer import Packer
+from weightsync.weights.extra_state import encode_extras
+from weightsync.weights.packing import digest_of_weights
+from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.target import Mode, Target
 
 modes = pytest.mark.parametrize("mode", Mode)
 

@@ -9,11 +9,12 @@ from data_samples import bits, sample, sampled_dicts
 from hypothesis import given
 from torch import Tensor
 
-from weightsync import ConfigurationError, LayoutError, packing
-from weightsync.layout import Layout
-from weightsync.packing import digest, digest_of, pack
-from weightsync.tensors import DTYPES
-from weightsync.weights import Weights, layout_of, read_weights
+from weightsync import ConfigurationError, LayoutError
+from weightsync.weights import packing
+from weightsync.weights.layout import Layout
+from weightsync.weights.packing import digest, digest_of, pack
+from weightsync.weights.reading import Weights, layout_of, read_weights
+from weightsync.weights.tensors import DTYPES
 
 
 @given(sampled_dicts)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from weightsync import ConfigurationError, ModelPathError
-from weightsync.paths import _resolve_model
+from weightsync.weights.model_path import _resolve_model
 
 LEAF = nn.Linear(1, 1)
 CONTEXT = SimpleNamespace(

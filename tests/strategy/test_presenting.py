@@ -9,12 +9,12 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from weightsync.driving.packing import Packer
+from weightsync.engine.packer import Packer
 from weightsync.errors import ProtocolError
-from weightsync.packing import digest_of
-from weightsync.presenting import present, present_as
-from weightsync.strategy import WeightStrategy
-from weightsync.weights import layout_of, read_weights
+from weightsync.weights.packing import digest_of
+from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.unpacking import present, present_as
 
 
 class Counting(nn.Linear):

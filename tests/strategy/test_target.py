@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictParams
 from torch import Tensor, nn
 
-from weightsync.packing import digest, pack
-from weightsync.target import Mode, Target
-from weightsync.tensors import DTYPE_NAMES
-from weightsync.weights import layout_of, read_weights
+from weightsync.weights.packing import digest, pack
+from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.target import Mode, Target
+from weightsync.weights.tensors import DTYPE_NAMES
 
 modes = pytest.mark.parametrize("mode", Mode)
 

@@ -8,7 +8,7 @@ from data_samples import Counted, packed, snapshot, trained
 from torch import nn
 
 from weightsync import LayoutError
-from weightsync.target import Mode, SwapBroken, Target
+from weightsync.weights.target import Mode, SwapBroken, Target
 
 modes = pytest.mark.parametrize("mode", Mode)
 

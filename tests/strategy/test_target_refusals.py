@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from weightsync import ConfigurationError, LayoutError, ProtocolError
-from weightsync.extras import encode_extras
-from weightsync.target import Mode, Target
+from weightsync.weights.extra_state import encode_extras
+from weightsync.weights.target import Mode, Target
 
 modes = pytest.mark.parametrize("mode", Mode)
 

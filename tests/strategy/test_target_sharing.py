@@ -8,7 +8,7 @@ from data_samples import packed
 from torch import Tensor, nn
 
 from weightsync import LayoutError
-from weightsync.target import Mode, Target
+from weightsync.weights.target import Mode, Target
 
 modes = pytest.mark.parametrize("mode", Mode)
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from weightsync import ConfigurationError, LayoutError
-from weightsync.layout import Layout
-from weightsync.weights import layout_of, ordered, read_weights
+from weightsync.weights.layout import Layout
+from weightsync.weights.reading import layout_of, ordered, read_weights
 
 
 def test_a_module_is_read_as_its_state_dict_is() -> None:

@@ -10,10 +10,10 @@ import pytest
 from missing import java_and_tlc
 from tlc_support import Recorder
 
-from weightsync.checker.manifest import Manifest
-from weightsync.checker.output import Findings, MessageReader
-from weightsync.checker.process import Ending, Job, Outcome, TlcRun
-from weightsync.checker.toolchain import Toolchain
+from weightsync.model.manifest import Manifest
+from weightsync.model.output import Findings, MessageReader
+from weightsync.model.process import Ending, Job, Outcome, TlcRun
+from weightsync.model.toolchain import Toolchain
 
 HERE = Path(__file__).parent
 

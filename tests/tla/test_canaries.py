@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from tlc_support import Recorder
 
-from weightsync.checker import Manifest, Suite, Toolchain, due
-from weightsync.checker.config import Config, config_traps
-from weightsync.checker.output import Kind
-from weightsync.checker.process import Outcome
-from weightsync.checker.text import Library, traps
+from weightsync.model import Manifest, Suite, Toolchain, due
+from weightsync.model.config import Config, config_traps
+from weightsync.model.output import Kind
+from weightsync.model.process import Outcome
+from weightsync.model.text import Library, traps
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.checker import Toolchain
+from weightsync.model import Toolchain
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.checker import Manifest, find_model
-from weightsync.checker.config import Config, config_traps, literal
-from weightsync.checker.text import Library
+from weightsync.model import Manifest, find_model
+from weightsync.model.config import Config, config_traps, literal
+from weightsync.model.text import Library
 
 SPECS = Path(__file__).parent / "specs"
 

@@ -13,9 +13,9 @@ from modelcheck.mutants import Entry, Fate, Finding, Hunter, Ledger, Mutant, Ses
 from modelcheck.mutants.confirm import Confirmer
 from modelcheck.mutants.session import source_of
 
-from weightsync.checker import Manifest, Toolchain
-from weightsync.checker.process import Job, Outcome
 from weightsync.errors import ConfigurationError
+from weightsync.model import Manifest, Toolchain
+from weightsync.model.process import Job, Outcome
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 

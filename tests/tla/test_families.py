@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from tlc_support import Recorder
 
-from weightsync._tables import Delivery
-from weightsync.checker import Coverage, Expected, Manifest, Purpose, Suite, Tier, Toolchain, find_model, vacuity
-from weightsync.checker.manifest import Configuration
-from weightsync.checker.text import Library, Module
+from weightsync.model import Coverage, Expected, Manifest, Purpose, Suite, Tier, Toolchain, find_model, vacuity
+from weightsync.model.manifest import Configuration
+from weightsync.model.text import Library, Module
+from weightsync.protocol._tables import Delivery
 from weightsync.transports.base import Link
-from weightsync.transports.calls import CallLink
-from weightsync.transports.distributed import StoreLink
-from weightsync.transports.doors import DoorLink
-from weightsync.transports.pipe import PipeLink
+from weightsync.transports.calls.client import CallLink
+from weightsync.transports.calls.server import DoorLink
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.transports.store import StoreLink
 
 PACKAGE = Path(__file__).parents[2] / "weightsync"
 FOLDERS = (PACKAGE, PACKAGE / "transports", PACKAGE / "transports" / "distributed")

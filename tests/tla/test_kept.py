@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from modelcheck.kept import KeptTlc
 
-from weightsync.checker import Manifest, Toolchain, ToolMissingError
-from weightsync.checker.config import Config
-from weightsync.checker.output import Kind
-from weightsync.checker.process import Ending, Job, Outcome, TlcRun
+from weightsync.model import Manifest, Toolchain, ToolMissingError
+from weightsync.model.config import Config
+from weightsync.model.output import Kind
+from weightsync.model.process import Ending, Job, Outcome, TlcRun
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
@@ -125,9 +125,9 @@ def test_its_jvm_ends_with_a_process_that_is_killed_also_while_it_runs(
 ) -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "from weightsync.checker import find_toolchain\n"
+        "from weightsync.model import find_toolchain\n"
         "from modelcheck.kept import KeptTlc\n"
-        "from weightsync.checker.process import Job\n"
+        "from weightsync.model.process import Job\n"
         "kept, folder = KeptTlc(find_toolchain()), Path(sys.argv[1])\n"
         f"kept.run(Job(folder, 'Counter', {CONFIGS['Safe'].text!r}))\n"
         "print(kept._process.pid, flush=True)\n"

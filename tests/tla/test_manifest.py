@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from modelcheck.pinning import pin
 
-from weightsync.checker import Counts, Manifest, Purpose, Tier, find_model
 from weightsync.errors import ConfigurationError
+from weightsync.model import Counts, Manifest, Purpose, Tier, find_model
 
 ENTRY = """\
 [[configuration]]

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from weightsync._tables import GUARANTEES
-from weightsync.checker import Manifest, Purpose, find_model
-from weightsync.checker.config import Config, Value, config_traps
-from weightsync.checker.text import Library, traps
+from weightsync.model import Manifest, Purpose, find_model
+from weightsync.model.config import Config, Value, config_traps
+from weightsync.model.text import Library, traps
+from weightsync.protocol._tables import GUARANTEES
 
 _FEWEST_CANARIES = 12
 #: Watches over TLC's own search, not over the protocol.

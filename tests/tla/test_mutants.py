@@ -36,13 +36,13 @@ from modelcheck.mutants.session import source_of
 from modelcheck.mutants.syntax import Kind
 from rich.console import Console
 
-from weightsync.checker import Configuration, Counts, Expected, Manifest, Purpose, Tier, Toolchain, find_model
-from weightsync.checker.config import Config
-from weightsync.checker.output import Findings, Violation
-from weightsync.checker.output import Kind as Violated
-from weightsync.checker.process import Ending, Outcome
-from weightsync.checker.text import Library, Module, without_comments
 from weightsync.errors import ConfigurationError
+from weightsync.model import Configuration, Counts, Expected, Manifest, Purpose, Tier, Toolchain, find_model
+from weightsync.model.config import Config
+from weightsync.model.output import Findings, Violation
+from weightsync.model.output import Kind as Violated
+from weightsync.model.process import Ending, Outcome
+from weightsync.model.text import Library, Module, without_comments
 
 LOWEST_SCORE = 85.0
 

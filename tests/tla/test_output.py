@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from weightsync.checker.output import Action, Counts, Findings, Kind, MessageReader, Progress, Step, Violation
+from weightsync.model.output import Action, Counts, Findings, Kind, MessageReader, Progress, Step, Violation
 
 Captured = Callable[[str], tuple[Findings, tuple[str, ...]]]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tlc_support import Recorder
 
-from weightsync.checker import Coverage, Manifest, Suite, Toolchain, idle
-from weightsync.checker.manifest import Idle
-from weightsync.checker.output import Findings, MessageReader
-from weightsync.checker.places import Expression, Place, Unreached, read_expression, unreached
-from weightsync.checker.text import Library
 from weightsync.errors import ConfigurationError
+from weightsync.model import Coverage, Manifest, Suite, Toolchain, idle
+from weightsync.model.manifest import Idle
+from weightsync.model.output import Findings, MessageReader
+from weightsync.model.places import Expression, Place, Unreached, read_expression, unreached
+from weightsync.model.text import Library
 
 TEXT = """\
 ---- MODULE M ----

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.checker import Manifest, Purpose, Toolchain, find_model
-from weightsync.checker.process import Ending, Job, TlcRun
-from weightsync.checker.text import Library
+from weightsync.model import Manifest, Purpose, Toolchain, find_model
+from weightsync.model.process import Ending, Job, TlcRun
+from weightsync.model.text import Library
 
 PROMISE, STEPS = "WeightSync", "MCPromise"
 #: Clauses that follow from others: no step is refused by them alone.

@@ -12,8 +12,8 @@ import pytest
 from modelcheck.pinning import pin
 from tlc_support import Recorder
 
-from weightsync.checker import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, vacuity
-from weightsync.checker.process import Ending, Job, TlcRun
+from weightsync.model import Counts, Coverage, Manifest, Suite, Tier, Toolchain, Verdict, vacuity
+from weightsync.model.process import Ending, Job, TlcRun
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 

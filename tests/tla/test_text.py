@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.checker.text import Library, Module, traps, without_comments
+from weightsync.model.text import Library, Module, traps, without_comments
 
 HERE = Path(__file__).parent
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from tlc_support import Recorder
 
-from weightsync.checker import Configuration, Counts, Expected, Manifest, Purpose, Suite, Tier, Toolchain
-from weightsync.checker.config import Config, config_traps
-from weightsync.checker.process import Outcome
-from weightsync.checker.text import Library
+from weightsync.model import Configuration, Counts, Expected, Manifest, Purpose, Suite, Tier, Toolchain
+from weightsync.model.config import Config, config_traps
+from weightsync.model.process import Outcome
+from weightsync.model.text import Library
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 

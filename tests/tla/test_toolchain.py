@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from weightsync.checker import toolchain
-from weightsync.checker.toolchain import (
+from weightsync.model import toolchain
+from weightsync.model.toolchain import (
     SHA256,
     Toolchain,
     ToolMissingError,

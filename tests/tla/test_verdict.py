@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.checker.manifest import Configuration, Manifest
-from weightsync.checker.output import Counts, Findings
-from weightsync.checker.process import Ending, Job, Outcome
-from weightsync.checker.text import Library
-from weightsync.checker.verdict import Verdict, explain, judge, vacuity
+from weightsync.model.manifest import Configuration, Manifest
+from weightsync.model.output import Counts, Findings
+from weightsync.model.process import Ending, Job, Outcome
+from weightsync.model.text import Library
+from weightsync.model.verdict import Verdict, explain, judge, vacuity
 
 Captured = Callable[[str], tuple[Findings, tuple[str, ...]]]
 

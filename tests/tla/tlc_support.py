@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weightsync.checker.manifest import Configuration
-from weightsync.checker.output import Progress
-from weightsync.checker.verdict import Verdict
+from weightsync.model.manifest import Configuration
+from weightsync.model.output import Progress
+from weightsync.model.verdict import Verdict
 
 
 class Recorder:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import weightsync
-from weightsync import tracing
-from weightsync.checker.traces import Verdict, verify
+from weightsync.engine import recorder
+from weightsync.verify import Verdict, verify
 
 Lines = list[dict[str, Any]]
 
@@ -93,9 +93,9 @@ def play(scheme: Any = None) -> None:
 
 def recorded(folder: Path, scenario: Callable[[], None] = play) -> Path:
     """The one file that a scenario leaves."""
-    with tracing.record(folder):
+    with recorder.record(folder):
         scenario()
-    [file] = folder.glob(tracing.PATTERN)
+    [file] = folder.glob(recorder.PATTERN)
     return file
 
 
@@ -111,7 +111,7 @@ def write(file: Path, lines: Lines) -> Path:
         told["i"] = number
         if "m" in told:
             told["n"] = counts[told["m"]] = counts.get(told["m"], -1) + 1
-        sealed, checksum = tracing.seal(told, checksum)
+        sealed, checksum = recorder.seal(told, checksum)
         whole.append(sealed)
     file.write_text("".join(whole), encoding="utf-8")
     return file

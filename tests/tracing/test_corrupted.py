@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from recorded import Lines, judged, lines_of, recorded, write
 
-from weightsync import tracing
-from weightsync.checker.traces import UnreadableTraceError, Verdict
-from weightsync.checker.traces.lines import read_file
+from weightsync.engine import recorder
+from weightsync.verify import UnreadableTraceError, Verdict
+from weightsync.verify.lines import read_file
 
 
 @pytest.fixture(scope="module")
@@ -315,4 +315,4 @@ def test_what_became_of_a_version_is_told_once(file: Path) -> None:
 
 
 def test_traces_are_named_as_the_search_for_them_expects(good: Path) -> None:
-    assert list(good.parent.glob(tracing.PATTERN)) == [good]
+    assert list(good.parent.glob(recorder.PATTERN)) == [good]

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from recorded import recorded
 
-from weightsync._tables import SenderInput, State
-from weightsync.checker.traces.guarantees import breaches
-from weightsync.checker.traces.judging import machines_in, runs_of
-from weightsync.checker.traces.lines import Finding, read_file
-from weightsync.checker.traces.replaying import Machine, Moment
-from weightsync.messages import Ack, Update
+from weightsync.engine.recorder import What
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
-from weightsync.report import Evidence
-from weightsync.tracing import What
+from weightsync.protocol._tables import SenderInput, State
+from weightsync.protocol.messages import Ack, Update
+from weightsync.protocol.report import Evidence
+from weightsync.verify.guarantees import breaches
+from weightsync.verify.judging import machines_in, runs_of
+from weightsync.verify.lines import Finding, read_file
+from weightsync.verify.replaying import Machine, Moment
 
 Wanted = Callable[[Moment], bool]
 OTHER = b"\x01" * 16

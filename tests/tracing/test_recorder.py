@@ -20,13 +20,13 @@ import pytest
 from recorded import Cast, judged, lines_of, model, play, recorded, write
 
 import weightsync
-from weightsync import tracing
-from weightsync.checker.traces import verify
-from weightsync.driving.receiver import ReceiverDriver
-from weightsync.driving.sender import SenderDriver
-from weightsync.driving.traced import TracedReceiverDriver, TracedSenderDriver
+from weightsync.engine import recorder as tracing
+from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.engine.recorded_drivers import TracedReceiverDriver, TracedSenderDriver
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.verify import verify
 
 SCHEMES = [weightsync.MultiProcessWeightSyncScheme, weightsync.SharedMemWeightSyncScheme]
 

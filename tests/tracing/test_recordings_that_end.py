@@ -12,8 +12,8 @@ import pytest
 from recorded import Cast, lines_of, model, play, recorded, write
 
 import weightsync
-from weightsync import tracing
-from weightsync.checker.traces import verify
+from weightsync.engine import recorder as tracing
+from weightsync.verify import verify
 
 
 def _two_recordings(tmp_path: Path, role: str) -> tuple[Path, Path]:

@@ -15,17 +15,17 @@ from missing import java_and_tlc
 from recorded import Cast, judged, model, recorded
 
 import weightsync
-from weightsync import tracing
-from weightsync._tables import State
-from weightsync.checker.toolchain import Toolchain
-from weightsync.checker.traces import follow, tlc
-from weightsync.checker.traces.modelling import Modelled, modelled
-from weightsync.checker.traces.naming import Acted, Bounds
-from weightsync.checker.traces.tlc import accepted_of
-from weightsync.messages import Ack
+from weightsync.engine import recorder
+from weightsync.model.toolchain import Toolchain
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
-from weightsync.report import Outcome, OutcomeKind
+from weightsync.protocol._tables import State
+from weightsync.protocol.messages import Ack
+from weightsync.protocol.report import Outcome, OutcomeKind
+from weightsync.verify import follow, tlc
+from weightsync.verify.modelling import Modelled, modelled
+from weightsync.verify.naming import Acted, Bounds
+from weightsync.verify.tlc import accepted_of
 
 pytestmark = pytest.mark.tlc
 
@@ -154,7 +154,7 @@ def test_runs_beyond_the_bounds_are_counted(tools: Toolchain, tmp_path: Path) ->
 def test_runs_are_followed_in_batches_of_which_one_is_asked_that_following_adds_nothing(
     tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tracing.record(tmp_path / "short"):
+    with recorder.record(tmp_path / "short"):
         cast = Cast()
         cast.sender.send_async(model(1.0))
         cast.receive()
@@ -181,14 +181,14 @@ def test_runs_are_followed_in_batches_of_which_one_is_asked_that_following_adds_
 
 def _until(event: type | tuple[()], end: Any) -> None:
     """A worker that receives once; killed as it is about to write that it has taken an event, if one is named."""
-    shipped = tracing.Life.tell
+    shipped = recorder.Life.tell
 
-    def tell(self: tracing.Life, what: tracing.What, model_id: str, **said: Any) -> None:
+    def tell(self: recorder.Life, what: recorder.What, model_id: str, **said: Any) -> None:
         if isinstance(said.get("event"), event):
             os.kill(os.getpid(), signal.SIGKILL)
         shipped(self, what, model_id, **said)
 
-    tracing.Life.tell = tell  # type: ignore[method-assign]
+    recorder.Life.tell = tell  # type: ignore[method-assign]
     receiver = weightsync.WeightReceiver(weightsync.MultiProcessWeightSyncScheme())
     receiver.register_model(model())
     receiver.register_worker_transport(end)
@@ -200,7 +200,7 @@ def test_a_worker_that_was_killed_before_it_wrote_what_it_did_is_followed_and_so
     tools: Toolchain, tmp_path: Path, event: type
 ) -> None:
     context = multiprocessing.get_context("fork")
-    with tracing.record(tmp_path):
+    with recorder.record(tmp_path):
         sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
         for until in (event, ()):
             ours, theirs = context.Pipe()
@@ -230,7 +230,7 @@ def test_an_answer_that_left_and_of_which_its_worker_never_knew_is_followed(
         cast.sender.wait_async()
         cast.close()
 
-    monkeypatch.setattr("weightsync.driving.receiver.flush", lambda link: False)
+    monkeypatch.setattr("weightsync.engine.receiver_driver.flush", lambda link: False)
     verdict = judged(recorded(tmp_path, play))
     [run] = verdict.runs
     closed = [moment for each in run.machines for moment in each.moments if isinstance(moment.event, receiving.Close)]

@@ -11,8 +11,8 @@ from recorded import Cast, lines_of, model, recorded, write
 from typer.testing import CliRunner, Result
 
 import weightsync
-from weightsync import tracing
 from weightsync.cli._app import build
+from weightsync.engine import recorder
 
 CONFORMS, DOES_NOT, CANNOT_SAY = 0, 1, 2
 
@@ -92,9 +92,9 @@ def test_where_nothing_can_be_said_it_gives_2_and_says_why(tmp_path: Path, what:
 def parts(tmp_path: Path) -> dict[str, Path]:
     """A trainer's file and a worker's, by role: as two processes leave them."""
     here, there = tmp_path / "here", tmp_path / "there"
-    with tracing.record(here):
+    with recorder.record(here):
         sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
-        with tracing.record(there):
+        with recorder.record(there):
             cast = Cast()
             cast.sender.close()
             cast.sender = sender
@@ -103,7 +103,7 @@ def parts(tmp_path: Path) -> dict[str, Path]:
             cast.receive(0)
             sender.wait_async()
             cast.close()
-    [trainer], [worker] = here.glob(tracing.PATTERN), there.glob(tracing.PATTERN)
+    [trainer], [worker] = here.glob(recorder.PATTERN), there.glob(recorder.PATTERN)
     return {"sender": trainer, "receiver": worker}
 
 

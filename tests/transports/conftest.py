@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from weightsync import tracing
-from weightsync.transports.pipe import PipeLink
+from weightsync.engine import recorder
+from weightsync.transports.pipe.link import PipeLink
 
 Pair = tuple[PipeLink, PipeLink]
 
@@ -39,7 +39,7 @@ def descriptors() -> dict[int, str]:
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:
             continue
-    return {fd: name for fd, name in found.items() if fd not in helpers and not Path(name).match(tracing.PATTERN)}
+    return {fd: name for fd, name in found.items() if fd not in helpers and not Path(name).match(recorder.PATTERN)}
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weightsync._tables import PROTOCOL_VERSION, RefusalKind
-from weightsync.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
-from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
-from weightsync.wire import encode
+from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
+from weightsync.protocol.codec import encode
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
+from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 GOLDEN = Path(__file__).with_name("golden.json")
 _DIGEST = bytes(range(16))

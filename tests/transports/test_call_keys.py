@@ -13,12 +13,11 @@ from torch import nn
 
 from weightsync import AuthenticationError, RPCWeightSyncScheme, WeightSender, WorkerLostError
 from weightsync.keys import SharedKey
-from weightsync.messages import Hello
+from weightsync.protocol.messages import Hello
 from weightsync.schemes import rpc as scheme_module
 from weightsync.transports import rpc as module
-from weightsync.transports.call_seals import Challenged, KeyedSeal, NoSeal
-from weightsync.transports.doors import Door, Parcel
-from weightsync.transports.sealing import Identity, Kind
+from weightsync.transports.calls.server import Door, Parcel
+from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind, NoSeal
 
 PATIENCE = 30.0
 KEY = SharedKey("a secret of both")
@@ -65,7 +64,7 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(scheme_module, "worker_named", lambda worker, peer: worker)
-    monkeypatch.setattr("weightsync.compat.collectors.worker_named", lambda worker, peer: Worker)
+    monkeypatch.setattr("weightsync.schemes.peers.collectors.worker_named", lambda worker, peer: Worker)
     return Calls(monkeypatch)
 
 

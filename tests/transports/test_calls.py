@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from weightsync import ConfigurationError, ProtocolError, TransportError
-from weightsync.messages import Ack, Bye, Hello, Update
-from weightsync.transports import liveness
+from weightsync.protocol.messages import Ack, Bye, Hello, Update
+from weightsync.transports import process
 from weightsync.transports.base import Waker, wait
-from weightsync.transports.calls import CallLink, GivenUp
-from weightsync.transports.liveness import own_identity
-from weightsync.transports.memory import Buffer
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.calls.client import CallLink, GivenUp
+from weightsync.transports.process import own_identity
 from weightsync.transports.rpc import _carried
 
 
@@ -179,7 +179,7 @@ def test_a_process_that_cannot_be_watched_is_a_transport_error(laid: Any, monkey
     def refuse(pid: int) -> int:
         raise OSError(24, os.strerror(24))
 
-    monkeypatch.setattr(liveness.os, "pidfd_open", refuse)
+    monkeypatch.setattr(process.os, "pidfd_open", refuse)
     with pytest.raises(TransportError, match="cannot be watched: Too many open files"):
         laid[0].watch(*own_identity())
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from weightsync import AuthenticationError, wire
+from weightsync import AuthenticationError
 from weightsync.keys import SharedKey
-from weightsync.messages import Ack, Message
-from weightsync.transports.call_seals import Challenged, KeyedSeal
-from weightsync.transports.distributed.guards import SenderGuard, WorkerGuard
-from weightsync.transports.doors import Frames, Parcel
-from weightsync.transports.gates import Gate, Kept, TurnedAway
-from weightsync.transports.sealing import Identity, Kind
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Ack, Message
+from weightsync.transports.calls.gates import Gate, Kept, TurnedAway
+from weightsync.transports.calls.server import Frames, Parcel
+from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind
+from weightsync.transports.store.sockets import SenderGuard, WorkerGuard
 
 KEY = SharedKey("a secret of both")
 SENDERS = 2
@@ -191,7 +191,7 @@ class Calls:
             if self.proven[w] and self.read[w]:
                 plain: Future[Frames] = Future()
                 sealed = self.gates[g].sealed(f"{s}" * 32, plain)
-                plain.set_result([wire.encode(ack(100 + self.told[w]))])
+                plain.set_result([codec.encode(ack(100 + self.told[w]))])
                 [text] = sealed.result(0)
                 self.wire.append(Envelope(Kind.ANSWER, s, w, self.told[w], b"content", text))
                 self.told[w] += 1
@@ -235,7 +235,7 @@ class Calls:
             self.kept[w].discard(number)
             self.asked[w].add(number)
         if admitted.frame:
-            assert wire.decode(admitted.frame) == ack(number)
+            assert codec.decode(admitted.frame) == ack(number)
             self.read[w].append(number)
 
     def up(self, it: Envelope, s: int) -> None:
@@ -267,7 +267,7 @@ class Calls:
 
 @pytest.mark.parametrize("seeds", [range(40), range(40, 80)], ids=["these", "those"])
 def test_over_calls_an_end_believes_what_the_model_says(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.transports.gates.logger.warning", _silent)
+    monkeypatch.setattr("weightsync.transports.calls.gates.logger.warning", _silent)
     believed = 0
     for seed in seeds:
         walk = Calls(seed)

@@ -13,15 +13,15 @@ import time
 import pytest
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.messages import Ack, Bye, Update
-from weightsync.transports import mailbox
+from weightsync.protocol.messages import Ack, Bye, Update
 from weightsync.transports.base import Payloads, Waker, wait
-from weightsync.transports.channel import Channel
-from weightsync.transports.mailbox import MAX_STRAYS
-from weightsync.transports.memory import Buffer, Storage
-from weightsync.transports.pipe import PipeLink
-from weightsync.transports.preamble import PREAMBLE
-from weightsync.transports.user import UserMessages
+from weightsync.transports.buffers import Buffer, Storage
+from weightsync.transports.pipe import mailbox
+from weightsync.transports.pipe.connection import Channel
+from weightsync.transports.pipe.framing import PREAMBLE
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.transports.pipe.mailbox import MAX_STRAYS
+from weightsync.transports.pipe.user_messages import UserMessages
 
 
 def ack(version: int, model_id: str = "policy") -> Ack:

@@ -16,19 +16,18 @@ import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from weightsync import wire
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError
-from weightsync.extras import decode_extras, encode_extras
 from weightsync.keys import SharedKey
-from weightsync.layout import Layout
-from weightsync.messages import Ack, Hello, Message, Update
-from weightsync.nested import MAX_DEPTH
-from weightsync.report import Outcome, OutcomeKind, SyncReport
+from weightsync.protocol import codec
+from weightsync.protocol.codec import MAX_DEPTH
+from weightsync.protocol.messages import Ack, Hello, Message, Update
+from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.transports.base import Received
-from weightsync.transports.call_seals import KeyedSeal
-from weightsync.transports.door_links import opened
-from weightsync.transports.doors import Parcel, decoded
-from weightsync.transports.sealing import Identity
+from weightsync.transports.calls.server import Parcel, decoded
+from weightsync.transports.calls.server_link import opened
+from weightsync.transports.sealing import Identity, KeyedSeal
+from weightsync.weights.extra_state import decode_extras, encode_extras
+from weightsync.weights.layout import Layout
 
 Edit = tuple[str, int, bytes]
 edits: st.SearchStrategy[list[Edit]] = st.lists(
@@ -57,18 +56,18 @@ def sealed(head: bytes, body: bytes) -> bytes:
 
 def is_understood_or_refused(data: bytes) -> None:
     try:
-        message = wire.decode(data)
+        message = codec.decode(data)
     except ProtocolError:
         return
-    assert message == wire.decode(wire.encode(message))
+    assert message == codec.decode(codec.encode(message))
 
 
 @given(strategies.messages, edits)
 def test_an_edited_frame_under_a_checksum_that_fits_is_understood_or_refused(message: Message, changes: Any) -> None:
-    data = wire.encode(message)
-    body = edited(data[wire.HEADER_NBYTES :], changes)
+    data = codec.encode(message)
+    body = edited(data[codec.HEADER_NBYTES :], changes)
 
-    is_understood_or_refused(sealed(data[: wire.HEADER_NBYTES], body))
+    is_understood_or_refused(sealed(data[: codec.HEADER_NBYTES], body))
     is_understood_or_refused(edited(data, changes))
 
 
@@ -76,10 +75,10 @@ def test_an_edited_frame_under_a_checksum_that_fits_is_understood_or_refused(mes
 def test_an_edited_header_under_a_checksum_that_fits_is_understood_or_refused(
     message: Message, position: int, value: int
 ) -> None:
-    data = wire.encode(message)
-    head = data[:position] + bytes([value]) + data[position + 1 : wire.HEADER_NBYTES]
+    data = codec.encode(message)
+    head = data[:position] + bytes([value]) + data[position + 1 : codec.HEADER_NBYTES]
 
-    is_understood_or_refused(sealed(head, data[wire.HEADER_NBYTES :]))
+    is_understood_or_refused(sealed(head, data[codec.HEADER_NBYTES :]))
 
 
 # ---------------------------------------------------------------------------------------- reports in an ack
@@ -87,20 +86,20 @@ def test_an_edited_header_under_a_checksum_that_fits_is_understood_or_refused(
 
 def carrying(report: bytes) -> bytes:
     """An ack that brings these bytes as what became of the version elsewhere."""
-    with mock.patch.object(wire, "encode_report", return_value=report):
-        return wire.encode(Ack(model_id="m", incarnation=1, version=1))
+    with mock.patch.object(codec, "encode_report", return_value=report):
+        return codec.encode(Ack(model_id="m", incarnation=1, version=1))
 
 
 @given(strategies.reports, edits)
 def test_an_edited_report_is_understood_or_refused(report: SyncReport, changes: Any) -> None:
-    is_understood_or_refused(carrying(edited(wire.encode_report(report), changes)))
+    is_understood_or_refused(carrying(edited(codec.encode_report(report), changes)))
 
 
 @given(strategies.reports, st.integers(0, 2**16), st.sampled_from(WORDS))
 def test_a_report_with_another_value_somewhere_is_understood_or_refused(
     report: SyncReport, which: int, word: str
 ) -> None:
-    text = wire.encode_report(report).decode()
+    text = codec.encode_report(report).decode()
     spots = [at for at in range(len(text)) if text[at - 2 : at] in (": ", ", ")]
     at = spots[which % len(spots)]
     end = min(position for sign in ",}]" if (position := text.find(sign, at)) >= 0)
@@ -122,7 +121,7 @@ def nested(depth: int) -> SyncReport:
 
 
 def with_field(path: str, word: str) -> bytes:
-    told = json.loads(wire.encode_report(REPORT))
+    told = json.loads(codec.encode_report(REPORT))
     *parents, last = path.split(".")
     inner = told
     for name in parents:
@@ -140,7 +139,7 @@ NUMBERS = ["version", "incarnation", "nbytes", "preparing", "outcomes.0.fence", 
 )
 def test_a_number_in_a_report_is_finite_and_in_its_range(field: str, word: str) -> None:
     with pytest.raises(ProtocolError):
-        wire.decode(carrying(with_field(field, word)))
+        codec.decode(carrying(with_field(field, word)))
 
 
 @pytest.mark.parametrize(
@@ -163,29 +162,29 @@ def test_a_number_in_a_report_is_finite_and_in_its_range(field: str, word: str) 
 )
 def test_what_is_no_report_is_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        wire.decode(carrying(data))
+        codec.decode(carrying(data))
 
 
 def test_reports_are_nested_no_deeper_than_both_sides_can_follow() -> None:
     deepest = Ack(model_id="m", incarnation=1, version=1, nested=nested(MAX_DEPTH))
-    assert wire.decode(wire.encode(deepest)) == deepest
+    assert codec.decode(codec.encode(deepest)) == deepest
     with pytest.raises(ConfigurationError, match="nested more than"):
-        wire.encode(replace(deepest, nested=nested(MAX_DEPTH + 1)))
+        codec.encode(replace(deepest, nested=nested(MAX_DEPTH + 1)))
     data = b"{}"
-    with mock.patch("weightsync.nested.MAX_DEPTH", 300):
-        data = wire.encode_report(nested(230))
+    with mock.patch("weightsync.protocol.codec.MAX_DEPTH", 300):
+        data = codec.encode_report(nested(230))
     with pytest.raises(ProtocolError, match="nested more than"):
-        wire.decode(carrying(data))
+        codec.decode(carrying(data))
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
 def test_the_seconds_of_an_ack_are_finite_and_not_negative(seconds: float) -> None:
-    good = wire.encode(Ack(model_id="m", incarnation=1, version=1, seconds=0.25))
+    good = codec.encode(Ack(model_id="m", incarnation=1, version=1, seconds=0.25))
     bad = good.replace(struct.pack("!d", 0.25), struct.pack("!d", seconds))
     with pytest.raises(ProtocolError, match="duration"):
-        wire.decode(sealed(bad[: wire.HEADER_NBYTES], bad[wire.HEADER_NBYTES :]))
+        codec.decode(sealed(bad[: codec.HEADER_NBYTES], bad[codec.HEADER_NBYTES :]))
     with pytest.raises(ConfigurationError, match="duration"):
-        wire.encode(Ack(model_id="m", incarnation=1, version=1, seconds=seconds))
+        codec.encode(Ack(model_id="m", incarnation=1, version=1, seconds=seconds))
 
 
 @pytest.mark.parametrize(
@@ -194,12 +193,12 @@ def test_the_seconds_of_an_ack_are_finite_and_not_negative(seconds: float) -> No
     ids=["Ack", "Update"],
 )
 def test_no_version_is_neither_sent_nor_acked(message: Any) -> None:
-    head, body = bytearray(wire.encode(message))[: wire.HEADER_NBYTES], wire.encode(message)[wire.HEADER_NBYTES :]
+    head, body = bytearray(codec.encode(message))[: codec.HEADER_NBYTES], codec.encode(message)[codec.HEADER_NBYTES :]
     head[48:56] = bytes(8)
     with pytest.raises(ProtocolError, match="version 0, which means none"):
-        wire.decode(sealed(bytes(head), body))
+        codec.decode(sealed(bytes(head), body))
     with pytest.raises(ConfigurationError, match="version 0"):
-        wire.encode(replace(message, version=0))
+        codec.encode(replace(message, version=0))
 
 
 # -------------------------------------------------------------------------------------- layouts, extra state
@@ -227,14 +226,14 @@ def test_edited_extra_state_is_understood_or_refused(changes: Any) -> None:
     assert decode_extras(encode_extras(extras)).keys() == extras.keys()
 
 
-@pytest.mark.parametrize("decode", [Layout.decode, decode_extras, wire.decode])
+@pytest.mark.parametrize("decode", [Layout.decode, decode_extras, codec.decode])
 @given(data=st.binary(min_size=1, max_size=80))
 def test_arbitrary_bytes_raise_nothing_else(decode: Callable[[bytes], object], data: bytes) -> None:
     try:
         decode(data)
     except ProtocolError:
         return
-    assert decode is not wire.decode
+    assert decode is not codec.decode
 
 
 # ------------------------------------------------------------------------------------------ calls (Ray, RPC)
@@ -253,7 +252,7 @@ def test_what_a_call_brings_is_understood_or_refused(frame: Any, payload: memory
 
 @given(strategies.hellos | strategies.updates, edits, st.none() | st.binary(max_size=40).map(memoryview))
 def test_an_edited_call_is_understood_or_refused(message: Message, changes: Any, payload: memoryview | None) -> None:
-    data = wire.encode(message)
+    data = codec.encode(message)
     brought = opened(Parcel("link", 0, sealed(data[:72], edited(data[72:], changes)), payload))
 
     assert isinstance(brought, ProtocolError) or isinstance(brought.message, Hello | Update)
@@ -285,5 +284,5 @@ def test_what_a_call_under_a_key_brings_home_is_believed_or_refused(frames: Any)
 def test_a_call_may_bring_its_payload_and_nothing_less() -> None:
     update = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=3)
 
-    assert opened(Parcel("link", 0, wire.encode(update), memoryview(b"1234"))) == Received(update, memoryview(b"123"))
-    assert isinstance(opened(Parcel("link", 0, wire.encode(update), memoryview(b"12"))), ProtocolError)
+    assert opened(Parcel("link", 0, codec.encode(update), memoryview(b"1234"))) == Received(update, memoryview(b"123"))
+    assert isinstance(opened(Parcel("link", 0, codec.encode(update), memoryview(b"12"))), ProtocolError)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from weightsync import ConfigurationError, ProtocolError, RPCWeightSyncScheme, TransportError, wire
-from weightsync.messages import Ack, Bye, Hello, Update
+from weightsync import ConfigurationError, ProtocolError, RPCWeightSyncScheme, TransportError
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Waker, wait
-from weightsync.transports.door_links import MAX_AHEAD
-from weightsync.transports.doors import Door, Parcel, decoded
-from weightsync.transports.liveness import own_identity
+from weightsync.transports.calls.server import Door, Parcel, decoded
+from weightsync.transports.calls.server_link import MAX_AHEAD
+from weightsync.transports.process import own_identity
 from weightsync.transports.rpc import door_of
 
 
@@ -26,7 +27,7 @@ def ack(version: int) -> Ack:
 def parcel(number: int, nbytes: int = 0, link: str = "a", payload: bytes | None = None) -> Parcel:
     update = Update(model_id="m", incarnation=1, version=number + 1, layout_digest=b"", nbytes=nbytes)
     brought = payload if payload is not None else bytes([number % 256]) * nbytes
-    return Parcel(link, number, wire.encode(update), memoryview(bytearray(brought)) if nbytes else None)
+    return Parcel(link, number, codec.encode(update), memoryview(bytearray(brought)) if nbytes else None)
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def test_a_released_call_goes_home_with_what_there_is_to_say(opened: Any) -> Non
 def test_after_a_senders_goodbye_no_call_of_its_link_waits_not_even_one_that_comes_later(opened: Any) -> None:
     door, _ = opened
     early = door.knock(parcel(0))
-    door.hang_up(Parcel("a", 2, wire.encode(Bye(model_id="m", incarnation=1))))
+    door.hang_up(Parcel("a", 2, codec.encode(Bye(model_id="m", incarnation=1))))
     late = door.knock(parcel(1))
 
     assert [answers(early), answers(late)] == [[], []]
@@ -271,7 +272,7 @@ def test_what_a_forked_child_inherits_is_closed_and_answers_nobody(opened: Any) 
 def test_a_malformed_call_that_waits_is_told_to_its_caller_and_no_receiver_meets_its_link() -> None:
     door, links = Door("m"), []
     early = door.knock(parcel(0)), door.knock(parcel(0, link="b"))
-    for bad in (Parcel("a", 1, b"nonsense" * 20), Parcel("c", 0, wire.encode(ack(1)))):
+    for bad in (Parcel("a", 1, b"nonsense" * 20), Parcel("c", 0, codec.encode(ack(1)))):
         with pytest.raises(ProtocolError):
             door.knock(bad)
     stop = door.open(links.append)
@@ -290,7 +291,7 @@ def test_a_receiver_connects_past_a_malformed_call_that_has_waited_for_it() -> N
     door, scheme = door_of("past a malformed call"), RPCWeightSyncScheme()
     with pytest.raises(ProtocolError):
         door.knock(Parcel("bad", 0, b"nonsense" * 20))
-    answer = door.knock(Parcel("good", 0, wire.encode(Hello(model_id=door.model_id, incarnation=7))))
+    answer = door.knock(Parcel("good", 0, codec.encode(Hello(model_id=door.model_id, incarnation=7))))
     with scheme:
         scheme.init_on_receiver(model_id=door.model_id, model=torch.nn.Linear(1, 1))
         scheme.connect(worker_idx=0, timeout=5)

@@ -8,26 +8,26 @@ from typing import Any
 
 import pytest
 
-from weightsync import AuthenticationError, ProtocolError, TransportError, wire
+from weightsync import AuthenticationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
-from weightsync.messages import Bye, Hello, Update
-from weightsync.transports import door_links, doors, gates, queues
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Bye, Hello, Update
 from weightsync.transports.base import Received
-from weightsync.transports.call_seals import Challenged, KeyedSeal
-from weightsync.transports.doors import Door, Parcel
+from weightsync.transports.calls import gates, queues, server, server_link
+from weightsync.transports.calls.server import Door, Parcel
 from weightsync.transports.queues import QueueChannel, QueueLink
-from weightsync.transports.sealing import Identity
+from weightsync.transports.sealing import Challenged, Identity, KeyedSeal
 
 KEY = SharedKey("a secret of both")
 PATIENCE = 30.0
 
 
 def hello(model_id: str = "m") -> bytes:
-    return wire.encode(Hello(model_id=model_id, incarnation=1))
+    return codec.encode(Hello(model_id=model_id, incarnation=1))
 
 
 def update(version: int, nbytes: int = 0) -> bytes:
-    return wire.encode(Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=nbytes))
+    return codec.encode(Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=nbytes))
 
 
 def parcel(link: str, number: int, nbytes: int = 0) -> Parcel:
@@ -53,7 +53,7 @@ def door() -> Iterator[tuple[Door, list[Any]]]:
 def test_a_sender_that_floods_a_door_loses_its_own_link(
     door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch, bound: str, most: int, nbytes: int
 ) -> None:
-    monkeypatch.setattr(door_links, bound, most)
+    monkeypatch.setattr(server_link, bound, most)
     opened, links = door
     opened.knock(parcel("good", 0))
     for number in range(5):
@@ -75,7 +75,7 @@ def test_a_sender_that_floods_a_door_loses_its_own_link(
 def test_calls_ahead_of_their_turn_are_bounded_by_bytes_too(
     door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door_links, "MAX_UNREAD_NBYTES", 50)
+    monkeypatch.setattr(server_link, "MAX_UNREAD_NBYTES", 50)
     opened, _ = door
     for number in range(1, 6):
         opened.knock(parcel("a", number, 10))
@@ -84,7 +84,7 @@ def test_calls_ahead_of_their_turn_are_bounded_by_bytes_too(
 
 
 def test_what_is_read_makes_room(door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_links, "MAX_UNREAD_NBYTES", 10)
+    monkeypatch.setattr(server_link, "MAX_UNREAD_NBYTES", 10)
     opened, links = door
     for number in range(30):
         opened.knock(parcel("a", number, 10))
@@ -94,13 +94,13 @@ def test_what_is_read_makes_room(door: tuple[Door, list[Any]], monkeypatch: pyte
 def test_links_that_ended_are_forgotten_but_for_the_last_and_more_open_ones_are_refused(
     door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "MAX_LINKS", 4)
-    monkeypatch.setattr(doors, "_REMEMBERED", 2)
+    monkeypatch.setattr(server, "MAX_LINKS", 4)
+    monkeypatch.setattr(server, "_REMEMBERED", 2)
     opened, links = door
     opened.knock(parcel("stays", 0))
     for name in range(20):
         opened.knock(parcel(f"{name}", 0))
-        opened.hang_up(Parcel(f"{name}", 1, wire.encode(Bye(model_id="m", incarnation=1))))
+        opened.hang_up(Parcel(f"{name}", 1, codec.encode(Bye(model_id="m", incarnation=1))))
         links[-1].close()
     assert set(opened._links) == {"stays", "17", "18", "19"}
     assert opened.knows("stays")
@@ -117,9 +117,9 @@ def test_links_that_ended_are_forgotten_but_for_the_last_and_more_open_ones_are_
 def test_what_waits_for_a_receiver_is_bounded_and_what_came_first_stays(
     monkeypatch: pytest.MonkeyPatch, keyed: bool
 ) -> None:
-    monkeypatch.setattr(doors, "MAX_UNMET", 3)
+    monkeypatch.setattr(server, "MAX_UNMET", 3)
     made, links = Door("m"), []
-    frame = KeyedSeal(KEY, Identity("calls", "m", "", "0"), "w").frame(0, wire.decode(hello()), None)
+    frame = KeyedSeal(KEY, Identity("calls", "m", "", "0"), "w").frame(0, codec.decode(hello()), None)
     for name in range(3):
         made.knock(Parcel(f"{name}", 0, frame if keyed else hello()))
     with pytest.raises(TransportError, match="3 others wait"):
@@ -134,7 +134,7 @@ def test_what_waits_for_a_receiver_is_bounded_and_what_came_first_stays(
 
 
 def test_the_bytes_that_wait_for_a_receiver_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "MAX_UNMET_NBYTES", 20)
+    monkeypatch.setattr(server, "MAX_UNMET_NBYTES", 20)
     made = Door("m")
     for number in range(2):
         made.knock(parcel("a", number, 10))
@@ -150,7 +150,7 @@ class Sender:
         self.door = opened
         self.name = name
         self.seal = KeyedSeal(KEY, Identity("calls", "m", "", name), "the worker")
-        self.early = Parcel(name, 0, self.seal.frame(0, wire.decode(hello()), None))
+        self.early = Parcel(name, 0, self.seal.frame(0, codec.decode(hello()), None))
 
     def call(self) -> None:
         with pytest.raises(Challenged):

@@ -8,9 +8,9 @@ from pathlib import Path
 import golden
 import pytest
 
-from weightsync import wire
-from weightsync._tables import PROTOCOL_VERSION, RefusalKind
-from weightsync.wire import decode
+from weightsync.protocol import codec
+from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
+from weightsync.protocol.codec import decode
 
 NAMES = list(golden.frames())
 
@@ -35,7 +35,7 @@ def test_the_bytes_that_are_pinned_are_read_as_what_was_said(name: str) -> None:
 
 def test_two_refusal_kinds_that_change_places_change_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     swapped = {RefusalKind.STALE: RefusalKind.FENCED, RefusalKind.FENCED: RefusalKind.STALE}
-    monkeypatch.setattr(wire, "_REFUSALS", tuple(swapped.get(kind, kind) for kind in RefusalKind))
+    monkeypatch.setattr(codec, "_REFUSALS", tuple(swapped.get(kind, kind) for kind in RefusalKind))
 
     assert set(golden.changed()) >= {"Refusal STALE", "Refusal FENCED"}
 

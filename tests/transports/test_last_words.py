@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from weightsync import TransportError, wire
-from weightsync.messages import Ack, Message, Update
+from weightsync import TransportError
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Ack, Message, Update
 from weightsync.transports.base import Link, Waker, wait
-from weightsync.transports.calls import CallLink
-from weightsync.transports.door_links import DoorLink, Parcel, opened
-from weightsync.transports.liveness import ProcessWatch, own_identity
-from weightsync.transports.pipe import PipeLink
+from weightsync.transports.calls.client import CallLink
+from weightsync.transports.calls.server_link import DoorLink, Parcel, opened
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.transports.process import ProcessWatch, own_identity
 from weightsync.transports.queues import QueueChannel, QueueLink
 
 ACK = Ack(model_id="m", incarnation=1, version=1)
@@ -56,7 +57,7 @@ def over_calls() -> Iterator[Scene]:
 @contextlib.contextmanager
 def behind_a_door() -> Iterator[Scene]:
     link = DoorLink("the sender")
-    yield link, UPDATE, lambda: link.bring(0, opened(Parcel("a", 0, wire.encode(UPDATE))))
+    yield link, UPDATE, lambda: link.bring(0, opened(Parcel("a", 0, codec.encode(UPDATE))))
     link.close()
 
 
@@ -64,7 +65,7 @@ def behind_a_door() -> Iterator[Scene]:
 def over_queues() -> Iterator[Scene]:
     there, back = multiprocessing.Queue(), multiprocessing.Queue()
     link = QueueLink(QueueChannel(there, back), "m", "the worker")
-    yield link, ACK, lambda: back.put(wire.encode(ACK))
+    yield link, ACK, lambda: back.put(codec.encode(ACK))
     link.close()
     for queue in (there, back):
         queue.close()

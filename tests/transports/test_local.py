@@ -6,13 +6,12 @@ import threading
 
 import pytest
 
-from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, TransportError
-from weightsync.messages import Ack, Update
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Ack, Update
 from weightsync.transports.base import Link, Payloads, Waker, wait
-from weightsync.transports.local import local_pair
-from weightsync.transports.memory import Buffer
-from weightsync.transports.network import Pace, Side
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.local import Pace, Side, local_pair
 
 
 def ack(version: int) -> Ack:

@@ -14,12 +14,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from weightsync._tables import RefusalKind
 from weightsync.errors import ProtocolError, TransportError
-from weightsync.messages import Ack, Refusal, SlotRef, Update
-from weightsync.transports.memory import SPARE_BUFFERS, Buffer, Mapping, NoRoom, Pool, Segment, Storage
-from weightsync.transports.pins import Pins
-from weightsync.transports.sharing import MAX_SEGMENTS, Mapped, Named
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Ack, Refusal, SlotRef, Update
+from weightsync.transports.buffers import (
+    MAX_SEGMENTS,
+    SPARE_BUFFERS,
+    Buffer,
+    Mapped,
+    Mapping,
+    Named,
+    NoRoom,
+    Pins,
+    Pool,
+    Segment,
+    Storage,
+)
 
 LARGE = 100_000
 

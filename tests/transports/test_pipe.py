@@ -17,15 +17,14 @@ import wire_strategies as strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync import wire
-from weightsync._tables import PROTOCOL_VERSION
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.messages import Ack, Bye, Hello, SlotRef, Update
+from weightsync.protocol import codec
+from weightsync.protocol._tables import PROTOCOL_VERSION
+from weightsync.protocol.messages import Ack, Bye, Hello, SlotRef, Update
 from weightsync.transports.base import Payloads, Waker, wait
-from weightsync.transports.memory import INLINE_BELOW_NBYTES, Buffer, Pool, Storage
-from weightsync.transports.outflow import Outflow, Outgoing
-from weightsync.transports.pipe import PipeLink
-from weightsync.transports.preamble import PREAMBLE
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Pool, Storage
+from weightsync.transports.pipe.framing import PREAMBLE, Outflow, Outgoing
+from weightsync.transports.pipe.link import PipeLink
 
 HELLO = Hello(model_id="policy", incarnation=2**70, version=0, pid=0)
 
@@ -60,7 +59,7 @@ def exchange(sender: PipeLink, receiver: PipeLink, count: int) -> list:
 
 
 def frame(message, payload: bytes = b"", preamble: bytes = PREAMBLE) -> bytes:
-    control = preamble + wire.encode(message)
+    control = preamble + codec.encode(message)
     return struct.pack("!i", len(control) + len(payload)) + control + payload
 
 
@@ -160,7 +159,7 @@ def test_a_landing_is_used_again_when_nobody_does(laid):
             st.tuples(st.just("payload"), st.integers(1, 200_000)),
             st.tuples(
                 st.just("user"),
-                st.binary(max_size=300).filter(lambda data: not data.startswith(wire.MAGIC))
+                st.binary(max_size=300).filter(lambda data: not data.startswith(codec.MAGIC))
                 | st.integers(60_000, 150_000),
             ),
         ),
@@ -322,9 +321,9 @@ SLOTTED = Update(
     model_id="policy", incarnation=1, version=1, layout_digest=b"", nbytes=100_000, slot=SlotRef(segment=1)
 )
 STRAY_DESCRIPTORS = {
-    "with a handshake": (wire.encode(HELLO, 1), 1),
-    "with an update without a slot": (wire.encode(update(1, 0), 1), 1),
-    "two with one slot": (wire.encode(SLOTTED, 2), 2),
+    "with a handshake": (codec.encode(HELLO, 1), 1),
+    "with an update without a slot": (codec.encode(update(1, 0), 1), 1),
+    "two with one slot": (codec.encode(SLOTTED, 2), 2),
     "with the user's own message": (b"the user's", 9),
 }
 

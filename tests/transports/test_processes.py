@@ -17,11 +17,11 @@ import pytest
 import transport_workers as workers
 
 from weightsync.errors import TransportError
-from weightsync.messages import Ack, Bye, Hello, Update
+from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Payloads, Waker, wait
-from weightsync.transports.liveness import ProcessWatch, own_identity, started_at
-from weightsync.transports.memory import Pool
-from weightsync.transports.pipe import PipeLink
+from weightsync.transports.buffers import Pool
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.transports.process import ProcessWatch, own_identity, started_at
 
 FORK = multiprocessing.get_context("fork")
 _unheard: WeakKeyDictionary[PipeLink, list] = WeakKeyDictionary()

@@ -10,10 +10,10 @@ import pytest
 from missing import not_tested
 
 from weightsync import TransportError
-from weightsync.messages import Update
-from weightsync.transports import ray as module
-from weightsync.transports.calls import CallLink
-from weightsync.transports.memory import Buffer
+from weightsync.protocol.messages import Update
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.calls.client import CallLink
+from weightsync.transports.ray import client as module
 
 try:
     import ray

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from fleet import PATIENCE, constants, filled, small
 
-from weightsync import MultiProcessWeightSyncScheme, wire
-from weightsync.messages import Ack, Hello
-from weightsync.transports import channel, exposure
+from weightsync import MultiProcessWeightSyncScheme
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Ack, Hello
+from weightsync.transports import exposure
+from weightsync.transports.pipe import connection
 
 AUTHKEY = b"a secret of both"
 
@@ -34,7 +36,7 @@ def accept(listener: Listener) -> tuple[Connection[Any, Any], int]:
 def forge(listener: Listener) -> bytes:
     """Write our own messages to the port; all that is said in return."""
     messages = Hello(model_id="policy", incarnation=2**62), Ack(model_id="policy", incarnation=1, version=1)
-    frames = [wire.encode(each) for each in messages]
+    frames = [codec.encode(each) for each in messages]
     with socket.create_connection(listener.address) as raw:
         raw.sendall(b"".join(struct.pack("!i", len(frame)) + frame for frame in frames))
         said = b""
@@ -61,7 +63,7 @@ def test_a_stranger_at_the_port_neither_feeds_nor_reads_weights(listens: str) ->
 
     assert turned_away == 2
     assert b"#CHALLENGE#" in said
-    assert wire.MAGIC not in said
+    assert codec.MAGIC not in said
     ours, theirs = (here, there) if listens == "trainer" else (there, here)
     model = small()
     with MultiProcessWeightSyncScheme() as trains, MultiProcessWeightSyncScheme() as serves:
@@ -79,10 +81,10 @@ def test_of_a_pipe_to_another_host_it_is_said_that_our_key_is_not_used(
     caplog.set_level("WARNING", "weightsync")
     monkeypatch.setattr(exposure, "_said", exposure._Said())
     everywhere: Callable[[socket.socket], bool] = lambda sock: True  # noqa: E731 - for its type
-    monkeypatch.setattr(channel, "leaves_host", everywhere)
+    monkeypatch.setattr(connection, "leaves_host", everywhere)
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        channel.Channel.of(ours)
+        connection.Channel.of(ours)
 
     [record] = caplog.records
     assert "authkey=" in record.getMessage()

@@ -11,10 +11,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync import wire
-from weightsync._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.errors import ConfigurationError, ProtocolError
-from weightsync.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
+from weightsync.protocol import codec
+from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
 
 EXAMPLES = [
     Hello(
@@ -35,15 +35,15 @@ def sealed(data: bytes) -> bytes:
 
 @given(strategies.messages)
 def test_what_is_encoded_comes_back(message):
-    assert message == wire.decode(wire.encode(message))
+    assert message == codec.decode(codec.encode(message))
 
 
 @given(strategies.messages, st.integers(0, 8))
 def test_the_header_tells_what_follows(message, descriptors):
-    data = wire.encode(message, descriptors)
-    head = wire.peek(data[: wire.HEADER_NBYTES])
+    data = codec.encode(message, descriptors)
+    head = codec.peek(data[: codec.HEADER_NBYTES])
 
-    assert (len(data), wire.inline_nbytes(message), descriptors) == (
+    assert (len(data), codec.inline_nbytes(message), descriptors) == (
         head.control_nbytes,
         head.payload_nbytes,
         head.descriptors,
@@ -53,7 +53,7 @@ def test_the_header_tells_what_follows(message, descriptors):
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_are_refused(data):
     with pytest.raises(ProtocolError) as caught:
-        wire.decode(data)
+        codec.decode(data)
 
     assert data == caught.value.unread
 
@@ -62,84 +62,84 @@ def test_arbitrary_bytes_are_refused(data):
 def test_arbitrary_fields_under_a_checksum_that_fits_are_refused_or_canonical(data, kind):
     body = data[56:]
     numbers = bytes([kind, data[1] % 2, (data[2] % 2) * 16, 0]) + struct.pack("!I", len(body)) + data[8:56]
-    whole = sealed(wire.MAGIC + struct.pack("!HHQ", PROTOCOL_VERSION, 0, 0) + numbers + body)
+    whole = sealed(codec.MAGIC + struct.pack("!HHQ", PROTOCOL_VERSION, 0, 0) + numbers + body)
     try:
-        message = wire.decode(whole)
+        message = codec.decode(whole)
     except ProtocolError:
         return
 
-    assert message == wire.decode(wire.encode(message)) or isinstance(message, Ack)
+    assert message == codec.decode(codec.encode(message)) or isinstance(message, Ack)
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
 def test_every_flipped_bit_is_noticed(message):
-    data = wire.encode(message)
+    data = codec.encode(message)
     for position in range(len(data) * 8):
         flipped = bytearray(data)
         flipped[position // 8] ^= 1 << position % 8
         with pytest.raises(ProtocolError):
-            wire.decode(flipped)
+            codec.decode(flipped)
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
 def test_every_changed_byte_is_noticed(message):
-    data = wire.encode(message)
+    data = codec.encode(message)
     for position in range(len(data)):
         for value in (0, 1, 0x7F, 0x80, 0xFF, (data[position] + 1) % 256):
             changed = data[:position] + bytes([value]) + data[position + 1 :]
             if changed != data:
                 with pytest.raises(ProtocolError):
-                    wire.decode(changed)
+                    codec.decode(changed)
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
 def test_truncated_and_overlong_are_refused(message):
-    data = wire.encode(message)
+    data = codec.encode(message)
     for size in range(len(data)):
         with pytest.raises(ProtocolError):
-            wire.decode(data[:size])
+            codec.decode(data[:size])
     with pytest.raises(ProtocolError):
-        wire.decode(data + b"\0")
+        codec.decode(data + b"\0")
 
 
 def test_another_protocol_version_is_refused_by_name():
-    data = bytearray(wire.encode(EXAMPLES[0]))
+    data = bytearray(codec.encode(EXAMPLES[0]))
     data[4:6] = struct.pack("!H", 2024)
 
     with pytest.raises(ProtocolError, match=rf"version 2024, this process version {PROTOCOL_VERSION}"):
-        wire.decode(data)
+        codec.decode(data)
     with pytest.raises(ProtocolError, match="version 2024"):
-        wire.decode(data[:8])
+        codec.decode(data[:8])
 
 
 def test_an_absurd_length_is_refused_before_anything_is_allocated():
-    data = bytearray(wire.encode(EXAMPLES[0]))
+    data = bytearray(codec.encode(EXAMPLES[0]))
     data[20:24] = b"\xff\xff\xff\xff"
 
     with pytest.raises(ProtocolError, match="claims a body"):
-        wire.peek(sealed(bytes(data)))
+        codec.peek(sealed(bytes(data)))
 
 
 def test_a_header_alone_is_read_up_to_the_largest_body():
-    data = wire.encode(EXAMPLES[0])
-    largest = data[:20] + struct.pack("!I", wire.MAX_BODY_NBYTES) + data[24 : wire.HEADER_NBYTES]
+    data = codec.encode(EXAMPLES[0])
+    largest = data[:20] + struct.pack("!I", codec.MAX_BODY_NBYTES) + data[24 : codec.HEADER_NBYTES]
 
-    assert wire.peek(data) == wire.peek(data[: wire.HEADER_NBYTES])
-    assert wire.MAX_BODY_NBYTES == wire.peek(largest).body_nbytes
+    assert codec.peek(data) == codec.peek(data[: codec.HEADER_NBYTES])
+    assert codec.MAX_BODY_NBYTES == codec.peek(largest).body_nbytes
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         (struct.pack("!4sH", b"HTTP", PROTOCOL_VERSION), "does not start as ours do"),
-        (struct.pack("!4sH", wire.MAGIC, PROTOCOL_VERSION), "ends after 6 bytes of its header's 72"),
-        (struct.pack("!4sHH64x", wire.MAGIC, PROTOCOL_VERSION, 1), "A header is malformed"),
+        (struct.pack("!4sH", codec.MAGIC, PROTOCOL_VERSION), "ends after 6 bytes of its header's 72"),
+        (struct.pack("!4sHH64x", codec.MAGIC, PROTOCOL_VERSION, 1), "A header is malformed"),
     ],
     ids=["foreign", "short", "not zero"],
 )
 def test_what_is_no_header_is_refused_with_what_is_wrong(data, said):
     with pytest.raises(ProtocolError, match=said):
-        wire.peek(data)
+        codec.peek(data)
 
 
 @pytest.mark.parametrize(
@@ -158,17 +158,17 @@ def test_what_is_no_header_is_refused_with_what_is_wrong(data, said):
 )
 def test_what_does_not_fit_the_wire_is_a_configuration_error(misfit):
     with pytest.raises(ConfigurationError, match="does not fit the wire"):
-        wire.encode(replace(EXAMPLES[1], **misfit))
+        codec.encode(replace(EXAMPLES[1], **misfit))
 
 
 def test_a_reason_that_is_no_unicode_still_travels():
     refusal = replace(EXAMPLES[4], remote_traceback="file \udcff.py")
 
-    assert wire.decode(wire.encode(refusal)).remote_traceback == "file \\udcff.py"
+    assert codec.decode(codec.encode(refusal)).remote_traceback == "file \\udcff.py"
 
 
 def test_unread_keeps_a_bounded_part():
     with pytest.raises(ProtocolError) as caught:
-        wire.decode(bytes(10**6))
+        codec.decode(bytes(10**6))
 
-    assert len(caught.value.unread) == wire.MAX_UNREAD_NBYTES
+    assert len(caught.value.unread) == codec.MAX_UNREAD_NBYTES

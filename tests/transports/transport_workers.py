@@ -8,11 +8,11 @@ import time
 from multiprocessing.connection import Connection
 
 from weightsync.errors import TransportError
-from weightsync.messages import Ack, Bye, Hello, Update
+from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Waker, wait
-from weightsync.transports.liveness import own_identity
-from weightsync.transports.memory import Pool
-from weightsync.transports.pipe import PipeLink
+from weightsync.transports.buffers import Pool
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.transports.process import own_identity
 
 MODEL = "policy"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from weightsync._tables import RefusalKind
-from weightsync.messages import Ack, Bye, Ending, Hello, Refusal, SlotRef, Update
-from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Refusal, SlotRef, Update
+from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 model_ids = st.text(max_size=20)
 wide = st.integers(0, 2**128 - 1)

@@ -26,7 +26,7 @@ from weightsync import (
     StateError,
     WorkerLostError,
 )
-from weightsync.transports import ray_session
+from weightsync.transports.ray import session
 
 #: Seconds after which a test gives up; reached only by a failure.
 PATIENCE = 60.0
@@ -293,7 +293,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_outside_a_ray_session_everybody_is_lost(monkeypatch: pytest.MonkeyPatch, pool: list[Any]) -> None:
     updater = RayWeightUpdater(weights(), pool)
-    monkeypatch.setattr(ray_session, "_current", lambda ray: None)
+    monkeypatch.setattr(session, "_current", lambda ray: None)
 
     with pytest.raises(WorkerLostError, match=r"ray\.init"):
         updater.push_weights()

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.checker import Configuration, Expected, Progress, Verdict, due
+from weightsync.model import Configuration, Expected, Progress, Verdict, due
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 24

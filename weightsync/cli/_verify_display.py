@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from weightsync.checker.traces import Judgement, Run, Verdict
+from weightsync.verify import Judgement, Run, Verdict
 
 _STYLES = {Judgement.CONFORMS: "green", Judgement.DOES_NOT: "red"}
 #: Rows that are shown; the rest is counted.

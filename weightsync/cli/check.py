@@ -15,7 +15,9 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from weightsync.checker import (
+from weightsync.cli._check_display import display, listing, results, summary
+from weightsync.errors import ConfigurationError
+from weightsync.model import (
     Configuration,
     Coverage,
     Manifest,
@@ -32,8 +34,6 @@ from weightsync.checker import (
     record,
     vacuity,
 )
-from weightsync.cli._check_display import display, listing, results, summary
-from weightsync.errors import ConfigurationError
 
 #: Exit code where something is not as expected.
 DIFFERS = 1

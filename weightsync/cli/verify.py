@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weightsync.checker import ToolMissingError, find_toolchain
-from weightsync.checker.traces import Followed, TlcFailedError, UnreadableTraceError, Verdict, follow, shown
-from weightsync.checker.traces import verify as judged
 from weightsync.cli._verify_display import results, summary
+from weightsync.model import ToolMissingError, find_toolchain
+from weightsync.verify import Followed, TlcFailedError, UnreadableTraceError, Verdict, follow, shown
+from weightsync.verify import verify as judged
 
 _PLAIN_WIDTH = 120
 _DOES_NOT_CONFORM = 1

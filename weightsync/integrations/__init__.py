@@ -1,1 +1,1 @@
-"""What other libraries take as their own."""
+"""The former home of `weightsync.torchrl`."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from weightsync._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
 from weightsync.errors import ProtocolError
-from weightsync.machine import next_state
-from weightsync.messages import Ack, Refusal
-from weightsync.protocol import steps
-from weightsync.refusals import method_of, refusal
-from weightsync.report import SyncReport
+from weightsync.protocol import machine
+from weightsync.protocol._tables import RECEIVER_ROWS, ReceiverInput, RefusalKind, State
+from weightsync.protocol.machine import method_of, next_state, refusal
+from weightsync.protocol.messages import Ack, Refusal
+from weightsync.protocol.report import SyncReport
 
 #: (incarnation, version)
 Key = tuple[int, int]
@@ -222,7 +221,7 @@ class Leave:
 Effect = Greet | Reject | Disown | Tell | Reply | CloseLink | Leave
 
 
-class Step(steps.Step[ReceiverInput, ReceiverData, Effect]):
+class Step(machine.Step[ReceiverInput, ReceiverData, Effect]):
     """What follows from an event of the receiver's."""
 
     __slots__ = ()

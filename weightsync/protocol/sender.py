@@ -1,44 +1,367 @@
 """The sender's pure half: what happens to it, which input that is, and what follows.
 
 `step` does three things in order: *name* the input (its guards are in `sender_guards`), *look up* its row in the table,
-*return* the next value and the effects. It changes nothing it is given and raises before anything follows.
-"""
+*return* the next value and the effects. It changes nothing it is given and raises before anything follows."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from weightsync._tables import SENDER_ROWS, RefusalKind, SenderInput, State
-from weightsync.machine import next_state
-from weightsync.messages import Ack, Bye, Hello, Refusal
-from weightsync.protocol import steps
-from weightsync.protocol.sender_guards import ends_link, known, name, owes, targets_of
-from weightsync.protocol.sender_values import (
-    Abandon,
-    Answer,
-    Close,
-    CloseLink,
-    Conclude,
-    Connect,
-    Deadline,
-    Dispatch,
-    Effect,
-    Entry,
-    Event,
-    Farewell,
-    Greet,
-    Interrupted,
-    Join,
-    LinkLost,
-    Outstanding,
-    Remove,
-    Send,
-    SendAsync,
-    SenderData,
-    Standing,
-    Wait,
-)
-from weightsync.report import Outcome, OutcomeKind
+from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError
+from weightsync.protocol import machine
+from weightsync.protocol._tables import SENDER_ROWS, RefusalKind, SenderInput, State
+from weightsync.protocol.machine import next_state
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
+from weightsync.protocol.report import Outcome, OutcomeKind
+
+
+class Standing(enum.Enum):
+    """How a worker's link stands on the roll."""
+
+    #: Nobody has answered over it yet.
+    EXPECTED = "expected"
+    #: Its worker has answered.
+    UP = "up"
+    #: It is closed; what its worker serves is unknown.
+    LOST = "lost"
+    #: It is closed: its worker refused the handshake.
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One worker on the roll."""
+
+    #: The number of its newest link; never used twice by one sender.
+    link: int
+    standing: Standing = Standing.EXPECTED
+    #: Why the link is lost or was refused.
+    reason: str = ""
+    #: The worker's own traceback, where it said that it failed and raised.
+    remote_traceback: str = ""
+    #: The fence the worker reported, if it was lost to a newer sender.
+    fence: int = 0
+    #: The version it last acked over this link; 0: none.
+    served: int = 0
+    #: The newest version that was dispatched to all or naming it; 0: none.
+    due: int = 0
+    #: The version that went behind the Hello of this link and is not answered yet; 0: none.
+    catching: int = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether its link is neither lost nor refused."""
+        return self.standing in (Standing.EXPECTED, Standing.UP)
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """A version on its way: who still owes an answer, over which link, and what the others became."""
+
+    version: int
+    owed: Mapping[int, int]
+    outcomes: Mapping[int, Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class SenderData:
+    """All that a sender remembers beside its state."""
+
+    #: 0 until CONNECT.
+    incarnation: int = 0
+    #: The newest version ever dispatched; never used twice.
+    version: int = 0
+    #: The newest version dispatched to all.
+    due_all: int = 0
+    roll: Mapping[int, Entry] = field(default_factory=dict)
+    outstanding: Outstanding | None = None
+    #: Joiners that did not catch up, to be told in the next report.
+    not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)
+    #: Workers that said goodbye and why, to be told in the next report.
+    left: Mapping[int, str] = field(default_factory=dict)
+    #: Answers that nobody was owed.
+    stale: int = 0
+    #: The driver's own results that were no longer current.
+    late: int = 0
+
+
+# ------------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """The user laid the links, under this incarnation."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """The user sends to ``targets`` (None: to all) and blocks."""
+
+    targets: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendAsync:
+    """The user sends to ``targets`` (None: to all) and goes on."""
+
+    targets: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The user waits for what is outstanding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The wait for ``version`` ran out of time."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The wait for ``version`` was left by an exception."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """The user gives up what is outstanding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A worker joins on a new link. One still up or expected is lost first: see `joining`."""
+
+    worker: int
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """A worker leaves the roll. Its link is lost first: see `removal`."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The user closes the sender."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A message from ``worker`` over ``link``."""
+
+    worker: int
+    link: int
+    message: Hello | Ack | Refusal | Bye
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """A link died or was given up."""
+
+    worker: int
+    link: int
+    reason: str
+
+
+Event = Connect | Send | SendAsync | Wait | Deadline | Interrupted | Abandon | Join | Remove | Close | Answer | LinkLost
+
+# ----------------------------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Greet:
+    """Send a Hello over the link, and behind it version ``due`` if that is not 0."""
+
+    worker: int
+    link: int
+    due: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send that version over the link."""
+
+    worker: int
+    link: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLink:
+    """Close the link."""
+
+    worker: int
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """A worker said goodbye and has left the roll: its user is told why."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude:
+    """Nothing is outstanding any more: this is what became of it, for whoever asks or waits."""
+
+    outstanding: Outstanding
+    not_caught_up: Mapping[int, Outcome]
+    left: Mapping[int, str]
+
+
+Effect = Greet | Dispatch | CloseLink | Farewell | Conclude
+
+
+def name(state: State, data: SenderData, event: Event) -> SenderInput | None:
+    """The input that the event is in this state; None for a result of the driver's own that is no longer current."""
+    match event:
+        case Answer():
+            return _name_answer(state, data, event)
+        case LinkLost(worker, link):
+            if state in (State.UNINITIALIZED, State.CLOSED) or not current(data, worker, link):
+                return None
+            return _settling(state, data, worker, link, SenderInput.LOST)
+        case Wait():
+            settled = data.outstanding is not None and not data.outstanding.owed
+            return SenderInput.WAIT_SETTLED if settled else SenderInput.WAIT
+        case Deadline(version) | Interrupted(version):
+            waited = state is State.AWAITING_ACK and data.outstanding is not None
+            if not waited or data.version != version:
+                return None
+            return SenderInput.DEADLINE if isinstance(event, Deadline) else SenderInput.INTERRUPTED
+        case _:
+            return _CALLS[type(event)]
+
+
+_CALLS = {
+    Connect: SenderInput.CONNECT,
+    Send: SenderInput.SEND,
+    SendAsync: SenderInput.SEND_ASYNC,
+    Abandon: SenderInput.ABANDON,
+    Join: SenderInput.JOIN,
+    Remove: SenderInput.REMOVE,
+    Close: SenderInput.CLOSE,
+}
+
+
+def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput | None:
+    if state is State.CLOSED:
+        return None
+    message = event.message
+    if not current(data, event.worker, event.link) or message.incarnation != data.incarnation:
+        return SenderInput.STALE
+    entry = data.roll[event.worker]
+    match message:
+        case Hello():
+            return SenderInput.ARRIVED if entry.standing is Standing.EXPECTED else SenderInput.STALE
+        case Bye():
+            return _settling(state, data, event.worker, event.link, SenderInput.LEFT)
+        case Refusal() if ends_link(message):
+            return _settling(state, data, event.worker, event.link, SenderInput.LOST)
+        case _ if owes(data, event.worker, event.link) and message.version == data.version:
+            return _settling(state, data, event.worker, event.link, SenderInput.REPLY)
+        case _ if message.version == entry.catching != 0:
+            return SenderInput.CAUGHT_UP
+        case _:
+            return SenderInput.STALE
+
+
+def ends_link(refusal: Refusal) -> bool:
+    """Whether a refusal tells that the worker takes nothing more over this link.
+
+    The handshake was refused, something failed at the worker, or it has met a newer sender.
+    """
+    return refusal.version == 0 or refusal.fence > refusal.incarnation
+
+
+def current(data: SenderData, worker: int, link: int) -> bool:
+    """Whether that link is the worker's own, and not lost."""
+    entry = data.roll.get(worker)
+    return entry is not None and entry.link == link and entry.open
+
+
+def owes(data: SenderData, worker: int, link: int) -> bool:
+    """Whether the worker owes an answer over that link."""
+    return data.outstanding is not None and data.outstanding.owed.get(worker) == link
+
+
+def _settling(state: State, data: SenderData, worker: int, link: int, otherwise: SenderInput) -> SenderInput:
+    """SETTLED if a caller waits and this is the last that owes."""
+    last = owes(data, worker, link) and data.outstanding is not None and len(data.outstanding.owed) == 1
+    return SenderInput.SETTLED if last and state is State.AWAITING_ACK else otherwise
+
+
+def known(data: SenderData, worker: int) -> Entry:
+    """The worker's entry on the roll.
+
+    Raises:
+        ConfigurationError: it is not on the roll.
+    """
+    if worker not in data.roll:
+        raise ConfigurationError(
+            f"unknown worker id {worker!r}: on the roll are {sorted(data.roll)}. Nothing was sent or changed; "
+            "add_worker() puts a worker on the roll."
+        )
+    return data.roll[worker]
+
+
+def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, Entry]:
+    """The entries of those to send to; None: all.
+
+    Raises:
+        ConfigurationError: a worker id that is not on the roll, or none.
+        WorkerLostError: every target is lost already.
+        RefusedError: every target has refused the handshake.
+    """
+    chosen = dict.fromkeys(data.roll if targets is None else targets)
+    if not chosen:
+        raise _nobody(data, targets)
+    entries = {worker: known(data, worker) for worker in chosen}
+    if not any(entry.open for entry in entries.values()):
+        raise _all_ended(entries)
+    return entries
+
+
+def _nobody(data: SenderData, targets: tuple[int, ...] | None) -> ConfigurationError:
+    if targets is not None:
+        return ConfigurationError("no worker to send to: worker_ids is empty. Nothing was sent or changed.")
+    left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
+    return ConfigurationError(
+        f"no worker to send to: nobody is on the roll.{left} Nothing was sent, no version was used. add_worker() puts "
+        "a worker on the roll; send(allow_empty=True) sends to nobody without an error."
+    )
+
+
+def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
+    told = {worker: entry.reason for worker, entry in ended.items()}
+    if all(entry.standing is Standing.REFUSED for entry in ended.values()):
+        return RefusedError(
+            f"every target has refused the handshake: {told}. Nothing was sent, no version was used. Send weights of "
+            "the layout that the workers' models have, or give the workers that model and add_worker() them again.",
+            None,
+            told,
+        )
+    fence = max(entry.fence for entry in ended.values())
+    return WorkerLostError(
+        f"every target is lost already: {told}. Nothing was sent, no version was used. add_worker() brings a worker "
+        "back on a new link, remove_worker() takes it off the roll.",
+        None,
+        told,
+        fence or None,
+    )
+
 
 __all__ = [
     "Abandon",
@@ -75,7 +398,7 @@ __all__ = [
 ]
 
 
-class Step(steps.Step[SenderInput, SenderData, Effect]):
+class Step(machine.Step[SenderInput, SenderData, Effect]):
     """What follows from an event of the sender's."""
 
     __slots__ = ()

@@ -9,19 +9,19 @@ from typing import Any, Self
 
 import torch.nn
 
-from weightsync.blank import fill_in
-from weightsync.context import held
+from weightsync.engine.copies import expected_number, is_clean, require_name, require_whole
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.sender import WeightSender
 from weightsync.errors import StateError
 from weightsync.options import Verify, option
-from weightsync.receiver import WeightReceiver
-from weightsync.schemes.fleet import Fleet, fleet, has_factories
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of
 from weightsync.schemes.sources import checked, given_or_found, model_for_worker, processes_of, weights_of
 from weightsync.schemes.wired import Wired
-from weightsync.sender import WeightSender
-from weightsync.side import expected_number, is_clean, require_name, require_whole
-from weightsync.strategy import WeightStrategy
-from weightsync.transports.fork import forget_after_fork
+from weightsync.schemes.worker_set import Fleet, fleet, has_factories
+from weightsync.transports.process import forget_after_fork
+from weightsync.weights.context import held
+from weightsync.weights.meta_device import fill_in
+from weightsync.weights.strategy import WeightStrategy
 
 #: The base, and what schemes read their arguments with.
 __all__ = ["WeightSyncScheme", "checked", "given_or_found"]

@@ -9,24 +9,22 @@ from typing import Any, Final
 
 from torch import nn
 
-from weightsync.blank import unshare
-from weightsync.cascade import is_torchrls
-from weightsync.compat.arguments import one_by_one
-from weightsync.compat.base import BareTransport
-from weightsync.compat.distributed import DistributedTransport
-from weightsync.context import MISSING, optional
+from weightsync.clock import Deadline
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, switch
+from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.strategy import WeightStrategy
-from weightsync.timing import Deadline
+from weightsync.schemes.link_transport import torchrl_transport
+from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.relay import is_torchrls
 from weightsync.transports.base import Link
-from weightsync.transports.distributed import StoreEnd, listen, sender_link
-from weightsync.transports.distributed.c10d import Store, TCPStore
-from weightsync.transports.distributed.group import require_backend
-from weightsync.transports.distributed.hints import Hints
-from weightsync.transports.distributed.store import base_of, hosted, keep_in_child
+from weightsync.transports.store import StoreEnd, listen, sender_link
+from weightsync.transports.store.group import require_backend
+from weightsync.transports.store.store import Hints, Store, TCPStore, base_of, hosted, keep_in_child
+from weightsync.weights.context import MISSING, optional
+from weightsync.weights.meta_device import unshare
+from weightsync.weights.strategy import WeightStrategy
 
 #: Buckets of a payload that are on their way at once, with ``sync=False``.
 IN_FLIGHT: Final = 4
@@ -172,7 +170,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         store: Any = None,
         weights_buffer: Any = None,
         sync: bool | None = None,
-    ) -> DistributedTransport:
+    ) -> Any:
         """TorchRL's transport to one worker, or to the trainer; incomplete, it raises at its first send.
 
         Args:
@@ -187,9 +185,10 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """
         store, rank = one_by_one(_PAIR, pipe_or_context, {"store": store, "rank": rank}).values()
         sync = self.sync if sync is None else sync
+        transport = torchrl_transport("DistributedTransport")
         if weights_buffer is None:
-            return DistributedTransport(store, rank, sync, backend=self.backend, key=self._key)
-        return DistributedTransport(weights_buffer=weights_buffer, store=store, rank=rank, sync=sync, key=self._key)
+            return transport(store, rank, sync, backend=self.backend, key=self._key)
+        return transport(weights_buffer=weights_buffer, store=store, rank=rank, sync=sync, key=self._key)
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """The sender's end of a new link.

@@ -7,16 +7,16 @@ from typing import Any, Never
 
 from torch import nn
 
-from weightsync.blank import is_blank
-from weightsync.compat.none import NoTransport
+from weightsync.clock import Deadline, Timeout
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.sender import WeightSender
+from weightsync.engine.sequential import Successive
 from weightsync.errors import ConfigurationError, StateError
-from weightsync.receiver import WeightReceiver
-from weightsync.report import SyncReport
+from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.sources import weights_of
-from weightsync.sender import WeightSender
-from weightsync.successive import Successive
-from weightsync.timing import Deadline, Timeout
+from weightsync.weights.meta_device import is_blank
 
 
 class NoSender(WeightSender):
@@ -138,9 +138,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """A receiver that receives nothing."""
         return NoReceiver(self)
 
-    def create_transport(self, pipe_or_context: Any = None) -> NoTransport:
+    def create_transport(self, pipe_or_context: Any = None) -> Any:
         """A transport that swallows what it is given."""
-        return NoTransport()
+        return torchrl_transport("NoTransport")()
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Never:
         """There are no links.

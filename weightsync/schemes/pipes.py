@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from types import ModuleType
 from typing import Any
 
-from weightsync.compat.mp import MPTransport, connection_of
+from weightsync.engine.copies import pipes_travel, require_worker_id
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify, switch
 from weightsync.protocol.sender import Standing
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.schemes.link_transport import LinkTransport, connection_of, torchrl_transport
+from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.schemes.sources import given_or_found
-from weightsync.side import pipes_travel, require_worker_id
-from weightsync.strategy import WeightStrategy
-from weightsync.transports.channel import Channel
+from weightsync.transports.base import Link
+from weightsync.transports.pipe.connection import Channel
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.transports.pipe.user_messages import UserMessages
+from weightsync.weights.strategy import WeightStrategy
 
 
 class PipeScheme(WeightSyncScheme):
@@ -163,7 +167,32 @@ class PipeScheme(WeightSyncScheme):
             ConfigurationError: nothing is wrong yet if it is incomplete: it raises at the first send.
         """
         given = pipe if pipe_or_context is None else pipe_or_context
-        return MPTransport(given, **queues) if given is not None else MPTransport(**queues)
+        transport = torchrl_transport("MPTransport")
+        return transport(given, **queues) if given is not None else transport(**queues)
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """A link over a pipe's end, or an object whose ``.pipe`` is that: see `WeightSyncScheme.lay_link`."""
+        if self._goes_by_transport(endpoint):
+            return super().lay_link(endpoint, model_id, peer)
+        return PipeLink(connection_of(endpoint), model_id, peer=peer)
+
+    def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Give ``accept`` the one link of this worker's pipe: see `WeightSyncScheme.listen`."""
+        if self._goes_by_transport(endpoint):
+            return super().listen(endpoint, model_id, accept)
+        accept(self.lay_link(endpoint, model_id, "the sender"))
+        return _nothing
+
+    def user_messages(self, endpoint: Any) -> UserMessages:
+        """The user's own messages on the pipe."""
+        if self._goes_by_transport(endpoint):
+            return super().user_messages(endpoint)
+        return UserMessages(Channel.of(connection_of(endpoint)))
+
+    def _goes_by_transport(self, endpoint: Any) -> bool:
+        """Whether links come of a transport: ``endpoint`` is one, or a user's subclass makes its own."""
+        overridden = not type(self).create_transport.__module__.startswith("weightsync.schemes.")
+        return overridden or isinstance(endpoint, BareTransport | LinkTransport)
 
 
 class MultiProcessWeightSyncScheme(PipeScheme):
@@ -203,3 +232,7 @@ def _refuse_unusable(pipes: Sequence[Any]) -> None:
             Channel.of(connection)
         except ConfigurationError as error:
             raise ConfigurationError(f"pipes= is no list of pipes: at {index}, {error} Nothing has changed.") from None
+
+
+def _nothing() -> None:
+    return None

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from weightsync.actors import (
+from weightsync.clock import Deadline
+from weightsync.engine.background import Background
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.errors import ConfigurationError, ModelPathError
+from weightsync.keys import SharedKey
+from weightsync.options import Verify, option
+from weightsync.schemes.base import WeightSyncScheme, given_or_found
+from weightsync.schemes.link_transport import torchrl_transport
+from weightsync.schemes.peers.ray_actors import (
     CALL,
     POLICY_METHOD,
     RUN,
@@ -17,22 +25,14 @@ from weightsync.actors import (
     method_of,
     tensor_transport_of,
 )
-from weightsync.background import Background
-from weightsync.cascade import is_torchrls
-from weightsync.compat.base import BareTransport
-from weightsync.compat.ray import RayActorTransport, RayTransport
-from weightsync.context import MISSING, optional
-from weightsync.errors import ConfigurationError, ModelPathError
-from weightsync.keys import SharedKey
-from weightsync.options import Verify, option
-from weightsync.paths import _resolve_model
-from weightsync.receiver import WeightReceiver
-from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.ray_desk import ActorReceiver, ActorSender, desk_of
-from weightsync.strategy import WeightStrategy
-from weightsync.timing import Deadline
+from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.ray_server import ActorReceiver, ActorSender, desk_of
+from weightsync.schemes.relay import is_torchrls
 from weightsync.transports.base import Link
-from weightsync.transports.ray_session import require_ray
+from weightsync.transports.ray.session import require_ray
+from weightsync.weights.context import MISSING, optional
+from weightsync.weights.model_path import _resolve_model
+from weightsync.weights.strategy import WeightStrategy
 
 
 class RayWeightSyncScheme(WeightSyncScheme):
@@ -149,7 +149,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         remote_collector: Any = None,
         remote_actor: Any = None,
         worker_idx: int | None = None,
-    ) -> RayTransport | RayActorTransport:
+    ) -> Any:
         """TorchRL's transport to one actor; without an actor the first send raises.
 
         Args:
@@ -160,7 +160,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             ConfigurationError: several actors are given.
         """
         given = only_actor(pipe_or_context, pipe, remote_collector, remote_actor)
-        return RayTransport(given, self._tensor_transport, worker_idx=worker_idx, key=self._key)
+        return torchrl_transport("RayTransport")(given, self._tensor_transport, worker_idx=worker_idx, key=self._key)
 
     def create_sender(self) -> ActorSender:
         """A sender without workers, whose copies carry the actors' handles."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from weightsync.actors import CALL
+from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError
-from weightsync.receiver import WeightReceiver
+from weightsync.schemes.peers.ray_actors import CALL
 from weightsync.schemes.ray import RayWeightSyncScheme
-from weightsync.schemes.ray_desk import Desk, desk_of
-from weightsync.transports.doors import Frames
+from weightsync.schemes.ray_server import Desk, desk_of
+from weightsync.transports.calls.server import Frames
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -63,7 +63,7 @@ class WeightSyncActor:
     def _weightsync_call(  # noqa: PLR0917 - Ray carries what is positional at less cost
         self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:
-        """What senders call: see `weightsync.transports.ray.ActorCourier`."""
+        """What senders call: see `weightsync.transports.ray.client.ActorCourier`."""
         return self._weightsync_desk(model_id).take_in(link, number, frame, payload, lost)
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightsync.actors import Backend, TensorTransport
-from weightsync.compat.ray import RayActorTransport
-from weightsync.context import MISSING, optional
+from weightsync.clock import Timeout
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.options import OnFailure, OnPending, Verify
-from weightsync.paths import _resolve_model
-from weightsync.report import SyncReport
+from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.schemes.link_transport import torchrl_transport
+from weightsync.schemes.peers.ray_actors import Backend, TensorTransport
 from weightsync.schemes.ray import RayWeightSyncScheme, methods_for, only_actor, only_module
-from weightsync.schemes.ray_desk import ActorReceiver, ActorSender
+from weightsync.schemes.ray_server import ActorReceiver, ActorSender
 from weightsync.schemes.sources import registered
-from weightsync.strategy import WeightStrategy
-from weightsync.timing import Timeout
+from weightsync.weights.context import MISSING, optional
+from weightsync.weights.model_path import _resolve_model
+from weightsync.weights.strategy import WeightStrategy
 
 #: The one actor's id on the roll.
 ONLY = 0
@@ -209,7 +209,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         remote_collector: Any = None,
         remote_actor: Any = None,
         worker_idx: int | None = None,
-    ) -> RayActorTransport:
+    ) -> Any:
         """TorchRL's transport to the actor; without one the first send raises.
 
         Args:
@@ -221,7 +221,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             ConfigurationError: several actors are given.
         """
         given = only_actor(pipe_or_context, pipe, remote_collector, remote_actor)
-        return RayActorTransport(given, str(self.strategy), self._tensor_transport, key=self._key)
+        return torchrl_transport("RayActorTransport")(given, str(self.strategy), self._tensor_transport, key=self._key)
 
     def create_sender(self) -> RayModuleTransformSender:
         """A sender to the one actor."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from weightsync.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from weightsync.schemes.base import WeightSyncScheme
-
-Scheme = TypeVar("Scheme", bound="type[WeightSyncScheme]")
+Scheme = TypeVar("Scheme", bound=type[Any])
 
 #: The backends that need no `register_weight_sync_backend`, for annotations.
 WeightSyncBackend = Literal[
@@ -29,7 +26,7 @@ _HOMES = {
 }
 #: A direct worker shares the trainer's own model, and a thread its memory.
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
-_registered: dict[str, type[WeightSyncScheme]] = {}
+_registered: dict[str, type[Any]] = {}
 
 
 def register_weight_sync_backend(backend: str) -> Callable[[Scheme], Scheme]:

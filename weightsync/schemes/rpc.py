@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weightsync.background import Background
-from weightsync.compat.arguments import one_by_one
-from weightsync.compat.base import BareTransport
-from weightsync.compat.collectors import COLLECTOR, Collector, Presenter, calling, collector_of, link_to
-from weightsync.compat.rpc import RPCTransport
+from weightsync.clock import Deadline
+from weightsync.engine.background import Background
+from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify
-from weightsync.receiver import WeightReceiver
+from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.strategy import WeightStrategy
-from weightsync.timing import Deadline
+from weightsync.schemes.link_transport import torchrl_transport
+from weightsync.schemes.peers.collectors import COLLECTOR, Collector, Presenter, calling, collector_of, link_to
+from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.transports.base import Link
 from weightsync.transports.rpc import door_of, is_called, require_rpc, worker_named
+from weightsync.weights.strategy import WeightStrategy
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
@@ -100,7 +100,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         *,
         collector_info: Any = None,
         worker_rank: int | None = None,
-    ) -> RPCTransport:
+    ) -> Any:
         """TorchRL's transport to one collector.
 
         Args:
@@ -115,7 +115,9 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         """
         apart = {"collector_info": collector_info, "collector_rref": collector_rref, "collector_class": collector_class}
         found = one_by_one(COLLECTOR, pipe_or_context, apart)
-        return RPCTransport(**found, worker_rank=worker_rank, strategy=self.strategy, key=self._key)
+        return torchrl_transport("RPCTransport")(
+            **found, worker_rank=worker_rank, strategy=self.strategy, key=self._key
+        )
 
     # ---------------------------------------------------------------------------------------- the worker
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.compat.shared import SharedMemTransport, require_registered
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.options import Verify, switch
+from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.pipes import PipeScheme
-from weightsync.strategy import WeightStrategy
-from weightsync.target import Mode
+from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.target import Mode
 
 
 class _DefaultTrue(int):
@@ -75,7 +75,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         """The registered copy targets, by model id."""
         return self._policy_weights
 
-    def create_transport(self, pipe_or_context: Any = None, *, pipe: Any = None, **queues: Any) -> SharedMemTransport:
+    def create_transport(self, pipe_or_context: Any = None, *, pipe: Any = None, **queues: Any) -> Any:
         """TorchRL's transport class over this scheme's registered copy targets.
 
         Args:
@@ -88,7 +88,9 @@ class SharedMemWeightSyncScheme(PipeScheme):
         """
         if queues:
             raise ConfigurationError(f"create_transport() of shared memory takes a pipe, not {', '.join(queues)}.")
-        transport = SharedMemTransport(self._policy_weights, self.auto_register, strategy=self.strategy)
+        transport = torchrl_transport("SharedMemTransport")(
+            self._policy_weights, self.auto_register, strategy=self.strategy
+        )
         given = pipe if pipe_or_context is None else pipe_or_context
         if given is not None:
             transport.register_pipe(given)
@@ -113,3 +115,16 @@ class SharedMemWeightSyncScheme(PipeScheme):
         target = self._policy_weights.get(model_id)
         if target is not None:
             self.strategy.apply_weights(target, weights)
+
+
+def require_registered(model_id: str, known: Mapping[str, Any]) -> None:
+    """Refuse a model that is not registered, where models are not registered by themselves.
+
+    Raises:
+        LayoutError: (a KeyError) it lists the known models.
+    """
+    if model_id not in known:
+        raise LayoutError(
+            f"model {model_id!r} is not registered and auto_register is off; registered are {sorted(known)}. Nothing "
+            "was sent: register it first (register_weights() of a transport, register_shared_weights() of a scheme)."
+        )

@@ -8,12 +8,12 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
-from weightsync.cascade import leads_on
-from weightsync.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
-from weightsync.paths import _resolve_model
-from weightsync.relay import Relay
-from weightsync.transports.awaited import AwaitedProcess
+from weightsync.schemes.relay import leads_on
+from weightsync.transports.wakeup import AwaitedProcess
+from weightsync.weights.context import MISSING, optional
+from weightsync.weights.model_path import _resolve_model
+from weightsync.weights.relay import Relay
 
 
 def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> dict[str, Any]:

@@ -8,24 +8,23 @@ from typing import Any
 
 import torch.nn
 
-from weightsync.compat.base import BareTransport
-from weightsync.compat.facade import TransportFacade
-from weightsync.compat.mp import MPTransport, WorkerTransport, connection_of
-from weightsync.compat.user import user_link
-from weightsync.compat.user_receiving import hear
-from weightsync.context import optional
-from weightsync.driving.packing import Packer
+from weightsync.engine.packer import Packer
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify
-from weightsync.paths import _resolve_model
-from weightsync.receiver import WeightReceiver
+from weightsync.schemes.link_transport import LinkTransport
+from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.peers.user_receiving import hear
+from weightsync.schemes.peers.user_transport import user_link
 from weightsync.schemes.rendezvous import Rendezvous
 from weightsync.schemes.sources import is_weightless
-from weightsync.sender import WeightSender
-from weightsync.strategy import WeightStrategy
-from weightsync.target import Mode
 from weightsync.transports.base import Link
-from weightsync.transports.user import UserMessages
+from weightsync.transports.pipe.user_messages import UserMessages
+from weightsync.weights.context import optional
+from weightsync.weights.model_path import _resolve_model
+from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.target import Mode
 
 
 class Wired(Rendezvous, abc.ABC):
@@ -68,7 +67,7 @@ class Wired(Rendezvous, abc.ABC):
             ConfigurationError: no link can be made of it.
         """
         transport = self._transport_for(endpoint)
-        if isinstance(transport, TransportFacade):
+        if isinstance(transport, LinkTransport):
             return transport.link(model_id, peer)
         if transport is None:
             raise ConfigurationError(
@@ -77,10 +76,10 @@ class Wired(Rendezvous, abc.ABC):
             )
         return user_link(transport, peer)
 
-    def _transport_for(self, endpoint: Any) -> TransportFacade | BareTransport | None:
+    def _transport_for(self, endpoint: Any) -> LinkTransport | BareTransport | None:
         """The transport by which an endpoint is reached, TorchRL's or of the user's own; None: there is none."""
         made = endpoint if isinstance(endpoint, BareTransport) else self.create_transport(endpoint)
-        return made if isinstance(made, TransportFacade | BareTransport) else None
+        return made if isinstance(made, LinkTransport | BareTransport) else None
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Give ``accept`` the links by which senders reach us at ``endpoint``; here there is just one, at once.
@@ -93,9 +92,9 @@ class Wired(Rendezvous, abc.ABC):
         """
         transport = self._transport_for(endpoint)
         lays_links = type(self).lay_link is not Wired.lay_link
-        if isinstance(transport, TransportFacade) and (transport is endpoint or not lays_links):
+        if isinstance(transport, LinkTransport) and (transport is endpoint or not lays_links):
             return transport.listen(model_id, accept)
-        if transport is not None and not isinstance(transport, TransportFacade):
+        if transport is not None and not isinstance(transport, LinkTransport):
             return hear(transport, model_id, self.strategy, accept)
         accept(self.lay_link(endpoint, model_id, "the sender"))
         return _nothing
@@ -107,7 +106,7 @@ class Wired(Rendezvous, abc.ABC):
             ConfigurationError: this scheme has no pipes.
         """
         transport = self._transport_for(endpoint)
-        if isinstance(transport, TransportFacade):
+        if isinstance(transport, LinkTransport):
             return transport.user_messages()
         raise ConfigurationError(f"{type(self).__name__} has no pipes that could carry messages of your own.")
 
@@ -118,10 +117,9 @@ class Wired(Rendezvous, abc.ABC):
             ConfigurationError: this scheme has none at the worker's end.
         """
         transport = self._transport_for(endpoint)
-        if isinstance(transport, MPTransport):
-            return WorkerTransport(receiver, connection_of(transport))
-        if transport is not None and not isinstance(transport, TransportFacade):
-            return transport
+        found = transport.over(receiver) if isinstance(transport, LinkTransport) else transport
+        if found is not None:
+            return found
         raise ConfigurationError(f"{type(self).__name__} has no transport at the worker's end: use the receiver.")
 
     def published(self, model_id: str, weights: Any) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from weightsync._actions import Action
-from weightsync._tables import RefusalKind, State
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.protocol._actions import Action
+from weightsync.protocol._tables import RefusalKind, State
+from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal
 from weightsync.testing.cable import End
 from weightsync.testing.gate import Gate
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer

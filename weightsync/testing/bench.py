@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from weightsync._tables import RefusalKind, State
+from weightsync.clock import new_incarnation
 from weightsync.errors import ProtocolError
-from weightsync.messages import Ack, Refusal
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import RefusalKind, State
+from weightsync.protocol.messages import Ack, Refusal
 from weightsync.testing.cable import Cable, End
 from weightsync.testing.comparing import Comparing, Receiver, Sender
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.stage import Stage
 from weightsync.testing.tap import Tap
-from weightsync.timing import new_incarnation
 from weightsync.transports.base import Link
 
 

@@ -10,13 +10,13 @@ from enum import Enum
 
 import xxhash
 
-from weightsync._tables import Delivery
+from weightsync.clock import Stopwatch
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.testing.rules import Breach, Rule
-from weightsync.timing import Stopwatch
 from weightsync.transports.base import Received
-from weightsync.transports.memory import Buffer
+from weightsync.transports.buffers import Buffer
 
 
 class End(Enum):

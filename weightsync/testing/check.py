@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping
 
-from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.protocol._tables import Delivery
 from weightsync.testing.coverage import Coverage
 from weightsync.testing.ends import Ends, Factory
 from weightsync.testing.rules import Breach, Broken, Conformance, Nonconforming, Rule

@@ -6,8 +6,8 @@ import contextlib
 import threading
 from typing import Self
 
-from weightsync import timing
-from weightsync.timing import Clock
+from weightsync import clock
+from weightsync.clock import Clock
 
 #: The machine's seconds after which a wait looks at the clock again.
 LOOK = 0.005
@@ -39,7 +39,7 @@ class FakeClock(Clock):
 
     def __enter__(self) -> Self:
         self._started = super().monotonic(), super().time_ns()
-        self._told.enter_context(timing.told_by(self))
+        self._told.enter_context(clock.told_by(self))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,9 +6,9 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 
-from weightsync._tables import State
-from weightsync.driving.receiver import ReceiverDriver
-from weightsync.driving.sender import SenderDriver
+from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.engine.sender_driver import SenderDriver
+from weightsync.protocol._tables import State
 from weightsync.testing.cable import Happening
 from weightsync.testing.ends import Ends
 from weightsync.testing.oracle import ReceiverOracle, SenderOracle

@@ -15,7 +15,7 @@ from weightsync.testing.script import Ability, Scenario
 from weightsync.testing.stage import Stage
 from weightsync.testing.tap import Tap
 from weightsync.transports.base import Link
-from weightsync.transports.memory import Storage
+from weightsync.transports.buffers import Storage
 
 #: How many connections are laid to see whether they leave anything. A few descriptors may come and go beside them.
 _CONNECTIONS = 10

@@ -6,11 +6,11 @@ import contextlib
 import random
 from dataclasses import dataclass
 
-from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, TransportError
-from weightsync.messages import Message, Update
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Message, Update
 from weightsync.transports.base import Link, Received, Waker
-from weightsync.transports.memory import Buffer
+from weightsync.transports.buffers import Buffer
 
 
 @dataclass(slots=True)

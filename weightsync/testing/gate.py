@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weightsync.errors import ProtocolError, TransportError
-from weightsync.messages import Bye, Message
+from weightsync.protocol.messages import Bye, Message
 from weightsync.testing.cable import Cable, End, words
 from weightsync.testing.rules import Rule
 from weightsync.testing.tap import Tap
 from weightsync.transports.base import Link, Received
-from weightsync.transports.memory import Buffer
+from weightsync.transports.buffers import Buffer
 
 
 class Gate(Tap):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from weightsync._tables import Delivery
+from weightsync.protocol._tables import Delivery
 from weightsync.testing.replay_data import Configuration, Step, graphs
 from weightsync.testing.replaying import Replay
 from weightsync.testing.script import Scenario

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from weightsync.clock import Deadline
 from weightsync.errors import TransportError
-from weightsync.messages import Ack, Bye, Hello, Message, Update
+from weightsync.protocol.messages import Ack, Bye, Hello, Message, Update
 from weightsync.testing.cable import End, words
 from weightsync.testing.ends import Ends
 from weightsync.testing.payloads import fill
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.stage import Stage
 from weightsync.testing.tap import Tap
-from weightsync.timing import Deadline
 from weightsync.transports.base import Link, Received
-from weightsync.transports.memory import Buffer
+from weightsync.transports.buffers import Buffer
 
 #: The incarnation under which lines speak.
 INCARNATION = 1 << 70

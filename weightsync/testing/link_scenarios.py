@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from weightsync._tables import RefusalKind
-from weightsync.messages import Ack, Hello, Refusal, WeightsForm
-from weightsync.report import Evidence, Outcome, OutcomeKind, SyncReport
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Ack, Hello, Refusal, WeightsForm
+from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 from weightsync.testing.line import INCARNATION, Line
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.script import Ability, Scenario
 from weightsync.testing.stage import Stage
-from weightsync.transports.memory import Buffer, Storage
+from weightsync.transports.buffers import Buffer, Storage
 
 _MIB = 2**20
 _MANY = 100

@@ -6,13 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from weightsync._tables import SenderInput, State
-from weightsync.driving.backlog import Backlog
-from weightsync.driving.receiver import ReceiverDriver
-from weightsync.driving.sender import SenderDriver
-from weightsync.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.engine.sender_driver import Backlog, SenderDriver
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import SenderInput, State
+from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
 
 #: Kind, incarnation and version of a message.
 Said = tuple[str, int, int]

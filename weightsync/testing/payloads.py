@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from weightsync.driving.packing import Packed
-from weightsync.packing import digest
+from weightsync.engine.packer import Packed
 from weightsync.testing.stage import Stage
-from weightsync.transports.memory import Buffer, Storage
-from weightsync.weights import layout_of, read_weights
+from weightsync.transports.buffers import Buffer, Storage
+from weightsync.weights.packing import digest
+from weightsync.weights.reading import layout_of, read_weights
 
 _NOISE = 0xA5
 

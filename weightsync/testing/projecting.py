@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weightsync._tables import State
-from weightsync.driving.receiver import ReceiverDriver
-from weightsync.driving.sender import SenderDriver
-from weightsync.messages import Ack, Refusal
+from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.engine.sender_driver import SenderDriver
+from weightsync.protocol._tables import State
+from weightsync.protocol.messages import Ack, Refusal
 from weightsync.protocol.receiver import Deferred, Key
+from weightsync.protocol.report import OutcomeKind
 from weightsync.protocol.sender import Outstanding
-from weightsync.report import OutcomeKind
 from weightsync.testing.gate import Gate
 
 SENDER_FIELDS = ("state", "incarnation", "version", "due to all", "roll", "outstanding or last report")

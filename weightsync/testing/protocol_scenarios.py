@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from weightsync.clock import new_incarnation
 from weightsync.testing.bench import Bench, bench_of
 from weightsync.testing.script import Ability, Scenario
 from weightsync.testing.stage import Stage
-from weightsync.timing import new_incarnation
 
 
 def handshake(stage: Stage) -> None:

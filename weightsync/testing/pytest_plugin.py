@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from weightsync import tracing
-from weightsync.checker import ToolMissingError, find_toolchain
-from weightsync.checker.traces import Finding, Run, follow, shown, verify
-from weightsync.timing import now_ns
+from weightsync.clock import now_ns
+from weightsync.engine import recorder
+from weightsync.model import ToolMissingError, find_toolchain
+from weightsync.verify import Finding, Run, follow, shown, verify
 
 _MARKER = "untraced(reason): plants a fault on purpose, or its machines are held to the protocol in another way"
 #: How many findings are shown; the rest is counted.
@@ -84,7 +84,7 @@ class Recording:
 
     def begin(self) -> None:
         """Record from now on."""
-        self._stack.enter_context(tracing.record(self.folder))
+        self._stack.enter_context(recorder.record(self.folder))
 
     def pause(self) -> None:
         """Record no more."""
@@ -109,7 +109,7 @@ class Recording:
     def judge(self) -> Told:
         """Judge all traces."""
         told, begun = Told(str(self.folder), untraced=self.untraced), now_ns()
-        if not any(file.stat().st_size for file in self.folder.glob(tracing.PATTERN)):
+        if not any(file.stat().st_size for file in self.folder.glob(recorder.PATTERN)):
             return told
         verdict = verify([self.folder])
         findings = list(verdict.findings)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
-from weightsync.driving.sender import SenderDriver
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.errors import ConfigurationError, StateError, WeightSyncError, WorkerLostError
-from weightsync.messages import Ack
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
+from weightsync.protocol.messages import Ack
 from weightsync.testing.gate import Gate
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from weightsync._actions import Action
+from weightsync.protocol._actions import Action
 
 #: A node of a role's projection: state first. See `weightsync.testing.projecting`.
 Node = Sequence[Any]

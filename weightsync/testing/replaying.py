@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsync._tables import State
 from weightsync.errors import ProtocolError
 from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import State
 from weightsync.testing.acting import Acting
 from weightsync.testing.projecting import RECEIVER_FIELDS, SENDER_FIELDS, difference
 from weightsync.testing.refusing import refusals_of_receiver, refusals_of_sender

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from weightsync._tables import Delivery
+from weightsync.protocol._tables import Delivery
 
 
 class Rule(Enum):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from weightsync._tables import Delivery
+from weightsync.protocol._tables import Delivery
 from weightsync.testing.ends import Ends
 from weightsync.testing.stage import Stage
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import select
 from collections.abc import Callable, Mapping, Sequence
 
-from weightsync.messages import Bye, Message
+from weightsync.clock import Deadline
+from weightsync.protocol.messages import Bye, Message
 from weightsync.testing.cable import Cable, End, Watch, words
 from weightsync.testing.coverage import Coverage
 from weightsync.testing.ends import Ends, Factory
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.tap import Tap
-from weightsync.timing import Deadline
 from weightsync.transports.base import Link, Waker, wait
-from weightsync.transports.memory import Buffer, Storage
+from weightsync.transports.buffers import Buffer, Storage
 
 #: What a scenario of links alone needs to know of what cannot be reached.
 _NOTHING: Mapping[str, str] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.messages import Bye, Message, Update
+from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.testing.cable import Cable, End, Flying, Happening, Seen, Watch, words
 from weightsync.transports.base import Link, Received
-from weightsync.transports.memory import Buffer
+from weightsync.transports.buffers import Buffer
 
 
 class Tap:

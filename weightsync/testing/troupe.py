@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weightsync.messages import Bye, Hello, Message, Refusal, Update
+from weightsync.clock import Deadline, new_incarnation
+from weightsync.protocol.messages import Bye, Hello, Message, Refusal, Update
 from weightsync.testing.gate import Gate
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
 from weightsync.testing.replay_data import Configuration, Step
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.stage import Stage
-from weightsync.timing import Deadline, new_incarnation
 from weightsync.transports.base import Received
 
 #: Size of each version's weights.

@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from weightsync._tables import State
+from weightsync.clock import new_incarnation
+from weightsync.protocol._tables import State
 from weightsync.protocol.sender import Standing
 from weightsync.testing.bench import Bench
 from weightsync.testing.script import Scenario
 from weightsync.testing.stage import Stage
-from weightsync.timing import new_incarnation
 
 #: How many walks there are, and of how many steps.
 COUNT = 12

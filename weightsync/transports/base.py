@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from weightsync._tables import Delivery
 from weightsync.errors import TransportError
-from weightsync.messages import Message
-from weightsync.transports.fork import forget_after_fork
-from weightsync.transports.memory import Buffer
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Message
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.process import forget_after_fork
 
 
 def _nothing() -> None:

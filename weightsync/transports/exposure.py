@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from weightsync.keys import VARIABLE
-from weightsync.transports.fork import forget_after_fork
+from weightsync.transports.process import forget_after_fork
 
 logger = logging.getLogger("weightsync")
 

@@ -8,14 +8,14 @@ import threading
 from collections import deque
 from typing import Any, Final
 
-from weightsync import wire
-from weightsync._tables import Delivery
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.messages import Message, Update
+from weightsync.protocol import codec
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Message, Update
 from weightsync.transports.base import Received, Waker
-from weightsync.transports.liveness import ProcessWatch, watching
-from weightsync.transports.mailbox import MAX_FOREIGN, MAX_KEPT_NBYTES, MAX_STRAYS
-from weightsync.transports.memory import Buffer
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.pipe.mailbox import MAX_FOREIGN, MAX_KEPT_NBYTES, MAX_STRAYS
+from weightsync.transports.process import ProcessWatch, watching
 
 #: Messages of one model that are kept until its link reads them.
 MAX_UNREAD: Final = 1024
@@ -113,11 +113,11 @@ class QueueChannel:
                     raise TransportError(f"The queue is closed: {error}.") from error
 
     def _sort(self, item: Any) -> None:
-        if not isinstance(item, bytes) or item[: len(wire.MAGIC)] != wire.MAGIC:
+        if not isinstance(item, bytes) or item[: len(codec.MAGIC)] != codec.MAGIC:
             self._keep_foreign(item)
             return
-        head = wire.peek(item)
-        message = wire.decode_with(head, item[: head.control_nbytes])
+        head = codec.peek(item)
+        message = codec.decode_with(head, item[: head.control_nbytes])
         if len(item) - head.control_nbytes != head.payload_nbytes:
             raise ProtocolError(f"A frame came without its {head.payload_nbytes} bytes.", unread=item[:64])
         self._keep(message.model_id, _with_payload(message, item, head))
@@ -169,7 +169,7 @@ class QueueChannel:
         """A queue's own thread writes."""
 
 
-def _with_payload(message: Message, item: bytes, head: wire.Head) -> Received:
+def _with_payload(message: Message, item: bytes, head: codec.Head) -> Received:
     """A message with a copy of its payload, that may be written."""
     if not head.payload_nbytes:
         return Received(message)
@@ -205,7 +205,7 @@ class QueueLink:
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Put a message in the queue, with a copy of its payload: see `Link.send`."""
         self._require_open()
-        frame = wire.encode(message)
+        frame = codec.encode(message)
         if isinstance(message, Update) and message.nbytes:
             if payload is None or payload.nbytes < message.nbytes:
                 raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")

@@ -15,12 +15,11 @@ from torch.distributed.rpc.functions import async_execution
 
 from weightsync.errors import ConfigurationError, TransportError, WeightSyncError
 from weightsync.keys import SharedKey
-from weightsync.messages import Bye, Message, Update
-from weightsync.transports.call_seals import Challenged, seal_of
-from weightsync.transports.calls import Answers, GivenUp
-from weightsync.transports.doors import Door, Frames, Parcel
-from weightsync.transports.memory import Buffer
-from weightsync.transports.sealing import Identity, new_name
+from weightsync.protocol.messages import Bye, Message, Update
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.calls.client import Answers, GivenUp
+from weightsync.transports.calls.server import Door, Frames, Parcel
+from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
 
 #: torch exports, annotates and documents less than it offers.
 torch_rpc: Final[Any] = rpc
@@ -291,7 +290,7 @@ class RpcCourier:
         self._closed = False
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call that carries a message: see `weightsync.transports.calls.Courier.start`."""
+        """Begin the call that carries a message: see `weightsync.transports.calls.client.Courier.start`."""
         number = self._next
         frame = self._seal.frame(number, message, payload)
         if isinstance(message, Bye):

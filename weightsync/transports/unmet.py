@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weightsync._tables import RefusalKind
-from weightsync.messages import Hello, Message, Refusal
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Hello, Message, Refusal
 
 
 def is_from_sender(message: Message) -> bool:

@@ -1,19 +1,13 @@
-"""Weight updaters, by TorchRL's names: they push weights to workers that are reached by calls.
+"""The former home of `weightsync.torchrl.updaters`."""
 
-base     WeightUpdaterBase: what all share, and what a subclass may override
-local    copies in this process
-pushes   one push at a time, over the machines of a sender; calls: a worker's call as a link
-introducing: TorchRL's collectors take updaters as their own
-"""
+import warnings
 
-from weightsync.updaters.base import WeightUpdaterBase
-from weightsync.updaters.local import MultiProcessedWeightUpdater, RemoteModuleWeightUpdater, VanillaWeightUpdater
-from weightsync.updaters.ray import RayWeightUpdater
+from weightsync.torchrl.updaters import MultiProcessedWeightUpdater as MultiProcessedWeightUpdater
+from weightsync.torchrl.updaters import RayWeightUpdater as RayWeightUpdater
+from weightsync.torchrl.updaters import RemoteModuleWeightUpdater as RemoteModuleWeightUpdater
+from weightsync.torchrl.updaters import VanillaWeightUpdater as VanillaWeightUpdater
+from weightsync.torchrl.updaters import WeightUpdaterBase as WeightUpdaterBase
 
-__all__ = [
-    "MultiProcessedWeightUpdater",
-    "RayWeightUpdater",
-    "RemoteModuleWeightUpdater",
-    "VanillaWeightUpdater",
-    "WeightUpdaterBase",
-]
+warnings.warn(
+    "weightsync.updaters is now weightsync.torchrl.updaters: import from there.", DeprecationWarning, stacklevel=2
+)

@@ -16,11 +16,11 @@ from modelcheck.mutants.generate import Mutant
 from modelcheck.mutants.hunt import Fate, Finding, Ground, Hunter, job, judge, placed
 from modelcheck.mutants.ledger import Entry, Ledger, deadliest
 from modelcheck.mutants.source import Source
-from weightsync.checker.manifest import Configuration
-from weightsync.checker.process import Outcome
-from weightsync.checker.text import Library
-from weightsync.checker.toolchain import Toolchain
 from weightsync.errors import ConfigurationError
+from weightsync.model.manifest import Configuration
+from weightsync.model.process import Outcome
+from weightsync.model.text import Library
+from weightsync.model.toolchain import Toolchain
 
 
 class Confirmer:

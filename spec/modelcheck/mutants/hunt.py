@@ -12,12 +12,12 @@ from pathlib import Path
 
 from modelcheck.mutants.generate import Mutant
 from modelcheck.mutants.source import Source
-from weightsync.checker.manifest import Configuration
-from weightsync.checker.output import Counts
-from weightsync.checker.process import FOLDER_PREFIX, Ending, Job, Outcome, Size, TlcRun
-from weightsync.checker.text import Library
-from weightsync.checker.toolchain import Toolchain
-from weightsync.checker.verdict import named
+from weightsync.model.manifest import Configuration
+from weightsync.model.output import Counts
+from weightsync.model.process import FOLDER_PREFIX, Ending, Job, Outcome, Size, TlcRun
+from weightsync.model.text import Library
+from weightsync.model.toolchain import Toolchain
+from weightsync.model.verdict import named
 
 #: A mutant's graph may be larger than the model's; one that takes longer than this is not decided.
 PATIENCE = 120.0

@@ -13,12 +13,12 @@ from modelcheck.mutants.generate import Mutant, mutants
 from modelcheck.mutants.hunt import Finding, Ground, Hunter
 from modelcheck.mutants.ledger import Entry, Ledger, deadliest
 from modelcheck.mutants.source import Source
-from weightsync.checker.manifest import Configuration, Manifest
-from weightsync.checker.process import Ending
-from weightsync.checker.suite import cores
-from weightsync.checker.text import Library
-from weightsync.checker.toolchain import Toolchain
 from weightsync.errors import ConfigurationError
+from weightsync.model.manifest import Configuration, Manifest
+from weightsync.model.process import Ending
+from weightsync.model.suite import cores
+from weightsync.model.text import Library
+from weightsync.model.toolchain import Toolchain
 
 _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")

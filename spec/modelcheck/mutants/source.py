@@ -8,7 +8,7 @@ from functools import cached_property
 
 from modelcheck.mutants.parser import parse
 from modelcheck.mutants.syntax import Node
-from weightsync.checker.text import Definition, Module
+from weightsync.model.text import Definition, Module
 
 
 @dataclass(frozen=True)

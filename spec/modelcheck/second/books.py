@@ -10,8 +10,8 @@ from modelcheck.second.invariants import Invariant
 from modelcheck.second.naming import OUTSTANDING
 from modelcheck.second.steps import Step, StepProperty, by_hand
 from modelcheck.second.words import NEW_RECEIVER, NO_LINK, NO_PAYLOAD, Letter, Node, Payload, Receiver, Word
-from weightsync._actions import Action
-from weightsync._tables import RefusalKind, State
+from weightsync.protocol._actions import Action
+from weightsync.protocol._tables import RefusalKind, State
 
 _CLOSED, _READY, _AWAITING = State.CLOSED.value, State.READY.value, State.AWAITING_ACK.value
 _REFUSALS = {kind.name for kind in RefusalKind}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from weightsync.checker.config import Value
 from weightsync.errors import ConfigurationError
+from weightsync.model.config import Value
 
 _Kind = TypeVar("_Kind")
 

@@ -10,7 +10,7 @@ from modelcheck.second.invariants import Invariant
 from modelcheck.second.naming import answer_is
 from modelcheck.second.steps import Step, StepProperty, _counted
 from modelcheck.second.words import NO_LINK, NO_PAYLOAD, Node
-from weightsync._tables import SenderInput, State
+from weightsync.protocol._tables import SenderInput, State
 
 _READY, _PENDING, _AWAITING = State.READY.value, State.PENDING_ASYNC.value, State.AWAITING_ACK.value
 

@@ -8,7 +8,7 @@ from itertools import product
 from modelcheck.second.bounds import Bounds
 from modelcheck.second.steps import Step, StepProperty
 from modelcheck.second.words import NEW_RECEIVER, NO_LINK, Entry, Letter, Word
-from weightsync._tables import RefusalKind, State
+from weightsync.protocol._tables import RefusalKind, State
 
 _CLOSED, _AWAITING = State.CLOSED.value, State.AWAITING_ACK.value
 _REFUSALS = {kind.name for kind in RefusalKind}

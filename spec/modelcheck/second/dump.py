@@ -12,12 +12,12 @@ from pathlib import Path
 from modelcheck.second.graph import Graph
 from modelcheck.second.labelling import MODULE, labelling_config, labelling_module
 from modelcheck.second.reading import GraphReader
-from weightsync.checker.config import Value
-from weightsync.checker.output import Counts, Findings
-from weightsync.checker.process import FOLDER_PREFIX, Ending, Job, Size, TlcRun
-from weightsync.checker.text import Library
-from weightsync.checker.toolchain import Toolchain
 from weightsync.errors import WeightSyncError
+from weightsync.model.config import Value
+from weightsync.model.output import Counts, Findings
+from weightsync.model.process import FOLDER_PREFIX, Ending, Job, Size, TlcRun
+from weightsync.model.text import Library
+from weightsync.model.toolchain import Toolchain
 
 #: Larger graphs are not read to their end.
 MOST_NODES = 150_000

@@ -15,7 +15,7 @@ from modelcheck.second.naming import (
     update_is,
 )
 from modelcheck.second.words import NO_LINK, NO_PAYLOAD, Node, Payload, new_sender
-from weightsync._tables import RefusalKind, State
+from weightsync.protocol._tables import RefusalKind, State
 
 Invariant = Callable[[Bounds, Node], bool]
 

@@ -10,11 +10,11 @@ from modelcheck.second.dump import MOST_NODES, Dump, Dumped
 from modelcheck.second.examination import DEADLOCK, Broken, Question, examine, unread
 from modelcheck.second.labelling import PROTOCOL
 from modelcheck.second.liveness import ENDINGS
-from weightsync.checker.config import Config
-from weightsync.checker.manifest import Configuration, Expected, Purpose
-from weightsync.checker.output import Counts
-from weightsync.checker.text import Library
-from weightsync.checker.verdict import Verdict
+from weightsync.model.config import Config
+from weightsync.model.manifest import Configuration, Expected, Purpose
+from weightsync.model.output import Counts
+from weightsync.model.text import Library
+from weightsync.model.verdict import Verdict
 
 _MARGIN = 500
 

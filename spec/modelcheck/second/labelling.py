@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 from modelcheck.second.words import Node
-from weightsync.checker.config import Value, constant_lines
-from weightsync.checker.text import Library
 from weightsync.errors import ConfigurationError
+from weightsync.model.config import Value, constant_lines
+from weightsync.model.text import Library
 
 PROTOCOL = "AckProtocol"
 MODULE = "SecondGraph"

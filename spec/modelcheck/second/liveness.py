@@ -16,8 +16,8 @@ from itertools import product
 from modelcheck.second.bounds import Bounds
 from modelcheck.second.graph import Graph, Label, components
 from modelcheck.second.words import Node
-from weightsync._actions import Action
 from weightsync.errors import ConfigurationError
+from weightsync.protocol._actions import Action
 
 Condition = Callable[[Node], bool]
 

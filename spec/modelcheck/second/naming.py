@@ -1,12 +1,12 @@
 """Which input a message is: a second reading of the guards, from the charter's tables, over the model's values.
 
-The rows are those of `weightsync._tables`; the guards are neither the shipped code's nor the model's.
+The rows are those of `weightsync.protocol._tables`; the guards are neither the shipped code's nor the model's.
 """
 
 from __future__ import annotations
 
 from modelcheck.second.words import Node, Word
-from weightsync._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, RefusalKind, SenderInput, State
+from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, RefusalKind, SenderInput, State
 
 _SENDER_ROWS = {(state.value, taken.value): to.value for (state, taken), to in SENDER_ROWS.items()}
 _RECEIVER_ROWS = {(state.value, taken.value): to.value for (state, taken), to in RECEIVER_ROWS.items()}

@@ -12,8 +12,8 @@ from typing import TypeVar
 from modelcheck.second.bounds import Bounds
 from modelcheck.second.graph import Label
 from modelcheck.second.words import NO_LINK, Letter, Node, Word
-from weightsync._actions import Action
-from weightsync._tables import State
+from weightsync.protocol._actions import Action
+from weightsync.protocol._tables import State
 
 _CLOSED, _READY = State.CLOSED.value, State.READY.value
 _PENDING, _AWAITING = State.PENDING_ASYNC.value, State.AWAITING_ACK.value

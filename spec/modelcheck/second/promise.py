@@ -7,7 +7,7 @@ from typing import NamedTuple
 from modelcheck.second.bounds import Bounds
 from modelcheck.second.steps import Step
 from modelcheck.second.words import Node
-from weightsync._tables import State
+from weightsync.protocol._tables import State
 
 _NONE = (0, 0)
 _PHASES = {State.PENDING_ASYNC.value: "outstanding", State.AWAITING_ACK.value: "waited", State.CLOSED.value: "closed"}

@@ -13,8 +13,8 @@ from modelcheck.second.bounds import Bounds
 from modelcheck.second.graph import Label
 from modelcheck.second.naming import OUTSTANDING, RECEIVER_MOVES, SENDER_MOVES
 from modelcheck.second.words import NEW_RECEIVER, NO_PAYLOAD, Letter, Node, Word, new_sender
-from weightsync._actions import Action
-from weightsync._tables import State
+from weightsync.protocol._actions import Action
+from weightsync.protocol._tables import State
 
 _CLOSED, _INITIAL = State.CLOSED.value, State.UNINITIALIZED.value
 _PENDING, _AWAITING = State.PENDING_ASYNC.value, State.AWAITING_ACK.value

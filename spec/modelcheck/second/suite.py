@@ -14,12 +14,12 @@ from modelcheck.second.judgement import (
     question_of,
     reason_to_leave_out,
 )
-from weightsync.checker.manifest import Manifest
-from weightsync.checker.process import Size
-from weightsync.checker.suite import cores
-from weightsync.checker.text import Library
-from weightsync.checker.toolchain import Toolchain
-from weightsync.checker.verdict import Verdict
+from weightsync.model.manifest import Manifest
+from weightsync.model.process import Size
+from weightsync.model.suite import cores
+from weightsync.model.text import Library
+from weightsync.model.toolchain import Toolchain
+from weightsync.model.verdict import Verdict
 
 _MOST_AT_ONCE = 2
 _FEW_STATES = 20_000

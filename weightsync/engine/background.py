@@ -1,0 +1,260 @@
+"""The background receiver: one thread reads and stages; what is staged goes live between two forwards."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from weightsync.clock import Deadline
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.serving_lock import Hook, calling_frame
+from weightsync.errors import ProtocolError, TransportError
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol._tables import State
+from weightsync.protocol.report import SyncReport
+from weightsync.transports.process import forget_after_fork
+
+logger = logging.getLogger("weightsync")
+
+#: Seconds that `Background.stop` waits for the thread.
+JOIN_SECONDS: Final = 10.0
+
+#: Hands the version served on, and says what became of it; None: nothing is known of that.
+HandOn = Callable[[], SyncReport | None]
+
+
+class _Before(Hook):
+    """Before a forward."""
+
+    def __init__(self, receiver: WeightReceiver) -> None:
+        self._receiver = receiver
+
+    def __call__(self, *_: Any) -> None:
+        self._receiver.begin_serving(calling_frame())
+
+
+class _After(Hook):
+    """After a forward, also one that raised."""
+
+    def __init__(self, receiver: WeightReceiver) -> None:
+        self._receiver = receiver
+
+    def __call__(self, *_: Any) -> None:
+        self._receiver.end_serving()
+
+
+class Background:
+    """Receives for one receiver, on a thread of its own, and guards the forwards of its model.
+
+    The thread is the only reader of the receiver's links. A version that it has staged goes live at the start of the
+    model's next outermost forward, in that forward's thread, or in ours if no forward is under way: no forward sees
+    two versions, a busy worker cannot starve a swap, an idle one still answers. The thread ends when the receiver is
+    closed, and when it has no link any more; with a new link it starts again. In a forked child there is none.
+
+    Args:
+        receiver: whose links are read. Its model's forwards are guarded if that is a module; around whatever bypasses
+            ``__call__`` use ``with receiver.serving():``.
+        hand_on: asked before each version goes live: what hands it on to others afterwards, before we answer for it;
+            None: nobody.
+    """
+
+    def __init__(self, receiver: WeightReceiver, hand_on: Callable[[], HandOn | None]) -> None:
+        self._receiver = receiver
+        self._hand_on = hand_on
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._hooks: list[RemovableHandle] = []
+        self._error: Exception | None = None
+        #: The version whose fate the last `receive` told.
+        self._told: object = None
+        self._next: HandOn | None = None
+        forget_after_fork(self)
+
+    # ---------------------------------------------------------------------------------- starting and ending
+
+    def start(self) -> None:
+        """Become the receiver's attendant, guard its model and start to read."""
+        self._stopping = False
+        self._receiver.attend(self)
+        self.model_set(self._receiver.model)
+        atexit.register(self.stop)
+
+    def seen(self) -> None:
+        """What has happened so far is known: `receive` waits for what comes next."""
+        self._told = self._receiver.driver.data.decided
+
+    def stop(self) -> None:
+        """End the thread and the guard; the receiver stays as it is.
+
+        A thread that is inside code of the user's cannot be ended: it is waited for `JOIN_SECONDS`, then left to end
+        when that code returns.
+        """
+        with self._news:
+            self._stopping = True
+            thread = self._thread
+        self._receiver.driver.waker.fire()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(JOIN_SECONDS)
+            if thread.is_alive():
+                logger.warning(
+                    "model %r: after %g s its background receiver is still inside code of yours, a hook or what hands "
+                    "weights on; it ends when that returns",
+                    self._receiver.model_id,
+                    JOIN_SECONDS,
+                )
+        self._receiver.attend(None)
+        self._unguard()
+        atexit.unregister(self.stop)
+
+    def forget(self) -> None:
+        """In a forked child: there is no thread, and the model is nobody's."""
+        self._news = threading.Condition()
+        self._thread = None
+        self._unguard()
+        atexit.unregister(self.stop)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread reads."""
+        return self._thread is not None
+
+    def _spawn(self) -> None:
+        with self._news:
+            if self._thread is not None or self._stopping:
+                return
+            name = f"weightsync receiver of {self._receiver.model_id!r}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    # -------------------------------------------------------------------------------------------- the guard
+
+    def model_set(self, model: Any) -> None:
+        """Guard this model from now on, and no other."""
+        self._unguard()
+        if isinstance(model, nn.Module):
+            before = model.register_forward_pre_hook(_Before(self._receiver), prepend=True)
+            after = model.register_forward_hook(_After(self._receiver), always_call=True)
+            self._hooks = [before, after]
+        self._receiver.driver.waker.fire()
+        self._spawn()
+
+    def _unguard(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # ------------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        waker = self._receiver.driver.waker
+        while True:
+            seen = waker.fired
+            if not self._go_on():
+                return
+            self._receiver.driver.wait(None, seen)
+
+    def _go_on(self) -> bool:
+        """Do what there is to do; False: the thread has ended."""
+        try:
+            if not self._over():
+                self._attend()
+        except ProtocolError as broken:  # that link is down, others may be well
+            logger.error("model %r: %s", self._receiver.model_id, broken)
+            self._news_of(broken)
+        except TransportError as gone:
+            logger.info("model %r: %s", self._receiver.model_id, gone)
+            return self._end(gone)
+        except Exception as raised:
+            if not self._over():
+                logger.error("model %r: its background receiver stopped", self._receiver.model_id, exc_info=raised)
+                return self._end(raised)
+        return self._end(self._receiver.broken) if self._over() else True
+
+    def _attend(self) -> None:
+        receiver = self._receiver
+        receiver.take_in_here()
+        if receiver.driver.deferring:
+            self._hand_over()
+        self._news_of()
+
+    def _over(self) -> bool:
+        return self._stopping or self._receiver.state is State.CLOSED
+
+    def _end(self, error: Exception | None) -> bool:
+        with self._news:
+            self._thread = None
+            self._error = error or self._error
+            self._news.notify_all()
+        return False
+
+    def _news_of(self, error: Exception | None = None) -> None:
+        with self._news:
+            self._error = error or self._error
+            self._news.notify_all()
+
+    # ---------------------------------------------------------------------------------------- the receiver's
+
+    def link_added(self) -> None:
+        """Read the new link too. That the one before it was lost is no news any more."""
+        with self._news:
+            self._error = None if isinstance(self._error, TransportError) else self._error
+        self._spawn()
+
+    def applied(self) -> None:
+        """Wake whoever waits in `receive`, and the thread if there is something to hand on or to write."""
+        with self._news:
+            self._news.notify_all()
+        self._receiver.driver.waker.fire()
+
+    def hands_on(self) -> bool:
+        """Whether what goes live now is handed on before we answer."""
+        self._next = self._hand_on()
+        return self._next is not None
+
+    def _hand_over(self) -> None:
+        hand_on, self._next = self._next, None
+        nested = hand_on() if hand_on is not None else None
+        driver = self._receiver.driver
+        driver.take(receiving.SendAck(nested))
+        driver.waker.fire()
+
+    def receive(self, timeout: float | None) -> bool:
+        """Wait for a version to go live, if none has since the last call.
+
+        Raises:
+            TransportError: the sender is gone.
+            WeightSyncError: what happened on the thread since the last call, told once.
+        """
+        driver, before = self._receiver.driver, self._told
+        if not self.wait_until(lambda: driver.data.decided != before, Deadline(timeout)):
+            return False
+        data = driver.data
+        self._told = data.decided
+        return data.served == data.decided
+
+    def wait_until(self, met: Callable[[], bool], deadline: Deadline) -> bool:
+        """Wait until ``met()``, which is asked whenever something has happened; False: time is up.
+
+        Raises:
+            TransportError, WeightSyncError: as `receive`.
+        """
+        while True:
+            if not self.running and self._error is None and self._receiver.broken is None:
+                self._receiver.check_links()
+                self._spawn()
+            with self._news:
+                self._news.wait_for(lambda: met() or self._error is not None or not self.running, deadline.nap)
+                error, self._error = self._error or self._receiver.broken, None
+                if error is not None:
+                    raise error
+                if met():
+                    return True
+                if deadline.passed:
+                    return False

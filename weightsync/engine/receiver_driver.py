@@ -1,0 +1,334 @@
+"""The receiver's driver: reads its links, applies what is pending, and sends every answer the table asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from weightsync.engine.driver import Driver, close, flush, mishandled, read, watch
+from weightsync.engine.packer import receiver_hint
+from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
+from weightsync.protocol import receiver as pure
+from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
+from weightsync.protocol.machine import ReceiverMachine
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
+from weightsync.transports.base import Link, Received
+from weightsync.transports.process import own_host, own_identity
+from weightsync.weights.layout import Layout
+
+logger = logging.getLogger("weightsync")
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The version that has arrived and is not applied yet."""
+
+    update: Update
+    layout: Layout
+    payload: memoryview
+    #: Makes the payload read as it was sent, whatever this process has written over it.
+    refresh: Callable[[], None]
+    #: Why this process could not take the payload; empty: it could.
+    untaken: str = ""
+
+
+class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.Effect]):
+    """One receiver's machine, data and links.
+
+    Its methods take the lock and never block. A link whose peer breaks the protocol goes down, and the
+    `ProtocolError` is raised unless it happened beside the link in force.
+
+    Args:
+        model_id: the model whose weights are received.
+    """
+
+    def __init__(self, model_id: str) -> None:
+        super().__init__(model_id, ReceiverMachine(), pure.ReceiverData(), pure.step)
+        self.pending: Pending | None = None
+        #: Why the last link ended; empty: none has.
+        self.ended = ""
+        #: What a caller is raised then.
+        self.ended_as: type[TransportError] = TransportError
+        #: The link that could not be written to last.
+        self._unwritable = 0
+        #: The sender's word in the handshake that was made last; None: none was.
+        self.greeting: Hello | None = None
+        self._links: dict[int, Link] = {}
+        self._layouts: dict[bytes, Layout] = {}
+
+    # ------------------------------------------------------------------------------------------- events
+
+    def add_link(self, link: Link) -> None:
+        """Listen on one more link; the handshake decides which is in force."""
+        with self.lock:
+            if self.machine.state is State.CLOSED:
+                link.close()
+                return
+            self._last_link += 1
+            self._links[self._last_link] = link
+            self.ended = ""
+            self.waker.fire()
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """How the last link ended is over, unless the block fails: there is somebody to wait for again."""
+        ended, self.ended = self.ended, ""
+        try:
+            yield
+        except BaseException:
+            self.ended = ended
+            raise
+
+    def close(self) -> None:
+        """Close for good: every link says Bye and closes, a caller who waits is woken."""
+        with self.lock:
+            self.take(pure.Close())
+            for number in list(self._links):
+                self._leave(number)
+            self._silence()
+
+    def fail(self, reason: str, remote_traceback: str) -> None:
+        """Close for good, since something failed: the sender keeps this worker on its roll, LOST, with the reason."""
+        self._end(pure.Fail(reason, remote_traceback))
+
+    def break_down(self, reason: str, remote_traceback: str) -> None:
+        """Close for good, since the model holds no whole version any more: LOST to the sender, with the reason."""
+        self._end(pure.Broken(reason, remote_traceback))
+
+    def _end(self, event: pure.Fail | pure.Broken) -> None:
+        with self.lock:
+            self.take(event)
+            for number in list(self._links):
+                self._close_link(number)
+            self._silence()
+
+    def _silence(self) -> None:
+        self.pending = None
+        self.waker.close()
+
+    @property
+    def deferring(self) -> bool:
+        """Whether the answer to the version applied last waits until that has been handed on."""
+        return isinstance(self.data.answer, pure.Deferred)
+
+    def _hint(self, asked: str) -> str:  # noqa: ARG002 - no method of a receiver has a hint of its own
+        return receiver_hint(self.machine.state, self.data)
+
+    # ------------------------------------------------------------------------------------------ effects
+
+    def _execute(self, effect: pure.Effect) -> None:
+        match effect:
+            case pure.Greet(link):
+                self._write(link, self._hello(link))
+            case pure.Reject(link, incarnation, kind, reason):
+                logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
+                self.ended, self.ended_as = f"its handshake was refused: {reason}", TransportError
+                self._write(link, self._refusal((incarnation, 0), kind, reason))
+            case pure.Disown(link, incarnation, kind, reason, trace):
+                said = self._refusal((incarnation, 0), kind, reason)
+                self._say_last(link, replace(said, remote_traceback=trace))
+            case pure.Tell(link, key, kind):
+                self._write(link, self._refusal(key, kind, _REASONS[kind]))
+            case pure.Reply(link, answer):
+                self._write(link, answer)
+                self.flush()
+            case pure.CloseLink(link):
+                self._close_link(link)
+            case pure.Leave(link):
+                self._leave(link)
+
+    def _hello(self, link: int) -> Hello:
+        pid, started = own_identity()
+        served = self.data.served
+        return Hello(
+            model_id=self.model_id,
+            incarnation=self.data.fence,
+            version=served[1] if served and served[0] == self.data.fence else 0,
+            layout_digest=self.layout.digest if self.layout else b"",
+            host=own_host(),
+            pid=pid,
+            started=started,
+            fence=self.data.fence,
+            link=link,
+        )
+
+    def _refusal(self, key: pure.Key, kind: RefusalKind, reason: str) -> Refusal:
+        return Refusal(
+            model_id=self.model_id,
+            incarnation=key[0],
+            version=key[1],
+            kind=kind,
+            reason=reason,
+            fence=self.data.fence,
+        )
+
+    def _write(self, link: int, message: Message) -> None:
+        if link not in self._links:
+            return
+        try:
+            self._links[link].send(message)
+        except Exception as error:  # noqa: BLE001 - however a link fails, the others go on
+            self._unwritable = link
+            self._down(link, str(error) or repr(error))
+
+    def _say_last(self, link: int, message: Message) -> None:
+        """Say the last word over a link that closes next, as far as it can still be said."""
+        if link not in self._links:
+            return
+        try:
+            self._links[link].send(message)
+        except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
+            logger.debug("no last word over a link of %r: %s", self.model_id, error)
+
+    def _down(self, link: int, reason: str) -> None:
+        """The link has failed."""
+        self.ended, self.ended_as = reason, TransportError
+        self._step(pure.LinkDown(link, reason))
+
+    def _left(self, link: int, bye: Bye) -> None:
+        """A sender says goodbye: its link ends, unless another sender's is in force over it."""
+        step = self._step(pure.Goodbye(link, bye.incarnation))
+        if step.effects:
+            self.ended, self.ended_as = _goodbye(bye)
+
+    def _give_up(self, link: Link, reason: str) -> None:
+        for number, known in list(self._links.items()):
+            if known is link:
+                self._down(number, reason)
+
+    def _leave(self, link: int) -> None:
+        """Say goodbye over a link, and close it."""
+        reason = "the receiver was closed"
+        self._say_last(link, Bye(model_id=self.model_id, incarnation=self.data.fence, reason=reason))
+        self._close_link(link)
+
+    def _close_link(self, link: int) -> None:
+        if link in self._links:
+            close(self._links.pop(link))
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def links(self) -> list[Link]:
+        """The links that are open."""
+        with self.lock:
+            return list(self._links.values())
+
+    def in_force(self) -> Link | None:
+        """The link of the handshake in force."""
+        with self.lock:
+            return None if self.data.link is None else self._links.get(self.data.link)
+
+    def flush(self) -> None:
+        """Write what waits to be written; an answer that has left is ANSWERED."""
+        for number, link in list(self._links.items()):
+            try:
+                gone = flush(link)
+            except TransportError as error:
+                self._down(number, str(error))
+                continue
+            answered = gone and number == self.data.link and not self.deferring
+            if answered and self.machine.state is State.AWAITING_ACK:
+                self._step(pure.Answered())
+
+    def pump(self) -> None:
+        """Write what waits, take in what has arrived. The link in force is not read while an answer is owed.
+
+        Raises:
+            ProtocolError: the peer of the link in force, or of the only one, broke the protocol; its link is down.
+        """
+        with self.lock:
+            if self.machine.state is State.CLOSED:
+                return
+            self.flush()
+            self._finish()
+            for number, link in list(self._links.items()):
+                owing = self.machine.state is State.AWAITING_ACK and number == self.data.link
+                if not owing and number in self._links:
+                    self._read(number, link)
+
+    def _read(self, number: int, link: Link) -> None:
+        try:
+            for received in read(link):
+                if number in self._links:
+                    self._heard(number, link, received)
+                    self._finish()
+                elif number == self._unwritable and isinstance(received.message, Bye):
+                    # It had said goodbye already when we answered what came before that.
+                    self.ended, self.ended_as = _goodbye(received.message)
+        except TransportError as error:
+            self._down(number, str(error))
+        except (ProtocolError, StateError) as error:
+            beside = number != self.data.link and len(self._links) > 1
+            self._down(number, str(error))
+            if beside:
+                logger.error("a link of %r to %s broke the protocol: %s", self.model_id, link.peer, error)
+                return
+            unread = error.unread if isinstance(error, ProtocolError) else b""
+            raise ProtocolError(str(error), unread) from error
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this link's failure and nobody else's
+            self._down(number, mishandled(link, error))
+        finally:
+            self._finish()
+
+    def _forget(self) -> None:
+        if self.data.pending is None:
+            self.pending = None
+
+    def _heard(self, number: int, link: Link, received: Received) -> None:
+        message = received.message
+        match message:
+            case Hello():
+                step = self.take(pure.HelloArrived(number, message.incarnation, self._misfit(message)))
+                if step.input is not ReceiverInput.REJECTED:
+                    self.greeting = message
+                if number in self._links:
+                    # Behind the handshake: whoever cannot be watched is told why its link ends.
+                    watch(link, message)
+            case Update():
+                self._update(number, message, received)
+            case Bye():
+                self._left(number, message)
+            case Ack() | Refusal():
+                raise ProtocolError(f"a sender sent {type(message).__name__}; only receivers send it.")
+
+    def _misfit(self, hello: Hello) -> str:
+        if self.layout is None or not hello.layout or hello.layout_digest == self.layout.digest:
+            return ""
+        difference = self.layout.difference(Layout.decode(hello.layout))
+        return str(difference) if difference else ""
+
+    def _update(self, number: int, update: Update, received: Received) -> None:
+        event = pure.UpdateArrived(number, update.incarnation, update.version)
+        if update.incarnation < self.data.fence:
+            self.take(event)  # STALE whatever it names: an older sender's layout is remembered no more
+            return
+        layout = self._layout_of(update)
+        before = self.data.pending
+        self.take(event)
+        if self.data.pending not in (None, before):
+            payload = received.payload if received.payload is not None else memoryview(b"")
+            self.pending = Pending(update, layout, payload, received.refresh, received.untaken)
+
+    def _layout_of(self, update: Update) -> Layout:
+        if update.layout:
+            told = Layout.decode(update.layout)
+            self._layouts = {told.digest: told}
+        layout = self._layouts.get(update.layout_digest)
+        if layout is None or layout.nbytes != update.nbytes:
+            raise ProtocolError(f"version {update.version} names a layout or a size that this link has not carried.")
+        return layout
+
+
+def _goodbye(bye: Bye) -> tuple[str, type[TransportError]]:
+    """How a sender's end is told, and as what it is raised."""
+    if bye.ending is Ending.FAILED:
+        return f"the sender failed: {bye.reason}", TransportError
+    return f"the sender said goodbye: {bye.reason}", SenderClosed
+
+
+_REASONS = {
+    RefusalKind.SUPERSEDED: "a newer version arrived before this one was applied",
+    RefusalKind.STALE: "a newer version, or a newer sender, has been met already",
+}

@@ -1,0 +1,160 @@
+"""Drivers whose every step and message is recorded. They are made only while somebody records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from weightsync.engine.receiver_driver import ReceiverDriver
+from weightsync.engine.recorder import Life, Recorder, What, recorder
+from weightsync.engine.sender_driver import SenderDriver
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import ReceiverInput, SenderInput, State
+from weightsync.protocol.machine import Step
+from weightsync.protocol.messages import Message
+from weightsync.protocol.report import SyncReport
+from weightsync.transports.base import Link, Received
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.wakeup import AwaitedProcess
+
+
+def sender_driver(model_id: str) -> SenderDriver:
+    """A driver for a new sender, recorded if anybody records."""
+    records = recorder()
+    return SenderDriver(model_id) if records is None else TracedSenderDriver(model_id, records)
+
+
+def receiver_driver(model_id: str) -> ReceiverDriver:
+    """A driver for a new receiver, recorded if anybody records."""
+    records = recorder()
+    return ReceiverDriver(model_id) if records is None else TracedReceiverDriver(model_id, records)
+
+
+class TracedSenderDriver(SenderDriver):
+    """A sender's driver that is recorded.
+
+    Args:
+        model_id: the model whose weights are sent.
+        records: writes the trace.
+    """
+
+    def __init__(self, model_id: str, records: Recorder) -> None:
+        super().__init__(model_id)
+        self._life: Life = records.born("sender", model_id)
+        #: What was told last, until the next step: a caller who polls is told the same again and again.
+        self._last_told: SyncReport | None = None
+
+    def _tell(self, what: What, **said: object) -> None:
+        self._life.tell(what, self.model_id, **said)
+
+    def told(self, report: SyncReport) -> None:
+        """A caller is told this."""
+        with self.lock:
+            spoken = replace(
+                report, nbytes=0, preparing=0.0, connect_s=0.0, transferring=0.0, applying=0.0, previous=None
+            )
+            if spoken == self._last_told:
+                return
+            self._last_told = spoken
+            told = {"version": report.version, "incarnation": report.incarnation, "outcomes": report.outcomes}
+            beside = {"not_caught_up": report.not_caught_up, "left": report.left}
+            self._tell(What.TOLD, **told, superseded=report.superseded, **beside)
+
+    def _step(self, event: sending.Event) -> Step[SenderInput, sending.SenderData, sending.Effect]:
+        before = self.machine.state
+        self._last_told = None
+        try:
+            step = super()._step(event)
+        except Exception as error:
+            state, data = self.machine.state, self.data
+            self._tell(What.REFUSED, event=event, error=type(error).__name__, before=before, after=state, data=data)
+            raise
+        told = {"event": event, "input": step.input, "before": before, "after": self.machine.state}
+        self._tell(What.STEP, **told, data=self.data, effects=step.effects)
+        return step
+
+    def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
+        """Put a worker on the roll on a new link, or give it a new one; its process is watched from the start."""
+        with self.lock:
+            delivery = link.delivery.name
+            self._tell(What.LINK, link=self._last_link + 1, worker=worker, delivery=delivery, peer=link.peer)
+            super().join(worker, link, process)
+
+    def _write(self, worker: int, link: int, message: Message, payload: Buffer | None = None) -> None:
+        if link in self._links:
+            # Before it is sent: where both ends share a process it may come out inside the call.
+            self._tell(What.SENT, link=link, message=message)
+        super()._write(worker, link, message, payload)
+
+    def _events(self, worker: int, number: int, link: Link, message: Message) -> Iterator[sending.Event]:
+        self._tell(What.RECEIVED, link=number, message=message)
+        yield from super()._events(worker, number, link, message)
+
+    def _last_words(self, worker: int, number: int, reason: str) -> Iterator[sending.Event]:
+        self._tell(What.FAILED, link=number, reason=reason)
+        yield from super()._last_words(worker, number, reason)
+
+    def _close_link(self, link: int) -> None:
+        if link in self._links:
+            self._tell(What.CLOSED, link=link, incarnation=self.data.incarnation)
+        super()._close_link(link)
+
+
+class TracedReceiverDriver(ReceiverDriver):
+    """A receiver's driver that is recorded.
+
+    Args:
+        model_id: the model whose weights are received.
+        records: writes the trace.
+    """
+
+    def __init__(self, model_id: str, records: Recorder) -> None:
+        super().__init__(model_id)
+        self._life: Life = records.born("receiver", model_id)
+
+    def _tell(self, what: What, **said: object) -> None:
+        self._life.tell(what, self.model_id, **said)
+
+    def _step(self, event: receiving.Event) -> Step[ReceiverInput, receiving.ReceiverData, receiving.Effect]:
+        before = self.machine.state
+        try:
+            step = super()._step(event)
+        except Exception as error:
+            state, data = self.machine.state, self.data
+            self._tell(What.REFUSED, event=event, error=type(error).__name__, before=before, after=state, data=data)
+            raise
+        told = {"event": event, "input": step.input, "before": before, "after": self.machine.state}
+        self._tell(What.STEP, **told, data=self.data, effects=step.effects)
+        return step
+
+    def add_link(self, link: Link) -> None:
+        """Listen on one more link; the handshake decides which is in force."""
+        with self.lock:
+            if self.machine.state is not State.CLOSED:
+                delivery = link.delivery.name
+                self._tell(What.LINK, link=self._last_link + 1, delivery=delivery, peer=link.peer)
+            super().add_link(link)
+
+    def _write(self, link: int, message: Message) -> None:
+        if link in self._links:
+            self._tell(What.SENT, link=link, message=message)
+        super()._write(link, message)
+
+    def _heard(self, number: int, link: Link, received: Received) -> None:
+        self._tell(What.RECEIVED, link=number, message=received.message)
+        super()._heard(number, link, received)
+
+    def _say_last(self, link: int, message: Message) -> None:
+        if link in self._links:
+            self._tell(What.SENT, link=link, message=message)
+        super()._say_last(link, message)
+
+    def _down(self, link: int, reason: str) -> None:
+        self._tell(What.FAILED, link=link, reason=reason)
+        super()._down(link, reason)
+
+    def _close_link(self, link: int) -> None:
+        if link in self._links:
+            self._tell(What.CLOSED, link=link)
+        super()._close_link(link)

@@ -1,0 +1,336 @@
+"""The trace recorder: every step of every machine and every message, as JSON lines, one file a process.
+
+    with weightsync.engine.recorder.record("traces"):
+        ...                                     # senders and receivers made here are recorded, children's too
+
+or ``WEIGHTSYNC_TRACE=traces`` in the environment. ``weightsync verify traces`` says whether the run conformed to the
+protocol. A machine that is made while nothing records has a driver that knows of no recorder: it costs nothing.
+
+A file begins with a header and goes on with one line an event. Each line has its number in the file (``i``) and ends
+with a checksum over itself and the one before (``c``), so that what is changed, dropped or added by hand is named. A
+line of a machine tells which machine (``m``, ``role``, ``model``), its own running number (``n``), when (``t``,
+nanoseconds of one clock a host) and ``what`` happened (`What`), with all that there is to say of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import errno
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import os
+import secrets
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from weightsync.clock import clock_id, now_ns
+from weightsync.errors import ConfigurationError
+from weightsync.protocol._tables import PROTOCOL_VERSION
+
+logger = logging.getLogger("weightsync")
+
+#: Names the folder to which a process and its children record.
+ENVIRONMENT: Final = "WEIGHTSYNC_TRACE"
+#: The version of the format.
+FORMAT: Final = 3
+#: How trace files are named, for a search.
+PATTERN: Final = "trace-*.jsonl"
+#: Bytes longer than this (layouts, extra state) are recorded as a digest of theirs.
+_LONG = 64
+_MISSING: Final = object()
+
+
+class What(enum.Enum):
+    """What a line tells of."""
+
+    #: The file's first line: format, protocol, host, process.
+    HEADER = "header"
+    #: A word of whoever records, for people.
+    NOTE = "note"
+    #: Recording ended here; the process may have gone on.
+    END = "end"
+    #: A machine begins: new, copied, unpickled, or a forked child's.
+    BORN = "born"
+    #: A link is laid, under a number of this machine's.
+    LINK = "link"
+    #: An event was taken: the event, the input named, the state before and after, the data after, the effects.
+    STEP = "step"
+    #: An event was refused; nothing changed.
+    REFUSED = "refused"
+    #: A message is given to a link.
+    SENT = "sent"
+    #: A message was taken from a link.
+    RECEIVED = "received"
+    #: A link cannot be used any more.
+    FAILED = "failed"
+    #: A link is closed, with a goodbye where that can still be said.
+    CLOSED = "closed"
+    #: A caller is told what became of a version, or is known of it so far: returned, or raised with an error.
+    TOLD = "told"
+
+
+def plain(value: object) -> Any:
+    """A value of the protocol as JSON has it. Fields that are as by default are left out.
+
+    Raises:
+        TypeError: it is no value of the protocol.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case enum.Enum():
+            return value.name
+        case bytes():
+            return (value if len(value) <= _LONG else hashlib.blake2b(value, digest_size=16).digest()).hex()
+        case Mapping():
+            return {str(key): plain(each) for key, each in value.items()}
+        case tuple() | list():
+            return [plain(each) for each in value]
+    kind: type[Any] = type(value)
+    fields = ((name, getattr(value, name), default) for name, default in _fields(kind))
+    told = {name: plain(held) for name, held, default in fields if default is _MISSING or held != default}
+    return {"is": kind.__name__, **told}
+
+
+_known: dict[type, tuple[tuple[str, object], ...]] = {}
+
+
+def _fields(kind: type[Any]) -> tuple[tuple[str, object], ...]:
+    """Names and defaults of a dataclass's fields."""
+    if kind not in _known:
+        if not dataclasses.is_dataclass(kind):
+            raise TypeError(f"{kind} is recorded nowhere: it is no value of the protocol")
+        _known[kind] = tuple((each.name, _default(each)) for each in dataclasses.fields(kind))
+    return _known[kind]
+
+
+def _default(field: dataclasses.Field[Any]) -> object:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else _MISSING
+
+
+def seal(line: Mapping[str, Any], before: int) -> tuple[str, int]:
+    """A line as it stands in a file, and its checksum.
+
+    Args:
+        line: what it tells.
+        before: the checksum of the line before; 0: there is none.
+    """
+    body = json.dumps(line, separators=(",", ":"))
+    checksum = zlib.crc32(body.encode(), before)
+    return f'{body[:-1]},"c":"{checksum:08x}"}}\n', checksum
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mark:
+    """A place in a file between two lines."""
+
+    lines: int = 0
+    #: Bytes.
+    size: int = 0
+    #: Of the last line before it, as is the time.
+    checksum: int = 0
+    time: int = 0
+
+
+class Recorder:
+    """Writes what machines tell to one file a process, line by line, so that a process that is killed loses nothing.
+
+    Safe to use from several threads and after a fork: the child has a file of its own.
+
+    Args:
+        folder: where the files lie; it is made when the first line is written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._ended = False
+        self._fd: int | None = None
+        self._start_over()
+
+    def _start_over(self) -> None:
+        # What a forked child inherits is the parent's: the lock may be held by a thread that is not there.
+        if self._fd is not None:
+            os.close(self._fd)
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._parent = os.getppid()
+        self._token = secrets.token_hex(4)
+        self._fd = None
+        self._whole = self._before = _Mark()
+        self._waiting: deque[Mapping[str, Any]] = deque()
+        self._writing = False
+        self._lives = itertools.count(1)
+
+    def born(self, role: str, model_id: str) -> Life:
+        """A machine begins.
+
+        Raises:
+            ConfigurationError: no file can be made in the folder.
+        """
+        if os.getpid() != self._pid:
+            self._start_over()
+        return Life(self, f"{self._token}.{next(self._lives)}", role, model_id)
+
+    def note(self, text: str) -> None:
+        """Write a word of whoever records."""
+        self.write({"t": now_ns(), "what": What.NOTE.value, "text": text})
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Write one line; nothing once recording has ended."""
+        if os.getpid() != self._pid:
+            self._start_over()
+        with self._lock:
+            if self._ended:
+                return
+            self._waiting.append(line)
+            # A line may come while one is written: from the end of an object, which the garbage collector chose.
+            if self._writing:
+                return
+            self._writing = True
+            try:
+                while self._waiting and not self._ended:
+                    self._put(self._waiting.popleft())
+            finally:
+                self._writing = False
+
+    def _put(self, line: Mapping[str, Any]) -> None:
+        if self._fd is None:
+            self._fd = self._opened()
+            self._append(self._header())
+        if not self._ended:
+            self._append(line)
+
+    def _opened(self) -> int:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigurationError(
+                f"Nothing can be recorded to {self.folder}: {error.strerror}. Give tracing.record() or {ENVIRONMENT} a "
+                "folder that can be written to, or record nothing."
+            ) from error
+
+    def _path(self) -> Path:
+        return self.folder / PATTERN.replace("*", f"{self._pid}-{self._token}")
+
+    def _header(self) -> Mapping[str, Any]:
+        told = {"format": FORMAT, "protocol": PROTOCOL_VERSION, "clock": clock_id(), "pid": self._pid}
+        return {"t": now_ns(), "what": What.HEADER.value, **told, "parent": self._parent}
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        assert self._fd is not None
+        sealed, checksum = seal({"i": self._whole.lines, **line}, self._whole.checksum)
+        body = sealed.encode()
+        try:
+            if os.write(self._fd, body) < len(body):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._before = self._whole
+        self._whole = _Mark(self._before.lines + 1, self._before.size + len(body), checksum, line["t"])
+
+    def _give_up(self, error: OSError) -> None:
+        """End the recording where a line could not be written: no run dies of its recorder."""
+        assert self._fd is not None
+        # The word that recording ended needs room: it takes that of the last line, unless that is the header.
+        mark = self._before
+        end, _ = seal({"i": mark.lines, "t": mark.time, "what": What.END.value}, mark.checksum)
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, mark.size if mark.lines else self._whole.size)
+            if mark.lines:
+                os.write(self._fd, end.encode())
+        self._stop()
+        logger.error(
+            "Recording to %s ended after %s lines: %s. The run goes on and is not recorded any more in this process; "
+            "what was written can be verified. Make room, and record again.",
+            self._path(),
+            mark.lines,
+            error,
+        )
+
+    def end(self) -> None:
+        """Record no more. Machines that are still there go on unseen."""
+        with self._lock:
+            if self._fd is not None and os.getpid() == self._pid:
+                self.write({"t": now_ns(), "what": What.END.value})
+            self._stop()
+
+    def _stop(self) -> None:
+        self._ended = True
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class Life:
+    """One machine's part of a trace.
+
+    Args:
+        recorder: writes it.
+        name: tells this machine from all others.
+        role: "sender" or "receiver".
+        model_id: its model.
+    """
+
+    def __init__(self, recorder: Recorder, name: str, role: str, model_id: str) -> None:
+        self._recorder = recorder
+        self._about = {"m": name, "role": role}
+        self._numbers = itertools.count()
+        self.tell(What.BORN, model_id)
+
+    def tell(self, what: What, model_id: str, **said: object) -> None:
+        """Write one line. Called under the lock of the machine's driver, so that its lines are in order."""
+        about = {"t": now_ns(), **self._about, "n": next(self._numbers), "model": model_id, "what": what.value}
+        self._recorder.write({**about, **{name: plain(value) for name, value in said.items()}})
+
+
+_recorders: list[Recorder] = []
+
+
+def recorder() -> Recorder | None:
+    """Who records the machines that are made now; None: nobody does."""
+    if _recorders:
+        return _recorders[-1]
+    folder = os.environ.get(ENVIRONMENT)
+    return _of_environment(folder) if folder else None
+
+
+@functools.cache
+def _of_environment(folder: str) -> Recorder:
+    return Recorder(folder)
+
+
+@contextlib.contextmanager
+def record(folder: str | os.PathLike[str]) -> Iterator[Recorder]:
+    """Record the senders and receivers that are made inside the block, here and in processes started from here.
+
+    Args:
+        folder: where the files go, one a process.
+
+    Yields:
+        The recorder, for notes.
+    """
+    own, before = Recorder(Path(folder).absolute()), os.environ.get(ENVIRONMENT)
+    _recorders.append(own)
+    os.environ[ENVIRONMENT] = str(own.folder)
+    try:
+        yield own
+    finally:
+        _recorders.remove(own)
+        if before is None:
+            del os.environ[ENVIRONMENT]
+        else:
+            os.environ[ENVIRONMENT] = before
+        own.end()

@@ -1,0 +1,150 @@
+"""Makes the reports of one sender from what its driver knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from weightsync.clock import Stopwatch
+from weightsync.engine.packer import workers_text
+from weightsync.engine.sender_driver import SenderDriver
+from weightsync.errors import RefusedError, WorkerLostError
+from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
+from weightsync.protocol.sender import Standing, ended
+
+
+class Reporter:
+    """Makes the reports of one sender.
+
+    Args:
+        driver: the sender's driver.
+    """
+
+    def __init__(self, driver: SenderDriver) -> None:
+        self._driver = driver
+        self._preparing = 0.0
+        self._nbytes = 0
+        self._dispatched = Stopwatch()
+        self._given_up: dict[int, tuple[int, ...]] = {}
+        #: What became of the update before, until a report has told of it.
+        self._previous: SyncReport | None = None
+
+    def follows(self, previous: SyncReport) -> None:
+        """The next update was made to wait for that of ``previous``: the next report tells of both."""
+        self._previous = previous
+
+    def dispatched(self, preparing: float, nbytes: int) -> None:
+        """A version of ``nbytes`` bytes has just been dispatched, after ``preparing`` seconds of packing."""
+        self._preparing = preparing
+        self._nbytes = nbytes
+        self._dispatched = Stopwatch()
+
+    def superseded(self, report: SyncReport) -> None:
+        """The version of ``report`` was given up in favour of the next one."""
+        for worker in report.of(OutcomeKind.ABANDONED):
+            assert report.version is not None
+            self._given_up[worker] = (*self._given_up.get(worker, ()), report.version)
+
+    def is_over(self, version: int) -> bool:
+        """Whether the version was concluded, and nobody was told yet."""
+        return version in self._driver.concluded
+
+    def concluded(self, version: int) -> SyncReport:
+        """What became of a version that `is_over`; tells it once."""
+        concluded = self._driver.concluded.pop(version)
+        report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up, concluded.left)
+        told = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
+        self._given_up = {w: versions for w, versions in self._given_up.items() if w not in told}
+        return report
+
+    def so_far(self, owing: OutcomeKind) -> SyncReport:
+        """What is known of the outstanding version; ``owing`` for those who owe. Empty if none is outstanding."""
+        with self._driver.lock:
+            outstanding = self._driver.data.outstanding
+            if outstanding is None:
+                return self.empty()
+            owed = {worker: self._owing(owing, worker) for worker in outstanding.owed}
+            left = self._driver.data.left
+            return self._report(outstanding.version, {**outstanding.outcomes, **owed}, {}, left)
+
+    def empty(self) -> SyncReport:
+        """The report of a send to nobody."""
+        incarnation, previous = self._driver.data.incarnation, self._tell_previous()
+        return SyncReport(
+            model_id=self._driver.model_id, version=None, incarnation=incarnation, outcomes={}, previous=previous
+        )
+
+    def not_sent(self, targets: tuple[int, ...] | None) -> SyncReport:
+        """The report of an update that was not sent, since time was up before the one before it was answered."""
+        assert self._previous is not None
+        before, owing = self._previous.version, self._previous.of(OutcomeKind.TIMED_OUT)
+        reason = f"not sent: time was up while version {before} still awaited {workers_text(owing)}"
+        chosen = self._driver.data.roll if targets is None else targets
+        outcomes = {worker: Outcome(kind=OutcomeKind.TIMED_OUT, reason=reason) for worker in chosen}
+        return replace(self.empty(), outcomes=outcomes)
+
+    def _tell_previous(self) -> SyncReport | None:
+        previous, self._previous = self._previous, None
+        return previous
+
+    def all_ended(self, error: WorkerLostError | RefusedError) -> WorkerLostError | RefusedError:
+        """``error``, which refused a send since every target is lost or has refused, with the report of that."""
+        roll, told = self._driver.data.roll, error.lost if isinstance(error, WorkerLostError) else error.refused
+        outcomes = {worker: ended(roll[worker]) for worker in told if worker in roll}
+        error.report = replace(self.empty(), outcomes=outcomes)
+        self._driver.told(error.report)
+        return error
+
+    def _owing(self, owing: OutcomeKind, worker: int) -> Outcome:
+        if owing is OutcomeKind.PENDING:
+            return Outcome(kind=owing)
+        entry = self._driver.data.roll[worker]
+        silent = self._driver.hearing.silent_for(worker)
+        parts = [
+            "never connected" if entry.standing is Standing.EXPECTED else "connected, but has not answered",
+            f"it last served version {entry.served}" if entry.served else "no version of ours is known to be served",
+            "it was never heard from" if silent is None else f"it was last heard from {silent:.1f} s ago",
+            _READ[self._driver.has_read(worker)],
+        ]
+        remark = self._driver.remark(worker)
+        return Outcome(kind=owing, reason="; ".join([*parts, remark] if remark else parts))
+
+    def _report(
+        self,
+        version: int,
+        outcomes: Mapping[int, Outcome],
+        not_caught_up: Mapping[int, Outcome],
+        left: Mapping[int, str],
+    ) -> SyncReport:
+        seconds, connecting = self._dispatched.seconds, self._connecting(outcomes)
+        report = SyncReport(
+            model_id=self._driver.model_id,
+            version=version,
+            incarnation=self._driver.data.incarnation,
+            outcomes=dict(sorted(outcomes.items())),
+            nbytes=self._nbytes,
+            preparing=self._preparing,
+            connect_s=min(connecting, seconds),
+            transferring=max(0.0, seconds - connecting),
+            applying=max((outcome.seconds for outcome in outcomes.values()), default=0.0),
+            superseded={w: versions for w, versions in self._given_up.items() if w in outcomes},
+            not_caught_up=not_caught_up,
+            previous=self._tell_previous(),
+            left=left,
+        )
+        self._driver.told(report)
+        return report
+
+    def _connecting(self, outcomes: Mapping[int, Outcome]) -> float:
+        """Seconds from the dispatch until all targets that are not lost had connected."""
+        roll, hearing = self._driver.data.roll, self._driver.hearing
+        links = [roll[worker].link for worker in outcomes if worker in roll and roll[worker].standing in _LIVE]
+        return max((hearing.connected_after(link, self._dispatched) for link in links), default=0.0)
+
+
+_LIVE = frozenset({Standing.EXPECTED, Standing.UP})
+_READ = {
+    True: "it has read the update",
+    False: "it has not read all that was sent to it",
+    None: "whether it has read the update is unknown",
+}

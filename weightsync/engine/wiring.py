@@ -1,0 +1,49 @@
+"""What senders and receivers need of the scheme that wires them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from weightsync.engine.packer import Packer
+from weightsync.transports.base import Link
+from weightsync.transports.pipe.user_messages import UserMessages
+from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.target import Mode
+
+
+class Wiring(Protocol):
+    """A scheme, as its senders and receivers see it."""
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """How weights are taken from a model, and applied by hand."""
+
+    @property
+    def apply_mode(self) -> Mode:
+        """How arrived weights become live."""
+
+    @property
+    def packer(self) -> Packer:
+        """A new packer, with buffers of the kind that the scheme's links carry best."""
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """A link over ``endpoint`` (a pipe's end, or a context that has one) to ``peer``, in words."""
+
+    def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Have ``accept`` called with each link by which a sender reaches us at ``endpoint``, the first one included.
+
+        It may be called at once, and later from any thread. What is returned ends the listening.
+        """
+
+    def user_messages(self, endpoint: Any) -> UserMessages:
+        """The user's own messages on the pipe behind ``endpoint``."""
+
+    def transport_of(self, receiver: Any, endpoint: Any) -> Any:
+        """One of TorchRL's transport classes over ``receiver``, which listens at ``endpoint``."""
+
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+        """The weights that a send with these arguments means."""
+
+    def published(self, model_id: str, weights: Any) -> None:
+        """Called with each version's weights before it is dispatched."""

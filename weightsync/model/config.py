@@ -1,0 +1,187 @@
+"""What TLC is given besides the modules: constants, what is checked, and how; and its text as a .cfg file.
+
+The manifest says it once for many configurations: a module's table says what all of its configurations have in common,
+``[constants.*]`` and ``[checks.*]`` are groups that both may name, and a configuration says what is different in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from weightsync.model.text import Library
+
+#: A constant's value as the manifest has it: an array is a set of TLA+.
+Value: TypeAlias = bool | int | str | Sequence["Value"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """A configuration of TLC.
+
+    Attributes:
+        specification: the behaviours that are checked.
+        constants: each constant's value.
+        deadlock: whether a deadlock is an error.
+        constraints: what a state must satisfy for its successors to be looked at.
+        action_constraints: what a step must satisfy to be taken.
+        view: the definition that tells states apart; empty for all variables.
+        symmetry: the permutations under which states are the same; empty for none.
+        invariants: checked in every state.
+        properties: checked over behaviours.
+    """
+
+    specification: str
+    constants: Mapping[str, Value] = field(default_factory=dict)
+    deadlock: bool = False
+    constraints: tuple[str, ...] = ()
+    action_constraints: tuple[str, ...] = ()
+    view: str = ""
+    symmetry: str = ""
+    invariants: tuple[str, ...] = ()
+    properties: tuple[str, ...] = ()
+
+    @property
+    def checked(self) -> tuple[str, ...]:
+        """The invariants, then the properties."""
+        return (*self.invariants, *self.properties)
+
+    @property
+    def text(self) -> str:
+        """The same as TLC reads it."""
+        return "".join(f"{line}\n" for line in self._lines())
+
+    def checking(self, names: Collection[str]) -> Config:
+        """Return it with only these of its invariants, properties and constraints of actions."""
+
+        def kept(listed: Iterable[str]) -> tuple[str, ...]:
+            return tuple(name for name in listed if name in names)
+
+        return replace(
+            self,
+            action_constraints=kept(self.action_constraints),
+            invariants=kept(self.invariants),
+            properties=kept(self.properties),
+        )
+
+    def _lines(self) -> Iterator[str]:
+        yield f"SPECIFICATION {self.specification}"
+        yield f"CHECK_DEADLOCK {literal(self.deadlock)}"
+        yield from constant_lines(self.constants)
+        for keyword, names in (
+            ("CONSTRAINT", self.constraints),
+            ("ACTION_CONSTRAINT", self.action_constraints),
+            ("VIEW", (self.view,) if self.view else ()),
+            ("SYMMETRY", (self.symmetry,) if self.symmetry else ()),
+            ("INVARIANTS", self.invariants),
+            ("PROPERTIES", self.properties),
+        ):
+            if names:
+                yield keyword
+                yield from (f"  {name}" for name in names)
+
+
+def constant_lines(constants: Mapping[str, Value]) -> Iterator[str]:
+    """Yield the lines that give constants their values."""
+    if constants:
+        yield "CONSTANTS"
+        yield from (f"  {name} = {literal(value)}" for name, value in constants.items())
+
+
+def literal(value: Value) -> str:
+    """Return a value as TLA+ writes it.
+
+    Raises:
+        ValueError: if it is of no kind that a constant may have.
+    """
+    if isinstance(value, bool):
+        return "TRUE" if value else "FALSE"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, (list, tuple)):
+        return f"{{{', '.join(map(literal, value))}}}"
+    raise ValueError(f"{value!r} is neither a number, a string, true or false, nor an array of these")
+
+
+#: Keys that a module's table and a configuration's may both have; what is listed in both is put together.
+_LISTS = ("constraints", "action_constraints", "invariants", "properties")
+_SINGLE = ("specification", "deadlock", "view", "symmetry")
+CONFIG_KEYS = frozenset({*_LISTS, *_SINGLE, "constants", "checks"})
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What the manifest says once for many configurations.
+
+    Attributes:
+        constants: a group's name to constants and their values.
+        checks: a group's name to its invariants and properties.
+        modules: a module's name to what its configurations have in common.
+    """
+
+    constants: Mapping[str, Mapping[str, Value]]
+    checks: Mapping[str, Mapping[str, Sequence[str]]]
+    modules: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Groups:
+        """Read those of a manifest."""
+        return cls(document.get("constants", {}), document.get("checks", {}), document.get("module", {}))
+
+    def config(self, entry: Mapping[str, Any]) -> Config:
+        """Return what TLC is given in a configuration.
+
+        One that names nothing to check, nor its module's table, checks the property that must be violated.
+
+        Args:
+            entry: the configuration's table.
+
+        Raises:
+            KeyError: it lacks a specification.
+            ValueError: it names a group or a constant that there is not, or a key of its module's is unknown.
+        """
+        shared = self.modules.get(entry["module"], {})
+        if unknown := set(shared) - CONFIG_KEYS:
+            raise ValueError(f"its module's table has unknown keys: {sorted(unknown)}")
+        given = {key: found[key] for found in (shared, entry) for key in _SINGLE if key in found}
+        given |= {key: tuple(name for found in (shared, entry) for name in found.get(key, ())) for key in _LISTS}
+        named = [_group(self.checks, name) for found in (shared, entry) for name in found.get("checks", ())]
+        for key in ("invariants", "properties"):
+            given[key] = (*(name for group in named for name in group.get(key, ())), *given[key])
+        if not (given["invariants"] or given["properties"]) and "violates" in entry:
+            given["invariants" if entry["expected"] == "safety" else "properties"] = (entry["violates"],)
+        return Config(given.pop("specification"), self._constants(shared, entry), **given)
+
+    def _constants(self, shared: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        for name in shared.get("constants", ()):
+            found |= _group(self.constants, name)
+        own = entry.get("constants", {})
+        if unknown := set(own) - set(found):
+            raise ValueError(f"its module has no constants {', '.join(sorted(unknown))}")
+        found |= own
+        for value in found.values():
+            literal(value)
+        return found
+
+
+def _group(groups: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    if name not in groups:
+        raise ValueError(f"there is no group {name}; there are {', '.join(groups)}")
+    return groups[name]
+
+
+def config_traps(library: Library, root: str, config: Config, workers: int) -> Iterator[str]:
+    """Yield what makes TLC's verdict on a configuration's temporal properties worth nothing."""
+    temporal = [name for name in config.properties if library.is_temporal(root, name)]
+    if not temporal:
+        return
+    names = ", ".join(temporal)
+    if workers != 1:
+        yield f"{names}: temporal, and TLC 2.18 can miss their violation with {workers} workers; use 1"
+    for keyword, named in (("SYMMETRY", config.symmetry), ("VIEW", config.view)):
+        if named:
+            yield f"{names}: temporal, and TLC cannot be trusted with those under {keyword}"

@@ -1,0 +1,212 @@
+"""One run of TLC: a JVM with folders of its own, which are gone when it is, however it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from weightsync.model.output import Findings, MessageReader
+from weightsync.model.toolchain import Toolchain, jar_place
+
+#: What the names of a run's temporary folders start with.
+FOLDER_PREFIX = "weightsync-tlc-"
+
+
+class Ending(Enum):
+    """How a run of TLC ended."""
+
+    EXITED = "exited"
+    TIMED_OUT = "timed out"
+    STOPPED = "stopped"
+
+
+class Coverage(Enum):
+    """Whether TLC counts how often each action is taken. It is slower then."""
+
+    COUNTED = "counted"
+    NOT_COUNTED = "not counted"
+
+
+class Size(Enum):
+    """How long a run is thought to take; the JVM is set for it."""
+
+    #: Seconds: half of them go into the JVM's optimising compiler, so it is left out.
+    SMALL = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+    LARGE = ("-XX:+UseParallelGC",)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run.
+
+    Attributes:
+        folder: where the modules lie.
+        module: the root module.
+        config: the configuration, as TLC reads it.
+        workers: TLC's threads.
+        timeout: seconds until it is given up.
+        coverage: whether actions are counted.
+        size: how long it is thought to take.
+    """
+
+    folder: Path
+    module: str
+    config: str
+    workers: int = 1
+    timeout: float = 600.0
+    coverage: Coverage = Coverage.NOT_COUNTED
+    size: Size = Size.LARGE
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+        ending: how it ended.
+        exit_code: TLC's, if it exited.
+        findings: what its messages said.
+        seconds: how long it took, the JVM's start included.
+        loose: its last lines outside of any message; parse errors stand there.
+        met: the situations that the model said it had met.
+    """
+
+    ending: Ending
+    exit_code: int | None
+    findings: Findings
+    seconds: float
+    loose: tuple[str, ...] = ()
+    met: tuple[str, ...] = ()
+
+
+def by_hand(name: str, job: Job) -> str:
+    """Return the shell line that runs the same by hand.
+
+    Args:
+        name: what the configuration is called in the manifest.
+        job: the run.
+    """
+    return (
+        f"cd {job.folder} && T=$(mktemp -d) && weightsync check --model . --write-cfg $T {name}"
+        f" && java -Djava.io.tmpdir=$T -cp {jar_place()} tlc2.TLC"
+        f" -workers {job.workers} -metadir $T -config $T/{name}.cfg {job.module}.tla"
+    )
+
+
+class TlcRun:
+    """One run. `run` blocks until it has ended; `stop`, from any thread, ends it early."""
+
+    def __init__(self, toolchain: Toolchain, job: Job) -> None:
+        self._toolchain = toolchain
+        self._job = job
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._ending = Ending.EXITED
+
+    def run(self, progressed: Callable[[Findings], None], printed: Callable[[str], None] | None = None) -> Outcome:
+        """Run TLC to its end.
+
+        Args:
+            progressed: called with the findings so far, whenever TLC says how far it is.
+            printed: called with each line that the model itself prints.
+        """
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
+            process = self._start(folder)
+            if process is None:
+                return Outcome(Ending.STOPPED, None, Findings(), 0.0)
+            deadline = threading.Timer(self._job.timeout, self._end, [Ending.TIMED_OUT])
+            deadline.start()
+            try:
+                reader = MessageReader(printed)
+                findings = follow(_lines(process), progressed, reader)
+            finally:
+                deadline.cancel()
+                kill(process)
+            exit_code = process.returncode if self._ending is Ending.EXITED else None
+            seconds = time.monotonic() - started
+            return Outcome(self._ending, exit_code, findings, seconds, tuple(reader.loose), tuple(reader.met))
+
+    def stop(self) -> None:
+        """End the run now: its JVM is killed, and `run` returns soon."""
+        self._end(Ending.STOPPED)
+
+    def _end(self, ending: Ending) -> None:
+        with self._lock:
+            self._ending = ending
+            if self._process is not None:
+                kill(self._process)
+
+    def _start(self, folder: str) -> subprocess.Popen[str] | None:
+        with self._lock:
+            if self._ending is not Ending.EXITED:
+                return None
+            config = Path(folder) / f"{self._job.module}.cfg"
+            config.write_text(self._job.config, encoding="utf-8")
+            command = _command(self._toolchain, self._job, folder, config)
+            self._process = launched(command, subprocess.DEVNULL, self._job.folder)
+            return self._process
+
+
+def _command(toolchain: Toolchain, job: Job, folder: str, config: Path) -> list[str]:
+    # A parent that is killed outright cannot tidy up: the kernel then ends the JVM.
+    guard = shutil.which("setpriv")
+    command = [guard, "--pdeathsig", "KILL"] if guard else []
+    command += [str(toolchain.java), *job.size.value, "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
+    command += ["-cp", str(toolchain.jar), "tlc2.TLC", "-tool"]
+    command += ["-workers", str(job.workers), "-metadir", f"{folder}/meta", "-config", str(config)]
+    if job.coverage is Coverage.COUNTED:
+        command += ["-coverage", "1"]
+    return [*command, f"{job.module}.tla"]
+
+
+def follow(lines: Iterable[str], progressed: Callable[[Findings], None], reader: MessageReader) -> Findings:
+    """Return what the lines that TLC prints tell."""
+    findings = Findings()
+    for line in lines:
+        message = reader.feed(line)
+        if message is not None:
+            findings.take(message)
+            progressed(findings)
+    return findings
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    with process.stdout:
+        yield from process.stdout
+    process.wait()
+
+
+def launched(command: Sequence[str], stdin: int, folder: Path | None = None) -> subprocess.Popen[str]:
+    """Start a process that leads a session of its own, for `kill`; what it prints, errors too, is read as text."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """End a process that leads a session of its own, and all that it has started."""
+    if process.poll() is None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+    process.wait()

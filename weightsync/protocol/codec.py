@@ -1,0 +1,478 @@
+"""The words of the protocol as bytes: a fixed header (see `header`), then a body of explicit lengths. No pickle.
+
+The body is a fixed part, which each kind of message has its own of: the lengths of its fields, the model's id
+first, then its numbers; behind it the fields. Header and body together are the *control part*; a flipped bit
+anywhere in it is noticed. The payload is not covered: it has its digest."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any, Final, NamedTuple, NoReturn
+
+import xxhash
+
+from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
+from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
+
+#: Reports in reports in reports: more is refused on both sides, so that neither runs out of stack.
+MAX_DEPTH: Final = 32
+
+_SECONDS: Final = ("preparing", "connect_s", "transferring", "applying")
+#: The widths that the wire has for these numbers.
+_INCARNATIONS: Final = 2**128
+_NUMBERS: Final = 2**64
+_LONGEST: Final = sys.float_info.max
+
+
+def encode_report(report: SyncReport | None) -> bytes:
+    """The report as JSON; empty for None.
+
+    Raises:
+        ValueError: it is nested too deep.
+    """
+    return b"" if report is None else json.dumps(_told(report, 1)).encode()
+
+
+def decode_report(data: bytes) -> SyncReport | None:
+    """The report that `encode_report` made the bytes of.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError: no report of ours.
+    """
+    if not data:
+        return None
+    try:
+        told = json.loads(data.decode(), parse_constant=_no_number)
+    except RecursionError as error:
+        raise ValueError("a report is nested too deep") from error
+    return _read(told, 1)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"a report says {text} where a number belongs")
+
+
+def _require_shallow(depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"reports are nested more than {MAX_DEPTH} deep")
+
+
+def _told(report: SyncReport, depth: int) -> dict[str, Any]:
+    _require_shallow(depth)
+    return {
+        "model_id": report.model_id,
+        "version": report.version,
+        "incarnation": report.incarnation,
+        "nbytes": report.nbytes,
+        "outcomes": _all(report.outcomes, depth),
+        "superseded": {str(worker): list(versions) for worker, versions in report.superseded.items()},
+        "not_caught_up": _all(report.not_caught_up, depth),
+        "left": {str(worker): goodbye for worker, goodbye in report.left.items()},
+        **{name: getattr(report, name) for name in _SECONDS},
+    }
+
+
+def _all(outcomes: Mapping[int, Outcome], depth: int) -> dict[str, Any]:
+    return {str(worker): _outcome(outcome, depth) for worker, outcome in outcomes.items()}
+
+
+def _outcome(outcome: Outcome, depth: int) -> dict[str, Any]:
+    return {
+        "kind": outcome.kind.value,
+        "reason": outcome.reason,
+        "remote_traceback": outcome.remote_traceback,
+        "evidence": outcome.evidence.value,
+        "fence": outcome.fence,
+        "seconds": outcome.seconds,
+        "nested": None if outcome.nested is None else _told(outcome.nested, depth + 1),
+    }
+
+
+def _read(told: dict[str, Any], depth: int) -> SyncReport:
+    _require_shallow(depth)
+    return SyncReport(
+        model_id=_text(told["model_id"]),
+        version=None if told["version"] is None else _number(told["version"], _NUMBERS),
+        incarnation=_number(told["incarnation"], _INCARNATIONS),
+        nbytes=_number(told["nbytes"], _NUMBERS),
+        outcomes=_read_all(told["outcomes"], depth),
+        superseded={
+            _worker(worker): tuple(_number(version, _NUMBERS) for version in versions)
+            for worker, versions in told["superseded"].items()
+        },
+        not_caught_up=_read_all(told["not_caught_up"], depth),
+        left={_worker(worker): _text(goodbye) for worker, goodbye in told["left"].items()},
+        preparing=_seconds(told["preparing"]),
+        connect_s=_seconds(told["connect_s"]),
+        transferring=_seconds(told["transferring"]),
+        applying=_seconds(told["applying"]),
+    )
+
+
+def _read_all(told: dict[str, Any], depth: int) -> dict[int, Outcome]:
+    return {_worker(worker): _read_outcome(outcome, depth) for worker, outcome in told.items()}
+
+
+def _read_outcome(told: dict[str, Any], depth: int) -> Outcome:
+    return Outcome(
+        kind=OutcomeKind(told["kind"]),
+        reason=_text(told["reason"]),
+        remote_traceback=_text(told["remote_traceback"]),
+        evidence=Evidence(told["evidence"]),
+        fence=_number(told["fence"], _INCARNATIONS),
+        seconds=_seconds(told["seconds"]),
+        nested=None if told["nested"] is None else _read(told["nested"], depth + 1),
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a report has a {type(value).__name__} where text belongs")
+    return value
+
+
+def _number(value: Any, bound: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < bound:
+        raise ValueError("a report has a number that is none of ours")
+    return value
+
+
+def _worker(key: str) -> int:
+    return _number(int(key), _NUMBERS)
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST:
+        raise ValueError("a report has a time that is none")
+    return float(value)
+
+
+MAGIC: Final = b"WSYN"
+HEADER_NBYTES: Final = 72
+#: A layout of a hundred thousand tensors takes about 10 MiB; what claims more than this is refused unread.
+MAX_BODY_NBYTES: Final = 256 * 2**20
+#: What `ProtocolError.unread` keeps of a malformed frame.
+MAX_UNREAD_NBYTES: Final = 64 * 1024
+
+_HEADER: Final = struct.Struct("!4sHHQBBBBIQ16sQ16s")
+_FIRST: Final = struct.Struct("!4sH")
+START: Final = struct.Struct("!4sHHQ")
+COVERED: Final = struct.Struct("!BBBBIQ16sQ16s")
+
+Readable = bytes | bytearray | memoryview
+
+
+class Head(NamedTuple):
+    """A header, not yet checked against its body."""
+
+    magic: bytes
+    protocol: int
+    zero: int
+    checksum: int
+    kind: int
+    descriptors: int
+    digest_nbytes: int
+    pad: int
+    body_nbytes: int
+    payload_nbytes: int
+    incarnation: bytes
+    version: int
+    digest: bytes
+
+    @property
+    def control_nbytes(self) -> int:
+        """Size of header and body."""
+        return HEADER_NBYTES + self.body_nbytes
+
+
+def peek(data: Readable) -> Head:
+    """Read a header alone, so that the rest of its frame can be awaited.
+
+    Raises:
+        ProtocolError: not a header of ours, of another protocol version, or of a body beyond all bounds.
+    """
+    if len(data) < HEADER_NBYTES:
+        _require_ours(data)
+        raise malformed(f"A frame ends after {len(data)} bytes of its header's {HEADER_NBYTES}", data)
+    head = Head._make(_HEADER.unpack_from(data))
+    if head.magic != MAGIC or head.protocol != PROTOCOL_VERSION or head.zero:
+        _require_ours(data)
+        raise malformed("A header is malformed", data)
+    if head.body_nbytes > MAX_BODY_NBYTES:
+        raise malformed(f"A frame claims a body of {head.body_nbytes} bytes", data)
+    return head
+
+
+def _require_ours(data: Readable) -> None:
+    """Magic and version come first in every version of the protocol, whatever follows them."""
+    if len(data) < _FIRST.size:
+        return
+    magic, protocol = _FIRST.unpack_from(data)
+    if magic != MAGIC:
+        raise malformed("A frame does not start as ours do", data)
+    if protocol != PROTOCOL_VERSION:
+        raise malformed(
+            f"The peer speaks protocol version {protocol}, this process version {PROTOCOL_VERSION}: "
+            "install the same release of weightsync at both ends",
+            data,
+        )
+
+
+def malformed(what: str, data: Readable) -> ProtocolError:
+    """The error for bytes that are ours to read but make no sense."""
+    return ProtocolError(f"{what}.", unread=bytes(data[:MAX_UNREAD_NBYTES]))
+
+
+__all__ = [
+    "HEADER_NBYTES",
+    "MAGIC",
+    "MAX_BODY_NBYTES",
+    "MAX_UNREAD_NBYTES",
+    "Head",
+    "Readable",
+    "decode",
+    "decode_with",
+    "encode",
+    "inline_nbytes",
+    "malformed",
+    "peek",
+]
+
+_HELLO: Final = struct.Struct("!HHIBQQ16sQ")
+_UPDATE: Final = struct.Struct("!HHIIQBBQ")
+_ACK: Final = struct.Struct("!HIdB")
+_REFUSAL: Final = struct.Struct("!HBBII16s")
+_BYE: Final = struct.Struct("!HBI")
+_DIGEST_SIZES: Final = (0, 16)
+_REFUSALS: Final = tuple(RefusalKind)
+_EVIDENCE: Final = tuple(Evidence)
+_FORMS: Final = tuple(WeightsForm)
+_ENDINGS: Final = tuple(Ending)
+#: Process ids are signed 32-bit numbers, and what is asked for another one raises anything.
+_MAX_PID: Final = 2**31 - 1
+#: Sizes of memory are signed 64-bit numbers.
+_MAX_NBYTES: Final = 2**63 - 1
+
+
+def inline_nbytes(message: Message) -> int:
+    """The size of the payload that follows ``message`` in its frame; 0 if it has none, or in a slot."""
+    return message.nbytes if isinstance(message, Update) and message.slot is None else 0
+
+
+def encode(message: Message, descriptors: int = 0) -> bytes:
+    """The control part of ``message``; its payload, if it travels inline, is to follow.
+
+    Args:
+        message: what to say.
+        descriptors: how many file descriptors travel with the frame.
+
+    Raises:
+        ConfigurationError: a field does not fit the wire (a digest that is not 16 bytes, a number out of
+            range, a layout above 256 MiB). Nothing was written.
+    """
+    try:
+        return _encode(message, descriptors)
+    except (struct.error, OverflowError, ValueError) as error:
+        raise ConfigurationError(
+            f"A {type(message).__name__} of model {message.model_id!r} does not fit the wire: {error}."
+        ) from error
+
+
+def _encode(message: Message, descriptors: int) -> bytes:
+    _require_ranges(message)
+    kind, version, digest, body = _body_of(message, message.model_id.encode())
+    if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
+        raise ValueError(f"its body takes {len(body)} bytes, its digest {len(digest)}")
+    numbers = kind, descriptors, len(digest), 0, len(body), inline_nbytes(message)
+    covered = COVERED.pack(*numbers, _wide(message.incarnation), version, digest) + body
+    return START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
+
+
+def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
+    """Kind, version, digest and body."""
+    match message:
+        case Update():
+            fields = name, message.layout_digest, message.layout, message.extras
+            slot = (0, 0) if message.slot is None else (1, message.slot.segment)
+            fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *slot)
+            return 2, message.version, message.digest, b"".join((fixed, *fields))
+        case Ack():
+            nested = encode_report(message.nested)
+            numbers = len(name), len(nested), message.seconds, _EVIDENCE.index(message.evidence)
+            return 3, message.version, message.digest, b"".join((_ACK.pack(*numbers), name, nested))
+        case Hello():
+            told = name, message.layout_digest, message.layout, message.host
+            fixed = _HELLO.pack(*map(len, told), message.pid, message.started, _wide(message.fence), message.link)
+            return 1, message.version, b"", b"".join((fixed, *told))
+        case Refusal():
+            said = _prose(message.reason), _prose(message.remote_traceback)
+            kind = _REFUSALS.index(message.kind), _EVIDENCE.index(message.evidence)
+            fixed = _REFUSAL.pack(len(name), *kind, *map(len, said), _wide(message.fence))
+            return 4, message.version, b"", b"".join((fixed, name, *said))
+        case Bye():
+            reason = _prose(message.reason)
+            fixed = _BYE.pack(len(name), _ENDINGS.index(message.ending), len(reason))
+            return 5, 0, b"", b"".join((fixed, name, reason))
+
+
+def _require_ranges(message: Message) -> None:
+    """Refuse numbers that fit their field and mean nothing.
+
+    Raises:
+        ValueError: there is one.
+    """
+    match message:
+        case Hello() if not 0 <= message.pid <= _MAX_PID:
+            raise ValueError(f"a process id of {message.pid}")
+        case Update() | Ack() if message.version < 1:
+            raise ValueError(f"version {message.version}, which means none")
+        case Update() if not 0 <= message.nbytes <= _MAX_NBYTES:
+            raise ValueError(f"a payload of {message.nbytes} bytes")
+        case Ack() if not isfinite(message.seconds) or message.seconds < 0:
+            raise ValueError(f"a duration of {message.seconds} s")
+
+
+def _prose(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")
+
+
+def _wide(value: int) -> bytes:
+    return value.to_bytes(16, "big")
+
+
+def decode(data: Readable) -> Message:
+    """Read a control part, whole and nothing else.
+
+    Raises:
+        ProtocolError: it is truncated, too long, corrupted, not ours, or of another protocol version (which
+            the error names); ``.unread`` holds its bytes.
+    """
+    # What a call brings is of whatever type its caller made it.
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise malformed(f"A {type(data).__name__} came where a frame belongs", b"")
+    return decode_with(peek(data), data)
+
+
+def decode_with(head: Head, data: Readable) -> Message:
+    """`decode`, where the header has been read before."""
+    if head.control_nbytes != len(data):
+        raise malformed(f"A frame of {head.control_nbytes} bytes came with {len(data)}", data)
+    covered = bytes(data[START.size :])
+    if xxhash.xxh3_64_intdigest(covered) != head.checksum:
+        raise malformed("A frame was corrupted on its way: its checksum does not fit", data)
+    try:
+        if head.digest_nbytes not in _DIGEST_SIZES or head.pad:
+            raise ValueError(f"a digest of {head.digest_nbytes} bytes")
+        message = _READERS[head.kind](head, covered[COVERED.size :])
+        _require_ranges(message)
+    except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise malformed(f"A frame's fields are malformed: {error}", data) from error
+    if head.payload_nbytes != inline_nbytes(message):
+        raise malformed(f"A frame announces {head.payload_nbytes} bytes, its message others", data)
+    return message
+
+
+def _cut(body: bytes, position: int, *sizes: int) -> list[bytes]:
+    """The fields that follow the fixed part, which must fill the body."""
+    if position + sum(sizes) != len(body):
+        raise ValueError(f"fields of {sum(sizes)} bytes in {len(body) - position}")
+    fields = []
+    for size in sizes:
+        fields.append(body[position : position + size])
+        position += size
+    return fields
+
+
+def _int(field: bytes) -> int:
+    return int.from_bytes(field, "big")
+
+
+def _read_hello(head: Head, body: bytes) -> Hello:
+    named, digested, laid_out, hosted, pid, started, fence, link = _HELLO.unpack_from(body)
+    name, layout_digest, layout, host = _cut(body, _HELLO.size, named, digested, laid_out, hosted)
+    return Hello(
+        model_id=name.decode(),
+        incarnation=_int(head.incarnation),
+        version=head.version,
+        layout_digest=layout_digest,
+        layout=layout,
+        host=host,
+        pid=pid,
+        started=started,
+        fence=_int(fence),
+        link=link,
+    )
+
+
+def _read_update(head: Head, body: bytes) -> Update:
+    named, digested, laid_out, extra, nbytes, form, placed, segment = _UPDATE.unpack_from(body)
+    name, layout_digest, layout, extras = _cut(body, _UPDATE.size, named, digested, laid_out, extra)
+    if placed > 1:
+        raise ValueError(f"{placed} slots")
+    return Update(
+        model_id=name.decode(),
+        incarnation=_int(head.incarnation),
+        version=head.version,
+        layout_digest=layout_digest,
+        layout=layout,
+        digest=head.digest[: head.digest_nbytes],
+        nbytes=nbytes,
+        extras=extras,
+        form=_FORMS[form],
+        slot=SlotRef(segment=segment) if placed else None,
+    )
+
+
+def _read_ack(head: Head, body: bytes) -> Ack:
+    named, nested, seconds, evidence = _ACK.unpack_from(body)
+    name, report = _cut(body, _ACK.size, named, nested)
+    return Ack(
+        model_id=name.decode(),
+        incarnation=_int(head.incarnation),
+        version=head.version,
+        digest=head.digest[: head.digest_nbytes],
+        seconds=seconds,
+        evidence=_EVIDENCE[evidence],
+        nested=decode_report(report),
+    )
+
+
+def _read_refusal(head: Head, body: bytes) -> Refusal:
+    named, kind, evidence, reasoned, traced, fence = _REFUSAL.unpack_from(body)
+    name, reason, remote_traceback = _cut(body, _REFUSAL.size, named, reasoned, traced)
+    return Refusal(
+        model_id=name.decode(),
+        incarnation=_int(head.incarnation),
+        version=head.version,
+        kind=_REFUSALS[kind],
+        reason=reason.decode(),
+        remote_traceback=remote_traceback.decode(),
+        fence=_int(fence),
+        evidence=_EVIDENCE[evidence],
+    )
+
+
+def _read_bye(head: Head, body: bytes) -> Bye:
+    named, ending, reasoned = _BYE.unpack_from(body)
+    name, reason = _cut(body, _BYE.size, named, reasoned)
+    return Bye(
+        model_id=name.decode(),
+        incarnation=_int(head.incarnation),
+        reason=reason.decode(),
+        ending=_ENDINGS[ending],
+    )
+
+
+_READERS: Final[dict[int, Callable[[Head, bytes], Message]]] = {
+    1: _read_hello,
+    2: _read_update,
+    3: _read_ack,
+    4: _read_refusal,
+    5: _read_bye,
+}

@@ -1,0 +1,274 @@
+"""The machines: one shared, strict `transitions.Machine` per role, built from the tables.
+
+A stock trigger of `transitions` costs about ten microseconds and runs callbacks in the middle of a step.
+`LeanEvent`, put in by the library's own extension point, takes a lock, looks up one row, sets the state and
+tells the listeners. No model is ever registered with a shared machine: none is kept alive by it, and a copy
+of one never acts on its original."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Final, Generic, TypeVar
+
+import transitions
+
+from weightsync.errors import StateError
+from weightsync.protocol._tables import FINAL, INITIAL, RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
+
+#: The last steps of a machine: (input, state before, state after), oldest first.
+Steps = tuple[tuple[str, str, str], ...]
+
+#: The method that asks for each input of a sender; the others come from workers, links and clocks.
+SENDER_METHODS: Final[Mapping[SenderInput, str]] = {
+    SenderInput.SEND: "send",
+    SenderInput.SEND_ASYNC: "send_async",
+    SenderInput.WAIT: "wait_async",
+    SenderInput.WAIT_SETTLED: "wait_async",
+    SenderInput.ABANDON: "abandon",
+    SenderInput.CONNECT: "connect",
+    SenderInput.JOIN: "add_worker",
+    SenderInput.REMOVE: "remove_worker",
+    SenderInput.CLOSE: "close",
+}
+#: What a receiver's caller may do, state by state.
+RECEIVER_ALLOWS: Final[Mapping[State, tuple[str, ...]]] = {
+    State.UNINITIALIZED: ("register_worker_transport", "register_model", "apply_weights", "close"),
+    State.READY: ("receive", "hand_out", "apply_weights", "register_worker_transport", "close"),
+    State.PENDING_ASYNC: ("receive", "hand_out", "apply_weights", "acknowledge", "close"),
+    State.AWAITING_ACK: ("receive", "apply_weights", "register_worker_transport", "close"),
+    State.CLOSED: ("close",),
+}
+
+
+def method_of(input: SenderInput | ReceiverInput) -> str:
+    """The public method that asks for an input; for what no caller asks for, what it is."""
+    if isinstance(input, SenderInput):
+        return SENDER_METHODS.get(input, f"an event {input.value}")
+    return "close" if input is ReceiverInput.CLOSE else f"an event {input.value}"
+
+
+def allowed_in(rows: Iterable[tuple[State, SenderInput | ReceiverInput]], state: State, role: type) -> tuple[str, ...]:
+    """The public methods that a state allows."""
+    if role is ReceiverInput:
+        return RECEIVER_ALLOWS[state]
+    taken = {input for source, input in rows if source is state}
+    methods = dict.fromkeys(method for input, method in SENDER_METHODS.items() if input in taken)
+    return tuple(methods) if state is FINAL else (*methods, "poll")
+
+
+def refusal(
+    rows: Iterable[tuple[State, SenderInput | ReceiverInput]],
+    state: State,
+    role: type,
+    asked: str,
+    *,
+    hint: str = "",
+    steps: Steps = (),
+) -> StateError:
+    """The error for a call that a state does not allow.
+
+    Args:
+        rows: the table of the role.
+        state: the state that the machine is in.
+        role: `SenderInput` or `ReceiverInput`.
+        asked: the public method.
+        hint: what stands in the way, and what the caller can do about it.
+        steps: the machine's last steps.
+    """
+    machine = "sender" if role is SenderInput else "receiver"
+    return StateError(machine, state.value, asked, allowed_in(rows, state, role), hint, steps=steps)
+
+
+Input = TypeVar("Input", SenderInput, ReceiverInput)
+Data = TypeVar("Data")
+Effect = TypeVar("Effect")
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[Input, Data, Effect]):
+    """What follows from an event. ``input`` None: LATE, no row was looked up."""
+
+    input: Input | None
+    to: State
+    data: Data
+    effects: tuple[Effect, ...] = ()
+
+
+#: Told of each step, in order: (state before, input, state after).
+Listener = Callable[[State, Input, State], None]
+
+#: How many of its last steps a machine remembers, for errors.
+REMEMBERED: Final = 8
+
+
+def next_state(rows: Mapping[tuple[State, Input], State], state: State, input: Input) -> State:
+    """The state that a row leads to.
+
+    Args:
+        rows: the table of a role.
+        state: the state it is in.
+        input: what happens to it.
+
+    Returns:
+        The state it is in afterwards.
+
+    Raises:
+        StateError: there is no such row.
+    """
+    after = rows.get((state, input))
+    if after is None:
+        raise refusal(rows, state, type(input), method_of(input))
+    return after
+
+
+class LeanEvent(transitions.Event):
+    """One input: the states it may be taken in, and where it leads from each."""
+
+    def __init__(self, name: str, machine: transitions.Machine) -> None:
+        super().__init__(name, machine)
+        self._targets: dict[State, State] = {}
+
+    def add_transition(self, transition: transitions.Transition) -> None:
+        """Take in one row."""
+        super().add_transition(transition)
+        self._targets[State[transition.source]] = State[str(transition.dest)]
+
+    def trigger(self, model: object, *args: object, **kwargs: object) -> bool:
+        """How `transitions` spells `fire`. It takes no arguments, since there is no callback to see them."""
+        if not isinstance(model, RoleMachine) or model.shared is not self.machine or args or kwargs:
+            raise TypeError(f"{self.name} takes a machine of its own role and no arguments")
+        model.fire(model.inputs(self.name))
+        return True
+
+    def take(self, model: RoleMachine[Input], input: Input) -> State:
+        """Move one machine by one row and tell its listeners; `RoleMachine.fire` is the way in."""
+        with model.lock:
+            before = model._state
+            after = self._targets.get(before)
+            if after is None:
+                raise refusal(model.rows, before, model.inputs, method_of(input), steps=model.steps)
+            if model._listeners:
+                model._move_and_tell(before, input, after)
+            else:
+                model._state = after
+                model._history.append((input, before, after))
+        return after
+
+
+def _shared(rows: Mapping[tuple[State, Input], State]) -> transitions.Machine:
+    return _StrictMachine(
+        model=None,
+        states=State,
+        initial=INITIAL,
+        transitions=[
+            {"trigger": input.value, "source": source, "dest": target} for (source, input), target in rows.items()
+        ],
+        auto_transitions=False,
+        ignore_invalid_triggers=False,
+    )
+
+
+class _StrictMachine(transitions.Machine):
+    event_cls = LeanEvent
+
+
+def _events(shared: transitions.Machine, inputs: type[Input]) -> dict[Input, LeanEvent]:
+    events = {input: shared.events[input.value] for input in inputs}
+    return {input: event for input, event in events.items() if isinstance(event, LeanEvent)}
+
+
+class RoleMachine(Generic[Input]):
+    """Where one sender or one receiver stands, and the only way to move it.
+
+    A copy, shallow, deep or pickled, is a new machine: `uninitialized`, unobserved, with a lock of its own.
+    """
+
+    __slots__ = ("__weakref__", "_history", "_listeners", "_state", "_telling", "lock")
+
+    #: The `transitions.Machine` of this role.
+    shared: ClassVar[transitions.Machine]
+    #: The table of this role, and its inputs.
+    rows: Mapping[tuple[State, Input], State]
+    inputs: type[Input]
+    _events: Mapping[Input, LeanEvent]
+
+    def __init__(self) -> None:
+        #: Held for each step. Whoever names an input by looking at more than the state holds it until `fire`.
+        self.lock = threading.RLock()
+        self._state = INITIAL
+        self._listeners: list[Listener[Input]] = []
+        self._telling = False
+        self._history: deque[tuple[Input, State, State]] = deque(maxlen=REMEMBERED)
+
+    @property
+    def steps(self) -> Steps:
+        """Its last steps, oldest first: the input, and the states before and after it."""
+        return tuple((input.value, before.value, after.value) for input, before, after in self._history)
+
+    @property
+    def state(self) -> State:
+        """Where it stands."""
+        return self._state
+
+    def fire(self, input: Input) -> State:
+        """Take an input: one row, as one step under the lock.
+
+        Args:
+            input: what happens to this machine.
+
+        Returns:
+            The state it is in now.
+
+        Raises:
+            StateError: there is no row for it in this state; nothing has changed, and no listener was told.
+            Exception: what a listener raises; the step is taken, and listeners behind that one were not told.
+        """
+        return self._events[input].take(self, input)
+
+    def observe(self, listener: Listener[Input]) -> None:
+        """Tell a listener of each step from now on, in order and under the lock. It must not fire."""
+        with self.lock:
+            self._listeners.append(listener)
+
+    def _move_and_tell(self, before: State, input: Input, after: State) -> None:
+        if self._telling:
+            raise RuntimeError(f"a listener fired {input.value}: listeners are told of steps, they take none")
+        self._state = after
+        self._history.append((input, before, after))
+        self._telling = True
+        try:
+            for listener in self._listeners:
+                listener(before, input, after)
+        finally:
+            self._telling = False
+
+    def __reduce__(self) -> tuple[type[RoleMachine[Input]], tuple[()]]:
+        return type(self), ()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._state.value}>"
+
+
+class SenderMachine(RoleMachine[SenderInput]):
+    """The machine of one sender."""
+
+    __slots__ = ()
+
+    shared = _shared(SENDER_ROWS)
+    rows = SENDER_ROWS
+    inputs = SenderInput
+    _events = _events(shared, SenderInput)
+
+
+class ReceiverMachine(RoleMachine[ReceiverInput]):
+    """The machine of one receiver."""
+
+    __slots__ = ()
+
+    shared = _shared(RECEIVER_ROWS)
+    rows = RECEIVER_ROWS
+    inputs = ReceiverInput
+    _events = _events(shared, ReceiverInput)

@@ -1,0 +1,181 @@
+"""How weights reach Ray actors: which of its methods an actor takes them by, and what is put into the store for it."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy
+import torch
+
+from weightsync.errors import ConfigurationError, MissingExtraError
+from weightsync.keys import SharedKey
+from weightsync.options import option
+from weightsync.protocol.messages import Update, WeightsForm
+from weightsync.transports.base import Link
+from weightsync.transports.calls.client import CallLink
+from weightsync.transports.calls.handing_on import AskingCourier, NoCourier
+from weightsync.transports.ray.client import ActorCourier, CalledThrough, PlainCourier, ask_attended
+from weightsync.transports.ray.object_store import Rows, Shelf
+from weightsync.transports.ray.session import require_ray
+from weightsync.weights.context import MISSING, optional
+from weightsync.weights.layout import Layout
+from weightsync.weights.portable_pickle import portable
+from weightsync.weights.unpacking import form_taken, present_as
+
+#: The method of a `WeightSyncActor` that senders call.
+CALL: Final = "_weightsync_call"
+#: Ray's own, of every actor: it runs a function there.
+RUN: Final = "__ray_call__"
+POLICY_METHOD: Final = "update_policy_weights_"
+TENSORDICT_METHOD: Final = "_update_weights_tensordict"
+STATE_DICT_METHOD: Final = "_update_weights_state_dict"
+#: The methods of plain actors that are known, and the name under which each takes the weights.
+ARGUMENTS: Final = {POLICY_METHOD: "policy_or_weights", TENSORDICT_METHOD: "params", STATE_DICT_METHOD: "state_dict"}
+#: What those take that take one form only.
+_FORMS: Final = {TENSORDICT_METHOD: WeightsForm.TENSORDICT, STATE_DICT_METHOD: WeightsForm.FLAT}
+
+
+class TensorTransport(enum.Enum):
+    """How Ray moves a payload."""
+
+    #: Through its object store: one copy a node, read in place.
+    OBJECT_STORE = "object_store"
+    #: By NIXL, from memory to memory.
+    NIXL = "nixl"
+
+
+class Backend(enum.Enum):
+    """TorchRL's name for the process group beside Ray. Ours needs none: accepted, and without effect."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
+def tensor_transport_of(value: TensorTransport | str) -> TensorTransport:
+    """The tensor transport that is meant.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+        MissingExtraError: it needs a package that is not installed.
+    """
+    chosen = option(TensorTransport, value)
+    if chosen is TensorTransport.NIXL and importlib.util.find_spec("nixl") is None:
+        raise MissingExtraError("nixl", 'tensor_transport="nixl"')
+    return chosen
+
+
+class ActorLinks:
+    """Lays links to Ray actors; those of one sender share what it puts into the object store.
+
+    Args:
+        transport: how payloads travel to our own receivers.
+        key: shared with these.
+    """
+
+    def __init__(self, transport: TensorTransport, key: SharedKey | None = None) -> None:
+        self._key = key
+        shelf, present = Shelf(), _Presenter()
+        if transport is TensorTransport.NIXL:
+            self._flat = Rows(shelf, CALL, _tensor, _tensor_transport=transport.value)
+        else:
+            self._flat = Rows(shelf, CALL, _array)
+        forms = (None, *WeightsForm)
+        self._plain = {form: Rows(shelf, f"as {form}", present.in_form(form)) for form in forms}
+
+    def lay(self, actor: Any, methods: Sequence[str], model_id: str, peer: str) -> Link:
+        """A link to an actor: by the first of the methods that it has, unless a scheme of ours listens in it.
+
+        Raises:
+            MissingExtraError: Ray is not installed.
+            ConfigurationError: it is no actor.
+        """
+        require_ray("A link to an actor")
+        name, method = method_of(actor, methods, peer)
+        handle, key = _handle_of(actor), SharedKey.given(self._key)
+        if name == CALL:
+            return CallLink(ActorCourier(method, model_id, peer, self._flat, key, _id_of(handle)), peer)
+        form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
+        plain = PlainCourier(_calling(name, method), peer, self._plain[form])
+        if handle is None:
+            return CallLink(plain, peer)
+        ours = ActorCourier(CalledThrough(handle), model_id, peer, self._flat, key, _id_of(handle))
+        without = plain if name != RUN else NoCourier(_no_method(actor, methods, peer))
+        return CallLink(AskingCourier(lambda: ask_attended(handle, model_id, peer), ours, without), peer)
+
+
+def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, Any]:
+    """The first of the methods that an actor has, by what its handle knows of it: its name, and itself.
+
+    An actor that has none of them may have a scheme of ours in it: then it is called by Ray's own ``__ray_call__``.
+
+    Args:
+        endpoint: the actor's handle, or an object whose ``._actor`` is that.
+        methods: names, the best one first.
+        peer: who it is, for messages to people.
+
+    Raises:
+        ConfigurationError: it is no actor, and has none of them.
+    """
+    for name in (*methods, RUN):
+        for actor in (endpoint, optional(endpoint, "_actor")):
+            method = MISSING if actor is MISSING else optional(actor, name)
+            if method is not MISSING:
+                return name, method
+    raise ConfigurationError(f"{_no_method(endpoint, methods, peer)} Nothing was sent.")
+
+
+def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:
+    known = ", ".join(name for name in methods if name != CALL)
+    return (
+        f"{peer} is a {type(endpoint).__name__} without a method that takes weights: derive its class from "
+        f"WeightSyncActor, give it {known}, or initialise a RayWeightSyncScheme in it before weights are sent."
+    )
+
+
+def _handle_of(endpoint: Any) -> Any:
+    """The actor's handle; None: what is given is none of Ray's."""
+    handles = (each for each in (endpoint, optional(endpoint, "_actor")) if each is not MISSING)
+    return next((handle for handle in handles if optional(handle, RUN) is not MISSING), None)
+
+
+def _id_of(handle: Any) -> str:
+    """The actor's id, as `own_actor` gives it in the actor; empty: it is no handle of Ray's."""
+    known = optional(handle, "_actor_id")
+    return "" if known is MISSING else str(known.hex())
+
+
+def _parameters(method: Any) -> set[str]:
+    """The names of a remote method's parameters, as far as its handle knows them."""
+    known = optional(method, "_signature")
+    return set() if known is MISSING else {parameter.name for parameter in known or ()}
+
+
+def _calling(name: str, method: Any) -> Callable[[Any], Any]:
+    return lambda ref: method.remote(**{ARGUMENTS[name]: ref})
+
+
+def _array(_: Update, payload: memoryview) -> numpy.ndarray[Any, Any]:
+    return numpy.frombuffer(payload, dtype=numpy.uint8)
+
+
+def _tensor(_: Update, payload: memoryview) -> torch.Tensor:
+    return torch.frombuffer(payload, dtype=torch.uint8).clone()
+
+
+class _Presenter:
+    """Makes weights of updates, which tell their layout once a link."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[bytes, Layout] = {}
+
+    def in_form(self, form: WeightsForm | None) -> Callable[[Update, memoryview], Any]:
+        """In one form; None: as the sender's caller gave them."""
+        return lambda update, payload: self._weights(update, payload, form or update.form)
+
+    def _weights(self, update: Update, payload: memoryview, form: WeightsForm) -> Any:
+        if update.layout:
+            self._layouts[update.layout_digest] = Layout.decode(update.layout)
+        return portable(present_as(form, self._layouts[update.layout_digest], payload, update.extras))

@@ -1,0 +1,51 @@
+"""What a transport of a user's own is to offer: TorchRL's protocols."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from weightsync.weights.strategy import WeightStrategy
+
+
+@runtime_checkable
+class TransportBackend(Protocol):
+    """A transport of a user's own, to one worker. It works under `WeightSender.send`, which calls it in a thread.
+
+    Both generations' signatures are taken: ``send_weights(model_id, weights)`` and ``send_weights(weights)``. What it
+    raises is told as REFUSED, with its traceback. That it returns means APPLIED, on the evidence `Evidence.CALL`; one
+    whose ``send_weights`` returns only when the worker has applied the weights says so with the class attribute
+    ``evidence = Evidence.ANSWER``.
+    """
+
+    def send_weights(self, model_id: str, weights: Any) -> Any:
+        """Send weights, and wait until they have arrived, or are applied."""
+
+    def receive_weights(self, timeout: float = 1.0) -> Any:
+        """The next ``(model_id, weights)``, or None."""
+
+    def check_connection(self) -> bool:
+        """Whether the worker can be reached. False before a call: the worker is LOST."""
+
+
+@runtime_checkable
+class BareTransport(Protocol):
+    """The least that a transport of a user's own offers: generation B's protocol, which has no ``check_connection``."""
+
+    def send_weights(self, weights: Any) -> Any:
+        """Send weights, and wait until they have arrived, or are applied."""
+
+    def receive_weights(self, timeout: float | None = None) -> Any:
+        """The next weights, or None."""
+
+
+@runtime_checkable
+class InitialSyncTransport(Protocol):
+    """A transport that brings the first weights by a way of its own."""
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Connect, and send the first weights."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> Any:
+        """Connect, and give the first weights."""

@@ -1,0 +1,193 @@
+"""Transports of a user's own under `WeightReceiver`: a thread asks for weights, and brings them over a link of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from weightsync.engine.manual_ack import UPDATED
+from weightsync.engine.sender import WeightSender
+from weightsync.errors import ConfigurationError, StateError, TransportError, WeightSyncError
+from weightsync.options import OnFailure
+from weightsync.protocol._tables import Delivery
+from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.wiring import FacadeWiring
+from weightsync.transports.base import Link, Payloads, Received
+from weightsync.transports.local import LocalLink, Network, Pace, Side
+from weightsync.transports.pipe.user_messages import UserMessages
+from weightsync.transports.process import forget_after_fork
+from weightsync.weights.context import MISSING, optional
+from weightsync.weights.strategy import WeightStrategy
+
+logger = logging.getLogger("weightsync")
+
+#: Seconds that one ``receive_weights`` may wait, so that `close` is noticed.
+STEP: Final = 0.1
+#: Seconds between two calls of one that does not wait.
+PAUSE: Final = 0.005
+#: Seconds that `close` waits for a call that waits longer than it was told.
+PATIENCE: Final = 1.0
+
+
+def hear(
+    transport: BareTransport, model_id: str, strategy: WeightStrategy, accept: Callable[[Link], None]
+) -> Callable[[], None]:
+    """Have the receiver that ``accept`` belongs to receive by a user's own transport.
+
+    Args:
+        transport: the user's.
+        model_id: the receiver's model.
+        strategy: how a module is extracted, if the transport brings one.
+        accept: takes the link.
+
+    Returns:
+        What ends it.
+    """
+    relay = Relay(transport, model_id, strategy, accept)
+    relay.start()
+    return relay.close
+
+
+class Relay:
+    """Sends on what a user's transport receives, to a receiver in this process: a version for each ``receive_weights``.
+
+    The next is asked for when the one before was answered. ``send_ack("updated")`` of the transport, if it has that,
+    is called once the weights are live; any other text says why they are not.
+
+    Args:
+        transport: the user's.
+        model_id: the receiver's model.
+        strategy: how a module is extracted, if the transport brings one.
+        accept: takes the link.
+    """
+
+    def __init__(
+        self, transport: BareTransport, model_id: str, strategy: WeightStrategy, accept: Callable[[Link], None]
+    ) -> None:
+        self._transport = transport
+        self._receive = receiving_call(transport)
+        self._model_id = model_id
+        network = Network(Delivery.ORDERED, Pace.PROMPT)
+        self._near, self._far = LocalLink(network, Side.FIRST, Payloads.INLINE), _FarEnd(network)
+        self._over = threading.Event()
+        self._sender = WeightSender(FacadeWiring(self, strategy))
+        self._sender.set_context(None, model_id)
+        self._sender.add_worker(0, None)
+        name = f"weightsync transport of {model_id!r}"
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name=name, daemon=True)
+        forget_after_fork(self)
+        accept(self._far)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        if self._thread is not None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more. Weights that were applied are still acked.
+
+        A call that does not return is not waited for: its thread is a daemon.
+        """
+        self._over.set()
+        with contextlib.suppress(StateError):  # it is closed already if the transport has failed
+            self._sender.poll()  # takes in the answer that the receiver has just given
+        self._sender.close()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(PATIENCE)
+
+    def forget(self) -> None:
+        """In a forked child: there is no thread."""
+        self._over.set()
+        self._thread = None
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                found = self._receive(STEP)
+            except Exception as error:  # noqa: BLE001 - whatever a user's transport raises is told by receive()
+                self._fail(error)
+                return
+            if found is None:
+                self._over.wait(PAUSE)
+            elif not self._over.is_set():
+                self._answer(self._sent_on(found))
+
+    def _sent_on(self, found: Any) -> str:
+        """What became of weights, as ``send_ack`` tells it."""
+        named = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)
+        model_id, weights = found if named else (self._model_id, found)
+        if model_id != self._model_id:
+            return f"these are weights of model {model_id!r}; {self._model_id!r} is received here"
+        try:
+            report = self._sender.send(weights, timeout=None, on_failure=OnFailure.REPORT)
+        except WeightSyncError as error:
+            return f"not applied: {error}"
+        return UPDATED if report.ok else f"not applied: {report[0].reason}"
+
+    def _answer(self, told: str) -> None:
+        if told != UPDATED and not self._over.is_set():
+            logger.warning("model %r: weights that a transport of your own brought: %s", self._model_id, told)
+        acknowledge = optional(self._transport, "send_ack")
+        if acknowledge is MISSING or (told != UPDATED and self._over.is_set()):
+            return
+        try:
+            acknowledge(told)
+        except Exception as error:  # noqa: BLE001 - as in _run
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if self._over.is_set():
+            return
+        self._over.set()
+        lost = TransportError(f"its transport raised {type(error).__name__}: {error}")
+        lost.__cause__ = error
+        self._far.fail(lost)
+        self._sender.close()
+
+    # ------------------------------------------------------------------------------------- for FacadeWiring
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        return self._near
+
+    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        raise ConfigurationError("This end sends.")
+
+    def _user_messages(self) -> UserMessages:
+        raise ConfigurationError("A transport of your own carries no messages beside weights.")
+
+    def _published(self, model_id: str, weights: Any) -> None:
+        """Nobody else wants them."""
+
+
+class _FarEnd(LocalLink):
+    """The receiver's end, which may fail."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(network, Side.SECOND, Payloads.INLINE)
+        self._failure: TransportError | None = None
+
+    def fail(self, failure: TransportError) -> None:
+        """Have whoever reads be told."""
+        self._failure = failure
+        self.network.waker(Side.SECOND).fire()
+
+    def receive(self) -> list[Received]:
+        """What has arrived: see `Link.receive`."""
+        if self._failure is not None:
+            raise self._failure
+        return super().receive()
+
+
+def receiving_call(transport: BareTransport) -> Callable[[float], Any]:
+    """The transport's ``receive_weights`` as a function of the seconds that it may wait, if it takes those."""
+    parameters = inspect.signature(transport.receive_weights).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "timeout" in parameters or takes_any:
+        return lambda seconds: transport.receive_weights(timeout=seconds)
+    receive: Callable[..., Any] = transport.receive_weights
+    return lambda _: receive()

@@ -1,0 +1,209 @@
+"""Where a Ray actor's calls meet its receivers: one desk a model in each process; and the two sides on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from weightsync.clock import Deadline
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.sender import WeightSender
+from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, StateError, TransportError
+from weightsync.keys import SharedKey
+from weightsync.protocol._tables import State
+from weightsync.transports.base import Link
+from weightsync.transports.calls.server import Door, Frames, NotLetIn, Parcel
+from weightsync.transports.ray import server
+from weightsync.transports.ray.client import WAY
+from weightsync.transports.ray.session import own_actor
+
+#: Seconds that a call waits for those that were begun before it, in actors whose calls overtake each other.
+PATIENCE_FOR_ORDER: Final = 5.0
+#: Seconds that an async actor's event loop is held while another thread serves.
+PATIENCE_OF_LOOP: Final = 1.0
+#: Seconds between two looks at what another thread may have done.
+STEP: Final = 0.05
+
+Answer = concurrent.futures.Future[Frames]
+
+
+class Desk:
+    """Takes the calls for one model in this process to its receiver, and the answers home.
+
+    Args:
+        model_id: the model.
+    """
+
+    def __init__(self, model_id: str) -> None:
+        self.model_id = model_id
+        #: Held while a receiver is made.
+        self.lock = threading.RLock()
+        #: Who is driven by the calls; None: none yet, or one that a thread of its own reads for.
+        self.receiver: WeightReceiver | None = None
+        self._door = Door(model_id, WAY, own_actor)
+        self._listening = False
+        self._unanswered: dict[str, list[Answer]] = {}
+
+    @property
+    def attended(self) -> bool:
+        """Whether there is, or was, a receiver."""
+        return self.receiver is not None or self._listening
+
+    def open(self, accept: Callable[[Link], None], key: SharedKey | None = None) -> Callable[[], None]:
+        """Have ``accept`` called with each sender's link: see `Door.open`."""
+        shut = self._door.open(accept, key)
+        self._listening = True
+        server.attend(self.model_id, self.take_in)
+
+        def stop() -> None:
+            self._listening = False
+            server.leave(self.model_id)
+            shut()
+
+        return stop
+
+    def take_in(self, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()) -> Frames:
+        """Take a call in as Ray brings it: see `call`. The payload is a flat array, or a flat tensor if by NIXL."""
+        found: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
+        return self.call(Parcel(link, number, frame, None if payload is None else memoryview(found)), lost)
+
+    def call(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
+        """Take a parcel in, have it decided, and bring the answers home.
+
+        It waits while the version served is held (`WeightReceiver.serving`), so that nothing is torn.
+
+        Args:
+            parcel: what the call brought.
+            lost: numbers of calls of the same link that will never come.
+
+        Raises:
+            TransportError: its link is closed, or not known here though this is not its first call; or calls that
+                were begun before it have not come. Whatever is raised, the link is closed here.
+            StateError: the receiver is closed.
+            ConfigurationError, ModelPathError: there is no model yet, and weights have come for it.
+            LayoutError: the model has no data yet (meta, uninitialised), and weights have come for it.
+        """
+        try:
+            return self._decided(parcel, lost)
+        except BaseException:
+            self._unanswered.pop(parcel.link, None)
+            self._door.drop(parcel)
+            raise
+
+    def _decided(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
+        self._require_known(parcel)
+        answer = self._door.knock(parcel)
+        if isinstance(answer, NotLetIn):
+            return answer.result()
+        answers = [*self._unanswered.pop(parcel.link, []), answer]
+        self._door.skip(parcel, lost)
+        try:
+            self._decide(parcel, answers[-1])
+        except (ConfigurationError, ModelPathError, LayoutError):
+            # A model, or its data, may come into being after the trainer's handshake, which is every link's first call:
+            # that is answered with the first weights.
+            if parcel.number:
+                raise
+            self._unanswered[parcel.link] = answers
+            return []
+        return [frame for answer in answers if answer.done() for frame in answer.result()]
+
+    def _require_known(self, parcel: Parcel) -> None:
+        """Refuse a link that begins in the middle: another life of this actor has met it."""
+        patience = Deadline(0.0 if _in_order() else PATIENCE_FOR_ORDER)
+        while parcel.number and not self._door.knows(parcel.link):
+            if patience.passed:
+                raise TransportError(
+                    f"this actor has not met the sender that calls for {self.model_id!r}: it was restarted. "
+                    "add_worker() makes a new handshake."
+                )
+            threading.Event().wait(STEP)
+
+    def _decide(self, parcel: Parcel, answer: Answer) -> None:
+        ordered, loop = Deadline(PATIENCE_FOR_ORDER), Deadline(PATIENCE_OF_LOOP if _on_a_loop() else None)
+        timeout = 0.0
+        while not answer.done():
+            self._drive(answer, timeout)
+            timeout = STEP
+            if answer.done():
+                return
+            if self._door.awaits_turn(parcel):
+                if ordered.passed:
+                    raise TransportError(f"calls for {self.model_id!r} that were begun before this one have not come.")
+            elif loop.passed:
+                raise StateError(
+                    "receiver", "serving", "an update on the event loop", [], "Leave serving() before you await."
+                )
+
+    def _drive(self, answer: Answer, timeout: float) -> None:
+        if self.receiver is None:
+            concurrent.futures.wait([answer], timeout=STEP)
+            return
+        try:
+            self.receiver.receive(timeout=timeout)
+        except TransportError:
+            # The link is gone. Where that was the answer (a handshake that is refused, a goodbye), it has been given.
+            if not answer.done():
+                raise
+        if self.receiver.state is State.CLOSED and not answer.done():
+            raise StateError("receiver", "closed", "a call", [])
+
+
+def _on_a_loop() -> bool:
+    """Whether this is an async actor's event loop, which must not be held for long."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _in_order() -> bool:
+    """Whether calls come in the order in which they were begun: Ray runs those of a serial actor in its main thread."""
+    return threading.current_thread() is threading.main_thread() and not _on_a_loop()
+
+
+_lock = threading.Lock()
+_desks: dict[str, Desk] = {}
+
+
+def desk_of(model_id: str) -> Desk:
+    """This process's desk for a model: a process holds one actor."""
+    with _lock:
+        return _desks.setdefault(model_id, Desk(model_id))
+
+
+class ActorSender(WeightSender):
+    """A sender to actors: a copy of it carries their handles, and makes handshakes of its own with its first send.
+
+    Args:
+        scheme: the scheme that wires it.
+    """
+
+    def _travelling(self) -> dict[int, Any]:
+        return dict(self._endpoints)
+
+
+class ActorReceiver(WeightReceiver):
+    """A receiver that the calls to this process's actor drive: nobody needs to call `receive`.
+
+    Args:
+        scheme: the scheme that wires it.
+    """
+
+    def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:
+        """Listen for senders' calls: see `WeightReceiver.register_worker_transport`.
+
+        Args:
+            pipe_or_context: the actor, or anything: a process holds one.
+            pipe: the same.
+        """
+        super().register_worker_transport(pipe_or_context, pipe=pipe)
+        desk_of(self.model_id).receiver = self
+
+    _register_worker_transport = register_worker_transport

@@ -1,0 +1,90 @@
+"""The small scheme behind a transport facade: one strategy, and links that the facade lays."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+from weightsync.engine.packer import Packer
+from weightsync.errors import ConfigurationError, StateError
+from weightsync.options import Verify
+from weightsync.transports.base import Link
+from weightsync.transports.pipe.user_messages import UserMessages
+from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.target import Mode
+
+
+class LinkLayer(Protocol):
+    """Lays the links of a facade."""
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link: ...
+
+    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]: ...
+
+    def _user_messages(self) -> UserMessages: ...
+
+    def _published(self, model_id: str, weights: Any) -> None: ...
+
+
+class FacadeWiring:
+    """What the senders and receivers behind a facade need of a scheme (see `weightsync.engine.wiring.Wiring`).
+
+    Args:
+        layer: the facade.
+        strategy: how weights are extracted, and handed out.
+        verify: what a receiver compares.
+    """
+
+    #: What a facade hands out is always a copy.
+    apply_mode = Mode.COPY
+
+    def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str, verify: Verify = Verify.DIGEST) -> None:
+        # Weakly: with a transport that is let go of, all behind it goes at once, and not when cycles are looked for.
+        self._facade = weakref.ref(layer)
+        self._verify = verify
+        self.strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
+
+    @property
+    def _layer(self) -> LinkLayer:
+        layer = self._facade()
+        if layer is None:
+            raise StateError("transport", "gone", "a link", ["keep the transport while its links are used"])
+        return layer
+
+    @property
+    def packer(self) -> Packer:
+        """A new packer."""
+        return Packer(self._verify)
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """The facade's link to a worker."""
+        return self._layer._lay_link(endpoint, model_id, peer)
+
+    def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """The facade's links to senders."""
+        return self._layer._listen(model_id, accept)
+
+    def user_messages(self, endpoint: Any) -> UserMessages:
+        """The user's own messages, where the facade has a pipe."""
+        return self._layer._user_messages()
+
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+        """A module is extracted; anything else is taken as it is.
+
+        Raises:
+            ConfigurationError: there are none.
+        """
+        if weights is None:
+            raise ConfigurationError("A transport knows no model of its own: give it weights. Nothing was sent.")
+        return strategy.extract_weights(weights) if isinstance(weights, nn.Module) else weights
+
+    def published(self, model_id: str, weights: Any) -> None:
+        """Tell the facade of each version, before it is dispatched."""
+        self._layer._published(model_id, weights)
+
+    def transport_of(self, receiver: Any, endpoint: Any) -> Any:
+        """The facade that made the receiver."""
+        return self._layer

@@ -1,0 +1,182 @@
+"""What `init_on_sender` was told of the workers: how many there are, and which weights each is to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.nn
+from tensordict import TensorDictBase
+
+from weightsync.clock import Deadline
+from weightsync.engine.copies import require_whole, require_worker_id
+from weightsync.errors import ConfigurationError, WorkerLostError
+from weightsync.options import OnFailure
+from weightsync.protocol.report import SyncReport
+from weightsync.weights.context import MISSING, optional
+from weightsync.weights.packing import digest_of_weights
+from weightsync.weights.strategy import WeightStrategy
+
+#: Weights, and the ids of the workers that get them; None: all.
+Groups = Sequence[tuple[Any, list[int] | None]]
+
+
+def send_to_groups(
+    send: Callable[..., SyncReport], groups: Groups, deadline: Deadline, failing: OnFailure
+) -> SyncReport:
+    """Send to one group after another; each is a version of its own.
+
+    Raises:
+        As ``send``, once every group has been served.
+    """
+    if len(groups) == 1:
+        return send(*groups[0], timeout=deadline.remaining, on_failure=failing)
+    merged = together([_served(send, group, deadline) for group in groups])
+    if failing is OnFailure.RAISE:
+        merged.raise_on_failure()
+    return merged
+
+
+def _served(send: Callable[..., SyncReport], group: tuple[Any, list[int] | None], deadline: Deadline) -> SyncReport:
+    try:
+        return send(*group, timeout=deadline.remaining, on_failure=OnFailure.REPORT)
+    except WorkerLostError as error:
+        if not isinstance(error.report, SyncReport):
+            raise
+        return error.report
+
+
+def together(reports: Sequence[SyncReport]) -> SyncReport:
+    """One report of several: ``version`` is the newest of theirs."""
+    versions = [report.version for report in reports if report.version is not None]
+    outcomes = {worker: outcome for report in reports for worker, outcome in report.outcomes.items()}
+    return replace(
+        reports[-1],
+        version=max(versions, default=None),
+        outcomes=dict(sorted(outcomes.items())),
+        nbytes=sum(report.nbytes for report in reports),
+        preparing=sum(report.preparing for report in reports),
+        connect_s=sum(report.connect_s for report in reports),
+        transferring=sum(report.transferring for report in reports),
+        applying=max(report.applying for report in reports),
+        superseded={w: versions for report in reports for w, versions in report.superseded.items()},
+        not_caught_up={w: outcome for report in reports for w, outcome in report.not_caught_up.items()},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The workers, as far as `init_on_sender` was told of them."""
+
+    #: None: the scheme finds out by other means.
+    ids: tuple[int, ...] | None = None
+    #: Worker id to its own weights, where they were given one by one.
+    weights: Mapping[int, Any] = field(default_factory=dict)
+
+    def counted(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What was given, with the number of workers."""
+        return dict(given) if self.ids is None else {**given, "num_workers": len(self.ids)}
+
+
+def fleet(given: Mapping[str, Any], context: Any, strategy: WeightStrategy) -> Fleet:
+    """Read the forms of `init_on_sender` that say who the workers are.
+
+    Raises:
+        ConfigurationError: they contradict one another, or one lacks its other half.
+    """
+    _refuse_contradictions(given)
+    if "params_map" in given:
+        weights = per_worker(given["params_map"], "params_map")
+        return _numbered(Fleet(tuple(sorted(weights)), weights), given)
+    if "devices" in given and (not isinstance(given["devices"], Sequence) or isinstance(given["devices"], str)):
+        raise ConfigurationError(f"devices= is {given['devices']!r}: give a list with one device a worker.")
+    if "devices" in given:
+        return _numbered(Fleet(tuple(range(len(given["devices"])))), given)
+    count = given.get("num_workers", optional(context, "num_workers"))
+    if count is MISSING or count is None:
+        return Fleet()
+    ids = tuple(range(require_whole(count, "num_workers", "the number of workers")))
+    return Fleet(ids, _mapped(given, ids, strategy)) if "device_map_fn" in given else Fleet(ids)
+
+
+def per_worker(weights: Any, where: str) -> dict[int, Any]:
+    """Weights given for each worker.
+
+    Raises:
+        ConfigurationError: this is no dict of worker ids, or an empty one.
+    """
+    if not _is_dict(weights) or not weights:
+        raise ConfigurationError(f"{where} is a dict of worker ids to weights, with an entry for each worker.")
+    return {require_worker_id(worker): own for worker, own in weights.items()}
+
+
+def is_per_worker(weights: Any) -> bool:
+    """Whether weights are given for each worker: a dict whose keys are ints. Weights have names."""
+    return _is_dict(weights) and bool(weights) and all(isinstance(key, int) for key in weights)
+
+
+def _is_dict(weights: Any) -> bool:
+    # A TensorDict is a Mapping too, and has no truth value.
+    return isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
+
+
+def has_factories(context: Any) -> bool:
+    """Whether each worker makes a policy of its own: a TorchRL collector with a list of different factories."""
+    factories = optional(context, "policy_factory")
+    return isinstance(factories, list | tuple) and len({id(factory) for factory in factories}) > 1
+
+
+def grouped(weights: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
+    """Weights and the workers that get them; workers whose weights are the same, or equal, share a version.
+
+    Raises:
+        ConfigurationError, LayoutError: weights cannot be sent.
+    """
+    same: dict[int, list[int]] = {}
+    for worker, own in weights.items():
+        same.setdefault(id(own), []).append(worker)
+    if len(same) == 1:
+        return [(weights[workers[0]], workers) for workers in same.values()]
+    equal: dict[bytes, list[int]] = {}
+    for workers in same.values():
+        equal.setdefault(digest_of_weights(weights[workers[0]]), []).extend(workers)
+    return [(weights[workers[0]], sorted(workers)) for workers in equal.values()]
+
+
+def _refuse_contradictions(given: Mapping[str, Any]) -> None:
+    for one, others in _EXCLUSIVE.items():
+        for other in others:
+            if one in given and other in given:
+                raise ConfigurationError(f"init_on_sender() takes {one}= or {other}=, not both. Nothing has changed.")
+    for one in ("devices", "device_map_fn"):
+        if one in given and not ("weights" in given or "model" in given):
+            raise ConfigurationError(f"init_on_sender({one}=...) needs weights= or model=: what is to be sent.")
+    if "device_map_fn" in given and not callable(given["device_map_fn"]):
+        raise ConfigurationError(
+            f"device_map_fn= is {given['device_map_fn']!r}: give a function of (worker_idx, weights)."
+        )
+    if "device_map_fn" in given and "num_workers" not in given:
+        raise ConfigurationError("init_on_sender(device_map_fn=...) needs num_workers=: how often it is to be called.")
+
+
+_EXCLUSIVE: Mapping[str, Sequence[str]] = {
+    "params_map": ("weights", "model", "devices", "device_map_fn"),
+    "devices": ("device_map_fn",),
+    "weights": ("model",),
+}
+
+
+def _numbered(found: Fleet, given: Mapping[str, Any]) -> Fleet:
+    count = given.get("num_workers")
+    if found.ids is not None and count not in (None, len(found.ids)):
+        raise ConfigurationError(f"num_workers is {count}, but {len(found.ids)} workers were described.")
+    return found
+
+
+def _mapped(given: Mapping[str, Any], ids: Sequence[int], strategy: WeightStrategy) -> dict[int, Any]:
+    """What the user's function makes of the weights for each worker."""
+    source = given.get("weights", given.get("model"))
+    weights = strategy.extract_weights(source) if isinstance(source, torch.nn.Module) else source
+    place: Callable[[int, Any], Any] = given["device_map_fn"]
+    return {worker: place(worker, weights) for worker in ids}

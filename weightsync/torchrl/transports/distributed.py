@@ -1,0 +1,179 @@
+"""`DistributedTransport`, TorchRL's transport class, over the machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from weightsync.clock import Deadline, Timeout
+from weightsync.errors import ConfigurationError
+from weightsync.keys import Secret, SharedKey
+from weightsync.schemes.arguments import POLICY, UNSET, Form, Unset
+from weightsync.torchrl.transports.facade import TransportFacade
+from weightsync.transports.base import Link
+from weightsync.transports.store import StoreEnd, listen, sender_link
+from weightsync.transports.store.store import HINT, Hints
+from weightsync.weights.strategy import WeightStrategy
+
+_IN_FLIGHT: Final = 4
+#: Seconds after which a wait without end looks for an instruction of another kind.
+_LOOK: Final = 1.0
+
+
+class DistributedTransport(TransportFacade):
+    """One trainer and one worker that meet at a TCPStore.
+
+    ``weights_buffer`` makes it generation B's: `receive_weights` then gives the weights, written into that buffer, and
+    not ``("policy", weights)``. TorchRL's store keys ``NODE_{rank}_in`` and ``NODE_{rank}_out`` are written as hints
+    for loops that wait on them; nothing rests on them.
+
+    Args:
+        store: a TCPStore, or a PrefixStore around one.
+        rank: the worker's rank, at both ends: worker i is rank i + 1.
+        sync: whether a payload's buckets leave one after another.
+        weights_buffer: a TensorDict or dict that receives.
+        backend: "gloo" or "nccl".
+        key: a secret shared with the other end: see `DistributedWeightSyncScheme`.
+        timeout: seconds that `send_weights` and `wait_ack` wait; default: `WEIGHTSYNC_TIMEOUT` or 60.
+    """
+
+    def __init__(
+        self,
+        store: Any = None,
+        rank: int | None = None,
+        sync: bool = True,
+        *,
+        weights_buffer: Any = UNSET,
+        backend: str = "gloo",
+        key: Secret | None = None,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+    ) -> None:
+        super().__init__(form=Form.A if weights_buffer is UNSET else Form.B, timeout=timeout)
+        self.store = store
+        self.rank = rank
+        self.sync = sync
+        self._buffer = None if weights_buffer is UNSET else weights_buffer
+        self._backend = backend
+        self._key = None if key is None else SharedKey.given(key)
+
+    _live = (*TransportFacade._live, "_hints")
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._hints = Hints()
+
+    def _meeting(self) -> StoreEnd:
+        if self.store is None or self.rank is None:
+            raise ConfigurationError(
+                "DistributedTransport was given no store or no rank: it reaches nobody. Nothing was sent."
+            )
+        in_flight = 1 if self.sync else _IN_FLIGHT
+        return StoreEnd(self.store, self.rank, self._backend, in_flight, SharedKey.given(self._key), self._hints)
+
+    def _endpoints(self) -> Mapping[int, Any]:
+        meeting = self._meeting()
+        return {meeting.rank - 1: meeting}
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        return sender_link(endpoint, model_id, peer)
+
+    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        return listen(self._meeting(), model_id, accept)
+
+    def check_connection(self) -> bool:
+        """Whether the user's own process group is initialised, which ours does not need."""
+        return dist.is_initialized()
+
+    # ------------------------------------------------------------------------------------------ receiving
+
+    def receive_weights(
+        self,
+        timeout: float | Unset | None = UNSET,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any:
+        """The weights of the next update, which stays pending until `send_ack`: see `ReceivingHalf.receive_weights`.
+
+        Returns:
+            Generation A: ``("policy", weights)``; B: what they were received into: ``weights``, else the transport's
+            ``weights_buffer``, else fresh tensors. None: none came in time.
+
+        Raises:
+            ConfigurationError: (a ValueError) generation A: the store's instruction for this rank is another than
+                "update_weights"; it has been taken out of the store.
+            StateError, LayoutError, TransportError: as there.
+        """
+        into = weights if weights is not None else self._buffer
+        allowed = self._default_wait() if isinstance(timeout, Unset) else timeout
+        if self._form is Form.A:
+            self._refuse_other_instruction()
+        deadline = Deadline(allowed)
+        while True:
+            found = super().receive_weights(_slice(deadline.remaining), weights=into, model=model, strategy=strategy)
+            if found is not None:
+                return found if into is None or self._form is Form.A else into
+            if self._form is Form.A:
+                self._refuse_other_instruction()
+            if deadline.passed:
+                return None
+
+    def _refuse_other_instruction(self) -> None:
+        store, key = self._meeting().store, f"NODE_{self.rank}_in"
+        if not store.check([key]):
+            return
+        told = store.get(key)
+        store.delete_key(key)
+        if told != HINT.encode():
+            raise ConfigurationError(
+                f"the store's instruction for rank {self.rank} is {told!r}, which is not {HINT!r}: it was taken out of "
+                "the store, and no weights were received."
+            )
+
+    # -------------------------------------------------------------------------------------- initial weights
+
+    def send_initial_weights(self, weights: Any) -> Any:
+        """Send the first weights: as `send_weights`, of "policy", but without a word in TorchRL's own keys."""
+        with self._hints.withheld():
+            return self.send_weights(POLICY, weights)
+
+    def receive_initial_weights(self) -> Any:
+        """Wait for the first weights, and ack them. TorchRL's own keys are neither read nor written.
+
+        Returns:
+            The weights; in generation B what they were received into, as by `receive_weights`.
+
+        Raises:
+            As `receive_weights`.
+        """
+        found = super().receive_weights(None, weights=self._buffer)
+        with self._hints.withheld():
+            self.send_ack()
+        if self._buffer is not None:
+            return self._buffer
+        return found[1] if self._form is Form.A else found
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing: the scheme's `connect` does it."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> None:
+        """Nothing: the scheme's `connect` does it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # A store travels as its address.
+        state["store"] = None if self.store is None else StoreEnd(self.store, self.rank or 1)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        end = state["store"]
+        super().__setstate__({**state, "store": None if end is None else end.store})
+
+
+def _slice(remaining: float | None) -> float:
+    return _LOOK if remaining is None else min(remaining, _LOOK)

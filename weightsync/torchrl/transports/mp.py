@@ -1,0 +1,254 @@
+"""`MPTransport`: TorchRL's transport over a multiprocessing pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weightsync.clock import Deadline, Timeout, seconds
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.errors import ConfigurationError
+from weightsync.options import OnFailure, OnPending
+from weightsync.protocol.report import SyncReport
+from weightsync.schemes.arguments import UNSET, Form, Unset
+from weightsync.schemes.link_transport import connection_of
+from weightsync.torchrl.transports.facade import TransportFacade
+from weightsync.torchrl.transports.pipes import ReferencePipe
+from weightsync.transports.base import Link, Waitable, Waker, wait
+from weightsync.transports.pipe.connection import Channel
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.transports.pipe.user_messages import UserMessages
+from weightsync.transports.queues import AnyQueue, QueueChannel, QueueLink
+from weightsync.weights.strategy import WeightStrategy
+
+
+class MPTransport(TransportFacade):
+    """Sends weights to one worker over a duplex pipe, or receives them at its other end.
+
+    Both ends may be driven by one thread: `send_weights_async`, `receive_weights`, `send_ack`, `wait_ack`. While the
+    transport is used, the connection's own methods must not be: `pipe` stands in for them.
+
+    Given queues it is generation B's, over ``multiprocessing.Queue``s; `pipe` is for pipes.
+
+    Args:
+        pipe_connection: our end of ``multiprocessing.Pipe()``, or an object whose ``.pipe`` is that, or generation B's
+            ``weight_queue``. Without any the first send raises.
+        ack_queue: generation B: where answers come back. In generation A the second argument is the timeout.
+        timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait.
+        weight_queue: generation B: where weights go, a ``multiprocessing.Queue``.
+        strategy: how modules are extracted.
+    """
+
+    _live = (*TransportFacade._live, "_channel", "_queues")
+    _channel: Channel | None
+    _queues: dict[str, QueueChannel]
+
+    def __init__(
+        self,
+        pipe_connection: Any = None,
+        ack_queue: Any = None,
+        timeout: float | None = 10.0,
+        *,
+        weight_queue: Any = None,
+        strategy: WeightStrategy | str = "state_dict",
+    ) -> None:
+        if isinstance(ack_queue, int | float):
+            ack_queue, timeout = None, ack_queue
+        given = pipe_connection if weight_queue is None else weight_queue
+        self.weight_queue = given if isinstance(given, AnyQueue) else weight_queue
+        self.ack_queue = ack_queue
+        form = Form.A if self.weight_queue is None and ack_queue is None else Form.B
+        super().__init__(form=form, timeout=timeout, strategy=strategy)
+        self._given = None if form is Form.B else given
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._channel = None
+        self._queues = {}
+
+    @property
+    def pipe(self) -> ReferencePipe:
+        """The pipe, as worker loops written for TorchRL's messages expect it.
+
+        Raises:
+            ConfigurationError: there is none, or it is no duplex pipe.
+        """
+        return ReferencePipe(self._open_channel(), self)
+
+    def check_connection(self) -> bool:
+        """Whether the pipe is open, or there is a queue."""
+        if self._form is Form.B:
+            return self.weight_queue is not None
+        return self._given is not None and not self._connection().closed
+
+    def _connection(self) -> Any:
+        if self._given is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} was given no pipe: pass our end of multiprocessing.Pipe(). Nothing was sent."
+            )
+        return connection_of(self._given)
+
+    @property
+    def connection(self) -> Any:
+        """The pipe's end.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        return self._connection()
+
+    def over(self, receiver: WeightReceiver) -> WorkerTransport:
+        """The same pipe's transport over a scheme's receiver."""
+        return WorkerTransport(receiver, self._connection())
+
+    def _open_channel(self) -> Channel:
+        """The pipe's channel, kept: what was read of the pipe and not handed out yet lies in it."""
+        with self._lock:
+            if self._channel is None:
+                self._channel = Channel.of(self._connection())
+            return self._channel
+
+    def _hang_up(self) -> None:
+        super()._hang_up()
+        with self._lock:
+            self._channel, self._queues = None, {}
+
+    # ------------------------------------------------------------------------------------ generation B's queues
+
+    def _queue(self, end: str) -> QueueChannel:
+        """The queues as the sender's or the receiver's end sees them.
+
+        Raises:
+            ConfigurationError: there is no ``weight_queue``.
+        """
+        if self.weight_queue is None:
+            raise ConfigurationError("MPTransport was given no weight_queue: pass a multiprocessing.Queue().")
+        ends = {"sender": (self.weight_queue, self.ack_queue), "receiver": (self.ack_queue, self.weight_queue)}
+        with self._lock:
+            if end not in self._queues:
+                self._queues[end] = QueueChannel(*ends[end])
+            return self._queues[end]
+
+    def _pending(self, model_id: str) -> OnPending:
+        # Generation B has no verb that waits here: what was sent before is given up, and the report says so.
+        return OnPending.SUPERSEDE if self._form is Form.B else super()._pending(model_id)
+
+    def send_weights(
+        self,
+        model_id: Any = UNSET,
+        weights: Any = UNSET,
+        *,
+        timeout: float | Timeout | Unset | None = UNSET,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+    ) -> SyncReport:
+        """Send weights and wait until they are acked: see `TransportFacade.send_weights`.
+
+        Raises:
+            ConfigurationError: (queues) there is no ``ack_queue``, so that nobody could answer. Nothing was sent.
+        """
+        if self._form is Form.B and self.ack_queue is None:
+            raise ConfigurationError(
+                "MPTransport has no ack_queue: nobody could answer. Give it one, or use send_weights_async(). Nothing "
+                "was sent."
+            )
+        return super().send_weights(model_id, weights, timeout=timeout, on_failure=on_failure)
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing: the first weights are sent like all others."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> Any:
+        """The first weights, as `receive_weights` gives them; waits for ``timeout`` seconds."""
+        return self.receive_weights(self._wait_seconds(), weights=weights, model=model, strategy=strategy)
+
+    def _wait_seconds(self) -> float | None:
+        return seconds(self.timeout)
+
+    # ---------------------------------------------------------------------------------------- the facade
+
+    def _endpoints(self) -> Mapping[int, Any]:
+        return {0: self._queue("sender") if self._form is Form.B else self._connection()}
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        if self._form is Form.B:
+            return QueueLink(self._queue("sender"), model_id, peer)
+        self._open_channel()
+        return PipeLink(endpoint, model_id, peer=peer)
+
+    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        if self._form is Form.B:
+            accept(QueueLink(self._queue("receiver"), model_id, "the sender"))
+            return _nothing
+        self._open_channel()
+        accept(PipeLink(self._connection(), model_id, peer="the sender"))
+        return _nothing
+
+    def _user_messages(self) -> UserMessages:
+        return UserMessages(self._open_channel())
+
+    def _next(self, deadline: Deadline) -> tuple[str, Any] | None:
+        self._require_open("receive_weights")
+        if self._form is Form.A:
+            return self.pipe.await_update(deadline)
+        channel, waker = self._queue("receiver"), Waker()
+        while True:
+            for model_id in self._arrived():
+                weights = self._hand_out(model_id)
+                if weights is not None:
+                    return model_id, weights
+            if deadline.passed:
+                return None
+            watched: list[Waitable] = [*self._links(), channel]
+            wait(waker, watched, deadline.nap)
+
+    # ----------------------------------------------------------------------------------------- the inbox
+
+    def _strays(self) -> Sequence[str]:
+        """The models for which something came that have no receiver here."""
+        strays = self._queue("receiver").strays() if self._form is Form.B else self._open_channel().strays()
+        return [model_id for model_id in strays if model_id not in self._receivers]
+
+    def _arrived(self) -> Sequence[str]:
+        """The models that have an update here; whoever sends a model first gets a receiver."""
+        for model_id in self._strays():
+            self._receiver(model_id)
+        return [model_id for model_id, receiver in list(self._receivers.items()) if receiver.has_update()]
+
+    def _hand_out(self, model_id: str) -> Any:
+        weights = self._receivers[model_id].hand_out(0.0)
+        if weights is not None:
+            self._last = model_id
+        return weights
+
+    def _links(self) -> list[Link]:
+        return [link for receiver in list(self._receivers.values()) for link in receiver.links()]
+
+    def _owes_ack(self) -> bool:
+        return self._last is not None and self._receivers[self._last].owes_ack
+
+
+class WorkerTransport(MPTransport):
+    """`MPTransport` over a receiver that a scheme has made: what TorchRL calls ``receiver._transport``.
+
+    Args:
+        receiver: the receiver; it keeps its link when this is closed.
+        connection: the pipe on which it listens.
+    """
+
+    def __init__(self, receiver: WeightReceiver, connection: Any) -> None:
+        super().__init__(connection)
+        self._receivers = {receiver.model_id: receiver}
+        self._last = receiver.model_id
+
+    def _arrived(self) -> Sequence[str]:
+        return [model_id for model_id, receiver in self._receivers.items() if receiver.has_update()]
+
+    def _hang_up(self) -> None:
+        """The receiver is the scheme's."""
+        self._receivers = {}
+        super()._hang_up()
+
+
+def _nothing() -> None:
+    return None

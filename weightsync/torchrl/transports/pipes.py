@@ -1,0 +1,139 @@
+"""A connection as worker loops written for TorchRL's pipe messages expect it: updates come out of it as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from weightsync.clock import Deadline
+from weightsync.engine.manual_ack import UPDATED
+from weightsync.errors import TransportError
+from weightsync.transports.base import Link, Waitable, Waker, wait
+from weightsync.transports.pipe.connection import Channel
+from weightsync.transports.pipe.user_messages import UserMessages
+
+#: What TorchRL's worker loops look for in a message that brings weights.
+UPDATE_WEIGHTS: Final = "update_weights"
+
+
+class Inbox(Protocol):
+    """Where updates arrive, model by model."""
+
+    def _arrived(self) -> Sequence[str]:
+        """The models that have an update which was not handed out yet."""
+
+    def _hand_out(self, model_id: str) -> Any:
+        """The weights of a model's update; None: it turned out to be none."""
+
+    def _links(self) -> list[Link]:
+        """The open links, to be waited for."""
+
+    def _owes_ack(self) -> bool:
+        """Whether an update that was handed out is pending."""
+
+    def send_ack(self, message: str = UPDATED) -> None:
+        """Answer for the update that was handed out last."""
+
+
+class ReferencePipe:
+    """What a `multiprocessing` connection offers, with each update as the message ``((model_id, weights),
+    "update_weights")``.
+
+    An update stays pending until ``receiver.apply_weights(weights)``, ``transport.send_ack()`` or, as TorchRL's loops
+    do it, ``pipe.send((None, "updated"))``. All other messages are the user's own: they come out in order, unchanged,
+    and keep their place among the updates.
+    """
+
+    def __init__(self, channel: Channel, inbox: Inbox) -> None:
+        self._channel = channel
+        self._inbox = inbox
+        self._user = UserMessages(channel)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection is closed."""
+        return self._channel.connection.closed
+
+    def fileno(self) -> int:
+        """The connection's descriptor. That it is readable does not mean that `recv` has something."""
+        return self._channel.connection.fileno()
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether `recv` has something to return, or to raise, within ``timeout`` seconds (None: ever)."""
+        return self.await_any(Deadline(timeout))
+
+    def recv(self) -> Any:
+        """The next update or message of the user's own. Blocks until there is one.
+
+        Raises:
+            EOFError: nothing is left, and the connection has ended.
+        """
+        while True:
+            self.await_any(Deadline(None))
+            update = self.next_update(in_turn=True)
+            if update is not None:
+                return update, UPDATE_WEIGHTS
+            if self._channel.has_foreign():
+                return self._user.recv()
+
+    def send(self, obj: Any) -> None:
+        """Send an object of the user's own; ``(None, "updated")`` is an ack while an update is to be answered.
+
+        Raises:
+            TransportError: the connection is dead or closed.
+        """
+        if obj == (None, UPDATED) and self._inbox._owes_ack():
+            self._inbox.send_ack()
+        else:
+            self._user.send(obj)
+
+    def recv_bytes(self) -> bytes:
+        """The next message of the user's own, as bytes: see `UserMessages.recv_bytes`."""
+        return self._user.recv_bytes()
+
+    def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
+        """Send bytes of the user's own: see `UserMessages.send_bytes`."""
+        self._user.send_bytes(data)
+
+    def next_update(self, *, in_turn: bool) -> tuple[str, Any] | None:
+        """The next update, unless the user's own messages came before it and that counts."""
+        for model_id in self._inbox._arrived():
+            if in_turn and self._channel.foreign_comes_first(model_id):
+                continue
+            weights = self._inbox._hand_out(model_id)
+            if weights is not None:
+                return model_id, weights
+        return None
+
+    def await_update(self, deadline: Deadline) -> tuple[str, Any] | None:
+        """The next update; None: none came in time.
+
+        Raises:
+            TransportError: the connection has ended.
+        """
+        while True:
+            waker = self._channel.user_waker()
+            seen = waker.fired
+            dead = self._channel.has_ended()
+            update = self.next_update(in_turn=False)
+            if update is not None or deadline.passed:
+                return update
+            if dead:
+                raise TransportError("The pipe has ended: its other end is closed, or that process is dead.")
+            self._wait(waker, deadline, seen)
+
+    def await_any(self, deadline: Deadline) -> bool:
+        """Wait until there is an update, a message, or an end."""
+        while True:
+            waker = self._channel.user_waker()
+            seen = waker.fired
+            # What had come before the end is found after it was noticed.
+            if self._channel.has_foreign() or self._inbox._arrived():
+                return True
+            if deadline.passed:
+                return False
+            self._wait(waker, deadline, seen)
+
+    def _wait(self, waker: Waker, deadline: Deadline, seen: int) -> None:
+        watched: list[Waitable] = [*self._inbox._links(), self._channel]
+        wait(waker, watched, deadline.nap, seen)

@@ -1,0 +1,167 @@
+"""`RayTransport` and `RayActorTransport`: TorchRL's transports to one Ray actor."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+from weightsync.errors import ConfigurationError
+from weightsync.keys import Secret, SharedKey
+from weightsync.options import option
+from weightsync.schemes.arguments import UNSET, Form, Unset
+from weightsync.schemes.peers.ray_actors import (
+    CALL,
+    POLICY_METHOD,
+    STATE_DICT_METHOD,
+    TENSORDICT_METHOD,
+    ActorLinks,
+    Backend,
+    TensorTransport,
+    tensor_transport_of,
+)
+from weightsync.torchrl.transports.facade import TransportFacade
+from weightsync.transports.base import Link
+from weightsync.transports.ray.session import require_ray
+from weightsync.weights.strategy import WeightStrategy
+
+
+class _ActorFacade(TransportFacade):
+    """Sends to one Ray actor. Nothing is received by it: in the actor the calls do that."""
+
+    _live = (*TransportFacade._live, "_links")
+
+    def __init__(self, actor: Any, transport: TensorTransport | str, form: Form, key: Secret | None) -> None:
+        require_ray(type(self).__name__)
+        self._key = None if key is None else SharedKey.given(key)
+        self._actor_ref = actor
+        self._tensor_transport = tensor_transport_of(transport)
+        super().__init__(form=form)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._links = ActorLinks(self._tensor_transport, self._key)
+
+    @abc.abstractmethod
+    def _methods(self) -> Sequence[str]:
+        """The actor's methods that take weights, the best one first."""
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        if self._actor_ref is None:
+            raise ConfigurationError(f"{type(self).__name__} was given no actor. Nothing was sent: give it one.")
+        return self._links.lay(self._actor_ref, self._methods(), model_id, "the actor")
+
+    def receive_weights(
+        self,
+        timeout: float | Unset | None = UNSET,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> None:
+        """None, at once: an actor receives in the call that brings the weights."""
+        return
+
+    def check_connection(self) -> bool:
+        """Whether Ray is initialised in this process."""
+        return bool(require_ray(type(self).__name__).is_initialized())
+
+
+class RayTransport(_ActorFacade):
+    """Sends to one remote collector, by its ``update_policy_weights_`` if it is no `WeightSyncActor`.
+
+    The weights are put into Ray's object store once. A call that raised is RefusedError, a collector that died
+    WorkerLostError; a plain collector's ack rests on the evidence `CALL`.
+
+    Args:
+        remote_collector: the actor. Without one the first send raises.
+        tensor_transport: "object_store" or "nixl".
+        remote_actor: generation B's name for it.
+        worker_idx: generation B: which worker it is; for people.
+        backend: generation B: "gloo" or "nccl", without effect, since weights travel through Ray.
+        connection_info_name: generation B: without effect, since there is no process group to be found.
+        model_id: generation B: without effect; `send_weights` says which model is meant.
+        key: a secret shared with the actor: see `RayWeightSyncScheme`.
+
+    Raises:
+        MissingExtraError: (an ImportError) Ray is not installed, or nixl is asked for and is not.
+        ConfigurationError: an actor is given under both names.
+    """
+
+    def __init__(
+        self,
+        remote_collector: Any = None,
+        tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
+        *,
+        remote_actor: Any = None,
+        worker_idx: int | None = None,
+        backend: Backend | str | None = None,
+        connection_info_name: str | None = None,
+        model_id: str | None = None,
+        key: Secret | None = None,
+    ) -> None:
+        if remote_collector is not None and remote_actor is not None:
+            raise ConfigurationError("remote_collector= and remote_actor= are two names for the one actor: give one.")
+        told = (remote_actor, worker_idx, backend, connection_info_name, model_id)
+        self.worker_idx = worker_idx
+        self.backend = option(Backend, backend or Backend.GLOO)
+        actor = remote_collector if remote_actor is None else remote_actor
+        super().__init__(actor, tensor_transport, Form.A if set(told) == {None} else Form.B, key)
+
+    def _methods(self) -> Sequence[str]:
+        return (CALL, POLICY_METHOD)
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing is left to do: a link is laid with the first send."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> None:
+        """Nothing is left to do: the first weights come with a call."""
+
+
+class RayActorTransport(_ActorFacade):
+    """Sends to one actor, by its ``_update_weights_tensordict`` or ``_update_weights_state_dict``.
+
+    Args:
+        actor_ref: the actor; `set_actor` gives it later.
+        update_method: "tensordict" or "state_dict".
+        tensor_transport: "object_store" or "nixl".
+        key: a secret shared with the actor: see `RayWeightSyncScheme`.
+
+    Raises:
+        MissingExtraError: (an ImportError) Ray is not installed, or nixl is asked for and is not.
+        ConfigurationError: (a ValueError) another update_method.
+    """
+
+    def __init__(
+        self,
+        actor_ref: Any = None,
+        update_method: str = "tensordict",
+        tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
+        *,
+        key: Secret | None = None,
+    ) -> None:
+        methods = {"tensordict": TENSORDICT_METHOD, "state_dict": STATE_DICT_METHOD}
+        if update_method not in methods:
+            raise ConfigurationError(f"update_method is {update_method!r}: it must be one of {', '.join(methods)}.")
+        self._method = methods[update_method]
+        super().__init__(actor_ref, tensor_transport, Form.A, key)
+
+    def _methods(self) -> Sequence[str]:
+        return (CALL, self._method)
+
+    def set_actor(self, actor_ref: Any) -> None:
+        """Send to this actor from now on. The links to another are closed; what is outstanding there is ABANDONED."""
+        self._hang_up()
+        self._actor_ref = actor_ref
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Nothing: the call's end is the ack."""
+
+    def check_ack(self, message: str = "updated") -> None:  # type: ignore[override]
+        """Nothing: `wait_ack` looks at the call's end."""
+
+    def check_connection(self) -> bool:
+        """Whether Ray is initialised in this process, and an actor is set."""
+        return self._actor_ref is not None and super().check_connection()

@@ -1,0 +1,99 @@
+"""`RPCTransport`: TorchRL's transport to one remote collector over `torch.distributed.rpc`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from weightsync.clock import Timeout
+from weightsync.errors import ConfigurationError
+from weightsync.keys import Secret, SharedKey
+from weightsync.schemes.arguments import UNSET, Form, Unset
+from weightsync.schemes.peers.collectors import Collector, Presenter, link_to
+from weightsync.torchrl.transports.facade import TransportFacade
+from weightsync.transports.base import Link
+from weightsync.transports.rpc import door_of, is_initialised
+from weightsync.weights.strategy import WeightStrategy
+
+
+class RPCTransport(TransportFacade):
+    """Sends weights to one remote collector by RPC, or, given none, receives them in the collector's process.
+
+    Args:
+        collector_info: the worker, as its `WorkerInfo`, name or rank. Alone: a process with a receiver of ours.
+        collector_rref: a reference to its collector.
+        collector_class: the collector's class, whose ``update_policy_weights_`` is called with ``(rref, weights)``
+            unless a receiver of ours listens in that process.
+        worker_rank: the worker's rank. It addresses nobody: if given, `receive_weights` has the second generation's
+            results.
+        timeout: seconds that `send_weights` and `wait_ack` wait.
+        strategy: how modules are extracted, and the format of weights handed out.
+        key: a secret shared with the other end: see `RPCWeightSyncScheme`.
+    """
+
+    _live = (*TransportFacade._live, "_presenter")
+
+    def __init__(
+        self,
+        collector_info: Any = None,
+        collector_rref: Any = None,
+        collector_class: Any = None,
+        worker_rank: int | None = None,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        strategy: WeightStrategy | str = "state_dict",
+        key: Secret | None = None,
+    ) -> None:
+        form = Form.A if worker_rank is None else Form.B
+        super().__init__(form=form, timeout=timeout, strategy=strategy)
+        self._key = None if key is None else SharedKey.given(key)
+        self._collector = Collector(collector_info, collector_rref, collector_class)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._presenter = Presenter()
+
+    @property
+    def collector(self) -> Collector:
+        """How the worker is reached."""
+        return self._collector
+
+    def check_connection(self) -> bool:
+        """Whether RPC is initialised in this process."""
+        return is_initialised()
+
+    def receive_weights(
+        self,
+        timeout: float | Unset | None = UNSET,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any:
+        """The weights of the next update, as `TransportFacade.receive_weights`; None at the sender's end."""
+        if self._sends:
+            return None
+        return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing is left to do: a link is laid with the first send."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> None:
+        """Nothing is left to do: the first weights come with a call."""
+
+    @property
+    def _sends(self) -> bool:
+        return self._collector != Collector()
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        if not self._sends:
+            raise ConfigurationError(
+                f"{type(self).__name__} was given no collector: pass collector_info=, or collector_rref= with "
+                "collector_class=. Nothing was sent."
+            )
+        return link_to(self._collector, model_id, peer, self._presenter, SharedKey.given(self._key))
+
+    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        return door_of(model_id).open(accept, SharedKey.given(self._key))

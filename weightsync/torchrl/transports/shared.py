@@ -1,0 +1,339 @@
+"""`SharedMemTransport`: TorchRL's transport over shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from weightsync.clock import Timeout
+from weightsync.engine.manual_ack import UPDATED
+from weightsync.errors import ConfigurationError, StateError
+from weightsync.options import OnFailure
+from weightsync.protocol.report import SyncReport
+from weightsync.schemes.arguments import POLICY, UNSET, Unset, model_and_weights
+from weightsync.schemes.link_transport import connection_of
+from weightsync.schemes.shared import require_registered
+from weightsync.torchrl.transports.mp import MPTransport
+from weightsync.transports.base import Link
+from weightsync.transports.pipe.connection import Channel
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.weights.layout import extra_state_name
+from weightsync.weights.packing import views
+from weightsync.weights.reading import layout_of, ordered, read_weights
+from weightsync.weights.strategy import WeightStrategy
+
+
+class SharedMemTransport(MPTransport):
+    """Copy targets that hold the newest version, and workers that are sent it over their pipes.
+
+    A registered buffer is written by each send, while whoever reads it may be computing: it is for your own use. The
+    workers behind registered pipes do not read it; each version reaches them in a slot of its own, by shared memory,
+    and they ack it. With no pipe at all a send just fills the buffer.
+
+    Args:
+        policy_weights: model id to a TensorDict or dict; models that are registered later are put there.
+        auto_register: whether a model may be sent that was not registered: it gets a buffer in shared memory.
+        timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait; default: `WEIGHTSYNC_TIMEOUT` or 60.
+        strategy: how modules are extracted.
+    """
+
+    _live = (*MPTransport._live, "_init_queues")
+
+    def __init__(
+        self,
+        policy_weights: MutableMapping[str, Any] | None = None,
+        auto_register: bool = True,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        strategy: WeightStrategy | str = "tensordict",
+    ) -> None:
+        super().__init__(None, strategy=strategy)
+        self.timeout = timeout
+        self._policy_weights: MutableMapping[str, Any] = {} if policy_weights is None else policy_weights
+        #: Whether a model may be sent that was not registered.
+        self.auto_register = auto_register
+        self._pipes: list[Any] = []
+        self._params_map: dict[int, Any] = {}
+        self._per_worker = False
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._init_queues: Mapping[int, Any] = {}
+
+    # -------------------------------------------------------------------------------------- registration
+
+    def register_pipe(self, pipe: Any) -> None:
+        """Add a worker's pipe (in the trainer), or say which pipe to receive from (in a worker).
+
+        A worker that joins after a send gets the newest version right behind its handshake.
+
+        Raises:
+            ConfigurationError: it is no duplex pipe, or registered already.
+        """
+        pipe = connection_of(pipe)
+        Channel.of(pipe)
+        with self._lock:
+            if any(known is pipe for known in self._pipes):
+                raise ConfigurationError("This pipe is registered already: give one pipe a worker.")
+            self._pipes.append(pipe)
+            for sender in self._senders.values():
+                sender.add_worker(len(self._pipes) - 1, pipe)
+
+    def register_weights(
+        self,
+        model_id: Any = None,
+        weights: Any = None,
+        per_worker: bool = False,
+        *,
+        params_map: Mapping[int, Any] | None = None,
+        init_queues: Mapping[int, Any] | None = None,
+    ) -> None:
+        """Register a copy target (generation A), or one a worker (generation B).
+
+        Args:
+            model_id: the model's id; B: the ``params_map``.
+            weights: the TensorDict or dict to be filled; B: the ``init_queues``.
+            per_worker: B: whether workers may be sent different weights.
+            params_map: B: worker id to a TensorDict.
+            init_queues: B: worker id to the queue on which `setup_connection_and_weights_on_sender` puts the worker's
+                buffer; none: nothing is put.
+
+        Raises:
+            ConfigurationError: neither form.
+        """
+        named = model_id if isinstance(model_id, str) else None
+        maps = [each for each in (params_map, model_id) if each is not None and each is not named]
+        if named is not None and weights is not None and not maps and init_queues is None:
+            read_weights(weights)
+            self._policy_weights[named] = weights
+        elif named is None and len(maps) == 1 and isinstance(maps[0], Mapping) and None in (weights, init_queues):
+            self._params_map, self._per_worker = dict(maps[0]), per_worker
+            self._init_queues = dict(weights or init_queues or {})
+        else:
+            raise ConfigurationError(
+                "register_weights() takes (model_id, weights), or (params_map, init_queues, per_worker)."
+            )
+
+    @property
+    def unique_weights(self) -> list[Any]:
+        """Generation B: the registered buffers, each once.
+
+        Raises:
+            StateError: `register_weights` was not called.
+        """
+        if not self._params_map:
+            raise StateError(type(self).__name__, "uninitialized", "unique_weights", ["register_weights"])
+        return list({id(weights): weights for weights in self._params_map.values()}.values())
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Generation B: put each worker's buffer on its queue.
+
+        Raises:
+            StateError: `register_weights` was not called.
+        """
+        self._require_queues("setup_connection_and_weights_on_sender")
+        for worker_id, queue in self._init_queues.items():
+            queue.put(self._params_map[worker_id])
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+        timeout: float = 60.0,
+    ) -> Any:
+        """Generation B: take this worker's buffer from its queue, and apply it if a model and a strategy are given.
+
+        Raises:
+            StateError: `register_weights` was not called, or not for this worker.
+            queue.Empty: none came in time.
+        """
+        self._require_queues("setup_connection_and_weights_on_receiver")
+        if worker_idx is None or worker_idx not in self._init_queues:
+            raise StateError(type(self).__name__, "without that worker", f"worker {worker_idx}", ["register_weights"])
+        found = self._init_queues[worker_idx].get(timeout=timeout)
+        if model is not None and strategy is not None:
+            strategy.apply_weights(model, found)
+        return found
+
+    def _require_queues(self, asked: str) -> None:
+        if not self._init_queues:
+            raise StateError(type(self).__name__, "uninitialized", asked, ["register_weights"])
+
+    # ------------------------------------------------------------------------------------------- sending
+
+    def send_weights(
+        self,
+        model_id: Any = UNSET,
+        weights: Any = UNSET,
+        worker_ids: Sequence[int] | None = None,
+        *,
+        timeout: float | Timeout | Unset | None = UNSET,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+    ) -> SyncReport:
+        """Fill the model's buffer, and send the weights to the workers behind registered pipes.
+
+        Args:
+            model_id: as for `TransportFacade.send_weights`.
+            weights: as there.
+            worker_ids: generation B: whose buffers; only where each worker has one of its own.
+            timeout: seconds; default: the transport's.
+            on_failure: "raise", or "report".
+
+        Raises:
+            LayoutError: (a KeyError) the model is not registered and auto_register is off, or the weights do not fit
+                its buffer, which is unchanged. Nothing was sent.
+            As `TransportFacade.send_weights`.
+        """
+        if self._params_map:
+            if isinstance(weights, Sequence) and not isinstance(weights, str):
+                weights, worker_ids = UNSET, weights
+            return self._fill(model_and_weights(model_id, weights)[1], worker_ids)
+        if worker_ids is not None:
+            raise ConfigurationError("worker_ids needs one buffer a worker: register_weights(..., per_worker=True).")
+        model_id, weights = self._registered(model_id, weights)
+        if not self._pipes:
+            return self._just_fill(model_id, weights)
+        return super().send_weights(model_id, weights, timeout=timeout, on_failure=on_failure)
+
+    def send_weights_async(self, model_id: Any = UNSET, weights: Any = UNSET) -> SyncReport:
+        """Fill the model's buffer, and begin to send: see `send_weights` and `TransportFacade.send_weights_async`."""
+        model_id, weights = self._registered(model_id, weights)
+        if not self._pipes:
+            return self._just_fill(model_id, weights)
+        return super().send_weights_async(model_id, weights)
+
+    def _registered(self, model_id: Any, weights: Any) -> tuple[str, Any]:
+        """The model and its weights, if it may be sent."""
+        model_id, weights = model_and_weights(model_id, weights)
+        if not self.auto_register:
+            require_registered(model_id, self._policy_weights)
+        return model_id, self._wiring.prepare_weights(weights, model_id, self._wiring.strategy)
+
+    def _just_fill(self, model_id: str, weights: Any) -> SyncReport:
+        with self._lock:
+            self._require_open("send_weights")
+            self._published(model_id, weights)
+        return _nobody(model_id)
+
+    def _fill(self, weights: Any, worker_ids: Sequence[int] | None) -> SyncReport:
+        """Generation B: write the buffers in place; a dict by worker id brings each its own weights."""
+        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
+            self._require_buffers(list(weights))
+            for worker_id, own in weights.items():
+                self._fill(own, [worker_id])
+            return _nobody(POLICY)
+        if worker_ids is not None:
+            self._require_buffers(worker_ids)
+        chosen = self._params_map if worker_ids is None else {id_: self._params_map[id_] for id_ in worker_ids}
+        for target in {id(target): target for target in chosen.values()}.values():
+            self._wiring.strategy.apply_weights(target, weights)
+        return _nobody(POLICY)
+
+    def _require_buffers(self, worker_ids: Sequence[int]) -> None:
+        """Refuse a write to workers who have no buffer of their own.
+
+        Raises:
+            ConfigurationError: nothing was written.
+        """
+        if not self._per_worker:
+            raise ConfigurationError(
+                f"The workers share their buffers: a send to {list(worker_ids)} would change others, too. Register "
+                "them with per_worker=True. Nothing was written."
+            )
+        unknown = [worker_id for worker_id in worker_ids if worker_id not in self._params_map]
+        if unknown:
+            raise ConfigurationError(
+                f"No buffer is registered for workers {unknown}: known are {sorted(self._params_map)}. Nothing was "
+                "written."
+            )
+
+    def _published(self, model_id: str, weights: Any) -> None:
+        """Copy a version into the model's buffer, which is made if it has none.
+
+        Raises:
+            LayoutError: it does not fit.
+        """
+        if model_id in self._policy_weights:
+            self._wiring.strategy.apply_weights(self._policy_weights[model_id], weights)
+        else:
+            self._policy_weights[model_id] = shared_copy(weights)
+
+    # ----------------------------------------------------------------------------------------- receiving
+
+    def receive_weights(
+        self,
+        timeout: float | Unset | None = UNSET,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any:
+        """The weights of the next update: see `ReceivingHalf.receive_weights`.
+
+        Without a pipe nothing comes: then it applies ``weights``, a shared buffer, to the model if all three are given,
+        and returns them; else None.
+        """
+        if self._pipes:
+            return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
+        if weights is None or model is None or strategy is None:
+            return None
+        strategy.apply_weights(model, weights)
+        return weights
+
+    def send_ack(self, message: str = UPDATED) -> None:
+        """Ack the update that was received last: see `ReceivingHalf.send_ack`. Without a pipe: nothing."""
+        if self._pipes:
+            super().send_ack(message)
+
+    def check_ack(self, message: str = UPDATED) -> SyncReport:
+        """Wait for the ack: see `SendingHalf.check_ack`. Without a pipe there is none: the report is empty."""
+        return super().check_ack(message) if self._pipes else _nobody(POLICY)
+
+    # ---------------------------------------------------------------------------------------- the facade
+
+    def check_connection(self) -> bool:
+        """Whether all registered pipes are open."""
+        return not any(pipe.closed for pipe in self._pipes)
+
+    def _endpoints(self) -> Mapping[int, Any]:
+        return dict(enumerate(self._pipes))
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        return PipeLink(endpoint, model_id, peer=peer)
+
+    def _connection(self) -> Any:
+        if len(self._pipes) != 1:
+            raise ConfigurationError(
+                f"SharedMemTransport receives over one pipe, but {len(self._pipes)} are registered: call "
+                "register_pipe() with this worker's end."
+            )
+        return self._pipes[0]
+
+
+def _nobody(model_id: str) -> SyncReport:
+    """Of a send that reaches buffers alone."""
+    return SyncReport(model_id=model_id, version=None, incarnation=0, outcomes={})
+
+
+def shared_copy(weights: Any) -> TensorDict:
+    """A copy of weights in one piece of shared memory (one descriptor, however many tensors there are).
+
+    Raises:
+        ConfigurationError, LayoutError: they cannot be sent.
+    """
+    read = read_weights(weights)
+    layout = layout_of(read)
+    flat: torch.Tensor = torch.empty(layout.nbytes, dtype=torch.uint8)
+    flat.share_memory_()  # type: ignore[no-untyped-call]
+    tensors = {entry.name: view for entry, view in zip(layout.entries, views(layout, flat), strict=True)}
+    for tensor, source in zip(tensors.values(), ordered(read, layout), strict=True):
+        tensor.copy_(source.detach())
+    named = {extra_state_name(module): value for module, value in read.extras().items()}
+    copied: TensorDict = WeightStrategy("tensordict").extract_weights({**tensors, **named})
+    return copied

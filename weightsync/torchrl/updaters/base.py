@@ -1,0 +1,293 @@
+"""`WeightUpdaterBase`: pushes weights to workers by calls of the subclass's own, and says what became of each."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from weightsync.clock import Deadline, Stopwatch, Timeout
+from weightsync.errors import ConfigurationError
+from weightsync.options import OnFailure, option
+from weightsync.protocol._tables import State
+from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
+from weightsync.torchrl.updaters.calls import WorkerId
+from weightsync.torchrl.updaters.introducing import introduce
+from weightsync.torchrl.updaters.pushes import ADVICE, Pushes, key_of
+from weightsync.weights.reading import read_weights
+from weightsync.weights.strategy import WeightStrategy
+
+
+class WeightUpdaterBase(abc.ABC):
+    """Pushes the weights of one policy to workers that it reaches by calls.
+
+    A subclass says how one worker is reached (`_sync_weights_with_worker`), and may override `all_worker_ids`,
+    `_get_server_weights`, `_maybe_map_weights` and `_skip_update`. It need not call ``super().__init__()``.
+
+    A push runs over the machines of a `WeightSender`. Its outcomes rest on the evidence CALL: APPLIED means that the
+    worker's call came to its end, and no more. For an answer that names version and digest use a scheme.
+    A pickled, copied or forked updater has its configuration and hooks, but no collectors and no push.
+    """
+
+    #: Why workers are SKIPPED, for reports.
+    _why_skipped = "it was not its turn"
+    _pushes: Pushes
+    _registered: list[weakref.ReferenceType[Any]]
+    _hooks: list[Callable[[], None]]
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Lay the ground that a subclass's constructor need not know of."""
+        made = super().__new__(cls)
+        introduce("torchrl.collectors.weight_update", "WeightUpdaterBase", WeightUpdaterBase)
+        made._pushes = Pushes()
+        made._registered = []
+        made._hooks = []
+        return made
+
+    @classmethod
+    def from_policy(cls, policy: nn.Module) -> WeightUpdaterBase | None:
+        """An updater made from a policy alone, or None where that is not enough. To be tried before the constructor."""
+        return None
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        """Called by a collector once it is set up, with whatever it was told. Nothing is done with it here."""
+        return
+
+    # ------------------------------------------------------------------------------------------- pushing
+
+    def push_weights(
+        self,
+        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+        worker_ids: torch.device | int | Sequence[int] | Sequence[torch.device] | None = None,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+    ) -> SyncReport:
+        """Push weights to workers, wait until each call is over, then run the post-hooks.
+
+        The calls are made one after the other in this thread. One that fails keeps no other from being made. After an
+        `AckTimeoutError` the next push gives this one up; after an interrupted wait the next push first waits for it.
+
+        Args:
+            policy_or_weights: a module, which is extracted to a TensorDict; a TensorDict or a dict, taken as it is;
+                None: what `_get_server_weights` gives.
+            worker_ids: one or several ids or devices; None: all.
+            timeout: seconds until the wait ends for calls that gave a future; None: for ever; default:
+                `WEIGHTSYNC_TIMEOUT` or 60. A call that blocks by itself cannot be cut.
+            on_failure: "raise", or "report": return the report whatever is in it.
+
+        Returns:
+            What became of each worker. SKIPPED: `_skip_update` said so; if it said so of all, ``version`` is None.
+
+        Raises:
+            StateError: another thread, or the push whose hook this is, is pushing. Nothing was called.
+            ConfigurationError: an empty list of workers, an unknown id, weights of an unsupported type, or none to be
+                had. Nothing was called.
+            RefusedError: calls raised; `.refused` has the workers' own tracebacks. Everybody else was served.
+            WorkerLostError: workers are gone (their calls failed with a ConnectionError or EOFError).
+            AckTimeoutError: calls were not over by the deadline.
+            SyncError: failures of several kinds. No post-hook has run after any of these.
+        """
+        deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
+        with self._pushes.turn():
+            report = self._push(policy_or_weights, worker_ids, deadline)
+            if failing is OnFailure.RAISE:
+                report.raise_on_failure(ADVICE)
+            for hook in tuple(self._hooks):
+                hook()
+        return report
+
+    def __call__(
+        self,
+        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+        worker_ids: torch.device | int | Sequence[int] | Sequence[torch.device] | None = None,
+        *,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+    ) -> SyncReport:
+        """The same as `push_weights`."""
+        return self.push_weights(policy_or_weights, worker_ids, timeout=timeout, on_failure=on_failure)
+
+    @property
+    def state(self) -> State:
+        """The state of the machine behind it: `pending_async` while a push that timed out is outstanding."""
+        return self._pushes.state
+
+    def _push(self, given: Any, worker_ids: Any, deadline: Deadline) -> SyncReport:
+        targets, watch = _targets(worker_ids, self.all_worker_ids()), Stopwatch()
+        if not targets:
+            return self._pushes.empty()
+        weights = self._maybe_map_weights(self._get_server_weights() if given is None else _taken(given))
+        due = [worker for worker in targets if not self._skips(worker)]
+        seconds = watch.seconds
+        report = self._pushes.push(due, functools.partial(self._call, weights), deadline) if due else None
+        told: Mapping[Any, Outcome] = report.outcomes if report else {}
+        skipped = Outcome(kind=OutcomeKind.SKIPPED, reason=self._why_skipped)
+        outcomes = {key_of(worker): told.get(key_of(worker), skipped) for worker in targets}
+        report = report or self._pushes.empty()
+        return replace(report, outcomes=outcomes, preparing=seconds, nbytes=_nbytes(weights))
+
+    def _skips(self, worker: WorkerId) -> bool:
+        return worker is not None and self._skip_update(worker)
+
+    def _call(self, weights: Any, worker: WorkerId) -> Any:
+        if worker is None:
+            return self._sync_weights_with_worker(server_weights=weights)
+        return self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
+
+    # -------------------------------------------------------------------------------------- to override
+
+    @abc.abstractmethod
+    def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> Any:
+        """Hand the weights to one worker.
+
+        It may return a `concurrent.futures.Future`, which is then waited for, together with those of the others; any
+        other value means that it is done. Raising a ConnectionError or EOFError, here or by the future, says that the
+        worker is gone; any other exception, that it refused.
+
+        Args:
+            worker_id: which; not passed where workers are not told apart.
+            server_weights: what `_maybe_map_weights` gave.
+        """
+
+    def all_worker_ids(self) -> Sequence[int] | Sequence[torch.device] | None:
+        """The ids of all workers; None: they are not told apart, and one call without an id serves them all."""
+        return None
+
+    def _get_server_weights(self) -> Any:
+        """The weights that a push without weights means. None here, and passed on as that."""
+        return None
+
+    def _maybe_map_weights(self, server_weights: Any) -> Any:
+        """The weights as workers want them; here as they are."""
+        return server_weights
+
+    def _skip_update(self, worker_id: int | torch.device) -> bool:
+        """Whether this push leaves a worker out; asked once for each that is named. False here."""
+        return False
+
+    # ------------------------------------------------------------------------------------------- hooks
+
+    @property
+    def post_hooks(self) -> list[Callable[[], None]]:
+        """The hooks, in the order in which they run."""
+        return self._hooks
+
+    def register_post_hook(self, hook: Callable[[], None]) -> None:
+        """Have a function called, without arguments, after each push that did not raise.
+
+        Hooks run in order of registration, in the thread that pushed, before `push_weights` returns; they may not push.
+        What one raises is raised to the pusher, and those behind it do not run; the weights have been pushed.
+
+        Raises:
+            ConfigurationError: it cannot be called.
+        """
+        if not callable(hook):
+            raise ConfigurationError(f"a post-hook is a function without arguments, not {hook!r}.")
+        self._hooks.append(hook)
+
+    # -------------------------------------------------------------------------------------- collectors
+
+    def register_collector(self, collector: Any) -> None:
+        """Register the collector that uses this updater. Held weakly.
+
+        Raises:
+            ConfigurationError: another collector that still lives was registered.
+        """
+        living = self._living()
+        if any(known is not collector for known in living):
+            raise ConfigurationError(
+                f"this {type(self).__name__} serves a {type(living[0]).__name__} already, and an updater has one "
+                "collector: make another updater for this one."
+            )
+        if not living:
+            self._registered.append(weakref.ref(collector))
+
+    @property
+    def collector(self) -> Any | None:
+        """The collector that was registered; None: there is none, or it is gone."""
+        return next(iter(self._living()), None)
+
+    @property
+    def collectors(self) -> list[Any] | None:
+        """A list of `collector`, or an empty one if it is gone; None: none was ever registered."""
+        return self._living() if self._registered else None
+
+    def _living(self) -> list[Any]:
+        return [collector for reference in self._registered if (collector := reference()) is not None]
+
+    def increment_version(self) -> None:
+        """Call `increment_version` on the registered collector, if it still lives."""
+        for collector in self._living():
+            collector.increment_version()
+
+    # ------------------------------------------------------------------------------------------- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_pushes", "_registered")}
+        return {**state, "_hooks": list(self._hooks)}
+
+
+def _taken(given: Any) -> Any:
+    """The weights that were given: a module is extracted, a TensorDict or dict taken as it is.
+
+    Raises:
+        ConfigurationError: they are of another type.
+    """
+    if isinstance(given, TensorDictBase | Mapping):
+        return given
+    if isinstance(given, nn.Module):
+        return WeightStrategy().extract_weights(given)
+    raise ConfigurationError(
+        f"push_weights() takes a torch.nn.Module, a TensorDict, a dict of tensors or None, not a "
+        f"{type(given).__name__}. Nothing was pushed."
+    )
+
+
+def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
+    """The workers that are meant; [None]: the one without a name.
+
+    Raises:
+        ConfigurationError: none is named, or one that is not known.
+    """
+    if worker_ids is None:
+        return [None] if known is None else list(known)
+    several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str)
+    named = [_id(worker) for worker in (worker_ids if several else [worker_ids])]
+    if not named:
+        raise ConfigurationError("no worker to push to: worker_ids is empty. Nothing was pushed.")
+    unknown = [worker for worker in named if known is not None and worker not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"unknown worker ids {_words(unknown)}: there are {_words(known or [])}. Nothing was pushed."
+        )
+    return list(dict.fromkeys(named))
+
+
+def _id(worker: Any) -> int | torch.device:
+    try:
+        return torch.device(worker) if isinstance(worker, str | torch.device) else operator.index(worker)
+    except (TypeError, RuntimeError):
+        raise ConfigurationError(f"a worker's id is an int or a device, not {worker!r}. Nothing was pushed.") from None
+
+
+def _words(workers: Sequence[Any]) -> str:
+    return ", ".join(str(worker) for worker in workers) or "none"
+
+
+def _nbytes(weights: Any) -> int:
+    """The size of weights in bytes; 0: they are not ours to read."""
+    if not isinstance(weights, TensorDictBase | Mapping):
+        return 0
+    try:
+        return sum(tensor.nbytes for tensor in read_weights(weights).tensors.values())
+    except ConfigurationError:
+        return 0

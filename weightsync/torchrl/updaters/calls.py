@@ -1,0 +1,223 @@
+"""A worker's call as a link of the sender's machines: an update begins it, its end is the answer."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any, Final, Never
+
+import torch
+
+from weightsync.clock import Stopwatch
+from weightsync.engine.packer import Packed, Packer
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
+from weightsync.protocol.report import Evidence
+from weightsync.transports.base import Link
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.calls.client import Answers, CallLink
+from weightsync.weights.layout import Layout
+from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.target import Mode
+
+#: How a worker is named; None: the one that has no name, where an updater tells no workers apart.
+WorkerId = int | torch.device | None
+#: Makes a worker's call: returns once it is over, or gives a future of its end.
+Begin = Callable[[WorkerId], Any]
+#: Errors by which a call says that its worker is gone, and not that it refused.
+GONE: Final = (ConnectionError, EOFError)
+
+
+class Raised(Exception):
+    """How a call's future says that the worker's own code raised.
+
+    Args:
+        reason: the error, in a line.
+        remote_traceback: the worker's own traceback.
+    """
+
+    def __init__(self, reason: str, remote_traceback: str) -> None:
+        super().__init__(reason, remote_traceback)
+        self.reason = reason
+        self.remote_traceback = remote_traceback
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One worker's part of one push."""
+
+    worker: WorkerId
+    update: Update
+    answers: Answers
+
+    def make(self, begin: Begin) -> None:
+        """Make it. An interrupt leaves what became of it unknown, and is raised."""
+        watch = Stopwatch()
+        try:
+            given = begin(self.worker)
+        except Exception as error:  # noqa: BLE001 - a user's hook may raise anything: its worker's outcome tells
+            self._failed(error)
+        except BaseException:
+            self.answers.set_exception(TransportError("the call was interrupted"))
+            raise
+        else:
+            if isinstance(given, Future):
+                given.add_done_callback(lambda over: self._over(over, watch))
+            else:
+                self._returned(watch)
+
+    def superseded(self) -> None:
+        """Answer without making it: its push is over."""
+        self._refused(RefusalKind.SUPERSEDED, "its push is over")
+
+    def _over(self, future: Future[Any], watch: Stopwatch) -> None:
+        error = CancelledError("the call was cancelled") if future.cancelled() else future.exception()
+        if error is None:
+            self._returned(watch)
+        else:
+            self._failed(error)
+
+    def _returned(self, watch: Stopwatch) -> None:
+        update = self.update
+        ack = Ack(
+            model_id=update.model_id,
+            incarnation=update.incarnation,
+            version=update.version,
+            seconds=watch.seconds,
+            evidence=Evidence.CALL,
+        )
+        self.answers.set_result([ack])
+
+    def _failed(self, error: BaseException) -> None:
+        if isinstance(error, Raised):
+            self._refused(RefusalKind.REFUSED, error.reason, error.remote_traceback)
+        elif isinstance(error, TransportError):
+            self.answers.set_exception(error)
+        elif isinstance(error, GONE):
+            lost = TransportError(f"the call failed: {type(error).__name__}: {error}")
+            lost.__cause__ = error
+            self.answers.set_exception(lost)
+        else:
+            told = "".join(traceback.format_exception(error))
+            self._refused(RefusalKind.REFUSED, f"{type(error).__name__}: {error}", told)
+
+    def _refused(self, kind: RefusalKind, reason: str, told: str = "") -> None:
+        update = self.update
+        refusal = Refusal(
+            model_id=update.model_id,
+            incarnation=update.incarnation,
+            version=update.version,
+            kind=kind,
+            reason=reason,
+            remote_traceback=told,
+            evidence=Evidence.CALL,
+        )
+        self.answers.set_result([refusal])
+
+
+class Calls:
+    """Where the couriers of one updater bring their calls. What is done with them depends on where a push is."""
+
+    def __init__(self) -> None:
+        self.take: Callable[[Call], None] = Call.superseded
+
+
+class CallCourier:
+    """Brings the updates for one worker as calls. See `weightsync.transports.calls.client.Courier` for its contract.
+
+    Args:
+        worker: whose they are.
+        calls: where to bring them.
+    """
+
+    def __init__(self, worker: WorkerId, calls: Calls) -> None:
+        self._worker = worker
+        self._calls = calls
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:
+        """Bring an update; answer everything else at once: there is nobody else to do it."""
+        answers: Answers = Future()
+        match message:
+            case Update():
+                self._calls.take(Call(self._worker, message, answers))
+            case Hello():
+                answers.set_result([Hello(model_id=message.model_id, incarnation=message.incarnation)])
+            case _:
+                answers.set_result([])
+        return answers
+
+    def close(self) -> None:
+        """Nothing to close: the calls are the updater's."""
+
+
+class NoPacker(Packer):
+    """Packs nothing: a call takes the weights as the updater has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._packed = Packed(Layout([]), Buffer(0), b"", b"")
+
+    def layout_of(self, weights: Any) -> Layout:
+        """The layout of nothing."""
+        return self._packed.layout
+
+    def pack(self, weights: Any) -> Packed:
+        """Nothing, packed."""
+        return self._packed
+
+
+class CallWiring:
+    """The wiring of an updater's sender: one link a worker, whose updates become calls.
+
+    Args:
+        calls: where the couriers bring them.
+    """
+
+    apply_mode = Mode.COPY
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self.strategy = WeightStrategy()
+
+    @property
+    def packer(self) -> Packer:
+        """A packer that packs nothing."""
+        return NoPacker()
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """A link to the worker whose id is ``endpoint``."""
+        return CallLink(CallCourier(endpoint, self._calls), f"worker {endpoint}")
+
+    def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Never:
+        """Nobody listens here.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("An updater only sends: make receivers by a scheme.")
+
+    def user_messages(self, endpoint: Any) -> Never:
+        """There are no pipes here.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("An updater has no pipes that could carry messages of your own.")
+
+    def transport_of(self, receiver: Any, endpoint: Any) -> Never:
+        """There are no receivers here.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("An updater only sends: make receivers by a scheme.")
+
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+        """The weights as they are."""
+        return weights
+
+    def published(self, model_id: str, weights: Any) -> None:
+        """Nothing is kept of them."""

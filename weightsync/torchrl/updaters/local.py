@@ -1,0 +1,128 @@
+"""Updaters that need no calls to other machines: weights are copied in this process, or handled elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from weightsync.errors import ConfigurationError
+from weightsync.torchrl.updaters.base import WeightUpdaterBase
+from weightsync.torchrl.updaters.calls import WorkerId
+from weightsync.weights.reading import read_live
+from weightsync.weights.strategy import WeightStrategy
+
+
+class VanillaWeightUpdater(WeightUpdaterBase):
+    """Copies weights into those of a policy in this process.
+
+    There is one worker, this process; a report has it under 0. The weights must fit: names, shapes and dtypes. If they
+    do not, it is REFUSED and nothing was changed. A forward of another thread that runs meanwhile may see both old and
+    new tensors.
+
+    Args:
+        weight_getter: gives the weights of a push without weights.
+        policy_weights: what is written to, in place.
+    """
+
+    def __init__(
+        self,
+        *,
+        weight_getter: Callable[[], TensorDictBase] | None = None,
+        policy_weights: TensorDictBase,
+    ) -> None:
+        self.weight_getter = weight_getter
+        self.policy_weights = policy_weights
+        # Of a policy that was given as such the modules' extra state is written, too.
+        self._destination: TensorDictBase | nn.Module = policy_weights
+
+    @classmethod
+    def from_policy(cls, policy: nn.Module) -> Self:
+        """An updater that writes to this policy, in place."""
+        live = TensorDict(dict(read_live(policy).tensors), batch_size=[]).unflatten_keys(".")
+        updater = cls(policy_weights=live)
+        updater._destination = policy
+        return updater
+
+    def _get_server_weights(self) -> Any:
+        return got(self, self.weight_getter, "weight_getter=")
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        WeightStrategy().apply_weights(self._destination, server_weights)
+
+
+class MultiProcessedWeightUpdater(WeightUpdaterBase):
+    """Copies weights into buffers that workers share with this process: one buffer a device or worker.
+
+    Each buffer is written in place, while workers may be reading it. So APPLIED means that the buffer holds the new
+    weights, and says nothing of any worker: one that computes during the copy can see tensors of two versions, or half
+    a tensor, and nobody notices (G2, G3, G4 and G12 do not hold). Where that matters use `SharedMemWeightSyncScheme`,
+    whose workers take a version whole, between two forward passes. Weights that do not fit a buffer leave it as it was.
+
+    Args:
+        get_server_weights: gives the weights of a push without weights.
+        policy_weights: device or worker's id to its buffer.
+    """
+
+    def __init__(
+        self,
+        *,
+        get_server_weights: Callable[[], TensorDictBase] | None,
+        policy_weights: dict[torch.device, TensorDictBase],
+    ) -> None:
+        self.weights_getter = get_server_weights
+        self._policy_weights: Mapping[Any, TensorDictBase] = policy_weights
+
+    def all_worker_ids(self) -> list[int] | list[torch.device]:
+        """The devices or ids of the buffers."""
+        return list(self._policy_weights)
+
+    def _get_server_weights(self) -> Any:
+        return got(self, self.weights_getter, "get_server_weights=")
+
+    def _sync_weights_with_worker(self, worker_id: int | torch.device, server_weights: Any) -> None:  # type: ignore[override]
+        WeightStrategy().apply_weights(self._policy_weights[worker_id], server_weights)
+
+
+class RemoteModuleWeightUpdater(WeightUpdaterBase):
+    """For modules that are updated by somebody else: accepts the weights that it is given, and moves nothing.
+
+    Its reports say SKIPPED, since nobody was reached. Weights must be passed. What moves them itself derives from
+    `WeightUpdaterBase`.
+    """
+
+    _why_skipped = "somebody else moves its weights"
+
+    def __init__(self) -> None:
+        pass
+
+    def all_worker_ids(self) -> None:
+        """None: the workers are not known here."""
+
+    def _skips(self, worker: WorkerId) -> bool:
+        return True
+
+    def _get_server_weights(self) -> Any:
+        return got(self, None, "")
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        return
+
+
+def got(updater: WeightUpdaterBase, getter: Callable[[], Any] | None, argument: str) -> Any:
+    """What the getter gives.
+
+    Raises:
+        ConfigurationError: there is no getter, or it gave None.
+    """
+    weights = None if getter is None else getter()
+    if weights is None:
+        why = "its getter gave None" if getter else f"it has no {argument}" if argument else "it has no way to find any"
+        raise ConfigurationError(
+            f"push_weights() was given no weights, and {type(updater).__name__} has none to send: {why}. Pass them. "
+            "Nothing was pushed."
+        )
+    return weights

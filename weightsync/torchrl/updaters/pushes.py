@@ -1,0 +1,152 @@
+"""The pushes of one updater, one at a time, over the machines of a sender."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from weightsync.clock import Deadline
+from weightsync.engine.sender import WeightSender
+from weightsync.errors import StateError
+from weightsync.protocol._tables import State
+from weightsync.protocol.report import OutcomeKind, SyncReport
+from weightsync.protocol.sender import Standing
+from weightsync.torchrl.updaters.calls import Begin, Call, Calls, CallWiring, WorkerId
+from weightsync.transports.process import forget_after_fork
+
+#: What the caller of an updater can do next.
+ADVICE: Final = {
+    OutcomeKind.TIMED_OUT: "The next push gives this one up and calls those workers again.",
+    OutcomeKind.LOST: "What lost workers serve is unknown. The next push calls them again.",
+    OutcomeKind.REFUSED: "A call that raised vouches for nothing: those workers may serve what they served, or not.",
+}
+
+
+class Pushes:
+    """Makes the calls of each push and waits for their ends. In a forked child it starts over."""
+
+    def __init__(self) -> None:
+        self._start_over()
+        forget_after_fork(self)
+
+    def _start_over(self) -> None:
+        self._turn = threading.Lock()
+        self._calls = Calls()
+        self._sender = WeightSender(CallWiring(self._calls))
+        self._numbers: dict[WorkerId, int] = {}
+        #: The version that was last reported as TIMED_OUT.
+        self._told = 0
+
+    def forget(self) -> None:
+        """In a forked child: be as new."""
+        self._start_over()
+
+    @property
+    def state(self) -> State:
+        """The sender's state."""
+        return self._sender.state
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Keep everybody else from pushing, this push's own hooks included.
+
+        Raises:
+            StateError: a push is on already.
+        """
+        turn = self._turn
+        if not turn.acquire(blocking=False):
+            hint = "One push at a time: neither another thread nor a hook may start one before it has returned."
+            raise StateError("updater", "pushing", "push_weights", ["nothing until that push has returned"], hint)
+        try:
+            yield
+        finally:
+            turn.release()
+
+    def empty(self) -> SyncReport:
+        """The report of a push to nobody."""
+        sender = self._sender
+        return SyncReport(model_id=sender.model_id, version=None, incarnation=sender.incarnation, outcomes={})
+
+    def push(self, workers: Sequence[WorkerId], begin: Begin, deadline: Deadline) -> SyncReport:
+        """Make each worker's call, one after the other, and wait until all are over.
+
+        Whatever one of them raises, an interrupt too, the others are made before anything is raised.
+
+        Args:
+            workers: whose.
+            begin: makes one.
+            deadline: until when to wait for those that gave a future.
+
+        Returns:
+            What became of each, failed or not.
+
+        Raises:
+            SyncError: of the push before, if nobody has been told yet what became of it.
+        """
+        self._make_way(deadline)
+        calls: list[Call] = []
+        self._calls.take = calls.append
+        try:
+            targets = [self._number(worker) for worker in workers]
+            version = self._sender.send_async(worker_ids=targets).version
+            # What waits behind a worker's unanswered calls is begun later, under the wait below.
+            self._calls.take = functools.partial(_make_late, begin, version)
+            self._make_all(calls, begin)
+            return self._waited(deadline)
+        finally:
+            self._calls.take = Call.superseded
+
+    def _make_way(self, deadline: Deadline) -> None:
+        """End the update that a timeout or an interrupt has left, and give lost workers a new link."""
+        self._sender.poll()
+        if self._sender.state is State.PENDING_ASYNC:
+            if self._sender.version == self._told:
+                self._sender.abandon()
+            else:
+                self._waited(deadline).raise_on_failure(ADVICE)
+        for number, entry in self._sender.roll.items():
+            if entry.standing is Standing.LOST:
+                self._sender.remove_worker(number)
+                self._numbers = {worker: known for worker, known in self._numbers.items() if known != number}
+
+    def _number(self, worker: WorkerId) -> int:
+        if worker not in self._numbers:
+            taken = self._sender.roll
+            free = next(number for number in range(len(taken) + 1) if number not in taken)
+            self._numbers[worker] = worker if isinstance(worker, int) and worker not in taken else free
+            self._sender.add_worker(self._numbers[worker], worker)
+        return self._numbers[worker]
+
+    def _make_all(self, calls: Sequence[Call], begin: Begin) -> None:
+        interrupts: list[BaseException] = []
+        for call in calls:
+            try:
+                call.make(begin)
+            except BaseException as error:  # noqa: BLE001 - raised below: the others are not to be left out
+                interrupts.append(error)
+        if interrupts:
+            self._sender.abandon()
+            raise interrupts[0]
+
+    def _waited(self, deadline: Deadline) -> SyncReport:
+        report = self._sender.wait_async(timeout=deadline.remaining, on_failure="report")
+        if report.of(OutcomeKind.TIMED_OUT) and report.version:
+            self._told = report.version
+        named: dict[Any, WorkerId] = {number: worker for worker, number in self._numbers.items()}
+        return replace(report, outcomes={key_of(named[number]): outcome for number, outcome in report.outcomes.items()})
+
+
+def key_of(worker: WorkerId) -> Any:
+    """Under what a report has a worker: its id; 0 for the one without a name."""
+    return 0 if worker is None else worker
+
+
+def _make_late(begin: Begin, version: int | None, call: Call) -> None:
+    if call.update.version == version:
+        call.make(begin)
+    else:
+        call.superseded()

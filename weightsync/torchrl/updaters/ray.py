@@ -1,0 +1,127 @@
+"""`RayWeightUpdater`: pushes weights to collectors that are Ray actors, and looks at what became of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from weightsync.clock import Deadline
+from weightsync.errors import TransportError
+from weightsync.protocol.report import OutcomeKind, SyncReport
+from weightsync.torchrl.updaters.base import WeightUpdaterBase
+from weightsync.torchrl.updaters.calls import Raised
+from weightsync.torchrl.updaters.local import got
+from weightsync.transports.ray.session import VIGIL, Session, plain, put_away, require_ray, settle
+from weightsync.weights.portable_pickle import portable
+
+
+class RayWeightUpdater(WeightUpdaterBase):
+    """Pushes weights to remote collectors: Ray actors with a method ``update_policy_weights_(weights)``.
+
+    The weights are put into Ray's object store once a push, on the CPU, whoever they go to; each collector is called
+    with the reference. Every call is waited for: a collector that raised is REFUSED, with its own traceback, and one
+    that died or cannot be reached is LOST. APPLIED means that the collector's method returned (evidence CALL). Actors
+    that have weightsync's own receiver say more: use `RayWeightSyncScheme` for them.
+
+    `remote_collectors` may be changed between pushes: an actor that is put in a dead one's place is called by the next.
+
+    Args:
+        policy_weights: the weights of a push without weights, as they are at that time.
+        remote_collectors: the actors' handles; a worker's id is its index.
+        max_interval: how many pushes leave a worker out between two that reach it, also when it is named. Its first is
+            never left out, nor is the next after one that failed. Negative counts as 0.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+    """
+
+    def __init__(self, policy_weights: TensorDictBase, remote_collectors: list[Any], max_interval: int = 0) -> None:
+        require_ray("RayWeightUpdater")
+        self.policy_weights = policy_weights
+        self.remote_collectors = remote_collectors
+        self.max_interval = max(0, max_interval)
+        self._rests: dict[int, int] = {}
+        self._sessions = [(actor, Session(f"worker {worker}")) for worker, actor in enumerate(remote_collectors)]
+        self._reference: Any = None
+
+    def all_worker_ids(self) -> list[int]:
+        """The indices of the remote collectors."""
+        return list(range(len(self.remote_collectors)))
+
+    def _get_server_weights(self) -> Any:
+        return got(self, lambda: self.policy_weights, "policy_weights=")
+
+    def _skip_update(self, worker_id: int) -> bool:  # type: ignore[override]
+        resting = self._rests.get(worker_id, 0)
+        self._rests[worker_id] = max(0, resting - 1)
+        return resting > 0
+
+    def _push(self, given: Any, worker_ids: Any, deadline: Deadline) -> SyncReport:
+        try:
+            report = super()._push(given, worker_ids, deadline)
+        finally:
+            if self._reference is not None:
+                put_away(self._reference)
+            self._reference = None
+        for worker in report.of(OutcomeKind.APPLIED):
+            self._rests[worker] = self.max_interval
+        return report
+
+    def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Future[None]:  # type: ignore[override]
+        actor = self.remote_collectors[worker_id]
+        ray = self._session(worker_id, actor).require()
+        if self._reference is None:
+            given = isinstance(server_weights, ray.ObjectRef)
+            self._reference = server_weights if given else ray.put(portable(_at_home(server_weights)))
+        return _followed(actor.update_policy_weights_.remote(self._reference), f"worker {worker_id}")
+
+    def _session(self, worker_id: int, actor: Any) -> Session:
+        """The session in which this very actor was first seen."""
+        while len(self._sessions) <= worker_id:
+            self._sessions.append((None, Session(f"worker {worker_id}")))
+        known, session = self._sessions[worker_id]
+        if known is not actor:
+            session = Session(f"worker {worker_id}")
+            self._sessions[worker_id] = actor, session
+        return session
+
+
+def _at_home(weights: Any) -> Any:
+    """Weights without gradients and devices: detached, on the CPU."""
+    match weights:
+        case TensorDictBase():
+            return weights.data.cpu()
+        case Tensor():
+            return weights.detach().cpu()
+        case Mapping():
+            return {name: _at_home(value) for name, value in weights.items()}
+        case _:
+            return weights
+
+
+def _followed(reference: Any, peer: str) -> Future[None]:
+    """A future of a call's end, which ends with Ray, too."""
+    end: Future[None] = Future()
+    VIGIL.attend(end, peer)
+    reference.future().add_done_callback(lambda over: _over(end, over, peer))
+    return end
+
+
+def _over(end: Future[None], over: Future[Any], peer: str) -> None:
+    """Runs in a thread of Ray's."""
+    error = over.exception()
+    exceptions = require_ray("RayWeightUpdater").exceptions
+    if error is None:
+        settle(end)
+    # First of all: what the actor's method raised may be a ConnectionError, too.
+    elif isinstance(error, exceptions.RayTaskError | exceptions.ObjectLostError):
+        told = plain(str(error))
+        settle(end, error=Raised(told.splitlines()[-1] if told else repr(error), told))
+    else:
+        lost = TransportError(f"The call to {peer} did not come back: {plain(str(error)) or repr(error)}")
+        lost.__cause__ = error
+        settle(end, error=lost)

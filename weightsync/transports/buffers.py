@@ -1,0 +1,447 @@
+"""Which segments a worker already maps, kept alike at both ends of a link without a word between them.
+
+Frames of a link arrive in order. So the trainer's list of the segments it has named and the worker's list of
+those it maps change in step, and both drop the one named longest ago when a list is full. A worker that could not map
+one refuses what lies there; then the trainer passes that segment's descriptor again with the next version there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import itertools
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from enum import Enum
+from pathlib import Path
+from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+from weightsync.errors import TransportError
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Ack, Message, Refusal, SlotRef, Update
+from weightsync.transports.process import forget_after_fork
+
+
+class _Computed:
+    """What one buffer held last."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.key: tuple[int, int] | None = None
+        self.digest = b""
+
+
+_lock = threading.Lock()
+_known: WeakKeyDictionary[Buffer, _Computed] = WeakKeyDictionary()
+
+
+def digest_of(payload: memoryview) -> bytes:
+    """The SHA-256 of a payload."""
+    return hashlib.sha256(payload).digest()
+
+
+def sent_digest(update: Update, payload: Buffer) -> bytes:
+    """The SHA-256 of an update's payload, while its buffer is pinned. Whoever comes second waits for the first."""
+    with _lock:
+        computed = _known.setdefault(payload, _Computed())
+    with computed.lock:
+        key = update.incarnation, update.version
+        if computed.key != key:
+            computed.digest = digest_of(payload.view[: update.nbytes])
+            computed.key = key
+        return computed.digest
+
+
+_Key = tuple[int, int]
+
+
+class Pins:
+    """The buffers that one link has shown to its worker.
+
+    A worker maps what it serves. So a buffer stays pinned until the worker has acked a newer version, and so
+    has nothing of the old left, or refused that one without ever having acked it, or is known dead.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[_Key, Buffer]] = []
+        self._sent: _Key = (0, 0)
+        self._acked: _Key = (0, 0)
+        self._owner = object()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, update: Update, buffer: Buffer | None) -> None:
+        """Pin what goes out with ``update``; None: the worker gets a copy of its own."""
+        key = (update.incarnation, update.version)
+        self._sent = max(self._sent, key)
+        if buffer is not None:
+            self._held.append((key, buffer))
+            buffer.pin(self._token(key))
+
+    def answered(self, message: Message) -> None:
+        """Learn from what the worker says; an ack of what was never sent teaches nothing."""
+        if isinstance(message, Ack):
+            key = (message.incarnation, message.version)
+            self._acked = max(self._acked, key) if key <= self._sent else self._acked
+            self._release([held for held in self._held if held[0] < self._acked])
+        elif isinstance(message, Refusal):
+            key = (message.incarnation, message.version)
+            if key != self._acked:
+                self._release([held for held in self._held if held[0] == key])
+
+    def release(self) -> None:
+        """The worker's process is dead: nobody reads them."""
+        self._release(list(self._held))
+
+    def retire(self) -> None:
+        """The worker can no longer be asked: none of them may be written again."""
+        for _, buffer in self._held:
+            buffer.retire()
+        self.release()
+
+    def _release(self, over: list[tuple[_Key, Buffer]]) -> None:
+        self._held = [held for held in self._held if held not in over]
+        for key, buffer in over:
+            buffer.unpin(self._token(key))
+
+    def _token(self, key: _Key) -> Hashable:
+        return self._owner, key
+
+
+#: Below this a payload is cheaper to write into the pipe than to find in a segment.
+INLINE_BELOW_NBYTES: Final = 64 * 1024
+#: Unpinned buffers that a pool keeps beside the one it hands out: two alternate in a steady run.
+SPARE_BUFFERS: Final = 1
+
+_F_SEAL_FUTURE_WRITE: Final = 0x10
+_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_numbers = itertools.count(1)
+
+
+#: What the kernel says where a process, or the machine, has no room for more.
+_NO_ROOM: Final = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
+
+
+class NoRoom(TransportError):
+    """This process has no memory, or no file descriptor, left for a payload. It may have some again later."""
+
+
+class Storage(Enum):
+    """Where a pool's buffers lie."""
+
+    #: Large ones in segments that another process can map.
+    SEGMENTS = "segments"
+    #: All in this process's own memory.
+    HEAP = "heap"
+
+
+class Segment:
+    """Shared memory without a name, mapped for writing by the process that made it.
+
+    In a forked child an inherited segment is gone: the memory is the parent's.
+
+    Args:
+        nbytes: its size; it never changes.
+
+    Raises:
+        TransportError: there is not enough memory, or no file descriptor left.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = -1
+        self.number = next(_numbers)
+        self.nbytes = nbytes
+        self._view: memoryview | None = None
+        try:
+            self._allocate()
+        except OSError as error:
+            raise TransportError(f"No shared memory for {nbytes} bytes: {error.strerror}.") from error
+        forget_after_fork(self)
+
+    def _allocate(self) -> None:
+        _require_memory(self.nbytes)
+        self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # The kernel makes it readable by everybody, whoever may look into this process's descriptors.
+        os.fchmod(self.fd, 0o600)
+        # Allocated now, a lack of memory is an error here and not a SIGBUS at the first write.
+        os.posix_fallocate(self.fd, 0, self.nbytes)
+        shared = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._view = memoryview(shared)
+        # Whoever is handed the descriptor can neither resize the memory nor map it to write to it.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+
+    @property
+    def view(self) -> memoryview:
+        """All of it, writable.
+
+        Raises:
+            TransportError: in a forked child.
+        """
+        if self._view is None:
+            raise TransportError("This shared memory belongs to the process that this one was forked from.")
+        return self._view
+
+    def forget(self) -> None:
+        """In a forked child: let go of the memory."""
+        self._view = None
+        self._close()
+
+    def _close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self._close()
+
+
+def _require_memory(nbytes: int) -> None:
+    # The kernel's tmpfs would sooner call the out-of-memory killer than refuse.
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable" and int(value.split()[0]) * 1024 < nbytes:
+                raise OSError(0, f"only {value.strip()} are available")
+
+
+class Mapping:
+    """A peer's segment, mapped private: reads see the peer's writes, writes stay in this process.
+
+    Args:
+        fd: the segment's descriptor; the caller still closes it.
+
+    Raises:
+        NoRoom: there is not enough memory, or no file descriptor left.
+        TransportError: it cannot be mapped, or is not a sealed segment.
+    """
+
+    def __init__(self, fd: int) -> None:
+        try:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
+                raise TransportError("The peer's shared memory could shrink under its reader: it is not sealed.")
+            nbytes = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE)
+        except (OSError, ValueError) as error:
+            if isinstance(error, TransportError):
+                raise
+            kind = NoRoom if isinstance(error, OSError) and error.errno in _NO_ROOM else TransportError
+            raise kind(f"The peer's shared memory cannot be mapped: {error}.") from error
+        self.view = memoryview(self._map)
+
+    def remap(self) -> None:
+        """Drop this process's own pages: everything reads as the peer wrote it."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return len(self._map)
+
+
+class Buffer:
+    """Memory for one payload, and who may still be reading it.
+
+    Args:
+        nbytes: how much it must hold.
+        storage: where it lies.
+    """
+
+    def __init__(self, nbytes: int, storage: Storage = Storage.HEAP) -> None:
+        self.segment: Segment | None = None
+        self._heap: memoryview | None = None
+        if storage is Storage.SEGMENTS and nbytes >= INLINE_BELOW_NBYTES:
+            self.segment = Segment(nbytes)
+        else:
+            self._heap = memoryview(anonymous(nbytes))[:nbytes]
+        self._pins: set[Hashable] = set()
+        self._retired = False
+
+    @property
+    def view(self) -> memoryview:
+        """The whole buffer, writable."""
+        if self._heap is not None:
+            return self._heap
+        assert self.segment is not None
+        return self.segment.view
+
+    @property
+    def nbytes(self) -> int:
+        """How much it can hold."""
+        return self.segment.nbytes if self.segment is not None else len(self.view)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether somebody may still be reading it."""
+        return bool(self._pins)
+
+    @property
+    def retired(self) -> bool:
+        """Whether it may never be written again."""
+        return self._retired
+
+    def pin(self, token: Hashable) -> None:
+        """Keep it from being written; pinning twice with one token is once."""
+        self._pins.add(token)
+
+    def unpin(self, token: Hashable) -> None:
+        """Take back `pin`; an unknown token is ignored."""
+        self._pins.discard(token)
+
+    def retire(self) -> None:
+        """Never write it again: somebody who cannot be asked may be reading it."""
+        self._retired = True
+
+
+def anonymous(nbytes: int) -> mmap.mmap:
+    """Fresh memory of this process alone, aligned to a page.
+
+    Raises:
+        NoRoom: there is not enough memory.
+    """
+    try:
+        heap = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise NoRoom(f"No memory for a payload of {nbytes} bytes: {error}.") from error
+    with contextlib.suppress(OSError):
+        heap.madvise(mmap.MADV_HUGEPAGE)
+    return heap
+
+
+class PoolStatistics(NamedTuple):
+    """What a pool holds."""
+
+    buffers: int
+    pinned: int
+    segments: int
+    nbytes: int
+
+
+class Pool:
+    """The payload buffers of one sender. Used under its driver's lock.
+
+    Args:
+        storage: where its buffers lie.
+    """
+
+    def __init__(self, storage: Storage = Storage.SEGMENTS) -> None:
+        self._storage = storage
+        self._buffers: list[Buffer] = []
+
+    def acquire(self, nbytes: int) -> Buffer:
+        """A buffer of at least ``nbytes`` bytes that nobody reads: one used before, or a new one.
+
+        It is the caller's to write until the next `acquire`; pin it (`Link.send` does) to keep it longer.
+
+        Raises:
+            TransportError: there is not enough memory. The pool is as before.
+        """
+        self._buffers = [buffer for buffer in self._buffers if not buffer.retired]
+        free = [buffer for buffer in self._buffers if not buffer.pinned]
+        fitting = sorted((buffer for buffer in free if buffer.nbytes >= nbytes), key=lambda buffer: buffer.nbytes)
+        chosen = fitting[0] if fitting else Buffer(nbytes, self._storage)
+        spares = fitting[1 : 1 + SPARE_BUFFERS]
+        self._buffers = [buffer for buffer in self._buffers if buffer.pinned]
+        self._buffers += [chosen, *spares]
+        return chosen
+
+    def statistics(self) -> PoolStatistics:
+        """What it holds now; retired buffers are no longer its own."""
+        held = [buffer for buffer in self._buffers if not buffer.retired]
+        return PoolStatistics(
+            buffers=len(held),
+            pinned=sum(buffer.pinned for buffer in held),
+            segments=sum(buffer.segment is not None for buffer in held),
+            nbytes=sum(buffer.nbytes for buffer in held),
+        )
+
+    def close(self) -> None:
+        """Let all buffers go; each is freed when nobody maps it any more."""
+        self._buffers.clear()
+
+
+#: Two alternate in a steady run, and a third is there while a worker is behind.
+MAX_SEGMENTS: Final = 4
+
+
+class Named:
+    """The trainer's side: the segments that this link has named last."""
+
+    def __init__(self) -> None:
+        #: The number of each to the key of the version that it was named for last.
+        self._keys: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        #: Those whose descriptors are to be passed again, since the worker may not map them.
+        self._again: set[int] = set()
+
+    def missing(self, segment: Segment) -> tuple[int, ...]:
+        """The descriptors that must travel with the frame that names ``segment`` next."""
+        passed = segment.number in self._keys and segment.number not in self._again
+        return () if passed else (segment.fd,)
+
+    def name(self, segment: Segment, update: Update) -> None:
+        """A frame that names it is on its way."""
+        self._keys[segment.number] = update.incarnation, update.version
+        self._keys.move_to_end(segment.number)
+        self._again.discard(segment.number)
+        if len(self._keys) > MAX_SEGMENTS:
+            self._again.discard(self._keys.popitem(last=False)[0])
+
+    def answered(self, message: Message) -> None:
+        """Learn from what the worker says: it may have refused a version because it could not map its segment."""
+        if isinstance(message, Refusal):
+            key = message.incarnation, message.version
+            self._again.update(number for number, named_for in self._keys.items() if named_for == key)
+
+
+class Mapped:
+    """The worker's side: the segments it maps. Tensors keep a mapping alive that is no longer listed."""
+
+    def __init__(self) -> None:
+        #: The mapping of each, or why there was no room for it.
+        self._mappings: OrderedDict[int, Mapping | str] = OrderedDict()
+
+    def find(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str = "") -> Mapping:
+        """The mapping of a segment, made now if its descriptor came with the frame.
+
+        Args:
+            slot: names the segment.
+            descriptors: those that came with the frame.
+            untaken: why its descriptor did not come, though it was passed; empty: it was not.
+
+        Raises:
+            ProtocolError: the peer never passed that segment.
+            NoRoom: it cannot be mapped just now, or could not be when its descriptor came.
+            TransportError: it cannot be mapped.
+        """
+        try:
+            if untaken or descriptors:
+                self._take(slot.segment, descriptors, untaken)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        found = self._mappings.get(slot.segment)
+        if found is None:
+            raise codec.malformed(f"The peer names segment {slot.segment}, which it never passed", b"")
+        self._mappings.move_to_end(slot.segment)
+        if len(self._mappings) > MAX_SEGMENTS:
+            self._mappings.popitem(last=False)
+        if isinstance(found, str):
+            raise NoRoom(found)
+        return found
+
+    def _take(self, segment: int, descriptors: tuple[int, ...], untaken: str) -> None:
+        if isinstance(self._mappings.get(segment), Mapping):
+            return  # passed again, after a refusal that had nothing to do with it
+        try:
+            self._mappings[segment] = untaken or Mapping(descriptors[0])
+        except NoRoom as error:
+            self._mappings[segment] = str(error)
+
+    def clear(self) -> None:
+        """Map none any more, but for those that something still looks at."""
+        self._mappings.clear()

@@ -1,0 +1,194 @@
+"""What stands before a door: calls under another key than ours, or under none where we have one, do not come in."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Final
+
+from weightsync.errors import AuthenticationError
+from weightsync.keys import SharedKey
+from weightsync.transports.buffers import digest_of
+from weightsync.transports.calls.server_link import Frames, Parcel
+from weightsync.transports.sealing import TURNED_AWAY, Identity, Reason, WorkerSeal, is_envelope, refusal
+
+logger = logging.getLogger("weightsync")
+
+#: Links of senders that have not proved themselves, and bytes that are kept of them. The oldest goes first: a sender
+#: that lives proves itself within one call.
+MAX_UNPROVEN: Final = 64
+MAX_KEPT_NBYTES: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    """A call of somebody who is not believed."""
+
+    #: What it goes home with.
+    frames: Frames
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A call whose sender has the key, and may be a recording: what it brought is kept for now."""
+
+    #: What it goes home with: the challenge.
+    frames: Frames
+
+
+class Gate:
+    """Opens the parcels for one model.
+
+    Args:
+        key: shared with the sender; None: parcels come as they are.
+        model_id: the model.
+        way: which transport the calls are of.
+        worker: what this process is called there, as its senders call it.
+    """
+
+    def __init__(self, key: SharedKey | None, model_id: str, way: str, worker: Callable[[], str]) -> None:
+        self.key = key
+        self._model_id = model_id
+        self._way = way
+        self._worker = worker
+        self._lock = threading.Lock()
+        self._sessions: dict[str, _Session] = {}
+
+    def admit(self, parcel: Parcel) -> Parcel | Kept | TurnedAway:
+        """A parcel that may come in, opened; or what becomes of its call, which goes home at once."""
+        if self.key is None:
+            return self._refuse(Reason.WORKER_HAS_NONE) if is_envelope(parcel.frame) else parcel
+        if not is_envelope(parcel.frame):
+            return self._refuse(Reason.SENDER_HAS_NONE)
+        with self._lock:
+            session = self._sessions.get(parcel.link)
+        session = session or self._begun(self.key, parcel.link)
+        try:
+            admitted = session.admit(parcel)
+        except AuthenticationError:
+            return self._refuse(Reason.OTHER_KEY)
+        with self._lock:
+            # Of two calls that were the first at once, one comes in again, with the challenge of the other.
+            first = self._sessions.setdefault(parcel.link, session)
+            if isinstance(admitted, Kept):
+                self._keep_few()
+        return admitted if first is session else self.admit(parcel)
+
+    def _begun(self, key: SharedKey, link: str) -> _Session:
+        return _Session(WorkerSeal(key, Identity(self._way, self._model_id, self._worker(), link)))
+
+    def _keep_few(self) -> None:
+        unproven = [name for name, session in self._sessions.items() if not session.proven]
+        nbytes = sum(self._sessions[name].kept_nbytes for name in unproven)
+        for count, name in zip(range(len(unproven), 1, -1), unproven, strict=False):
+            if count <= MAX_UNPROVEN and nbytes <= MAX_KEPT_NBYTES:
+                return
+            nbytes -= self._sessions.pop(name).kept_nbytes
+
+    def _refuse(self, reason: Reason) -> TurnedAway:
+        logger.warning("model %r: a sender's call was turned away: %s.", self._model_id, TURNED_AWAY[reason])
+        return TurnedAway([refusal(reason)])
+
+    def knows(self, link: str) -> bool:
+        """Whether a call of that link has been admitted, or kept, before."""
+        with self._lock:
+            return link in self._sessions
+
+    def sealed(self, link: str, answer: Future[Frames]) -> Future[Frames]:
+        """An answer as it goes home."""
+        with self._lock:
+            session = self._sessions.get(link)
+        return answer if session is None else session.sealed(answer)
+
+    def skip(self, link: str, number: int) -> None:
+        """A call that was kept here will never be asked for."""
+        with self._lock:
+            session = self._sessions.get(link)
+        if session is not None:
+            session.skip(number)
+
+    def drop(self, link: str) -> None:
+        """Nothing is known of that link any more."""
+        with self._lock:
+            self._sessions.pop(link, None)
+
+    def forget(self, link: str) -> None:
+        """The sender of a link has given it up: let go of what was kept for it."""
+        with self._lock:
+            session = self._sessions.get(link)
+        if session is not None:
+            session.forget()
+
+
+class _Session:
+    """One sender's link."""
+
+    def __init__(self, seal: WorkerSeal) -> None:
+        self._seal = seal
+        self._lock = threading.Lock()
+        self._kept: dict[int, Parcel] = {}
+        self._asked_again: set[int] = set()
+        self._answers = itertools.count()
+
+    @property
+    def proven(self) -> bool:
+        """Whether its sender has proved that it lives."""
+        return self._seal.proven
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of the payloads that are kept."""
+        with self._lock:
+            return sum(each.payload.nbytes for each in self._kept.values() if each.payload is not None)
+
+    def admit(self, parcel: Parcel) -> Parcel | Kept:
+        """Open a parcel; before its sender has proved that it lives it is kept, and the call goes home for a proof.
+
+        Raises:
+            AuthenticationError: it is not the sender's.
+        """
+        with self._lock:
+            envelope = self._seal.open(parcel.frame)
+            carried = b"" if parcel.payload is None else digest_of(parcel.payload)
+            if envelope.number != parcel.number or envelope.digest != carried:
+                raise AuthenticationError("A call brought another number, or other weights, than its sender sealed.")
+            opened = replace(parcel, frame=bytes(envelope.content))
+            if opened.frame and not self._seal.proven:
+                self._kept[parcel.number] = opened
+                return Kept([self._seal.challenge])
+            return opened if opened.frame else self._again(opened)
+
+    def _again(self, parcel: Parcel) -> Parcel:
+        kept = self._kept.pop(parcel.number, None)
+        if kept is None and parcel.number not in self._asked_again:
+            raise AuthenticationError("A proof came for a call that has not come.")
+        self._asked_again.add(parcel.number)
+        return kept or parcel
+
+    def sealed(self, answer: Future[Frames]) -> Future[Frames]:
+        """An answer under the key, each of its frames with a number of its own."""
+        outer: Future[Frames] = Future()
+
+        def over(inner: Future[Frames]) -> None:
+            error = inner.exception()
+            if error is not None:
+                outer.set_exception(error)
+                return
+            outer.set_result([self._seal.seal(next(self._answers), frame) for frame in inner.result()])
+
+        answer.add_done_callback(over)
+        return outer
+
+    def skip(self, number: int) -> None:
+        """That call will never be asked for."""
+        with self._lock:
+            self._kept.pop(number, None)
+
+    def forget(self) -> None:
+        """None will."""
+        with self._lock:
+            self._kept.clear()

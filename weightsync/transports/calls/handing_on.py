@@ -1,0 +1,98 @@
+"""A courier that finds out first whether a receiver of ours listens at the other end."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from weightsync.errors import TransportError
+from weightsync.protocol.messages import Message
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.calls.client import Answers, Courier
+
+
+class AskingCourier:
+    """Finds out at the first message whether a receiver of ours listens, and carries all in that one's way.
+
+    Args:
+        ask: asks.
+        ours: for a process with our receiver.
+        plain: for one without.
+    """
+
+    def __init__(self, ask: Callable[[], Future[bool]], ours: Courier, plain: Courier) -> None:
+        self._ask = ask
+        self._ours, self._plain = ours, plain
+        self._lock = threading.RLock()
+        self._asked = False
+        self._chosen: Courier | None = None
+        self._failure: BaseException | None = None
+        self._waiting: deque[tuple[Message, Buffer | None, Answers]] = deque()
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:
+        """Begin the call that carries a message, once it is known how: see `Courier.start`."""
+        with self._lock:
+            if self._failure is not None:
+                raise TransportError(str(self._failure)) from self._failure
+            if self._chosen is not None:
+                return self._chosen.start(message, payload)
+            answers: Answers = Future()
+            self._waiting.append((message, payload, answers))
+            if not self._asked:
+                self._asked = True
+                self._ask().add_done_callback(self._found)
+        return answers
+
+    def _found(self, found: Future[bool]) -> None:
+        with self._lock:
+            waiting, self._waiting = list(self._waiting), deque()
+            self._failure = found.exception()
+            if self._failure is None:
+                self._chosen = self._ours if found.result() else self._plain
+            begun = [(answers, self._begin(message, payload)) for message, payload, answers in waiting]
+        for answers, inner in begun:
+            inner.add_done_callback(functools.partial(hand_on, answers))
+
+    def _begin(self, message: Message, payload: Buffer | None) -> Answers:
+        try:
+            return self.start(message, payload)
+        except Exception as failure:  # noqa: BLE001 - told to whoever waits for the answers
+            failed: Answers = Future()
+            failed.set_exception(failure)
+            return failed
+
+    def close(self) -> None:
+        """No further call will be begun: see `Courier.close`."""
+        self._ours.close()
+        self._plain.close()
+
+
+class NoCourier:
+    """Carries nothing: there is no way to the worker.
+
+    Args:
+        reason: why, for messages to people.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:  # noqa: ARG002 - nothing is carried
+        """Fail: see `Courier.start`."""
+        raise TransportError(self._reason)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def hand_on(answers: Future[Any], over: Future[Any]) -> None:
+    """End one future as another has ended."""
+    error = over.exception()
+    if error is None:
+        answers.set_result(over.result())
+    else:
+        answers.set_exception(error)

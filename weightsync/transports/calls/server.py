@@ -1,0 +1,256 @@
+"""The receiving end of links whose messages are calls: a door that senders knock at, and a link for each of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Final
+
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.keys import SharedKey
+from weightsync.protocol.messages import Hello
+from weightsync.transports.base import Link, Received
+from weightsync.transports.calls.gates import Gate, Kept, TurnedAway
+from weightsync.transports.calls.server_link import DoorLink, Frames, Parcel, opened
+from weightsync.transports.exposure import tell
+from weightsync.transports.process import own_host
+from weightsync.transports.sealing import decoded, is_envelope
+
+__all__ = ["Door", "DoorLink", "Frames", "NotLetIn", "Parcel", "decoded"]
+
+#: Links of one model that may be open in a process, and how many are remembered once they are closed.
+MAX_LINKS: Final = 256
+_REMEMBERED: Final = 64
+#: Links, or calls under a key, that wait behind a door at which nobody has listened yet; and bytes of their payloads.
+MAX_UNMET: Final = 64
+MAX_UNMET_NBYTES: Final = 2**30
+
+
+class NotLetIn(Future[Frames]):
+    """The answer to a call of somebody who is not believed: it has had no effect."""
+
+
+class Door:
+    """Where the calls for one model arrive in this process. Calls that come before anybody listens wait behind it.
+
+    Args:
+        model_id: the model.
+        way: which transport the calls are of.
+        worker: what this process is called there, as its senders call it.
+    """
+
+    def __init__(self, model_id: str, way: str = "calls", worker: Callable[[], str] = str) -> None:
+        self.model_id = model_id
+        self._way = way
+        self._worker = worker
+        #: None: nobody has listened yet, so nobody knows whether there is a key.
+        self._gate: Gate | None = None
+        self._sealed: list[tuple[Parcel, Future[Frames]]] = []
+        self._lock = threading.Lock()
+        self._links: dict[str, DoorLink] = {}
+        self._unmet: list[DoorLink] = []
+        self._accept: Callable[[Link], None] | None = None
+
+    def knock(self, parcel: Parcel) -> Future[Frames]:
+        """Take a call in, from whichever thread: see `DoorLink.bring`.
+
+        A link that breaks the protocol while nobody listens is closed: its sender is told, and no receiver meets it.
+
+        Raises:
+            TransportError: more waits here than is kept.
+        """
+        with self._lock:
+            gate = self._gate
+            if gate is None and is_envelope(parcel.frame):
+                waiting: Future[Frames] = Future()
+                nbytes = sum(each.payload.nbytes for each, _ in self._sealed if each.payload is not None)
+                self._require_room(len(self._sealed), nbytes)
+                self._sealed.append((parcel, waiting))
+                return waiting
+        if gate is None:
+            return self._bring(parcel)
+        admitted = gate.admit(parcel)
+        if isinstance(admitted, Parcel):
+            return gate.sealed(parcel.link, self._bring(admitted))
+        gone: Future[Frames] = NotLetIn() if isinstance(admitted, TurnedAway) else Future()
+        gone.set_result(admitted.frames)
+        return gone
+
+    def _require_room(self, count: int, nbytes: int) -> None:
+        """Refuse what comes while too much waits for somebody to listen. What came before it stays."""
+        if count >= MAX_UNMET or nbytes >= MAX_UNMET_NBYTES:
+            raise TransportError(
+                f"nobody listens for model {self.model_id!r} here yet, and {count} others wait ({nbytes} bytes): make "
+                "the worker's receiver first."
+            )
+
+    def _bring(self, parcel: Parcel) -> Future[Frames]:
+        brought = opened(parcel) if parcel.frame else None
+        if self._key is None and _is_from_elsewhere(brought):
+            tell(f"A sender of model {self.model_id!r} calls from another host")
+        with self._lock:
+            link = self._links.get(parcel.link)
+            accept = None
+            if self._accept is None:
+                waiting = sum(each.unread_nbytes for each in self._unmet)
+                self._require_room(0 if link is not None else len(self._unmet), waiting)
+            if link is None:
+                link = self._new_link(parcel.link)
+                accept = self._accept
+                if accept is None:
+                    self._unmet.append(link)
+            unfit = isinstance(brought, ProtocolError) and link in self._unmet
+            if unfit:
+                self._unmet.remove(link)
+        if isinstance(brought, ProtocolError) and unfit:
+            link.close(f"this link broke the protocol: {brought}")
+            raise brought
+        try:
+            return link.bring(parcel.number, brought)
+        finally:
+            if accept is not None:
+                accept(link)
+
+    def _new_link(self, name: str) -> DoorLink:
+        closed = [each for each, link in self._links.items() if link.is_closed]
+        for each in closed[:-_REMEMBERED]:
+            del self._links[each]
+            if self._gate is not None:
+                self._gate.drop(each)
+        count = len(self._links) - len(closed[-_REMEMBERED:])
+        if count >= MAX_LINKS:
+            raise TransportError(f"{count} senders of model {self.model_id!r} have links here, and another called.")
+        link = self._links[name] = DoorLink("the sender")
+        return link
+
+    @property
+    def _key(self) -> SharedKey | None:
+        return None if self._gate is None else self._gate.key
+
+    def release(self, parcel: Parcel) -> None:
+        """Let a call go home without waiting any longer."""
+        with self._lock:
+            link = self._links.get(parcel.link)
+        if link is not None:
+            link.release(parcel.number)
+
+    def hang_up(self, parcel: Parcel) -> None:
+        """Take a link's last call in: none of its calls waits for an answer any more, whether or not anybody listens.
+
+        Raises:
+            ProtocolError, TransportError: as `knock`; its calls go home all the same.
+        """
+        gate = self._gate
+        if gate is None and is_envelope(parcel.frame):
+            self._forget(parcel.link)
+            return
+        admitted = parcel if gate is None else gate.admit(parcel)
+        if gate is not None and isinstance(admitted, Parcel | Kept):
+            gate.forget(parcel.link)
+        if isinstance(admitted, Parcel):
+            self._end(admitted)
+
+    def _forget(self, name: str) -> None:
+        """Send the calls of a link home that nobody has opened yet."""
+        with self._lock:
+            gone = [waiting for parcel, waiting in self._sealed if parcel.link == name]
+            self._sealed = [each for each in self._sealed if each[0].link != name]
+        for waiting in gone:
+            waiting.set_result([])
+
+    def _end(self, parcel: Parcel) -> None:
+        try:
+            self._bring(parcel)
+        finally:
+            with self._lock:
+                link = self._links[parcel.link]
+                unheard = link in self._unmet
+                if unheard:
+                    self._unmet.remove(link)
+            link.hang_up()
+            if unheard:
+                link.close()
+
+    def knows(self, link: str) -> bool:
+        """Whether a call of that link has come before."""
+        with self._lock:
+            return link in self._links or (self._gate is not None and self._gate.knows(link))
+
+    def awaits_turn(self, parcel: Parcel) -> bool:
+        """Whether a call waits for others of its link, begun before it, that have not come yet."""
+        with self._lock:
+            link = self._links.get(parcel.link)
+        return link is not None and link.awaits_turn(parcel.number)
+
+    def skip(self, parcel: Parcel, numbers: Sequence[int]) -> None:
+        """Those calls of the parcel's link will never come: see `DoorLink.skip`."""
+        with self._lock:
+            link, gate = self._links.get(parcel.link), self._gate
+        for number in numbers:
+            if gate is not None:
+                gate.skip(parcel.link, number)
+            if link is not None:
+                link.skip(number)
+
+    def drop(self, parcel: Parcel) -> None:
+        """Close the link that a parcel came by."""
+        with self._lock:
+            link = self._links.get(parcel.link)
+        if link is not None:
+            link.close()
+
+    @property
+    def listening(self) -> bool:
+        """Whether somebody listens."""
+        with self._lock:
+            return self._accept is not None
+
+    def open(self, accept: Callable[[Link], None], key: SharedKey | None = None) -> Callable[[], None]:
+        """Have ``accept`` called with each sender's link, those that have come already included.
+
+        Args:
+            accept: called with each link.
+            key: shared with the senders: whoever has another, or none, is turned away.
+
+        Returns:
+            What ends it.
+
+        Raises:
+            ConfigurationError: somebody listens already.
+        """
+        with self._lock:
+            if self._accept is not None:
+                raise ConfigurationError(f"Model {self.model_id!r} has a receiver in this process: close that first.")
+            self._accept = accept
+            same = self._key == key
+            if self._gate is None or not same:
+                self._gate = Gate(key, self.model_id, self._way, self._worker)
+            unmet, self._unmet = self._unmet, []
+            sealed, self._sealed = self._sealed, []
+        for link in unmet:
+            if same:
+                accept(link)
+            else:
+                link.close("these calls came under another key than the receiver's, or under none.")
+        for parcel, waiting in sealed:
+            self.knock(parcel).add_done_callback(partial(_hand_on, waiting))
+        return self._shut
+
+    def _shut(self) -> None:
+        with self._lock:
+            self._accept = None
+
+
+def _is_from_elsewhere(brought: Received | ProtocolError | None) -> bool:
+    hello = brought.message if isinstance(brought, Received) else None
+    return isinstance(hello, Hello) and hello.host not in {b"", own_host()}
+
+
+def _hand_on(waiting: Future[Frames], answer: Future[Frames]) -> None:
+    error = answer.exception()
+    if error is None:
+        waiting.set_result(answer.result())
+    else:
+        waiting.set_exception(error)

@@ -1,0 +1,273 @@
+"""One sender's calls as a link, at the receiving end: they come from any thread and in any order."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.protocol import codec
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Ack, Bye, Message, Refusal, Update
+from weightsync.transports.base import Received
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.calls.client import GivenUp
+from weightsync.transports.wakeup import WokenLink
+
+#: Frames of answers, each as `wire.encode` makes it.
+Frames = list[bytes]
+#: How many calls that were answered are remembered, in case they come again.
+_REMEMBERED: Final = 8
+#: How far a call may be ahead of the ones before it, which are still on their way.
+MAX_AHEAD: Final = 1024
+#: Messages that may lie here until the receiver reads them, and bytes of their payloads. One message may be larger.
+MAX_UNREAD: Final = 1024
+MAX_UNREAD_NBYTES: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What one call brings."""
+
+    #: Of the sender's link, the same for all its calls and never used by another.
+    link: str
+    #: Of the call on that link, from 0.
+    number: int
+    #: As `wire.encode` makes it.
+    frame: bytes
+    #: An update's payload.
+    payload: memoryview | None = None
+
+
+class DoorLink(WokenLink):
+    """One sender's calls as a link. See `weightsync.transports.base.Link` for its contract.
+
+    Calls may come from any thread, and in any order: they are delivered in the order in which they were begun. An
+    answer goes out with the oldest call that has had none. A call that comes again, since its transport tried twice,
+    gets the answer of its first time.
+    """
+
+    delivery = Delivery.ORDERED
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(peer)
+        self._lock = threading.Lock()
+        self._early: dict[int, Received | ProtocolError | None] = {}
+        self._next = 0
+        self._arrived: deque[Received | ProtocolError] = deque()
+        self._unread_nbytes = 0
+        #: More came than is kept: nothing else does.
+        self._flooded: ProtocolError | None = None
+        self._open: dict[int, Future[Frames]] = {}
+        self._answered: OrderedDict[int, Frames] = OrderedDict()
+        self._said_bye = False
+        self._unsaid: Frames = []
+        self._hung_up = False
+
+    def bring(self, number: int, received: Received | ProtocolError | None) -> Future[Frames]:
+        """Take a call in; the future is done once there is an answer for it, or the link is closed.
+
+        The first call after the link was closed is answered with what was said last, if nobody has heard that.
+
+        Args:
+            number: of the call on this link.
+            received: what it brings: see `opened`; None: it has come before.
+
+        Raises:
+            ProtocolError: the frame is malformed, or more lies here unread than is kept.
+            GivenUp: the link was closed here.
+        """
+        with self._lock:
+            if self._closed and self._unsaid:
+                last, self._unsaid = self._unsaid, []
+                return _done(last)
+            if self._closed:
+                raise GivenUp(f"The link to {self._peer} is closed.")
+            if number in self._open:
+                return self._open[number]
+            if number in self._answered or number < self._next:
+                return _done(self._answered.get(number, []))
+            if number >= self._next + MAX_AHEAD:
+                raise codec.malformed(f"Call {number} came while call {self._next} is awaited", b"")
+            self._require_room()
+            answer = self._open[number] = Future()
+            self._early[number] = received
+            self._unread_nbytes += _nbytes(received)
+            self._deliver()
+            ready = self._ready() if self._unsaid or self._hung_up else None
+        _answer(ready)
+        self._waker.fire()
+        if isinstance(received, ProtocolError):
+            raise received
+        return answer
+
+    def _require_room(self) -> None:
+        count = len(self._early) + len(self._arrived)
+        if self._flooded is None and (count >= MAX_UNREAD or self._unread_nbytes >= MAX_UNREAD_NBYTES):
+            self._flooded = ProtocolError(
+                f"{count} messages ({self._unread_nbytes} bytes) of {self._peer} lie here unread, and another came: "
+                "this link is given up."
+            )
+            self._arrived.append(self._flooded)
+            self._waker.fire()
+        if self._flooded is not None:
+            raise self._flooded
+
+    @property
+    def unread_nbytes(self) -> int:
+        """Bytes of payloads that lie here unread."""
+        return self._unread_nbytes
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the link was closed."""
+        return self._closed
+
+    def _deliver(self) -> None:
+        while self._next in self._early:
+            received = self._early.pop(self._next)
+            self._next += 1
+            if received is not None:
+                self._arrived.append(received)
+
+    def skip(self, number: int) -> None:
+        """A call that will never come: those behind it wait for it no longer."""
+        with self._lock:
+            if number >= self._next and not self._closed:
+                self._early.setdefault(number, None)
+                self._deliver()
+        self._waker.fire()
+
+    def hang_up(self) -> None:
+        """The sender waits for no answer any more: calls go home as they are, those still on their way too."""
+        with self._lock:
+            self._hung_up = True
+            ready = [self._give(number) for number in sorted(self._open)]
+        for each in ready:
+            _answer(each)
+
+    def awaits_turn(self, number: int) -> bool:
+        """Whether a call that was begun before this one has not come yet."""
+        with self._lock:
+            return not self._closed and number >= self._next
+
+    def release(self, number: int) -> None:
+        """Let a call go home with what there is to say, if anything."""
+        with self._lock:
+            ready = self._give(number) if number in self._open else None
+        _answer(ready)
+
+    def send(self, message: Message, payload: Buffer | None = None) -> None:
+        """Answer the oldest call that has had none; without one, the next call: see `Link.send`."""
+        if payload is not None:
+            raise ConfigurationError("A receiver's answers carry no payload.")
+        with self._lock:
+            self._require_open()
+            self._unsaid.append(codec.encode(message))
+            self._said_bye |= isinstance(message, Bye)
+            ready = self._ready()
+        _answer(ready)
+
+    def _ready(self) -> tuple[Future[Frames], Frames] | None:
+        if not self._open:
+            return None
+        return self._give(min(self._open))
+
+    def _give(self, number: int) -> tuple[Future[Frames], Frames]:
+        said, self._unsaid = self._unsaid, []
+        self._answered[number] = said
+        if len(self._answered) > _REMEMBERED:
+            self._answered.popitem(last=False)
+        return self._open.pop(number), said
+
+    def receive(self) -> list[Received]:
+        """What was brought: see `Link.receive`."""
+        self._require_open()
+        self._waker.clear()
+        death = self._death()
+        with self._lock:
+            arrived = self._readable()
+        if death:
+            if not arrived:
+                raise TransportError(f"{self._peer} has ended: {death}.")
+            self._waker.fire()
+        return arrived
+
+    def _readable(self) -> list[Received]:
+        """What was brought, up to what is malformed: that is told once nothing is before it."""
+        readable: list[Received] = []
+        while self._arrived:
+            received = self._arrived[0]
+            if isinstance(received, ProtocolError):
+                if not readable:
+                    raise received
+                self._waker.fire()
+                break
+            readable.append(received)
+            self._arrived.popleft()
+            self._unread_nbytes -= _nbytes(received)
+        return readable
+
+    def close(self, reason: str = "the receiver gave this link up before it answered.") -> None:
+        """Give the link up: see `Link.close`.
+
+        Calls that wait for an answer go home if a goodbye did, and fail if none did: a call that merely returned
+        would leave its sender waiting for an answer that never comes.
+
+        Args:
+            reason: what calls that fail are told.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            waiting = [self._open[number] for number in sorted(self._open)]
+            self._open, self._early = {}, {}
+            self._arrived.clear()
+            self._unread_nbytes = 0
+        for call in waiting:
+            if self._said_bye:
+                call.set_result([])
+            else:
+                call.set_exception(GivenUp(reason))
+        self._let_go()
+
+    def forget(self) -> None:
+        """In a forked child: be closed, and answer nobody."""
+        super().forget()
+        self._lock = threading.Lock()
+        self._open = {}
+
+
+def opened(parcel: Parcel) -> Received | ProtocolError:
+    """What a parcel brings. What is wrong with it is told in its turn, since what came before is in order."""
+    try:
+        message = codec.decode(parcel.frame)
+        if isinstance(message, Ack | Refusal):
+            raise codec.malformed(f"A call brought a {type(message).__name__}, which no sender says", parcel.frame)
+        if not isinstance(message, Update) or not message.nbytes:
+            return Received(message)
+        if parcel.payload is None or parcel.payload.nbytes < message.nbytes:
+            raise codec.malformed(f"Version {message.version} came without its {message.nbytes} bytes", b"")
+        return Received(message, parcel.payload[: message.nbytes])
+    except ProtocolError as error:
+        return error
+
+
+def _nbytes(received: Received | ProtocolError | None) -> int:
+    return received.payload.nbytes if isinstance(received, Received) and received.payload is not None else 0
+
+
+def _done(frames: Frames) -> Future[Frames]:
+    answer: Future[Frames] = Future()
+    answer.set_result(frames)
+    return answer
+
+
+def _answer(ready: tuple[Future[Frames], Frames] | None) -> None:
+    """Outside every lock: what a future wakes may come back here."""
+    if ready is not None:
+        ready[0].set_result(ready[1])

@@ -1,0 +1,1 @@
+"""Links over a duplex `multiprocessing` connection."""

@@ -1,0 +1,366 @@
+"""One connection, shared by the links of several models and by the user's own messages."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import stat
+import struct
+import termios
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError
+from weightsync.transports.base import Waker
+from weightsync.transports.exposure import AUTHKEY, leaves_host, tell
+from weightsync.transports.pipe.framing import Foreign, Frame, Inflow, Outflow, Outgoing, framed
+from weightsync.transports.pipe.mailbox import Mailbox, Sorter
+from weightsync.transports.process import ProcessWatch, forget_after_fork, watching
+
+PLEASE: Final = "give one end of multiprocessing.Pipe(duplex=True)"
+
+_COUNT: Final = struct.Struct("i")
+
+#: Makes the error, given what the asker calls the peer: one instance raised twice would mix tracebacks.
+Failure = Callable[[str], WeightSyncError]
+
+
+class _Socket(socket.socket):
+    """Closes when it is let go of, without a warning: whoever leaves a link unclosed has its channel close it."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def socket_of(connection: Connection[Any, Any]) -> socket.socket:
+    """A socket on a descriptor of our own: closing it leaves the user's open, and the reverse.
+
+    Raises:
+        ConfigurationError: the connection is closed, one-way or not a socket.
+        TransportError: no file descriptor is left.
+    """
+    if not isinstance(connection, Connection):
+        raise ConfigurationError(f"A {type(connection).__name__} is no connection: {PLEASE}.")
+    if connection.closed:
+        raise ConfigurationError("The connection is closed.")
+    two_way = connection.readable and connection.writable
+    if not (two_way and stat.S_ISSOCK(os.fstat(connection.fileno()).st_mode)):
+        raise ConfigurationError(f"The connection goes one way only: {PLEASE}.")
+    try:
+        sock = _Socket(fileno=os.dup(connection.fileno()))
+    except OSError as error:
+        raise TransportError(f"The connection cannot be used: {error.strerror}.") from error
+    if socket.getdefaulttimeout() is not None:
+        # Python has just made the shared descriptor non-blocking: it is the user's too.
+        sock.settimeout(None)
+    return sock
+
+
+def unread_nbytes(sock: socket.socket) -> int:
+    """How much memory holds what was written to a socket of this host and not read at its other end; 0: none."""
+    counted = bytearray(_COUNT.size)
+    fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, counted)
+    (nbytes,) = _COUNT.unpack(counted)
+    return int(nbytes)
+
+
+def lost(what: str, cause: Exception | None = None) -> Failure:
+    """The connection is gone."""
+
+    def error(peer: str) -> WeightSyncError:
+        gone = TransportError(f"The connection to {peer} {what}.")
+        gone.__cause__ = cause
+        return gone
+
+    return error
+
+
+def broken(cause: ProtocolError) -> Failure:
+    """The peer broke the protocol."""
+    return lambda peer: ProtocolError(f"From {peer}: {cause.message}", unread=cause.unread)
+
+
+logger = logging.getLogger("weightsync")
+
+#: Reads in one call; the rest is for the next, so that no call lasts long.
+_ROUNDS: Final = 256
+
+#: Where a connection that was closed keeps its channel.
+_CHANNEL: Final = "_weightsync_channel"
+
+_channels: WeakValueDictionary[int, Channel] = WeakValueDictionary()
+_channels_lock = threading.Lock()
+
+
+class Channel:
+    """The one reader and writer of a connection in this process.
+
+    Its lock is held for one non-blocking step at a time. In a forked child it is dead, and closing it there
+    closes nothing of the parent's.
+    """
+
+    def __init__(self, connection: Connection[Any, Any], sock: socket.socket) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = sock
+        self._inflow = Inflow(sock)
+        self._outflow = Outflow(sock)
+        self._sorter = Sorter()
+        self._watch: ProcessWatch | None = None
+        self._deaf: Failure | None = None
+        self._reading = False
+        forget_after_fork(self)
+
+    @classmethod
+    def of(cls, connection: Connection[Any, Any]) -> Channel:
+        """The channel of that very object in this process.
+
+        Raises:
+            ConfigurationError: the connection is closed, one-way or not a socket.
+        """
+        with _channels_lock:
+            channel = _channels.get(id(connection))
+            if channel is None or channel.connection is not connection:
+                sock = socket_of(connection)
+                if leaves_host(sock):
+                    tell("A connection given as a pipe goes to another host", AUTHKEY)
+                channel = _channels[id(connection)] = cls(connection, sock)
+            return channel
+
+    @property
+    def passes_descriptors(self) -> bool:
+        """Whether shared memory can be handed over."""
+        with self._lock:
+            return self._socket is not None and self._socket.family == socket.AF_UNIX
+
+    @property
+    def peer_is_dead(self) -> bool:
+        """Whether the peer's process is known dead."""
+        with self._lock:
+            return self._watch is not None and self._watch.dead
+
+    def register(self, model_id: str, peer: str) -> Mailbox:
+        """A mailbox for a model, with what has already arrived for it.
+
+        Raises:
+            ConfigurationError: the model has one, or the connection is closed.
+        """
+        with self._lock:
+            if self._socket is None or self.connection.closed:
+                raise ConfigurationError(f"The connection to {peer} is closed.")
+            return self._sorter.register(model_id, peer)
+
+    def leave(self, box: Mailbox) -> None:
+        """Give a mailbox up; with the last one the connection is closed."""
+        with self._lock:
+            if self._sorter.leave(box) and not self._sorter:
+                self._close()
+
+    def put(self, frame: Outgoing, peer: str) -> None:
+        """Queue a frame and write what fits.
+
+        Raises:
+            TransportError: the connection is dead or closed; the frame will never arrive.
+        """
+        with self._lock:
+            self._outflow.put(frame)
+            self._write(peer)
+
+    def flush(self, peer: str) -> bool:
+        """Write what fits; True once nothing is left.
+
+        Raises:
+            TransportError: the connection is dead or closed.
+        """
+        with self._lock:
+            return self._write(peer)
+
+    def _write(self, peer: str) -> bool:
+        if self._socket is None or self.connection.closed:
+            self._outflow.clear()
+            raise (self._deaf or lost("is closed"))(peer)
+        try:
+            return self._outflow.write()
+        except OSError as error:
+            raise TransportError(f"Cannot write to {peer}: {error.strerror}.") from error
+
+    def wants_write(self) -> int | None:
+        """The socket's descriptor while something is queued."""
+        with self._lock:
+            return self._socket.fileno() if self._outflow and self._socket else None
+
+    def all_read(self) -> bool | None:
+        """Whether the other end has read all that was put; None: only sockets of this host tell."""
+        with self._lock:
+            if self._socket is None or self._socket.family != socket.AF_UNIX:
+                return None
+            return not self._outflow and not unread_nbytes(self._socket)
+
+    def waitables(self) -> list[int]:
+        """Descriptors that are readable when there is something to read, or the peer is dead."""
+        with self._lock:
+            found = [self._socket.fileno()] if self._socket is not None else []
+            if self._watch is not None and self._watch.fileno() >= 0:
+                found.append(self._watch.fileno())
+            return found
+
+    def watch(self, pid: int, started: int) -> None:
+        """Count the connection as ended once that process is dead.
+
+        Raises:
+            TransportError: the process cannot be watched.
+        """
+        with self._lock:
+            if self._socket is None or (self._watch is not None and self._watch.names(pid, started)):
+                return
+            watch = watching(pid, started)
+            if self._watch is not None:
+                self._watch.close()
+            self._watch = watch
+            if watch.dead:
+                self._sorter.signal_all()
+
+    def collect(self, box: Mailbox) -> list[Frame]:
+        """Read what can be read, and take out what is for ``box``.
+
+        Raises:
+            TransportError: nothing is left for it, and the connection is dead or closed.
+            ProtocolError: nothing is left for it, and what follows is malformed.
+        """
+        with self._lock:
+            self._read(box)
+            frames = box.collect()
+            if self._deaf is None:
+                if self._sorter.unmet:
+                    self._answer_unmet()
+                return frames
+            if not frames:
+                raise self._deaf(box.peer)
+            box.signal()
+            return frames
+
+    def _answer_unmet(self) -> None:
+        """Tell senders of models that nobody has registered here, once each."""
+        for told in self._sorter.answers_to_unmet():
+            logger.warning("model %r: a sender's handshake came, and is not taken: %s", told.model_id, told.reason)
+            self._outflow.put(Outgoing(framed(told)))
+            with contextlib.suppress(OSError):  # whoever writes next is told
+                self._outflow.write()
+
+    def user_waker(self) -> Waker:
+        """Fired when another reader of the connection has come by a message of the user's own."""
+        with self._lock:
+            return self._sorter.user_waker()
+
+    def has_foreign(self) -> bool:
+        """Read what can be read: is a message of the user's own there, or can none come any more?"""
+        with self._lock:
+            if not self._sorter.foreign:
+                self._read(None)
+            return bool(self._sorter.foreign) or self._deaf is not None
+
+    def has_ended(self) -> bool:
+        """Read what can be read: can nothing come any more?"""
+        with self._lock:
+            self._read(None)
+            return self._deaf is not None
+
+    def take_foreign(self) -> Foreign | None:
+        """The next message of the user's own; None if another thread has just taken it.
+
+        Raises:
+            TransportError: none is left, and the connection is dead or closed.
+            ProtocolError: none is left, and what follows is malformed.
+        """
+        with self._lock:
+            if not self._sorter.foreign and self._deaf is not None:
+                raise self._deaf("the peer")
+            return self._sorter.take_foreign()
+
+    def strays(self) -> tuple[str, ...]:
+        """The models for which something has come that no link here is of."""
+        with self._lock:
+            return self._sorter.strays()
+
+    def foreign_comes_first(self, model_id: str) -> bool:
+        """Whether the next message of the user's own came before the model's newest update."""
+        with self._lock:
+            return self._sorter.foreign_comes_first(model_id)
+
+    def _read(self, reader: Mailbox | None) -> None:
+        if self._deaf is None and (self._socket is None or self.connection.closed):
+            self._fail(lost("is closed"))
+        if self._deaf is None and self._reading:
+            # An exception from outside, as KeyboardInterrupt, came between reading and counting what was read.
+            self._fail(lost("was interrupted in the middle of a frame"))
+        if self._deaf is not None:
+            return
+        self._reading = True
+        # Asked before reading: what the peer wrote before its death is then certainly there.
+        dead = self._watch is not None and self._watch.dead
+        try:
+            if self._drain(reader, dead) and self._watch is not None:
+                self._fail(lost(f"has ended: process {self._watch.pid} is dead"))
+        except EOFError as error:
+            self._fail(lost("was closed by the other end", error))
+        except ProtocolError as error:
+            self._fail(broken(error))
+        except OSError as error:
+            self._fail(lost(f"broke ({error})", error))
+        self._reading = False
+
+    def _drain(self, reader: Mailbox | None, dead: bool) -> bool:
+        """Read, for a bounded while; whether a dead peer's last words have all been read."""
+        for _ in range(_ROUNDS):
+            try:
+                more = self._inflow.read()
+            except BlockingIOError:
+                return dead
+            while (frame := self._inflow.next()) is not None:
+                self._sorter.sort(frame, reader)
+            if not more and not dead:
+                return False
+        return False
+
+    def _fail(self, why: Failure) -> None:
+        self._deaf = why
+        self._inflow.close()
+        self._sorter.signal_all()
+
+    def _close(self) -> None:
+        if not self.connection.closed:
+            with contextlib.suppress(OSError):
+                self._outflow.write()
+        self._release()
+        self._fail(lost("is closed"))
+        # What the user has not read yet can be read as long as the connection object is there.
+        vars(self.connection)[_CHANNEL] = self
+        with contextlib.suppress(OSError):
+            self.connection.close()
+
+    def _release(self) -> None:
+        self._outflow.clear()
+        self._inflow.close()
+        self._sorter.clear()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def forget(self) -> None:
+        """In a forked child: be dead, and leave the connection to whoever uses it here."""
+        self._lock = threading.Lock()
+        self._release()
+        self._deaf = lost("was inherited over a fork: it is the parent's")
+        _channels.pop(id(self.connection), None)
+
+    def __del__(self) -> None:
+        self._release()

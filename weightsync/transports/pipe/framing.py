@@ -1,0 +1,446 @@
+"""Frames written to a socket that carries the user's own too, as `multiprocessing.connection` frames them."""
+
+from __future__ import annotations
+
+import array
+import errno
+import mmap
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from weightsync.protocol import codec
+from weightsync.protocol.codec import MAGIC, Readable
+from weightsync.protocol.messages import Message, Update
+from weightsync.transports.buffers import NoRoom, anonymous
+
+#: GLOBAL weightsync.errors.raw_pipe, EMPTY_TUPLE, REDUCE, STOP.
+PREAMBLE: Final = b"cweightsync.errors\nraw_pipe\n)R."
+
+
+def framed(message: Message, descriptors: int = 0) -> bytes:
+    """A message's control part as it goes over a pipe."""
+    return PREAMBLE + codec.encode(message, descriptors)
+
+
+def start_of_ours(content: Readable) -> int | None:
+    """Where the header lies in a frame of ours; None: the frame is the user's own.
+
+    Frames without the preamble are ours too: an older release writes them, and is told which version it speaks.
+    """
+    if bytes(content[: len(PREAMBLE)]) == PREAMBLE:
+        return len(PREAMBLE)
+    return 0 if bytes(content[: len(MAGIC)]) == MAGIC else None
+
+
+def may_be_ours(content: Readable) -> bool:
+    """Whether what is here of a frame may yet turn out to be the start of one of ours."""
+    start = bytes(content[: len(PREAMBLE)])
+    return len(start) < len(PREAMBLE) and (
+        PREAMBLE.startswith(start) or (len(start) < len(MAGIC) and MAGIC.startswith(start))
+    )
+
+
+_SHORT: Final = struct.Struct("!i")
+_LONG: Final = struct.Struct("!iQ")
+_CHUNK_NBYTES: Final = 64 * 1024
+_SPARE_LANDINGS: Final = 2
+#: Descriptors that have come and that no frame has claimed yet: a frame carries one, and is read before the next.
+_MAX_DESCRIPTORS: Final = 8
+# Plain numbers: flags of an enum take a microsecond to test.
+_RECEIVE_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED: Final = int(socket.MSG_CTRUNC)
+#: Stands for a descriptor that was passed while this process could open no more: the kernel has dropped it for good.
+_DROPPED: Final = -1
+_ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+_NO_DESCRIPTOR: Final = "The descriptor of the peer's shared memory could not be taken: Too many open files."
+
+
+class Frame(NamedTuple):
+    """A frame of ours, whole."""
+
+    message: Message
+    payload: memoryview | None
+    descriptors: tuple[int, ...]
+    #: Why its payload, or its descriptor, could not be taken; empty: it was.
+    untaken: str = ""
+
+
+class Foreign(NamedTuple):
+    """A frame of the user's own, whole and unread."""
+
+    data: bytearray
+
+
+class _Filling:
+    """Bytes being gathered, in memory that grows with what has arrived: a length that lies costs nothing."""
+
+    def __init__(self, nbytes: int, memory: memoryview | None = None) -> None:
+        self.nbytes = nbytes
+        self.filled = 0
+        self.grown = bytearray()
+        self._memory = memory
+
+    @property
+    def missing(self) -> int:
+        return self.nbytes - self.filled
+
+    def room(self) -> memoryview:
+        if self._memory is not None:
+            return self._memory[self.filled :]
+        if self.filled == len(self.grown):
+            self.grown.extend(bytes(min(self.missing, max(len(self.grown), _CHUNK_NBYTES))))
+        return memoryview(self.grown)[self.filled :]
+
+    def take(self, source: memoryview) -> int:
+        """Copy what fits from ``source``; how much that was."""
+        taken = 0
+        while taken < len(source) and self.missing:
+            with self.room() as room:
+                nbytes = min(len(room), len(source) - taken)
+                room[:nbytes] = source[taken : taken + nbytes]
+            self.filled += nbytes
+            taken += nbytes
+        return taken
+
+
+class _Skipping(_Filling):
+    """Bytes that are read and dropped, since there is no memory for them: those behind them are for others.
+
+    Args:
+        nbytes: how many.
+        why: there is none.
+    """
+
+    def __init__(self, nbytes: int, why: str) -> None:
+        super().__init__(nbytes)
+        self.why = why
+        self._scratch = memoryview(bytearray(_CHUNK_NBYTES))
+
+    def room(self) -> memoryview:
+        return self._scratch[: self.missing]
+
+
+class Inflow:
+    """The reading half of a socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._chunk = memoryview(bytearray(_CHUNK_NBYTES))
+        self._start = 0
+        self._end = 0
+        self._descriptors: deque[int] = deque()
+        self._filling: _Filling | None = None
+        self._head: codec.Head | None = None
+        self._message: Message | None = None
+        self._payload: memoryview | None = None
+        self._landings: deque[mmap.mmap] = deque(maxlen=_SPARE_LANDINGS)
+
+    def read(self) -> bool:
+        """Read once; whether there may be more at once.
+
+        Raises:
+            BlockingIOError: nothing to read now.
+            EOFError: the peer's end is closed.
+            OSError: the connection broke.
+            ProtocolError: more descriptors came than frames that name them.
+        """
+        if self._filling is not None:
+            with self._filling.room() as room:
+                nbytes = self._receive(room)
+                self._filling.filled += nbytes
+                return nbytes == len(room)
+        if self._end == len(self._chunk):
+            self._compact()
+        room = self._chunk[self._end :]
+        nbytes = self._receive(room)
+        self._end += nbytes
+        return nbytes == len(room)
+
+    def _compact(self) -> None:
+        kept = bytes(self._chunk[self._start : self._end])
+        self._chunk[: len(kept)] = kept
+        self._start, self._end = 0, len(kept)
+
+    def _receive(self, room: memoryview) -> int:
+        nbytes, ancillary, flags, _ = self._socket.recvmsg_into([room], _ANCILLARY_NBYTES, _RECEIVE_FLAGS)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors = array.array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                self._descriptors.extend(descriptors)
+        if flags & _TRUNCATED:
+            self._descriptors.append(_DROPPED)
+        if len(self._descriptors) > _MAX_DESCRIPTORS:
+            count = len(self._descriptors)
+            raise codec.malformed(f"The peer passed {count} descriptors that no frame of its own names", b"")
+        if nbytes == 0:
+            raise EOFError
+        return nbytes
+
+    def next(self) -> Frame | Foreign | None:
+        """The next whole frame of what was read; None if there is none.
+
+        Raises:
+            ProtocolError: malformed bytes.
+        """
+        if self._filling is None:
+            whole = self._whole()
+            if whole is not None or not self._begin():
+                return whole
+        while self._filling is not None:
+            self._start += self._filling.take(self._chunk[self._start : self._end])
+            if self._start == self._end:
+                self._start = self._end = 0
+            if self._filling.missing:
+                return None
+            whole = self._advance(self._filling)
+            if whole is not None:
+                return whole
+        return None
+
+    def _whole(self) -> Frame | Foreign | None:
+        """The frame at the head of the chunk, if it lies there whole: most do."""
+        content = self._start + _SHORT.size
+        if content > self._end:
+            return None
+        (nbytes,) = _SHORT.unpack_from(self._chunk, self._start)
+        if not 0 <= nbytes <= self._end - content:
+            return None
+        frame = self._chunk[content : content + nbytes]
+        self._start = content + nbytes
+        if self._start == self._end:
+            self._start = self._end = 0
+        start = start_of_ours(frame)
+        if start is None:
+            return Foreign(bytearray(frame))
+        frame = frame[start:]
+        head = _checked(frame, nbytes - start)
+        message = codec.decode_with(head, frame[: head.control_nbytes])
+        payload = memoryview(bytearray(frame[head.control_nbytes :])) if head.payload_nbytes else None
+        return Frame(message, payload, *self._claim(head, message, frame))
+
+    def _begin(self) -> bool:
+        """Start on the frame at the head of the chunk, once enough of it is there to know what it is."""
+        read = self._chunk[self._start : self._end]
+        if len(read) < _SHORT.size:
+            return False
+        skip, (nbytes,) = _SHORT.size, _SHORT.unpack_from(read)
+        if nbytes == -1:
+            if len(read) < _LONG.size:
+                return False
+            skip, (_, nbytes) = _LONG.size, _LONG.unpack_from(read)
+        if nbytes < 0:
+            raise codec.malformed(f"A frame claims {nbytes} bytes", read)
+        content = read[skip : skip + nbytes]
+        if len(content) < nbytes and may_be_ours(content):
+            return False
+        start = start_of_ours(content)
+        if start is not None:
+            skip, nbytes, content = skip + start, nbytes - start, content[start:]
+            if len(content) < min(codec.HEADER_NBYTES, nbytes):
+                return False
+            self._head = _checked(content, nbytes)
+            nbytes = self._head.control_nbytes
+        self._start += skip
+        self._filling = _Filling(nbytes)
+        return True
+
+    def _advance(self, filled: _Filling) -> Frame | Foreign | None:
+        """What a part that is whole now makes: a frame, or the wait for its payload."""
+        self._filling = None
+        if self._head is None:
+            return Foreign(filled.grown)
+        if self._message is None:
+            self._message = codec.decode_with(self._head, filled.grown)
+            if self._head.payload_nbytes:
+                self._filling = self._landing(self._head.payload_nbytes)
+                return None
+        if isinstance(filled, _Skipping):
+            frame = Frame(self._message, None, (), filled.why)
+        else:
+            frame = Frame(self._message, self._payload, *self._claim(self._head, self._message, filled.grown))
+        self._head = self._message = self._payload = None
+        return frame
+
+    def _landing(self, nbytes: int) -> _Filling:
+        """Where a payload is to go; nowhere, if there is no memory for it."""
+        try:
+            self._payload = self._land(nbytes)
+        except NoRoom as error:
+            return _Skipping(nbytes, str(error))
+        return _Filling(nbytes, self._payload)
+
+    def _claim(self, head: codec.Head, message: Message, control: codec.Readable) -> tuple[tuple[int, ...], str]:
+        """The descriptors that came with a frame: that of a segment, with the first update that lies there.
+
+        If the kernel has dropped it, there is none, and it is said why.
+        """
+        if not head.descriptors:
+            return (), ""
+        if head.descriptors > 1 or not isinstance(message, Update) or message.slot is None:
+            kind = type(message).__name__
+            raise codec.malformed(f"The peer passed {head.descriptors} descriptors with a frame of {kind}", control)
+        if head.descriptors > len(self._descriptors):
+            raise codec.malformed(f"A frame came without its {head.descriptors} descriptors", control)
+        descriptor = self._descriptors.popleft()
+        return ((descriptor,), "") if descriptor != _DROPPED else ((), _NO_DESCRIPTOR)
+
+    def _land(self, nbytes: int) -> memoryview:
+        """Memory for a payload: pages touched before, once nobody refers to them."""
+        if nbytes < _CHUNK_NBYTES:
+            return memoryview(bytearray(nbytes))
+        landing = next((known for known in self._landings if len(known) >= nbytes and _unused(known)), None)
+        if landing is None:
+            landing = anonymous(nbytes)
+            self._landings.append(landing)
+        return memoryview(landing)[:nbytes]
+
+    def close(self) -> None:
+        """Close descriptors that no frame has claimed."""
+        while self._descriptors:
+            descriptor = self._descriptors.popleft()
+            if descriptor != _DROPPED:
+                os.close(descriptor)
+
+
+def _checked(content: memoryview, nbytes: int) -> codec.Head:
+    """The header at the start of ``content``, which belongs to a frame of ``nbytes`` bytes."""
+    head = codec.peek(content)
+    if head.control_nbytes + head.payload_nbytes != nbytes:
+        raise codec.malformed(f"A frame of {nbytes} bytes says that it has others", content)
+    return head
+
+
+def _unused(memory: mmap.mmap) -> bool:
+    """Whether no view of it is left: only then can it be resized, here to the size it has."""
+    try:
+        memory.resize(len(memory))
+    except BufferError:
+        return False
+    return True
+
+
+_SHORT_MAX: Final = 0x7FFFFFFF
+_SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+#: What is written in one call to `Outflow.write`; the rest is for the next, so that no call lasts long.
+_ROUNDS: Final = 256
+
+
+def _nothing() -> None:
+    return None
+
+
+class Outgoing:
+    """A frame on its way out.
+
+    Args:
+        control: its first bytes.
+        payload: the bytes that follow; not copied, so they must stay as they are until the frame has left.
+        descriptors: file descriptors that travel with its first byte.
+        keep: what owns the descriptors, kept alive until it has left.
+        done: called once, when it has left or never will.
+    """
+
+    def __init__(
+        self,
+        control: bytes,
+        payload: memoryview | None = None,
+        descriptors: Sequence[int] = (),
+        keep: object = None,
+        done: Callable[[], None] = _nothing,
+    ) -> None:
+        following = payload.nbytes if payload is not None else 0
+        self._pieces = [memoryview(_prefix(len(control) + following) + control)]
+        if payload is not None and following:
+            self._pieces.append(payload.cast("B"))
+        self._descriptors = descriptors
+        self._keep = keep
+        self._done = done
+        self.over = False
+
+    def write(self, sock: socket.socket) -> bool:
+        """Write once; True when all has left.
+
+        Raises:
+            BlockingIOError: no room now.
+            OSError: the connection broke.
+        """
+        ancillary = []
+        if self._descriptors:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._descriptors))]
+        nbytes = sock.sendmsg(self._pieces, ancillary, _SEND_FLAGS)
+        self._descriptors = ()
+        while self._pieces and nbytes >= len(self._pieces[0]):
+            nbytes -= len(self._pieces.pop(0))
+        if self._pieces:
+            self._pieces[0] = self._pieces[0][nbytes:]
+            return False
+        return True
+
+    def end(self) -> None:
+        """It has left, or never will."""
+        self.over = True
+        self._pieces.clear()
+        self._done()
+
+
+def _prefix(nbytes: int) -> bytes:
+    return _SHORT.pack(nbytes) if nbytes <= _SHORT_MAX else _LONG.pack(-1, nbytes)
+
+
+class Outflow:
+    """The writing half of a socket: frames leave whole and in order, each as far as there is room.
+
+    Args:
+        sock: a stream socket.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._queue: deque[Outgoing] = deque()
+        self._broken: OSError | None = None
+        self._midway = False
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def put(self, frame: Outgoing) -> None:
+        """Queue a frame behind all others."""
+        self._queue.append(frame)
+
+    def write(self) -> bool:
+        """Write what there is room for; True when nothing is left.
+
+        Raises:
+            OSError: the connection broke, now or before; what had not left never will.
+        """
+        if self._midway:
+            # An exception from outside, as KeyboardInterrupt, came between writing and counting what was written.
+            self._broken = InterruptedError(errno.EINTR, "interrupted in the middle of a frame")
+        self._midway = self._broken is None
+        try:
+            if self._broken is not None:
+                raise self._broken
+            for _ in range(_ROUNDS):
+                if not self._queue:
+                    break
+                if self._queue[0].write(self._socket):
+                    self._queue.popleft().end()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._broken = error
+            self._midway = False
+            self.clear()
+            raise
+        self._midway = False
+        return not self._queue
+
+    def clear(self) -> None:
+        """Give up what has not left."""
+        while self._queue:
+            self._queue.popleft().end()

@@ -1,0 +1,189 @@
+"""Links over duplex `multiprocessing` connections, with large payloads in shared memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.protocol import codec
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Message, SlotRef, Update
+from weightsync.transports.base import Payloads, Received, Remarks, TellsWhatIsRead
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapped, Named, NoRoom, Pins
+from weightsync.transports.pipe.connection import Channel
+from weightsync.transports.pipe.framing import Frame, Outgoing, framed
+from weightsync.transports.pipe.mailbox import discard
+from weightsync.transports.pipe.user_messages import UserMessages
+from weightsync.transports.unmet import told_by
+
+logger = logging.getLogger("weightsync")
+
+
+class PipeLink(TellsWhatIsRead, Remarks):
+    """A link over one end of ``multiprocessing.Pipe(duplex=True)``. See `Link` for its contract.
+
+    Links of several models may share one connection object; it is closed with its last link. Meanwhile it is
+    read and written here alone: the user's own messages go through `user`.
+
+    Args:
+        connection: this process's end. It is never made non-blocking.
+        model_id: only messages of this model go through the link.
+        peer: who is at the other end, for messages to people.
+        payloads: how large payloads travel.
+
+    Raises:
+        ConfigurationError: the connection is closed, one-way or not a socket, or has a link for that model.
+        TransportError: no file descriptor is left.
+    """
+
+    delivery = Delivery.ORDERED
+
+    def __init__(
+        self,
+        connection: Connection[Any, Any],
+        model_id: str,
+        *,
+        peer: str = "the peer",
+        payloads: Payloads = Payloads.SHARED,
+    ) -> None:
+        self._peer = peer
+        self._remark = ""
+        self._payloads = payloads
+        self._channel = Channel.of(connection)
+        self._box = self._channel.register(model_id, peer)
+        self._named = Named()
+        self._mapped = Mapped()
+        self._pins = Pins()
+        self._broken: ProtocolError | TransportError | None = None
+        self._closed = False
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for messages to people."""
+        return self._peer
+
+    @property
+    def user(self) -> UserMessages:
+        """The user's own messages on this connection."""
+        return UserMessages(self._channel)
+
+    def send(self, message: Message, payload: Buffer | None = None) -> None:
+        """Queue a message and write what fits now: see `Link.send`."""
+        self._require_open()
+        if not isinstance(message, Update) or not message.nbytes:
+            self._channel.put(Outgoing(framed(message)), self._peer)
+        elif payload is None or payload.nbytes < message.nbytes:
+            raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
+        elif payload.segment is not None and self._shares(message.nbytes):
+            self._send_shared(message, payload)
+        else:
+            self._send_inline(message, payload)
+
+    def _shares(self, nbytes: int) -> bool:
+        wanted = self._payloads is Payloads.SHARED and nbytes >= INLINE_BELOW_NBYTES
+        return wanted and self._channel.passes_descriptors
+
+    def _send_inline(self, message: Update, payload: Buffer) -> None:
+        token = object()
+        frame = Outgoing(framed(message), payload.view[: message.nbytes], done=lambda: payload.unpin(token))
+        payload.pin(token)
+        self._pins.hold(message, None)
+        self._channel.put(frame, self._peer)
+
+    def _send_shared(self, message: Update, payload: Buffer) -> None:
+        assert payload.segment is not None
+        placed = replace(message, slot=SlotRef(segment=payload.segment.number))
+        descriptors = self._named.missing(payload.segment)
+        frame = Outgoing(framed(placed, len(descriptors)), descriptors=descriptors, keep=payload)
+        self._named.name(payload.segment, placed)
+        # Held even if the link turns out to be dead: an earlier frame may have shown the same version.
+        self._pins.hold(message, payload)
+        self._channel.put(frame, self._peer)
+
+    def flush(self) -> bool:
+        """Write what is queued, as far as it fits: see `Link.flush`."""
+        self._require_open()
+        return self._channel.flush(self._peer)
+
+    def receive(self) -> list[Received]:
+        """Everything that has arrived whole: see `Link.receive`."""
+        self._require_open()
+        if self._broken is not None:
+            raise self._broken
+        received: list[Received] = []
+        frames = [frame for frame in self._channel.collect(self._box) if not self._is_remark(frame.message)]
+        try:
+            for frame in frames:
+                received.append(self._open(frame))
+                self._pins.answered(frame.message)
+                self._named.answered(frame.message)
+        except (ProtocolError, TransportError) as error:
+            self._broken = error
+            discard(frames[len(received) + 1 :])
+            if not received:
+                raise
+            # What came before is delivered now, the error at the next call: the wait before it must end.
+            self._box.signal()
+        return received
+
+    @property
+    def remark(self) -> str:
+        """What was told of this link by others than its worker: see `Remarks`."""
+        return self._remark
+
+    def _is_remark(self, message: Message) -> bool:
+        told = told_by(message)
+        if told:
+            logger.warning("model %r: %s has not taken the handshake: %s", self._box.model_id, self._peer, told)
+        self._remark = told
+        return bool(told)
+
+    def _open(self, frame: Frame) -> Received:
+        message = frame.message
+        if not isinstance(message, Update) or message.slot is None:
+            return Received(message, frame.payload, untaken=frame.untaken)
+        try:
+            mapping = self._mapped.find(message.slot, frame.descriptors, frame.untaken)
+        except NoRoom as error:
+            return Received(message, untaken=str(error))
+        if mapping.nbytes < message.nbytes:
+            raise codec.malformed(f"{message.nbytes} bytes in a segment of {mapping.nbytes}", b"")
+        return Received(message, mapping.view[: message.nbytes], mapping.remap)
+
+    def waitables(self) -> list[int]:
+        """Descriptors that become readable when there is something to receive: see `Link.waitables`."""
+        if self._closed:
+            return []
+        return [*self._channel.waitables(), *self._box.waitables()]
+
+    def wants_write(self) -> int | None:
+        """The descriptor to watch for room to write: see `Link.wants_write`."""
+        return None if self._closed else self._channel.wants_write()
+
+    def all_read(self) -> bool | None:
+        """Whether the peer has read all that was sent over this connection: see `TellsWhatIsRead`."""
+        return None if self._closed else self._channel.all_read()
+
+    def watch(self, pid: int, started: int) -> None:
+        """Notice the death of the peer's process: see `Link.watch`."""
+        if pid and not self._closed:
+            self._channel.watch(pid, started)
+
+    def close(self) -> None:
+        """Give the link up: see `Link.close`. The connection is closed with its last link."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._channel.peer_is_dead:
+            self._pins.release()
+        else:
+            self._pins.retire()
+        self._mapped.clear()
+        self._channel.leave(self._box)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"The link to {self._peer} is closed.")

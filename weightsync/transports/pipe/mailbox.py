@@ -1,0 +1,211 @@
+"""Frames sorted by whom they are for: several models, and the user, may share a connection."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from weightsync.errors import ConfigurationError, ProtocolError, TransportError
+from weightsync.protocol.messages import Refusal, Update
+from weightsync.transports.base import Waker
+from weightsync.transports.pipe.framing import Foreign, Frame
+from weightsync.transports.unmet import answer, is_from_sender
+
+#: Frames kept for models that nobody has registered yet.
+MAX_STRAYS: Final = 64
+#: Messages of the user's own that are kept until somebody reads them.
+MAX_FOREIGN: Final = 65_536
+#: Bytes of each of the two, over which nothing more is kept. A single message may be larger.
+MAX_KEPT_NBYTES: Final = 2**30
+
+
+class Mailbox:
+    """What has arrived for one model and was not collected yet."""
+
+    def __init__(self, model_id: str, peer: str) -> None:
+        self.model_id = model_id
+        self.peer = peer
+        self.frames: deque[Frame] = deque()
+        self.waker = Waker()
+        self._signalled = False
+
+    def waitables(self) -> list[int]:
+        """The descriptor that `signal` makes readable."""
+        return [self.waker.fileno()]
+
+    def signal(self) -> None:
+        """Make its waker readable: there is something that its owner has not read from the socket itself."""
+        if not self._signalled:
+            self._signalled = True
+            self.waker.fire()
+
+    def collect(self) -> list[Frame]:
+        """Take everything out."""
+        if self._signalled:
+            self._signalled = False
+            self.waker.clear()
+        frames = list(self.frames)
+        self.frames.clear()
+        return frames
+
+
+class Sorter:
+    """The mailboxes of one connection. Used under its lock."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[str, Mailbox] = {}
+        self._strays: deque[Frame] = deque()
+        self._left: set[str] = set()
+        #: Models that nobody has registered, and of which no sender was told so yet.
+        self.unmet: list[str] = []
+        self._strays_nbytes = 0
+        self.foreign: deque[Foreign] = deque()
+        self._foreign_nbytes = 0
+        self._user_waker: Waker | None = None
+        # In which order the user's own messages came, and each model's newest update among them.
+        self._sorted = 0
+        self._foreign_at: deque[int] = deque()
+        self._updated_at: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._boxes)
+
+    def user_waker(self) -> Waker:
+        """Fired for each message of the user's own, once somebody has asked for it."""
+        if self._user_waker is None:
+            self._user_waker = Waker()
+        return self._user_waker
+
+    def register(self, model_id: str, peer: str) -> Mailbox:
+        """A mailbox for a model, with what has already arrived for it.
+
+        Raises:
+            ConfigurationError: the model has one.
+        """
+        if model_id in self._boxes:
+            raise ConfigurationError(
+                f"Model {model_id!r} already has a link over this connection: close that one first."
+            )
+        box = self._boxes[model_id] = Mailbox(model_id, peer)
+        self._left.discard(model_id)
+        self.unmet = [each for each in self.unmet if each != model_id]
+        box.frames.extend(frame for frame in self._strays if frame.message.model_id == model_id)
+        self._strays = deque(frame for frame in self._strays if frame.message.model_id != model_id)
+        self._strays_nbytes = sum(map(_nbytes, self._strays))
+        if box.frames:
+            box.signal()
+        return box
+
+    def leave(self, box: Mailbox) -> bool:
+        """Drop a mailbox, and what comes for its model from now on; False if it had left already."""
+        if self._boxes.get(box.model_id) is not box:
+            return False
+        del self._boxes[box.model_id]
+        self._left.add(box.model_id)
+        discard(box.frames)
+        box.frames.clear()
+        box.waker.close()
+        return True
+
+    def answers_to_unmet(self) -> list[Refusal]:
+        """What senders are still to be told, if anybody has registered anything."""
+        if not self._boxes:
+            return []
+        unmet, self.unmet = self.unmet, []
+        return [answer(model_id, self._boxes) for model_id in unmet]
+
+    def strays(self) -> tuple[str, ...]:
+        """The models for which something has come that nobody has registered."""
+        return tuple(dict.fromkeys(frame.message.model_id for frame in self._strays))
+
+    def take_foreign(self) -> Foreign | None:
+        """The next message of the user's own, if there is one."""
+        if not self.foreign:
+            return None
+        self._foreign_at.popleft()
+        taken = self.foreign.popleft()
+        self._foreign_nbytes -= len(taken.data)
+        return taken
+
+    def foreign_comes_first(self, model_id: str) -> bool:
+        """Whether the next message of the user's own came before the model's newest update."""
+        return bool(self.foreign) and self._foreign_at[0] < self._updated_at.get(model_id, 0)
+
+    def sort(self, frame: Frame | Foreign, reader: Mailbox | None) -> None:
+        """Put a frame where it belongs, and wake its owner unless that is who reads.
+
+        Raises:
+            ProtocolError: too many frames for models that nobody has registered.
+            TransportError: too many messages of the user's own that nobody has read.
+        """
+        self._sorted += 1
+        if isinstance(frame, Foreign):
+            self._keep_foreign(frame)
+            return
+        model_id = frame.message.model_id
+        if isinstance(frame.message, Update):
+            self._updated_at[model_id] = self._sorted
+        if is_from_sender(frame.message):
+            self._left.discard(model_id)  # what is still on its way to a receiver that closed ends here
+        box = self._boxes.get(model_id)
+        if box is not None:
+            box.frames.append(frame)
+            if box is not reader:
+                box.signal()
+        elif model_id in self._left:
+            discard([frame])
+        elif len(self._strays) < MAX_STRAYS and self._strays_nbytes < MAX_KEPT_NBYTES:
+            self._strays.append(frame)
+            if is_from_sender(frame.message) and model_id not in self.unmet:
+                self.unmet.append(model_id)
+            self._strays_nbytes += _nbytes(frame)
+            if self._user_waker is not None:
+                self._user_waker.fire()
+        else:
+            discard([frame])
+            raise ProtocolError(
+                f"{len(self._strays)} messages of {self._strays_nbytes} bytes lie here for models without a link, and "
+                f"another came (for {model_id!r})."
+            )
+
+    def _keep_foreign(self, frame: Foreign) -> None:
+        if len(self.foreign) >= MAX_FOREIGN or self._foreign_nbytes >= MAX_KEPT_NBYTES:
+            raise TransportError(
+                f"{len(self.foreign)} messages of your own ({self._foreign_nbytes} bytes) lie here unread: read them "
+                "from receiver.pipe or sender.pipe(worker_id)"
+            )
+        self.foreign.append(frame)
+        self._foreign_nbytes += len(frame.data)
+        self._foreign_at.append(self._sorted)
+        if self._user_waker is not None:
+            self._user_waker.fire()
+
+    def signal_all(self) -> None:
+        """Wake everybody: something concerns them all."""
+        for box in self._boxes.values():
+            box.signal()
+        if self._user_waker is not None:
+            self._user_waker.fire()
+
+    def clear(self) -> None:
+        """Drop all mailboxes and what lies in them; the user's own messages stay."""
+        for box in list(self._boxes.values()):
+            self.leave(box)
+        discard(self._strays)
+        self._strays.clear()
+        self._strays_nbytes = 0
+        if self._user_waker is not None:
+            self._user_waker.close()
+
+
+def _nbytes(frame: Frame) -> int:
+    return frame.payload.nbytes if frame.payload is not None else 0
+
+
+def discard(frames: Iterable[Frame]) -> None:
+    """Close the descriptors of frames that nobody will open."""
+    for frame in frames:
+        for descriptor in frame.descriptors:
+            os.close(descriptor)

@@ -1,0 +1,110 @@
+"""The user's own messages on a connection that carries ours."""
+
+from __future__ import annotations
+
+import select
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from weightsync.clock import Deadline
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.protocol.codec import MAGIC
+from weightsync.transports.pipe.connection import Channel
+from weightsync.transports.pipe.framing import PREAMBLE, Outgoing, start_of_ours
+
+
+class UserMessages:
+    """What `multiprocessing.connection.Connection` offers, for the frames that are not ours.
+
+    They come out in order and unchanged. Where a connection carries a link, use this instead of the
+    connection's own methods in the same process: two writers would cut each other's frames. Blocking calls
+    block as those of a connection do, on the user's own time.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether `recv` has something to return, or to raise, within ``timeout`` seconds (None: ever)."""
+        deadline = Deadline(timeout)
+        while not self._channel.has_foreign():
+            if deadline.passed:
+                return False
+            self._await(deadline.nap)
+        return True
+
+    def _await(self, timeout: float | None) -> None:
+        waker = self._channel.user_waker()
+        fd = waker.enter()
+        if fd is None:
+            return
+        try:
+            if not self._channel.has_foreign():
+                _poll([fd, *self._channel.waitables()], select.POLLIN, timeout)
+        finally:
+            waker.leave()
+        waker.clear()
+
+    def recv_bytes(self) -> bytes:
+        """The next message of the user's own, as bytes. Blocks until there is one.
+
+        Raises:
+            EOFError: none is left, and the connection has ended.
+        """
+        return bytes(self._take())
+
+    def recv(self) -> Any:
+        """The next message of the user's own, unpickled. Blocks until there is one.
+
+        Raises:
+            EOFError: none is left, and the connection has ended.
+        """
+        return ForkingPickler.loads(self._take())
+
+    def _take(self) -> bytearray:
+        while True:
+            self.poll(None)
+            try:
+                taken = self._channel.take_foreign()
+            except TransportError as error:
+                raise EOFError(error.message) from error
+            if taken is not None:
+                return taken.data
+
+    def send(self, obj: Any) -> None:
+        """Pickle and send an object, between two frames of ours. Blocks until it has left.
+
+        Raises:
+            TransportError: the connection is dead or closed.
+        """
+        self._put(memoryview(ForkingPickler.dumps(obj)))
+
+    def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
+        """Send bytes, between two frames of ours. Blocks until they have left.
+
+        Raises:
+            ConfigurationError: they begin as our own frames do.
+            TransportError: the connection is dead or closed.
+        """
+        view = memoryview(data).cast("B")
+        start = start_of_ours(view)
+        if start is not None:
+            begins = PREAMBLE if start else MAGIC
+            raise ConfigurationError(f"Messages that begin with {begins!r} are weightsync's own. Nothing was sent.")
+        self._put(view)
+
+    def _put(self, data: memoryview) -> None:
+        frame = Outgoing(b"", data)
+        self._channel.put(frame, "the peer")
+        while not frame.over:
+            fd = self._channel.wants_write()
+            if fd is not None:
+                _poll([fd], select.POLLOUT, None)
+            self._channel.flush("the peer")
+
+
+def _poll(descriptors: list[int], mask: int, timeout: float | None) -> None:
+    poller = select.poll()
+    for fd in descriptors:
+        poller.register(fd, mask)
+    poller.poll(None if timeout is None else timeout * 1000)

@@ -1,0 +1,158 @@
+"""Whether a peer's process lives. Siblings inherit pipe ends, so the end of a stream may never come."""
+
+from __future__ import annotations
+
+import os
+import select
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
+
+import xxhash
+
+from weightsync.errors import TransportError
+
+
+class Forgettable(Protocol):
+    """Holds something of the operating system that a forked child must not touch."""
+
+    def forget(self) -> None:
+        """In a forked child: close this process's copies of descriptors, and nothing of the parent's."""
+
+
+_inherited: WeakSet[Forgettable] = WeakSet()
+
+
+def forget_after_fork(holder: Forgettable) -> None:
+    """Have ``holder.forget()`` called in every child forked from this process."""
+    _inherited.add(holder)
+
+
+def _forget_all() -> None:
+    holders = list(_inherited)
+    _inherited.clear()
+    for holder in holders:
+        holder.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def own_identity() -> tuple[int, int]:
+    """This process's id and its start in clock ticks since boot: what a Hello says of its speaker."""
+    pid = os.getpid()
+    try:
+        return pid, _own_start(pid)
+    except ProcessLookupError:
+        return pid, 0
+
+
+@lru_cache(maxsize=1)
+def own_host() -> bytes:
+    """What tells this machine and pid namespace from others, 16 bytes: a pid means something only there.
+
+    Raises:
+        TransportError: the kernel does not say, since no descriptor is left. Asked again later, it may.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError as error:
+        raise TransportError(f"This host's identity cannot be read: {error.strerror}.") from error
+    return xxhash.xxh3_128_digest(f"{boot} {namespace}".encode())
+
+
+@lru_cache(maxsize=1)
+def own_network() -> str:
+    """What tells this machine and network namespace from others: within them, all reach each other by the loopback."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return xxhash.xxh3_128_hexdigest(f"{boot} {os.readlink('/proc/self/ns/net')}".encode())
+
+
+@lru_cache(maxsize=1)
+def _own_start(pid: int) -> int:
+    started = started_at(pid)
+    if started is None:
+        raise ProcessLookupError(pid)  # not kept: it may be readable when it is asked for again
+    return started
+
+
+def started_at(pid: int) -> int | None:
+    """When process ``pid`` started, in clock ticks since boot; None if that cannot be read."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The second field is the program's name in parentheses, and may hold spaces and parentheses itself.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+class ProcessWatch:
+    """One process, and whether it is dead.
+
+    In a forked child an inherited watch is over: it says neither.
+
+    Args:
+        pid: its id.
+        started: its start as `own_identity` told it: another start is another process. 0: not known.
+    """
+
+    def __init__(self, pid: int, started: int) -> None:
+        self.pid = pid
+        self._started = started
+        self._fd = -1
+        self._dead = False
+        try:
+            self._fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._dead = True
+        else:
+            # Read after the pidfd was opened: from here on the number can no longer change its meaning.
+            found = started_at(pid)
+            self._dead = bool(started) and found is not None and found != started
+            forget_after_fork(self)
+
+    def fileno(self) -> int:
+        """Readable once the process is dead; -1 if there is nothing to wait for."""
+        return self._fd
+
+    @property
+    def dead(self) -> bool:
+        """Whether the process has died."""
+        if not self._dead and self._fd >= 0:
+            poller = select.poll()
+            poller.register(self._fd, select.POLLIN)
+            self._dead = bool(poller.poll(0))
+        return self._dead
+
+    def names(self, pid: int, started: int) -> bool:
+        """Whether it watches that very process."""
+        return (self.pid, self._started) == (pid, started)
+
+    def close(self) -> None:
+        """Watch no longer. Closing twice is allowed."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def forget(self) -> None:
+        """In a forked child: watch no longer."""
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def watching(pid: int, started: int) -> ProcessWatch:
+    """A watch of that process.
+
+    Raises:
+        TransportError: it cannot be watched: no descriptor is left, that is not allowed, or no process can have that
+            number.
+    """
+    try:
+        return ProcessWatch(pid, started)
+    except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise TransportError(f"Process {pid} cannot be watched: {why}.") from error

@@ -1,0 +1,1 @@
+"""Links to Ray actors."""

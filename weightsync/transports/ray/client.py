@@ -1,0 +1,338 @@
+"""Couriers whose calls are those of Ray actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Final
+
+from weightsync.errors import TransportError
+from weightsync.keys import SharedKey
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.protocol.report import Evidence
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.calls.client import Answers, GivenUp
+from weightsync.transports.ray import server
+from weightsync.transports.ray.object_store import Row, Rows
+from weightsync.transports.ray.session import VIGIL, Session, plain, put_away, require_ray, settle
+from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
+
+#: Links over Ray, in the identities of those under a key.
+WAY: Final = "ray"
+
+
+class _Courier:
+    """What the couriers to actors have in common: one put a version, the session's end, how a call ends.
+
+    Args:
+        peer: who is at the other end, for messages to people.
+        rows: where its sender's row is found.
+    """
+
+    def __init__(self, peer: str, rows: Rows) -> None:
+        self._peer = peer
+        self._rows = rows
+        self._row: Row | None = None
+        self._session = Session(peer)
+        self._calls: set[Answers] = set()
+
+    def close(self) -> None:
+        """No further call will be begun: see `Courier.close`."""
+        if self._row is not None:
+            put_away(self._row)
+            self._row = None
+        for call in tuple(self._calls):
+            VIGIL.leave(call)
+
+    def _put(self, update: Update, payload: Buffer | None) -> Any:
+        if self._row is None:
+            self._row = self._rows.of(update.incarnation)
+        return self._row.put(update, payload)
+
+    def _begin(
+        self,
+        submit: Callable[[], Any],
+        said: Callable[[Future[Any]], Sequence[Message]],
+        again: Callable[[], Any] | None = None,
+    ) -> Answers:
+        """Begin a call; one that comes home with a challenge is begun again by ``again``, and its end is that one's."""
+        answers: Answers = Future()
+        try:
+            raw = submit().future()
+        except Exception as error:
+            raise TransportError(f"Ray took no call for {self._peer}: {plain(str(error))}") from error
+        self._calls.add(answers)
+        answers.add_done_callback(self._calls.discard)
+        VIGIL.attend(answers, self._peer)
+        raw.add_done_callback(lambda over: self._ended(answers, over, said, again))
+        return answers
+
+    def _ended(
+        self,
+        answers: Answers,
+        over: Future[Any],
+        said: Callable[[Future[Any]], Sequence[Message]],
+        again: Callable[[], Any] | None,
+    ) -> None:
+        challenged: list[Challenged] = []
+
+        def told(call: Future[Any]) -> Sequence[Message]:
+            try:
+                return said(call)
+            except Challenged as challenge:
+                challenged.append(challenge)
+                raise
+
+        inner: Answers = Future()
+        _conclude(inner, over, told)
+        if challenged:
+            self._follow(answers, said, again, challenged[0])
+        else:
+            _hand_on(answers, inner)
+
+    def _follow(
+        self,
+        answers: Answers,
+        said: Callable[[Future[Any]], Sequence[Message]],
+        again: Callable[[], Any] | None,
+        challenge: Challenged,
+    ) -> None:
+        if again is None:
+            settle(answers, error=challenge)
+            return
+        try:
+            followed = self._begin(again, said)
+        except TransportError as error:
+            settle(answers, error=error)
+            return
+        followed.add_done_callback(lambda over: _hand_on(answers, over))
+
+    def _gone(self, error: BaseException) -> TransportError:
+        if isinstance(error, _exceptions().RayTaskError):
+            kind = GivenUp if isinstance(error.cause, GivenUp) else TransportError
+            lost = kind(f"{self._peer} ended its link: {error.cause}")
+        else:
+            return lost_call(self._peer, error)
+        lost.__cause__ = error
+        return lost
+
+    def _full(self, update: Update, error: BaseException) -> Answers:
+        """Ray's object store did not take the weights: the worker has heard of nothing."""
+        return _done(_refusal(update, f"Ray's object store did not take the weights: {plain(str(error))}"))
+
+
+def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]], Sequence[Message]]) -> None:
+    """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``."""
+    try:
+        messages = said(over)
+    except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
+        settle(answers, error=error)
+    else:
+        settle(answers, messages)
+
+
+def _hand_on(answers: Answers, over: Answers) -> None:
+    error = over.exception()
+    if isinstance(error, Exception):
+        settle(answers, error=error)
+    else:
+        settle(answers, over.result())
+
+
+def _exceptions() -> Any:
+    return require_ray("RayWeightSyncScheme").exceptions
+
+
+def _done(*messages: Message) -> Answers:
+    answers: Answers = Future()
+    answers.set_result(messages)
+    return answers
+
+
+def _ack(update: Update) -> Ack:
+    return Ack(
+        model_id=update.model_id,
+        incarnation=update.incarnation,
+        version=update.version,
+        digest=update.digest,
+        evidence=Evidence.CALL,
+    )
+
+
+def _refusal(update: Update, reason: str, trace: str = "", evidence: Evidence = Evidence.NONE) -> Refusal:
+    return Refusal(
+        model_id=update.model_id,
+        incarnation=update.incarnation,
+        version=update.version,
+        kind=RefusalKind.REFUSED,
+        reason=reason,
+        remote_traceback=trace,
+        evidence=evidence,
+    )
+
+
+class ActorCourier(_Courier):
+    """Carries messages to an actor that has our receiver: what comes back is its own answer.
+
+    Args:
+        call: the actor's method that takes ``(model_id, link, number, frame, payload, lost)``.
+        model_id: the model.
+        peer: who is at the other end, for messages to people.
+        rows: where its sender's row is found.
+        key: shared with the worker; None: its answers are believed as they come.
+        actor: the actor's id, as it knows it itself: what is sealed for one actor is believed by no other.
+    """
+
+    def __init__(  # noqa: PLR0917 - all by name, but those that every courier takes
+        self, call: Any, model_id: str, peer: str, rows: Rows, key: SharedKey | None = None, actor: str = ""
+    ) -> None:
+        super().__init__(peer, rows)
+        self._call = call
+        self._model_id = model_id
+        self._link = new_name()
+        self._seal = seal_of(key, Identity(WAY, model_id, actor, self._link), peer)
+        self._closed = False
+        self._next = 0
+        self._lost: list[int] = []
+        self._untold = b""
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:
+        """Begin the call that carries a message: see `Courier.start`."""
+        ray = self._session.require()
+        carried = None
+        if isinstance(message, Update):
+            untold, self._untold = self._untold, b""
+            message = replace(message, layout=message.layout or untold)
+            try:
+                carried = self._put(message, payload) if message.nbytes else None
+            except ray.exceptions.RayError as error:
+                self._untold = message.layout
+                return self._full(message, error)
+        lost, number = tuple(self._lost), self._next
+        arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
+        answers = self._begin(
+            lambda: self._call.remote(*arguments),
+            lambda over: self._said(message, number, over),
+            lambda: self._call_again(number),
+        )
+        self._next += 1
+        del self._lost[: len(lost)]
+        return answers
+
+    def _call_again(self, number: int) -> Any:
+        if self._closed:
+            raise TransportError(f"The link to {self._peer} is closed.")
+        self._session.require()
+        return self._call.remote(self._model_id, self._link, number, self._seal.again(number), None, ())
+
+    def close(self) -> None:
+        """No further call will be begun: see `Courier.close`."""
+        self._closed = True
+        super().close()
+
+    def _said(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
+        error = over.exception()
+        if error is None:
+            return self._seal.brought(over.result())
+        if not isinstance(error, _exceptions().ObjectLostError) or not isinstance(message, Update):
+            raise self._gone(error)
+        # Ray gives up a call whose argument is gone before the actor's code sees it: the worker heard nothing.
+        self._lost.append(number)
+        self._untold = self._untold or message.layout
+        if self._row is not None:
+            self._row.forget(message.version)
+        reason = f"the weights were lost from Ray's object store before the worker read them: {plain(str(error))}"
+        return [_refusal(message, reason)]
+
+
+class PlainCourier(_Courier):
+    """Carries versions to an actor without our receiver: that its method returned is all that is known.
+
+    Args:
+        call: calls the actor's method with a reference to the weights.
+        peer: who is at the other end, for messages to people.
+        rows: where its sender's row is found; it presents weights as the method takes them.
+    """
+
+    def __init__(self, call: Callable[[Any], Any], peer: str, rows: Rows) -> None:
+        super().__init__(peer, rows)
+        self._call = call
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:
+        """Begin the call that carries an update; a handshake is answered at once: see `Courier.start`."""
+        ray = self._session.require()
+        match message:
+            case Hello():
+                return _done(Hello(model_id=message.model_id, incarnation=message.incarnation))
+            case Update():
+                try:
+                    ref = self._put(message, payload)
+                except ray.exceptions.RayError as error:
+                    return self._full(message, error)
+                return self._begin(lambda: self._call(ref), lambda over: self._said(message, over))
+            case Bye():
+                return _done()
+        raise TransportError(f"A sender says no {type(message).__name__} to {self._peer}.")
+
+    def _said(self, update: Update, over: Future[Any]) -> Sequence[Message]:
+        error = over.exception()
+        if error is None:
+            return [_ack(update)]
+        # First of all: what the actor's method raised may be of any of Ray's types, too.
+        if isinstance(error, _exceptions().RayTaskError):
+            if isinstance(error, _exceptions().ObjectLostError) and self._row is not None:
+                self._row.forget(update.version)
+            trace = plain(str(error))
+            return [_refusal(update, trace.splitlines()[-1] if trace else repr(error), trace, Evidence.CALL)]
+        raise self._gone(error)
+
+
+def ask_attended(actor: Any, model_id: str, peer: str) -> Future[bool]:
+    """Ask an actor whether a receiver of ours listens in it. One that cannot be asked has none.
+
+    Raises:
+        TransportError: Ray took no call.
+    """
+    found: Future[bool] = Future()
+
+    def said(over: Future[Any]) -> Sequence[Message]:
+        error = over.exception()
+        if error is None or isinstance(error, _exceptions().RayTaskError):
+            settle(found, error is None and bool(over.result()))
+        else:
+            settle(found, error=lost_call(peer, error))
+        return ()
+
+    Session(peer).require()
+    try:
+        raw = actor.__ray_call__.remote(server.is_attended, model_id).future()
+    except Exception as error:
+        raise TransportError(f"Ray took no call for {peer}: {plain(str(error))}") from error
+    VIGIL.attend(found, peer)
+    raw.add_done_callback(lambda over: _conclude(Future(), over, said))
+    return found
+
+
+def lost_call(peer: str, error: BaseException) -> TransportError:
+    """A call that ended without an answer."""
+    found = TransportError(f"The call to {peer} did not come back: {plain(str(error)) or repr(error)}")
+    found.__cause__ = error
+    return found
+
+
+class CalledThrough:
+    """What senders call in an actor whose class is not ours: Ray's own way to run a function there.
+
+    Args:
+        actor: its handle.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        # A call that Ray made twice would be another message.
+        self._run = actor.__ray_call__.options(max_task_retries=0)
+
+    def remote(self, *arguments: Any) -> Any:
+        """Begin a call."""
+        return self._run.remote(server.call, *arguments)

@@ -1,0 +1,150 @@
+"""This process's connection to Ray, and its end: Ray's own futures do not end with it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import threading
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Final
+
+from weightsync.errors import MissingExtraError, TransportError
+from weightsync.transports.process import forget_after_fork
+
+#: Seconds between two looks at whether Ray is still there, while calls are on their way.
+PERIOD: Final = 0.05
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def require_ray(what: str) -> Any:
+    """The module `ray`, imported when it is first needed.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+    """
+    try:
+        importlib.import_module("ray.exceptions")
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise MissingExtraError("ray", what) from error
+
+
+def own_actor() -> str:
+    """The id of the actor that this process is; empty: it is none."""
+    ray = require_ray("RayWeightSyncScheme")
+    return (ray.get_runtime_context().get_actor_id() or "") if ray.is_initialized() else ""
+
+
+def plain(text: str) -> str:
+    """Ray's message without the colours of a terminal."""
+    return _COLOURS.sub("", text).strip()
+
+
+class Session:
+    """The connection to Ray in which a link was laid: an actor of another is somebody else's.
+
+    Args:
+        peer: who is reached by it, for messages to people.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._key = _current(require_ray("RayWeightSyncScheme"))
+
+    def require(self) -> Any:
+        """The module `ray`, connected as it was.
+
+        Raises:
+            TransportError: it is not, or no longer. Asked for anything, Ray would start a cluster of its own.
+        """
+        ray = require_ray("RayWeightSyncScheme")
+        key = _current(ray)
+        if key is None:
+            raise TransportError(
+                f"Ray is not running in this process: {self._peer} cannot be reached. Call ray.init()."
+            )
+        self._key = self._key or key
+        if key != self._key:
+            raise TransportError(
+                f"The link to {self._peer} was laid in a Ray session that has ended: add_worker() lays a new one."
+            )
+        return ray
+
+
+def _current(ray: Any) -> tuple[str, str] | None:
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_job_id(), context.get_node_id()
+
+
+class Vigil:
+    """Ends the calls on their way once Ray is shut down here. Its thread lives while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[Future[Any], str] = {}
+        self._thread: threading.Thread | None = None
+        forget_after_fork(self)
+
+    def attend(self, call: Future[Any], peer: str) -> None:
+        """Look after a call to ``peer``, until it is over or `leave` says so."""
+        with self._lock:
+            self._calls[call] = peer
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="weightsync-ray", daemon=True)
+                self._thread.start()
+        call.add_done_callback(self.leave)
+
+    def leave(self, call: Future[Any]) -> None:
+        """Nobody waits for that call any more."""
+        with self._lock:
+            self._calls.pop(call, None)
+
+    def _watch(self) -> None:
+        ray, pause = require_ray("RayWeightSyncScheme"), threading.Event()
+        while True:
+            with self._lock:
+                if not self._calls:
+                    self._thread = None
+                    return
+            if not ray.is_initialized():
+                self._end_all()
+            pause.wait(PERIOD)
+
+    def _end_all(self) -> None:
+        with self._lock:
+            ended, self._calls = self._calls, {}
+        for call, peer in ended.items():
+            settle(call, error=TransportError(f"Ray was shut down before {peer} had answered."))
+
+    def forget(self) -> None:
+        """In a forked child: the calls are the parent's."""
+        self._lock = threading.Lock()
+        self._calls = {}
+        self._thread = None
+
+
+def settle(call: Future[Any], result: Any = None, error: Exception | None = None) -> None:
+    """End a call, unless it was ended in the same instant."""
+    try:
+        if error is None:
+            call.set_result(result)
+        else:
+            call.set_exception(error)
+    except InvalidStateError:
+        return
+
+
+_ATTIC: list[Any] = []
+
+
+def put_away(holder: Any) -> None:
+    """Let go of what holds references, unless Ray is down: letting one go while Ray ends, Ray ends the process."""
+    if not require_ray("RayWeightSyncScheme").is_initialized():
+        _ATTIC.append(holder)
+
+
+#: Of this process.
+VIGIL: Final = Vigil()

@@ -1,0 +1,189 @@
+"""New links: a sender announces them under the worker's key, and the worker takes each once."""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import re
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from weightsync.transports.process import forget_after_fork
+from weightsync.transports.sealing import Identity, Reason, announcement, new_name, refusal
+from weightsync.transports.store import heartbeat
+from weightsync.transports.store.link import StoreLink
+from weightsync.transports.store.mailbox import Outbox, Side
+from weightsync.transports.store.sockets import Guard, NoGuard, SenderGuard, WorkerGuard
+from weightsync.transports.store.store import Client, StoreEnd, base_of
+
+_NAME: Final = re.compile("[0-9a-f]{32}")
+_TAKER: Final = re.compile("[0-9a-f]{32} [0-9a-f]{32}")
+_WITHDRAWN: Final = "closed"
+#: Seconds that a goodbye waits for a link that is being announced.
+_PATIENCE: Final = 2.0
+#: A worker, by the store's host and port and its key there.
+Where = tuple[str, int, str]
+
+
+def base_key(model_id: str, rank: int) -> str:
+    """Where links to the worker of that rank are announced."""
+    return f"weightsync/{model_id}/{rank}"
+
+
+class _UnderWay:
+    """The links of this process that are being announced: a goodbye to the same worker waits for them.
+
+    So a worker that gets a new link sees it before it sees the end of the old one, after which it may leave.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: there are none."""
+        self._lock = threading.Lock()
+        self._made: dict[Where, list[threading.Event]] = {}
+        forget_after_fork(self)
+
+    def begin(self, where: Where) -> threading.Event:
+        """One more; to be set once it is announced, or never will be."""
+        made = threading.Event()
+        with self._lock:
+            self._made[where] = [each for each in self._made.get(where, ()) if not each.is_set()] + [made]
+        return made
+
+    def wait(self, where: Where) -> None:
+        """Return once all are announced that have begun, or after a while."""
+        with self._lock:
+            begun = tuple(self._made.get(where, ()))
+        for made in begun:
+            made.wait(_PATIENCE)
+
+
+_under_way = _UnderWay()
+
+
+def sender_link(meeting: StoreEnd, model_id: str, peer: str) -> StoreLink:
+    """The sender's end of a new link, announced to the worker.
+
+    Raises:
+        ConfigurationError: the backend is not to be had here.
+        TransportError: no descriptor or thread is left.
+    """
+    meeting.tell_if_exposed()
+    name = new_name()
+    key, identity = meeting.key, _identity(meeting, model_id, name)
+    announced = name if key is None else f"{name} {announcement(key, identity)}"
+    base = base_key(model_id, meeting.rank)
+    store = base_of(meeting.store)
+    where = store.host, store.port, base
+    made = _under_way.begin(where)
+
+    def announce(client: Client) -> None:
+        # No counter: between counting and writing a sender may die, and the worker would wait for ever. No hint at
+        # the newest either: anybody could write there, and the worker passes all doors in turn, too.
+        doors = (f"{base}/door/{number}" for number in itertools.count())
+        while client.value(door := next(doors)) is not None or client.claim(door, announced) != announced:
+            continue
+        made.set()
+
+    def withdraw(client: Client) -> None:
+        made.set()
+        client.claim(_taken_key(name), _WITHDRAWN, _tells_who_took)
+
+    def wait_for_others(_: Client) -> None:
+        _under_way.wait(where)
+
+    guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, identity, peer)
+    try:
+        return StoreLink(meeting, name, Side(0, "down", "up", peer, announce, withdraw, wait_for_others), guard)
+    except BaseException:
+        made.set()
+        raise
+
+
+def worker_link(meeting: StoreEnd, model_id: str, name: str, before_end: Callable[[Client], None]) -> StoreLink:
+    """The worker's end of a link that it has taken.
+
+    Args:
+        meeting: the store, and the worker's rank.
+        model_id: the model.
+        name: of the link.
+        before_end: called by a thread of the link's before it tells that the sender has ended it.
+
+    Raises:
+        TransportError: no descriptor or thread is left.
+    """
+    side = Side(1, "up", "down", "the sender", _nothing, _nothing, before_end=before_end)
+    key, identity = meeting.key, _identity(meeting, model_id, name)
+    guard: Guard = NoGuard("the sender") if key is None else WorkerGuard(key, identity)
+    return StoreLink(meeting, name, side, guard)
+
+
+def decline(client: Client, name: str) -> None:
+    """Tell the sender of a link that was taken that there is nobody at the other end.
+
+    Raises:
+        TransportError: the store is gone.
+    """
+    Outbox(client, f"weightsync/link/{name}/up").shut()
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What a sender wrote under the worker's key."""
+
+    name: str
+    #: What proves that it has the key; empty: it has none.
+    proof: str
+
+    @classmethod
+    def of(cls, written: str) -> Announced | None:
+        """What is written there; None: nothing that a sender writes."""
+        name, _, proof = written.partition(" ")
+        return cls(name, proof) if _NAME.fullmatch(name) else None
+
+    def why_refused(self, meeting: StoreEnd, model_id: str) -> Reason | None:
+        """Why whoever wrote it is not let in; None: it may be."""
+        if meeting.key is None:
+            return Reason.WORKER_HAS_NONE if self.proof else None
+        if not self.proof:
+            return Reason.SENDER_HAS_NONE
+        wanted = announcement(meeting.key, _identity(meeting, model_id, self.name))
+        # Of bytes: a stranger's text may be anything.
+        fits = hmac.compare_digest(self.proof.encode(errors="replace"), wanted.encode())
+        return None if fits else Reason.OTHER_KEY
+
+    def refuse(self, client: Client, reason: Reason) -> None:
+        """Tell whoever wrote it that it is not let in.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        Outbox(client, f"weightsync/link/{self.name}/up").put(refusal(reason))
+
+
+def _identity(meeting: StoreEnd, model_id: str, name: str) -> Identity:
+    return Identity("store", model_id, str(meeting.rank), name)
+
+
+def taken(client: Client, name: str) -> bool:
+    """Whether a link that was announced is ours now: each is taken once."""
+    mine = f"{heartbeat.process_name()} {uuid.uuid4().hex}"
+    return client.claim(_taken_key(name), mine, _tells_who_took) == mine
+
+
+def _taken_key(name: str) -> str:
+    """Where it is written who has taken a link, or that there is none any more."""
+    return f"weightsync/link/{name}/taken"
+
+
+def _tells_who_took(value: str) -> bool:
+    return value == _WITHDRAWN or _TAKER.fullmatch(value) is not None
+
+
+def _nothing(_: Client) -> None:
+    return None

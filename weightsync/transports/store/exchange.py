@@ -1,0 +1,443 @@
+"""The two threads of a `StoreLink`: one writes, one reads, and both may block."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from weightsync.errors import AuthenticationError, ProtocolError, TransportError
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Bye, Update
+from weightsync.transports.base import Received, Waker
+from weightsync.transports.buffers import NoRoom, anonymous, digest_of
+from weightsync.transports.process import own_network
+from weightsync.transports.store import heartbeat
+from weightsync.transports.store.group import Group
+from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Letter, Outbox, Shut, Side, end
+from weightsync.transports.store.sockets import Guard, Opened
+from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
+from weightsync.transports.store.worker_threads import Outgoing, start
+
+_SPARE: Final = 2
+
+
+class Landings:
+    """Memory for payloads: pages touched before, once nobody refers to them."""
+
+    def __init__(self) -> None:
+        self._known: list[mmap.mmap] = []
+
+    def find(self, nbytes: int) -> memoryview:
+        """Memory for a payload, writable, and valid as long as it is referred to.
+
+        Raises:
+            TransportError: there is not enough.
+        """
+        landing = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
+        if landing is None:
+            landing = anonymous(nbytes)
+            self._known = [*self._known, landing][-_SPARE:]
+        return memoryview(landing)[:nbytes]
+
+
+def _unused(memory: mmap.mmap) -> bool:
+    """Whether no view of it is left: only then can it be resized, here to the size it has."""
+    try:
+        memory.resize(len(memory))
+    except BufferError:
+        return False
+    return True
+
+
+#: How often, and after how many seconds each time, a connection is tried for that could not be had at once.
+_TRIES = 120
+_LOOK = 0.25
+
+
+class Exchange:
+    """Letters out, letters in. Its methods never block; its threads end soon after `close`, or when it fails.
+
+    Args:
+        meeting: the store, and the worker's rank.
+        name: of the link, the same at both ends and used for no other.
+        side: which end this is.
+        guard: what its letters are sealed and opened by.
+        waker: fired when something has arrived, or it has failed.
+
+    Raises:
+        ConfigurationError: the backend is not to be had here.
+        TransportError: there can be no more threads.
+    """
+
+    def __init__(self, meeting: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
+        self._meeting = meeting
+        self._side = side
+        self._guard = guard
+        self._key = f"weightsync/link/{name}"
+        self._waker = waker
+        self._condition = threading.Condition()
+        self._outgoing = Outgoing()
+        self._arrived: deque[Received] = deque()
+        #: Arrived, from somebody who has not proved yet that it is no recording.
+        self._held: list[Received] = []
+        #: Called once the peer is known to be who it says, or to be lost before that.
+        self._admitted: Callable[[], None] | None = None
+        self._landings = Landings()
+        self._met = threading.Event()
+        self._cut = threading.Event()
+        self._failed: TransportError | ProtocolError | None = None
+        #: Why the reading thread is to end behind what has been written to it; empty: it is not.
+        self._ending = ""
+        self._closed = False
+        self._group = Group(meeting.backend, side.rank, self._key)
+        self._writer: Client | None = None
+        self._reader: Client | None = None
+        self._inbox: Inbox | None = None
+        self._heart = heartbeat.join(meeting.store, heartbeat.Told(self._lose, self._lose_store, self._look))
+        try:
+            start(self, self._write, self._read)
+        except TransportError as error:
+            self._fail(error)
+            raise
+
+    # ----------------------------------------------------------------------------- called by other threads
+
+    @property
+    def failed(self) -> TransportError | ProtocolError | None:
+        """Why nothing more will come, or leave."""
+        return self._failed
+
+    @property
+    def ending(self) -> bool:
+        """Whether it is known that nothing more will be written to us."""
+        return bool(self._ending)
+
+    def flushed(self) -> bool:
+        """Whether all letters are written; if not, the waker is fired once they are.
+
+        Raises:
+            TransportError: some never will be.
+        """
+        with self._condition:
+            if not self._outgoing.cut_short:
+                return self._outgoing.empty()
+            if self._failed is None:
+                return False  # what the peer has said before its end is heard first
+            raise TransportError(str(self._failed)) from self._failed
+
+    def post(self, letter: Letter) -> None:
+        """Have a letter written."""
+        with self._condition:
+            self._outgoing.add(letter)
+            if self._failed is not None:
+                self._outgoing.drop()
+            self._condition.notify_all()
+
+    def when_admitted(self, tell: Callable[[], None]) -> None:
+        """Have somebody called, from whichever thread, once the peer is known to be who it says, or has failed."""
+        with self._condition:
+            if not self._guard.admits and self._failed is None:
+                self._admitted = tell
+                return
+        tell()
+
+    @property
+    def admits(self) -> bool:
+        """Whether the peer is known to be who it says, as far as there is a key to tell by."""
+        return self._guard.admits
+
+    def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
+        """What has arrived, and what comes behind it if that is a failure."""
+        with self._condition:
+            arrived = list(self._arrived)
+            self._arrived.clear()
+            return arrived, self._failed
+
+    def end_reading(self, reason: str) -> None:
+        """Nothing reaches the peer any more: deliver what it wrote before, then fail."""
+        with self._condition:
+            self._ending = self._ending or reason
+            self._outgoing.shorten()
+            self._condition.notify_all()
+        self._met.set()
+        self._group.abort()
+
+    def close(self) -> None:
+        """Let what is queued leave, up to the first payload that the peer must take from us, and end."""
+        with self._condition:
+            self._closed = True
+            self._outgoing.shorten()
+            self._condition.notify_all()
+        self._release()
+
+    def forget(self) -> None:
+        """In a forked child: be nothing. The threads are the parent's, and so is what torch would take apart here."""
+        self._condition = threading.Condition()
+        keep_in_child(self._group, self._writer, self._reader, self._heart, self._meeting)
+
+    # --------------------------------------------------------------------------------- the writing thread
+
+    def _write(self) -> None:
+        try:
+            client = self._writer = Client(self._meeting.store)
+        except TransportError as error:
+            self._fail(error)
+            self._cut_clients()
+            self._say_later()
+            return
+        try:
+            outbox = Outbox(client, f"{self._key}/{self._side.writes}")
+            self._side.begin(client)
+            for challenge in self._guard.first():
+                outbox.put(challenge)
+            outbox.put(self._guard.seal(f"{heartbeat.process_name()} {own_network()}".encode()))
+            while (letter := self._next(client)) is not None:
+                self._post(letter, client, outbox)
+                self._written()
+        except TransportError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - a thread that ends must say so
+            self._fail(_unforeseen(error))
+        finally:
+            self._finish(client, outbox)
+
+    def _say_later(self) -> None:
+        """There was no connection for us: tell the peer, who waits for us, once there is one."""
+        for _ in range(_TRIES):
+            if self._cut.wait(_LOOK):
+                return
+            try:
+                client = Client(self._meeting.store)
+            except TransportError as error:
+                if isinstance(error.__cause__, OSError):
+                    continue  # still no descriptor
+                return
+            with contextlib.suppress(TransportError):
+                Outbox(client, f"{self._key}/{self._side.writes}").shut()
+                self._side.leave(client)
+            client.close()
+            return
+
+    def _next(self, client: Client) -> Letter | None:
+        """What to write next; None: nothing more."""
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._outgoing or self._closed or self._failed or self._ending)
+                if self._outgoing and self._failed is None:
+                    return self._outgoing.take()
+                if self._closed or self._failed is not None:
+                    return None
+            # The peer is dead: what it wrote before is read to its end.
+            self._end_inbox(client)
+            with self._condition:
+                self._condition.wait_for(lambda: self._closed or self._failed)
+
+    def _post(self, letter: Letter, client: Client, outbox: Outbox) -> None:
+        try:
+            letter.before(client)
+            if letter.hint is not None:
+                client.set(letter.hint[0], letter.hint[1].encode())
+            if not letter.needs_the_peer:
+                text = letter.frame if letter.payload is None else letter.frame + letter.payload
+                outbox.put(self._guard.seal(text))
+                return
+            assert letter.payload is not None
+            outbox.put(self._guard.seal(letter.frame, letter.digest() if self._guard.keyed else b""))
+            self._met.wait()
+            self._transfer(letter.payload, client)
+        finally:
+            letter.done()
+
+    def _written(self) -> None:
+        with self._condition:
+            awaited = self._outgoing.written()
+        if awaited:
+            self._waker.fire()
+
+    def _transfer(self, payload: memoryview, client: Client) -> None:
+        try:
+            self._group.send(client, payload, self._meeting.in_flight)
+        except TransportError as error:
+            self.end_reading(str(error))
+            with self._condition:
+                self._outgoing.drop()  # what comes behind would overtake it
+            self._group.tell(client)
+
+    def _finish(self, client: Client, outbox: Outbox) -> None:
+        """Say that nothing more comes, and have the reading thread end."""
+        try:
+            outbox.shut()
+            self._side.leave(client)
+            self._end_inbox(client)
+        except TransportError:
+            self.cut()
+        finally:
+            client.close()
+
+    def _end_inbox(self, client: Client) -> None:
+        with self._condition:
+            if self._inbox is not None and self._reader is None:
+                return
+            number = 0 if self._inbox is None else self._inbox.number
+        end(client, f"{self._key}/{self._side.reads}", number)
+
+    def cut(self) -> None:
+        """Make the store fail under both threads."""
+        self._cut.set()
+        self._cut_clients()
+
+    def _cut_clients(self) -> None:
+        with self._condition:
+            clients = self._reader, self._writer
+        for client in clients:
+            if client is not None:
+                client.cut()
+
+    # --------------------------------------------------------------------------------- the reading thread
+
+    def _read(self) -> None:
+        if self._closed:
+            return
+        try:
+            client = Client(self._meeting.store)
+        except TransportError as error:
+            self._fail(error)
+            return
+        try:
+            with self._condition:
+                if self._failed is not None:
+                    return
+                self._reader = client
+                self._inbox = Inbox(client, f"{self._key}/{self._side.reads}")
+            self._take_in(self._inbox, client)
+        except Shut:
+            self._before_end(client)
+            self._fail(TransportError(f"{self._side.peer} has closed this link."))
+        except Ended:
+            self._fail(TransportError(f"{self._side.peer} has ended: {self._ending or 'the link was closed'}."))
+        except (TransportError, ProtocolError) as error:
+            # Once closed it is we who have ended a payload on its way here: what was said before still leaves.
+            if not self._closed:
+                self._fail(error)
+        except Exception as error:  # noqa: BLE001 - a thread that ends must say so
+            self._fail(_unforeseen(error))
+        finally:
+            with self._condition:
+                self._reader = None
+            if self._inbox is not None:
+                with contextlib.suppress(TransportError):
+                    self._inbox.forget()
+            client.close()
+            self._group.close()
+
+    def _take_in(self, inbox: Inbox, client: Client) -> None:
+        process, _, network = bytes(self._next_text(inbox).text).decode("ascii", "replace").partition(" ")
+        self._heart.follow(process)
+        self._group.stays_on_host = network == own_network()
+        self._met.set()
+        while True:
+            self._admit()
+            inbox.forget()
+            opened = self._guard.open(memoryview(bytearray(inbox.take())))
+            if opened is not None:
+                received = self._opened(opened, client)
+                if isinstance(received.message, Bye) and self._guard.admits:
+                    self._before_end(client)
+                self._held.append(received)
+                del received
+
+    def _next_text(self, inbox: Inbox) -> Opened:
+        """The next letter that is for us, and not for the guard alone."""
+        while True:
+            opened = self._guard.open(memoryview(bytearray(inbox.take())))
+            if opened is not None:
+                return opened
+            if self._guard.replies:
+                self.post(Letter(b"", None, None, _nothing))
+
+    def _admit(self) -> None:
+        """Hand on what has come, once its author is known to live."""
+        if not self._guard.admits:
+            return
+        with self._condition:
+            self._arrived.extend(self._held)
+            # Not kept until the next one comes: its payload's memory may be wanted for that.
+            self._held.clear()
+            tell, self._admitted = self._admitted, None
+            arrived = bool(self._arrived)
+        if tell is not None:
+            tell()
+        if arrived:
+            self._waker.fire()
+
+    def _before_end(self, client: Client) -> None:
+        with contextlib.suppress(TransportError):
+            self._side.before_end(client)
+
+    def _opened(self, opened: Opened, client: Client) -> Received:
+        """A message, whole, with its payload in memory of ours."""
+        letter = opened.text
+        control = codec.peek(letter).control_nbytes
+        message, inline = codec.decode(letter[:control]), letter[control:]
+        nbytes = message.nbytes if isinstance(message, Update) else 0
+        if len(inline) != (nbytes if nbytes <= INLINE_NBYTES else 0):
+            raise codec.malformed(f"{nbytes} bytes were announced, and {len(inline)} came", letter)
+        if nbytes <= INLINE_NBYTES:
+            return Received(message, inline if nbytes else None)
+        try:
+            landing = self._landings.find(nbytes)
+        except NoRoom as error:
+            # What comes behind it is for us all the same.
+            self._group.skip(client, nbytes, self._meeting.in_flight)
+            return Received(message, untaken=str(error))
+        self._group.receive(client, landing, self._meeting.in_flight)
+        if self._guard.keyed and digest_of(landing) != opened.digest:
+            raise AuthenticationError("A payload is not the one that its sender sealed: it was not believed.")
+        return Received(message, landing)
+
+    # ------------------------------------------------------------------------------------------- the end
+
+    def _lose(self, reason: str) -> None:
+        """Called by the pulse: the peer, or the store, is silent."""
+        self._fail(TransportError(f"{self._side.peer} is lost: {reason}."))
+
+    def _look(self) -> None:
+        """Called by the pulse, with each beat."""
+        if self._group.stuck():
+            self._lose("the connection of the process group has ended in the middle of a payload")
+
+    def _lose_store(self, reason: str) -> None:
+        self._fail(TransportError(f"{self._side.peer} is lost with the store: {reason}."))
+        self.cut()
+
+    def _fail(self, error: TransportError | ProtocolError) -> None:
+        with self._condition:
+            if self._failed is None:
+                self._failed = error
+            self._outgoing.drop()
+            self._held.clear()
+            tell, self._admitted = self._admitted, None
+            self._condition.notify_all()
+        self._release()
+        if tell is not None:
+            tell()
+        self._waker.fire()
+
+    def _release(self) -> None:
+        self._heart.leave()
+        self._met.set()
+        self._group.abort()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _unforeseen(error: Exception) -> TransportError:
+    failed = TransportError(f"A link's thread failed: {error!r}")
+    failed.__cause__ = error
+    return failed

@@ -1,0 +1,224 @@
+"""The heartbeat of this process in a store, and an ear for those of others."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from weightsync.errors import TransportError
+from weightsync.transports.process import forget_after_fork
+from weightsync.transports.store.store import Client, Store, TCPStore, base_of
+from weightsync.transports.store.worker_threads import start
+
+#: Seconds between two beats.
+PERIOD: Final = 0.5
+#: A process that was not heard for that many rounds is dead; within 5 s, with the time that a round takes.
+ROUNDS: Final = 8
+#: Seconds without a whole round after which the store is; asked twice, since this process itself may have stood still.
+#: A store's one thread asks the DNS for a name of whoever connects: a lost answer makes it stand still for 5 s.
+_SILENCE: Final = 3.5
+
+
+@dataclass(frozen=True)
+class Told:
+    """Whom to call, from another thread, with the reason."""
+
+    #: Who is followed is not heard any more.
+    silence: Callable[[str], None]
+    #: The store is gone, or silent: what is asked of it may never be answered.
+    store_lost: Callable[[str], None]
+    #: Called with each beat: to look after what tells nobody by itself.
+    beat: Callable[[], None] = lambda: None
+
+
+@dataclass
+class _Member:
+    """Somebody who wants to be told."""
+
+    told: Told
+    process: str = ""
+    beat: bytes | None = None
+    missed: int = 0
+
+
+class Pulse:
+    """Beats while it has members; they are told of the death of whom they follow, or of the store's.
+
+    Two threads: one beats and listens, the other sees to it that the first is not stuck in a silent store.
+    """
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._members: dict[int, _Member] = {}
+        self._last = 0
+        self._over = threading.Event()
+        self._dialled = threading.Event()
+        self._ended = threading.Event()
+        self._rounds = threading.Semaphore(0)
+        self._client: Client | None = None
+
+    def start(self) -> None:
+        """Begin to beat."""
+        start(self, self._beat, self._judge)
+
+    def add(self, told: Told) -> int:
+        """Have somebody told when the store is lost; a token for the other methods."""
+        with self._lock:
+            self._last += 1
+            self._members[self._last] = _Member(told)
+            return self._last
+
+    def follow(self, token: int, process: str) -> None:
+        """Have that member told, too, when ``process`` is no longer heard."""
+        with self._lock:
+            if token in self._members:
+                self._members[token].process = process
+
+    def drop(self, token: int) -> bool:
+        """Tell that member nothing any more; whether it was the last."""
+        with self._lock:
+            self._members.pop(token, None)
+            return not self._members
+
+    def close(self) -> None:
+        """Beat no longer."""
+        self._over.set()
+        self._rounds.release()
+
+    def cut(self) -> None:
+        """Have the beating thread end now."""
+        if self._client is not None:
+            self._client.cut()
+
+    def _beat(self) -> None:
+        try:
+            client = self._client = Client(self._store)
+            self._dialled.set()
+            for beat in itertools.count(1):
+                if self._over.is_set():
+                    break
+                # No counter of the store's: what a stranger writes there would end our connection.
+                client.set(f"weightsync/pulse/{process_name()}", str(beat).encode())
+                self._listen(client)
+                self._rounds.release()
+                self._over.wait(PERIOD)
+            client.delete(f"weightsync/pulse/{process_name()}")
+        except TransportError as error:
+            self._lost(str(error))
+        except Exception as error:  # noqa: BLE001 - a thread that ends must say so
+            self._lost(f"its heartbeat failed: {error!r}")
+        finally:
+            self._dialled.set()
+            self._ended.set()
+            if self._client is not None:
+                self._client.close()
+
+    def _listen(self, client: Client) -> None:
+        with self._lock:
+            members = list(self._members.values())
+        for member in members:
+            member.told.beat()
+        for member in [member for member in members if member.process]:
+            beat = client.peek(f"weightsync/pulse/{member.process}")
+            member.missed = 0 if beat != member.beat else member.missed + 1
+            member.beat = beat
+            if member.missed == ROUNDS:
+                member.told.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
+
+    def _judge(self) -> None:
+        self._dialled.wait()
+        while not self._over.is_set():
+            if not self._rounds.acquire(timeout=_SILENCE) and not self._rounds.acquire(timeout=_SILENCE):
+                self._lost(f"the store has been silent for {2 * _SILENCE:.0f} s")
+        if not self._ended.wait(_SILENCE) and self._client is not None:
+            self._client.cut()
+
+    def _lost(self, reason: str) -> None:
+        if self._over.is_set():
+            return
+        self._over.set()
+        _pulses.forget_one(self)
+        with self._lock:
+            told = [member.told for member in self._members.values()]
+        for tell in told:
+            tell.store_lost(reason)
+        if self._client is not None:
+            self._client.cut()
+
+
+class _Pulses:
+    """The pulses of this process, one a store."""
+
+    def __init__(self) -> None:
+        self.forget()
+        forget_after_fork(self)
+
+    def forget(self) -> None:
+        """In a forked child: another process, that has none."""
+        self._lock = threading.Lock()
+        self._running: dict[tuple[str, int], Pulse] = {}
+        self.name = uuid.uuid4().hex
+        # Forgotten once, a holder is off the list: a child of the child is another process again.
+        forget_after_fork(self)
+
+    def join(self, store: TCPStore, told: Told) -> Heart:
+        where = store.host, store.port
+        with self._lock:
+            pulse = self._running.get(where)
+            if pulse is None:
+                pulse = Pulse(store)
+                pulse.start()
+                self._running[where] = pulse
+            return Heart(pulse, pulse.add(told))
+
+    def leave(self, heart: Heart) -> None:
+        with self._lock:
+            if heart.pulse.drop(heart.token):
+                self._remove(heart.pulse)
+                heart.pulse.close()
+
+    def forget_one(self, pulse: Pulse) -> None:
+        with self._lock:
+            self._remove(pulse)
+
+    def _remove(self, pulse: Pulse) -> None:
+        self._running = {where: known for where, known in self._running.items() if known is not pulse}
+
+
+@dataclass(frozen=True)
+class Heart:
+    """One member of a pulse."""
+
+    pulse: Pulse
+    token: int
+
+    def follow(self, process: str) -> None:
+        """Be told when ``process`` is no longer heard."""
+        self.pulse.follow(self.token, process)
+
+    def leave(self) -> None:
+        """Be told nothing any more. The last to leave ends the pulse."""
+        _pulses.leave(self)
+
+
+_pulses = _Pulses()
+
+
+def process_name() -> str:
+    """What this process is called in stores; a forked child has another name."""
+    return _pulses.name
+
+
+def join(store: Store, told: Told) -> Heart:
+    """Have this process beat in a store.
+
+    Args:
+        store: the user's; prefixes do not matter.
+        told: what to call when the store, or who is followed, is lost.
+    """
+    return _pulses.join(base_of(store), told)

@@ -1,0 +1,124 @@
+"""`StoreLink`: control messages as values in a store, payloads over a private process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.protocol import codec
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Bye, Message, Update
+from weightsync.transports.base import Received
+from weightsync.transports.buffers import Buffer, sent_digest
+from weightsync.transports.store.exchange import Exchange
+from weightsync.transports.store.mailbox import Letter, Side
+from weightsync.transports.store.sockets import Guard
+from weightsync.transports.store.store import Client, StoreEnd
+from weightsync.transports.wakeup import WokenLink
+
+
+class StoreLink(WokenLink):
+    """A link over a store. See `weightsync.transports.base.Link` for its contract.
+
+    Args:
+        meeting: the store, and the worker's rank.
+        name: of the link, the same at both ends and used for no other.
+        side: which end this is.
+        guard: what its letters are sealed and opened by.
+
+    Raises:
+        ConfigurationError: the backend is not to be had here.
+        TransportError: no descriptor or thread is left.
+    """
+
+    delivery = Delivery.ORDERED
+
+    def __init__(self, meeting: StoreEnd, name: str, side: Side, guard: Guard) -> None:
+        super().__init__(side.peer)
+        self._rank, self._hints = meeting.rank, meeting.hints
+        self._side = side
+        try:
+            self._exchange = Exchange(meeting, name, side, guard, self._waker)
+        except BaseException:
+            self._waker.close()
+            raise
+
+    def when_admitted(self, accept: Callable[[StoreLink], None], turn_away: Callable[[StoreLink], None]) -> None:
+        """Have one of the two called, from whichever thread, once it is known whether the peer is who it says."""
+        self._exchange.when_admitted(lambda: (accept if self._exchange.admits else turn_away)(self))
+
+    @property
+    def failure(self) -> str:
+        """Why nothing more will come; empty: something may."""
+        return str(self._exchange.failed or "")
+
+    # ------------------------------------------------------------------------------- called by the driver
+
+    def send(self, message: Message, payload: Buffer | None = None) -> None:
+        """Queue a message for the writing thread: see `Link.send`."""
+        self._require_open()
+        if self._exchange.failed is not None:
+            raise TransportError(str(self._exchange.failed)) from self._exchange.failed
+        frame, carried = codec.encode(message), None
+        if isinstance(message, Update) and message.nbytes:
+            if payload is None or payload.nbytes < message.nbytes:
+                raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
+            carried = payload.view[: message.nbytes]
+        if payload is None or not isinstance(message, Update):
+            before = self._side.before_goodbye if isinstance(message, Bye) else _nothing_first
+            hint = self._hints.of(message, self._rank)
+            self._exchange.post(Letter(frame, carried, hint, _nothing, before=before))
+            return
+        token = object()
+        payload.pin(token)
+        letter = Letter(
+            *(frame, carried, self._hints.of(message, self._rank)),
+            done=lambda: payload.unpin(token),
+            digest=lambda: sent_digest(message, payload),
+        )
+        self._exchange.post(letter)
+
+    def flush(self) -> bool:
+        """Whether the writing thread has written all; if not, a waitable tells once it has: see `Link.flush`."""
+        self._require_open()
+        return self._exchange.flushed()
+
+    def receive(self) -> list[Received]:
+        """Everything that has arrived whole: see `Link.receive`."""
+        self._require_open()
+        self._waker.clear()
+        death = self._death()
+        if death:
+            self._exchange.end_reading(death)
+            self._unwatch()
+        arrived, failed = self._exchange.collect()
+        if failed is not None:
+            if not arrived:
+                raise failed
+            # What came before is delivered now, the error at the next call: the wait before it must end.
+            self._waker.fire()
+        return arrived
+
+    def close(self) -> None:
+        """Give the link up: see `Link.close`.
+
+        What is queued still leaves, up to the first payload that the peer would have to take from us.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._exchange.close()
+        self._let_go()
+
+    def forget(self) -> None:
+        """In a forked child: be closed."""
+        super().forget()
+        self._exchange.forget()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _nothing_first(_: Client) -> None:
+    return None

@@ -1,0 +1,310 @@
+"""The worker's ear: every link that a sender announces to it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Final
+
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Message
+from weightsync.transports.base import Link, Received, Waker
+from weightsync.transports.buffers import Buffer
+from weightsync.transports.process import forget_after_fork
+from weightsync.transports.sealing import TURNED_AWAY
+from weightsync.transports.store import heartbeat
+from weightsync.transports.store.announcing import Announced, Where, base_key, decline, taken, worker_link
+from weightsync.transports.store.link import StoreLink
+from weightsync.transports.store.store import Client, PrefixStore, Store, StoreEnd, base_of, keep_in_child
+from weightsync.transports.store.worker_threads import start
+
+logger = logging.getLogger("weightsync")
+
+_NOBODY = "nobody"
+#: How often the end of a link looks whether one that was announced before it has been met, and seconds between.
+_LOOKS: Final = 200
+_LOOK: Final = 0.01
+
+
+class _Listening:
+    """The listeners of this process."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: there are none."""
+        self._lock = threading.Lock()
+        self._listeners: tuple[_Listener, ...] = ()
+        forget_after_fork(self)
+
+    def add(self, listener: _Listener) -> None:
+        """One more."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+    def drop(self, listener: _Listener) -> None:
+        """It has ended."""
+        with self._lock:
+            self._listeners = tuple(each for each in self._listeners if each is not listener)
+
+    def at(self, where: Where) -> list[_Listener]:
+        """Those that listen for the same worker."""
+        return [each for each in self._listeners if each.where == where]
+
+
+_listening = _Listening()
+
+
+class _Listener:
+    """A thread that waits under the worker's key for the next link."""
+
+    def __init__(self, meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> None:
+        self._meeting = meeting
+        self._model_id = model_id
+        store = base_of(meeting.store)
+        self.where = store.host, store.port, base_key(model_id, meeting.rank)
+        self._base = base_key(model_id, meeting.rank)
+        self._accept = accept
+        self._over = threading.Event()
+        self._client: Client | None = None
+        #: Wakes the thread from what blocks on the other one.
+        self._bell: Client | None = None
+        self._next = 0
+        #: Links whose senders have not proved yet that they have the key.
+        self._unproven: set[StoreLink] = set()
+        self._heart = heartbeat.join(meeting.store, heartbeat.Told(self._lose, self._lose))
+        forget_after_fork(self)
+        start(self, self._listen)
+
+    def forget(self) -> None:
+        """In a forked child: listen no longer. The thread is the parent's."""
+        self._over.set()
+        keep_in_child(self._client, self._bell, self._heart, self._meeting)
+
+    def _listen(self) -> None:
+        _listening.add(self)
+        try:
+            self._bell = Client(self._meeting.store)
+            client = self._client = Client(self._meeting.store)
+            while not self._over.is_set():
+                announced = client.await_value(self._door).decode("ascii", "replace")
+                if not self._over.is_set() and announced != _NOBODY:
+                    self._meet(client, Announced.of(announced))
+                self._next += 1
+        except TransportError as error:
+            if not self._over.is_set():
+                self._accept(LostLink(error))
+        finally:
+            _listening.drop(self)
+            self._heart.leave()
+            for opened in (self._client, self._bell):
+                if opened is not None:
+                    opened.close()
+
+    @property
+    def _door(self) -> str:
+        """Where the next link will be announced."""
+        return f"{self._base}/door/{self._next}"
+
+    def _meet(self, client: Client, announced: Announced | None) -> None:
+        """Take a link that was announced, unless it is another's, or turn it away: no receiver ever hears of that."""
+        if announced is None:
+            logger.warning("the store's key %s names no link: it is passed over", self._door)
+            return
+        refused = announced.why_refused(self._meeting, self._model_id)
+        if refused is not None:
+            logger.warning("model %r: a sender was turned away: %s.", self._model_id, TURNED_AWAY[refused])
+            announced.refuse(client, refused)
+        elif taken(client, announced.name):
+            self._take(client, announced.name)
+
+    def _take(self, client: Client, name: str) -> None:
+        try:
+            link = worker_link(self._meeting, self._model_id, name, self._before_end)
+        except TransportError as error:
+            logger.error("a link to %s was announced and cannot be taken: %s", self._base, error)
+            decline(client, name)
+            self._accept(LostLink(error))
+            return
+        self._unproven.add(link)
+        link.when_admitted(self._let_in, self._turn_away)
+        if self._over.is_set() and link in self._unproven:
+            link.close()
+
+    def _let_in(self, link: StoreLink) -> None:
+        self._unproven.discard(link)
+        self._accept(link)
+
+    def _turn_away(self, link: StoreLink) -> None:
+        self._unproven.discard(link)
+        if not self._over.is_set():
+            logger.warning("model %r: a sender was turned away before it was heard: %s", self._model_id, link.failure)
+        link.close()
+
+    def _before_end(self, client: Client) -> None:
+        """A link of ours has ended: one that was announced before that is met first, for a while."""
+        pause = threading.Event()
+        for _ in range(_LOOKS):
+            if not any(each.is_behind(client) for each in _listening.at(self.where)):
+                return
+            pause.wait(_LOOK)
+
+    def is_behind(self, client: Client) -> bool:
+        """Whether a link was announced that has not been met yet."""
+        return not self._over.is_set() and (bool(self._unproven) or client.present(self._door))
+
+    def _lose(self, _: str) -> None:
+        self.cut()
+
+    def cut(self) -> None:
+        """Have the thread end now."""
+        if self._client is not None:
+            self._client.cut()
+
+    def close(self) -> None:
+        """Take no further link. The thread ends soon."""
+        if not self._over.is_set():
+            self._over.set()
+            for link in tuple(self._unproven):
+                link.close()
+            start(self, self._wake)
+
+    def _wake(self) -> None:
+        """Put a link of nobody's where the thread waits; one that has just been announced there wakes it as well."""
+        # Without a bell the thread is not waiting yet: it looks first.
+        try:
+            if self._bell is not None:
+                self._bell.claim(self._door, _NOBODY)
+        except TransportError:
+            self.cut()
+
+
+class LostLink:
+    """A link that never was: it says why, as soon as it is read."""
+
+    delivery = Delivery.ORDERED
+    peer = "the sender"
+
+    def __init__(self, error: TransportError) -> None:
+        self._error = error
+        self._wakers: list[Waker] = []
+        # Without a descriptor it is read all the same, when its driver is told of it.
+        with contextlib.suppress(TransportError):
+            self._wakers.append(Waker())
+            self._wakers[0].fire()
+
+    def send(self, message: Message, payload: Buffer | None = None) -> None:  # noqa: ARG002
+        """Fail."""
+        raise self._error
+
+    def flush(self) -> bool:
+        """Nothing is queued."""
+        return True
+
+    def receive(self) -> list[Received]:
+        """Fail."""
+        raise self._error
+
+    def waitables(self) -> list[int]:
+        """Readable until it is closed."""
+        return [waker.fileno() for waker in self._wakers if waker.fileno() >= 0]
+
+    def wants_write(self) -> int | None:
+        """Nothing is ever written here."""
+        return None
+
+    def watch(self, pid: int, started: int) -> None:
+        """There is nobody."""
+
+    def close(self) -> None:
+        """Let go of it."""
+        for waker in self._wakers:
+            waker.close()
+
+
+class _Ears:
+    """Who listens in this process: one receiver for a model, a rank and a store."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: nobody listens."""
+        self._lock = threading.Lock()
+        self._by_place: dict[Hashable, list[Callable[[Link], None]]] = {}
+        forget_after_fork(self)
+
+    def open(self, meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Note that somebody listens; what is returned notes that he listens no longer.
+
+        Raises:
+            ConfigurationError: somebody else does. The same may, once more.
+        """
+        place = _where(meeting.store), meeting.rank, model_id
+        with self._lock:
+            there = self._by_place.setdefault(place, [])
+            if any(other != accept for other in there):
+                raise ConfigurationError(
+                    f"Model {model_id!r} has a receiver for rank {meeting.rank} in this process: close that first."
+                )
+            there.append(accept)
+
+        def shut() -> None:
+            with self._lock:
+                if accept in there:
+                    there.remove(accept)
+                if not there and self._by_place.get(place) is there:
+                    del self._by_place[place]
+
+        return shut
+
+
+def _where(store: Store) -> Hashable:
+    """What two ways to one store have in common. Of a prefix only the object that has it tells."""
+    base = base_of(store)
+    return (base.host, base.port) if store is base else store
+
+
+_ears = _Ears()
+
+
+@dataclass(frozen=True)
+class Ear:
+    """Ends what `listen` began, when it is called. Two that listen at one place for one worker are equal."""
+
+    where: Where
+    #: A prefix cannot be read: behind one, only the very same object is known to be the same place. Else 0.
+    prefixed: int
+    listener: _Listener = field(compare=False)
+    leave: Callable[[], None] = field(compare=False)
+
+    def __call__(self) -> None:
+        """Take no further link."""
+        self.listener.close()
+        self.leave()
+
+
+def listen(meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Ear:
+    """Have ``accept`` called, from a thread, with each link that a sender announces to this worker.
+
+    Returns:
+        What ends it.
+
+    Raises:
+        ConfigurationError: this process has another receiver of that model for that rank.
+        TransportError: there can be no more threads.
+    """
+    meeting.tell_if_exposed()
+    leave = _ears.open(meeting, model_id, accept)
+    try:
+        listener = _Listener(meeting, model_id, accept)
+    except BaseException:
+        leave()
+        raise
+    prefixed = id(meeting.store) if isinstance(meeting.store, PrefixStore) else 0
+    return Ear(listener.where, prefixed, listener, leave)

@@ -1,0 +1,228 @@
+"""Messages as values in a store: one direction of a link is a row of numbered keys, read once each."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from weightsync.errors import TransportError
+from weightsync.protocol import codec
+from weightsync.transports.sealing import is_envelope
+from weightsync.transports.store.store import Client
+
+logger = logging.getLogger("weightsync")
+
+#: Payloads up to this size travel through the store, behind their message.
+INLINE_NBYTES: Final = 64 * 1024
+#: A store refuses values of more than 8 MiB.
+PIECE_NBYTES: Final = 4 * 2**20
+
+_LAST: Final = b"L"
+_MORE: Final = b"M"
+_CLOSED: Final = b"C"
+_END: Final = "E"
+#: Seconds between two looks at a key that a stranger has written to.
+_LOOK: Final = 0.05
+
+
+def _nothing_there(_: Client) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One end of a link."""
+
+    #: In the process group.
+    rank: int
+    writes: str
+    reads: str
+    peer: str
+    #: Called by the writing thread first of all, and last of all.
+    begin: Callable[[Client], None]
+    leave: Callable[[Client], None]
+    #: Called by the writing thread before it writes a goodbye.
+    before_goodbye: Callable[[Client], None] = _nothing_there
+    #: Called by the reading thread before it tells that the other end has said goodbye, or has gone.
+    before_end: Callable[[Client], None] = _nothing_there
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message to be written."""
+
+    frame: bytes
+    payload: memoryview | None
+    #: TorchRL's key and word for it.
+    hint: tuple[str, str] | None
+    #: Called once nobody reads the payload any more.
+    done: Callable[[], None]
+    #: The payload's SHA-256, asked for where there is a key.
+    digest: Callable[[], bytes] = bytes
+    #: Called by the writing thread before it is written.
+    before: Callable[[Client], None] = _nothing_there
+
+    @property
+    def needs_the_peer(self) -> bool:
+        """Whether its payload goes over the process group, where the peer has to take it."""
+        return self.payload is not None and len(self.payload) > INLINE_NBYTES
+
+    def alone(self) -> Letter:
+        """The same, with a copy of its payload that nobody has to be told of."""
+        payload = None if self.payload is None else memoryview(bytes(self.payload))
+        return Letter(self.frame, payload, self.hint, _nothing, before=self.before)
+
+
+def _nothing() -> None:
+    return None
+
+
+class Outbox:
+    """Writes letters under numbered keys.
+
+    Args:
+        key: what the numbers are appended to.
+    """
+
+    def __init__(self, client: Client, key: str) -> None:
+        self._client = client
+        self._key = key
+        self._number = 0
+
+    def put(self, letter: bytes | memoryview) -> None:
+        """Write a letter, in as many values as it takes: first of all the writer's name, then frames.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        for start in range(0, max(len(letter), 1), PIECE_NBYTES):
+            piece = bytes(letter[start : start + PIECE_NBYTES])
+            self._write((_MORE if start + PIECE_NBYTES < len(letter) else _LAST) + piece)
+
+    def shut(self) -> None:
+        """Tell the reader that nothing more will come.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        self._write(_CLOSED)
+
+    def _write(self, value: bytes) -> None:
+        self._client.set(f"{self._key}/{self._number}", value)
+        self._number += 1
+
+
+class Shut(Exception):
+    """The other end will write nothing more."""
+
+
+class Ended(Exception):
+    """This end wants to read nothing more: see `end`."""
+
+
+class Inbox:
+    """Reads the letters of an `Outbox`.
+
+    A stranger may write under its keys. What is no letter is passed over, since the other end will write there yet.
+
+    Args:
+        key: the outbox's.
+    """
+
+    def __init__(self, client: Client, key: str) -> None:
+        self._client = client
+        self._key = key
+        self._read_keys: list[str] = []
+        self.number = 0
+
+    def forget(self) -> None:
+        """Remove from the store what was read: once a letter is dealt with, since that takes as long as reading it.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        while self._read_keys:
+            self._client.delete(self._read_keys.pop())
+
+    def take(self) -> bytes:
+        """The next letter, once it is whole.
+
+        Raises:
+            Shut, Ended: there is none.
+            TransportError: the store is gone, or a stranger has written over a letter.
+        """
+        pieces: list[bytes] = []
+        while True:
+            value = self._await(_is_piece if pieces else _is_frame if self.number else _is_name)
+            if value == _CLOSED:
+                raise Shut
+            if value == _END.encode():
+                raise Ended
+            pieces.append(value[1:])
+            if value[:1] == _LAST:
+                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _await(self, fits: Fits) -> bytes:
+        """The value of the next key, once the other end has written it."""
+        key = self._key_of(self.number)
+        value = self._client.await_value(key)
+        if not _is_ours(value, fits):
+            logger.warning("the store's key %s holds what nobody of ours wrote: it is passed over", key)
+            value = self._rewritten(fits)
+        self._read_keys.append(key)
+        self.number += 1
+        return value
+
+    def _rewritten(self, fits: Fits) -> bytes:
+        """The value of the next key, once the other end has written over what a stranger wrote there."""
+        key, behind = self._key_of(self.number), self._key_of(self.number + 1)
+        pause = threading.Event()
+        while True:
+            # Asked in this order: keys are written in theirs.
+            later = self._client.value(behind)
+            value = self._client.value(key)
+            if value is not None and _is_ours(value, fits):
+                return value
+            if later == _END.encode():
+                raise Ended
+            if later is not None and later[:1] in (_LAST, _MORE, _CLOSED):
+                raise TransportError(f"a stranger has written over a letter, under the store's key {key}")
+            pause.wait(_LOOK)
+
+    def _key_of(self, number: int) -> str:
+        return f"{self._key}/{number}"
+
+
+#: Whether something can be what is awaited.
+Fits = Callable[[bytes], bool]
+
+
+def _is_ours(value: bytes, fits: Fits) -> bool:
+    """Whether a value is one that an `Outbox` or `end` writes."""
+    return value in (_CLOSED, _END.encode()) or (value[:1] in (_LAST, _MORE) and fits(value[1:]))
+
+
+def _is_name(letter: bytes) -> bool:
+    return is_envelope(letter) or re.fullmatch(b"[0-9a-f]{32}( [0-9a-f]{32})?", letter) is not None
+
+
+def _is_frame(letter: bytes) -> bool:
+    return letter.startswith(codec.MAGIC) or is_envelope(letter)
+
+
+def _is_piece(_: bytes) -> bool:
+    return True
+
+
+def end(client: Client, key: str, number: int) -> None:
+    """Have the inbox of ``key`` end behind all that has been written to it, from ``number`` on.
+
+    Raises:
+        TransportError: the store is gone.
+    """
+    while client.claim(f"{key}/{number}", _END) != _END:
+        number += 1

@@ -1,0 +1,325 @@
+"""The user's store, and connections of our own to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+else:
+    from torch.distributed import PrefixStore, Store, TCPStore
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+
+import contextlib
+import enum
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.keys import SharedKey
+from weightsync.protocol.messages import Ack, Message, Update
+from weightsync.transports.exposure import is_exposed, tell
+from weightsync.transports.process import forget_after_fork
+from weightsync.transports.store.sockets import connected
+
+__all__ = ["PrefixStore", "ProcessGroupGloo", "Store", "TCPStore"]
+
+#: TorchRL's words.
+HINT: Final = "update_weights"
+ACKED: Final = "updated"
+
+
+class Mode(enum.Enum):
+    """Which updates and acks are told in TorchRL's keys."""
+
+    ALL = "all"
+    NONE = "none"
+    #: All but the next.
+    AFTER_NEXT = "after the next"
+
+
+class Hints:
+    """The hints of one side. First weights are not told: a loop would take them for an update."""
+
+    def __init__(self) -> None:
+        self._mode = Mode.ALL
+
+    def of(self, message: Message, rank: int) -> tuple[str, str] | None:
+        """The key and the value that tell of a message to or from the worker of that rank; None: nothing is told."""
+        if not isinstance(message, Update | Ack):
+            return None
+        mode, self._mode = self._mode, Mode.ALL if self._mode is Mode.AFTER_NEXT else self._mode
+        if mode is not Mode.ALL:
+            return None
+        return (f"NODE_{rank}_in", HINT) if isinstance(message, Update) else (f"NODE_{rank}_out", ACKED)
+
+    @contextlib.contextmanager
+    def withheld(self) -> Iterator[None]:
+        """Tell nothing of what is sent inside the block."""
+        self._mode = Mode.NONE
+        try:
+            yield
+        finally:
+            self._mode = Mode.ALL
+
+    def withhold_next(self) -> None:
+        """Tell nothing of the next update or ack."""
+        self._mode = Mode.AFTER_NEXT
+
+    def tell(self) -> None:
+        """Tell of everything."""
+        self._mode = Mode.ALL
+
+
+logger = logging.getLogger("weightsync")
+
+#: After that a store that cannot be reached is given up. torch asks the DNS for a name of each address it connects to,
+#: only to log it; where a DNS server does not answer, that alone takes 5 to 10 s.
+DIAL: Final = timedelta(seconds=15)
+_BACKLOG: Final = 2048
+FOR_EVER: Final = timedelta(days=365)
+#: The socket, ours beside it, and one to look for both.
+_NEEDED: Final = 3
+#: What a store answers for a key without a value, asked to exchange this for itself.
+_ABSENT: Final = "weightsync: no value"
+
+
+#: In a forked child: never freed, since torch would wait for threads that are not there.
+_inherited: list[object] = []
+
+
+def keep_in_child(*parents: object) -> None:
+    """In a forked child: never free what is the parent's and torch would take apart."""
+    _inherited.append(parents)
+
+
+class _Dialling:
+    """Connections are made one at a time, so that a new socket is known to be ours."""
+
+    def __init__(self) -> None:
+        self.forget()
+        forget_after_fork(self)
+
+    def forget(self) -> None:
+        """In a forked child: nobody is at it."""
+        self.lock = threading.Lock()
+        forget_after_fork(self)
+
+
+_dialling = _Dialling()
+
+
+@dataclass(frozen=True)
+class StoreEnd:
+    """Where a sender and one worker meet.
+
+    Args:
+        store: a TCPStore, or PrefixStores around one.
+        rank: the worker's rank: the trainer is rank 0, worker i is rank i + 1.
+        backend: "gloo" or "nccl".
+        in_flight: how many buckets of a payload are on their way at once.
+        key: shared by the trainer and its workers; None: what is written in the store is believed.
+        hints: what is told in TorchRL's own keys; a copy's own.
+
+    Raises:
+        ConfigurationError: another kind of store, or of rank.
+    """
+
+    store: Store
+    rank: int
+    backend: str = "gloo"
+    in_flight: int = 1
+    key: SharedKey | None = None
+    hints: Hints = field(default_factory=Hints, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        base_of(self.store)
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ConfigurationError(f"rank is {self.rank!r}: the trainer is rank 0, worker i is rank i + 1.")
+
+    def tell_if_exposed(self) -> None:
+        """Say, once a process, that others can reach the store, if they can and there is no key."""
+        base = base_of(self.store)
+        if self.key is None and is_exposed(base.host, base.port):
+            tell(f"The store at {base.host}:{base.port} can be reached from other hosts")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not isinstance(self.store, TCPStore):
+            raise ConfigurationError("A PrefixStore does not travel to another process: give that process its own.")
+        return _arrived, (self.store.host, self.store.port, self.rank, self.backend, self.in_flight, self.key)
+
+
+def _arrived(host: str, port: int, *rest: Any) -> StoreEnd:
+    return StoreEnd(TCPStore(host, port, None, False, DIAL, wait_for_workers=False), *rest)
+
+
+def hosted(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """A store of our own, which listens at that address alone: left to itself, torch's listens on all interfaces.
+
+    Raises:
+        OSError, RuntimeError: it cannot be opened there.
+    """
+    with socket.create_server((host, port), backlog=_BACKLOG) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.fileno())
+        # It is the store's now, and closed with it.
+        listener.detach()
+    return store
+
+
+def base_of(store: Any) -> TCPStore:
+    """The TCPStore behind a store.
+
+    Raises:
+        ConfigurationError: there is none: other stores serve one process or one file system, and cannot be waited for.
+    """
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    if not isinstance(base, TCPStore):
+        raise ConfigurationError(
+            f"a {type(base).__name__} is no store that trainer and workers can meet at: give a "
+            "torch.distributed.TCPStore, or a PrefixStore around one."
+        )
+    return base
+
+
+class Client:
+    """A connection of our own to a store: what blocks here blocks nobody else.
+
+    Args:
+        store: the user's; its prefixes are kept.
+
+    Raises (all methods):
+        TransportError: the store is gone, the connection was `cut`, or no descriptor is left for it.
+    """
+
+    def __init__(self, store: Store) -> None:
+        base = base_of(store)
+        self._where = f"the store at {base.host}:{base.port}"
+        self._store: Store | None = None
+        with _dialling.lock, self._told():
+            _require_descriptors()
+            before = connected()
+            self._store = _connected(store, base)
+            self._store.set_timeout(FOR_EVER)
+            now = connected().items()
+            fresh = [each for identity, each in now if identity not in before and each.peer == base.port]
+            self._plug = fresh[0].copy() if len(fresh) == 1 else None
+        if len(fresh) == 1 and self._plug is None:
+            raise TransportError(f"The connection to {self._where} ended as it was made, or no descriptor is left.")
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[Store]:
+        store = self._store
+        if store is None:
+            raise TransportError(f"The connection to {self._where} was closed.")
+        with self._told():
+            yield store
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError, OSError) as error:
+            raise TransportError(f"{self._where} failed: {str(error).splitlines()[0]}") from error
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        with self._guarded() as store:
+            store.set(key, value)  # type: ignore[arg-type] # torch takes bytes
+
+    def await_value(self, key: str) -> bytes:
+        """The value of a key, once it has one."""
+        with self._guarded() as store:
+            return store.get(key)
+
+    def present(self, key: str) -> bool:
+        """Whether a key has a value."""
+        with self._guarded() as store:
+            return store.check([key])
+
+    def value(self, key: str) -> bytes | None:
+        """The value of a key that nobody removes, or None."""
+        return self.await_value(key) if self.present(key) else None
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of a key that nobody awaits, or None; the key may be removed just now.
+
+        The store takes this for a write: who awaits the key would be woken, and find nothing.
+        """
+        with self._guarded() as store:
+            found = store.compare_set(key, _ABSENT, _ABSENT)
+        return None if found == _ABSENT.encode() else found
+
+    def claim(self, key: str, value: str, ours: Callable[[str], bool] = lambda _: True) -> str:
+        """Write a value unless there is one; the value that is there then.
+
+        Args:
+            key: the key.
+            value: what to write.
+            ours: whether something is a value that one of us has written; what a stranger wrote there is written over.
+        """
+        with self._guarded() as store:
+            found = store.compare_set(key, "", value)
+            while not ours(found.decode("ascii", "replace")):
+                logger.warning("the store's key %s held what nobody of ours wrote: it was written over", key)
+                found = store.compare_set(key, found, value)  # type: ignore[arg-type] # torch takes bytes
+            return found.decode("ascii", "replace")
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; what it is then. The store ends the connection if the key holds no number."""
+        with self._guarded() as store:
+            return store.add(key, amount)
+
+    def delete(self, key: str) -> None:
+        """Remove a key."""
+        with self._guarded() as store:
+            store.delete_key(key)
+
+    @property
+    def own_address(self) -> str | None:
+        """The address by which this process reaches the store; None: nobody can tell."""
+        with contextlib.suppress(OSError):
+            return None if self._plug is None else str(self._plug.getsockname()[0])
+        return None
+
+    def cut(self) -> None:
+        """Make whatever blocks here, or will be asked here, fail."""
+        if self._plug is not None:
+            with contextlib.suppress(OSError):
+                self._plug.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the connection, which ends with what is asked of it just now."""
+        self._store = None
+        if self._plug is not None:
+            self._plug.close()
+
+
+def _require_descriptors() -> None:
+    """Torch itself would try for as long as it dials.
+
+    Raises:
+        OSError: too few descriptors are left for a connection.
+    """
+    found: list[int] = []
+    try:
+        for _ in range(_NEEDED):
+            found.append(os.eventfd(0, os.EFD_CLOEXEC))
+    finally:
+        for descriptor in found:
+            os.close(descriptor)
+
+
+def _connected(store: Store, base: TCPStore) -> Store:
+    if store is base:
+        return TCPStore(base.host, base.port, None, False, DIAL, wait_for_workers=False)
+    return store.clone()

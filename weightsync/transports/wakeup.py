@@ -1,0 +1,117 @@
+"""What links have in common whose driver is woken by other threads: a waker, and a watch of the peer's process."""
+
+from __future__ import annotations
+
+import subprocess
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from weightsync.errors import ConfigurationError, TransportError
+from weightsync.transports.base import Waker
+from weightsync.transports.process import ProcessWatch, forget_after_fork, started_at, watching
+
+
+class AwaitedProcess:
+    """A process that has not spoken yet.
+
+    Args:
+        process: a `multiprocessing` process or a `subprocess.Popen`, started or not, or a process id of this host.
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+
+    def __init__(self, process: Any) -> None:
+        known = isinstance(process, BaseProcess | subprocess.Popen)
+        if not known and (isinstance(process, bool) or not isinstance(process, int) or process <= 0):
+            raise ConfigurationError(
+                f"process= is {process!r}: give the worker's multiprocessing.Process (or subprocess.Popen), or its "
+                "process id. Nothing has changed."
+            )
+        self._process: BaseProcess | subprocess.Popen[Any] | int = process
+
+    @property
+    def end(self) -> str:
+        """How it has ended; empty: it has not, or its parent does not know."""
+        process = self._process
+        if isinstance(process, int):
+            return ""
+        try:
+            code = process.exitcode if isinstance(process, BaseProcess) else process.poll()
+        except ValueError:
+            return "its process has ended, and its Process object is closed"
+        return "" if code is None else f"its process {process.pid} has ended with exit code {code}"
+
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        """Its process id and its start, as `own_identity` tells them; None: it has not started."""
+        pid = self._process if isinstance(self._process, int) else self._process.pid
+        return None if pid is None else (pid, started_at(pid) or 0)
+
+
+class WokenLink:
+    """The part of a link that does not depend on how its messages travel. Nothing is ever written by its driver.
+
+    Args:
+        peer: who is at the other end, for messages to people.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._waker = Waker()
+        self._watch: ProcessWatch | None = None
+        self._closed = False
+        forget_after_fork(self)
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for messages to people."""
+        return self._peer
+
+    def flush(self) -> bool:
+        """Nothing waits for the driver to write it: see `Link.flush`."""
+        self._require_open()
+        return True
+
+    def waitables(self) -> list[int]:
+        """Readable once there is something to receive, or the peer is dead: see `Link.waitables`."""
+        if self._closed:
+            return []
+        watched = [self._watch.fileno()] if self._watch is not None and self._watch.fileno() >= 0 else []
+        return [self._waker.fileno(), *watched]
+
+    def wants_write(self) -> int | None:
+        """Nothing waits for the driver to write it."""
+        return None
+
+    def watch(self, pid: int, started: int) -> None:
+        """Notice the death of the peer's process: see `Link.watch`."""
+        if not pid or self._closed or (self._watch is not None and self._watch.names(pid, started)):
+            return
+        watch = watching(pid, started)
+        self._unwatch()
+        self._watch = watch
+        if watch.dead:
+            self._waker.fire()
+
+    def _death(self) -> str:
+        """How the peer's process has ended; empty: it has not, as far as is known."""
+        return f"process {self._watch.pid} is dead" if self._watch is not None and self._watch.dead else ""
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _let_go(self) -> None:
+        """Wake whoever waits, and wake nobody again."""
+        self._waker.close()
+        self._unwatch()
+
+    def forget(self) -> None:
+        """In a forked child: be closed, and close nothing of the parent's."""
+        self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"The link to {self._peer} is closed.")

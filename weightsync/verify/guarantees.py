@@ -1,0 +1,180 @@
+"""The guarantees, as far as traces show them, said without the machines' own logic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weightsync.engine.recorder import What
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import SenderInput, State
+from weightsync.protocol.messages import Ack, Update
+from weightsync.protocol.report import Evidence, OutcomeKind
+from weightsync.verify.lines import Finding
+from weightsync.verify.network import Network
+from weightsync.verify.replaying import Machine, Moment
+
+Key = tuple[int, int]
+_COUNTS = (SenderInput.REPLY, SenderInput.SETTLED, SenderInput.CAUGHT_UP)
+
+
+def breaches(network: Network) -> Iterator[Finding]:
+    """The first moment of each machine at which a guarantee does not hold."""
+    for machine in network.machines:
+        told = _of_sender(network, machine) if machine.role == "sender" else _of_receiver(machine)
+        yield from _first(told)
+        yield from _first(_closed_is_final(machine))
+
+
+def _first(findings: Iterator[Finding]) -> Iterator[Finding]:
+    found = next(findings, None)
+    if found is not None:
+        yield found
+
+
+def _broken(moment: Moment, rule: str, what: str) -> Finding:
+    return Finding(moment.line, what, (), rule)
+
+
+def _closed_is_final(machine: Machine) -> Iterator[Finding]:
+    for moment in machine.moments:
+        if moment.state_before is State.CLOSED and moment.state is not State.CLOSED:
+            yield _broken(moment, "G9 ClosedIsFinal", "a closed machine goes on")
+
+
+# ---------------------------------------------------------------------------------------------- receivers
+
+
+def _of_receiver(machine: Machine) -> Iterator[Finding]:
+    served: Key = (0, 0)
+    fence = 0
+    digests: dict[Key, bytes] = {}
+    for moment in machine.moments:
+        before, after, event = moment.before, moment.after, moment.event
+        assert isinstance(before, receiving.ReceiverData)
+        assert isinstance(after, receiving.ReceiverData)
+        if isinstance(moment.message, Update) and moment.line.what is What.RECEIVED:
+            digests[moment.message.incarnation, moment.message.version] = moment.message.digest
+        if after.fence < fence:
+            yield _broken(moment, "G4 ServingIsMonotone", "its fence falls")
+        fence = after.fence
+        if after.served != before.served and after.served is not None:
+            yield from _serves(moment, after.served, served, fence, digests)
+            served = max(served, after.served)
+        if isinstance(event, receiving.Refused) and after.served != before.served:
+            yield _broken(moment, "G6 RefusalKeepsServing", "a refusal changes what is served")
+
+
+def _serves(moment: Moment, new: Key, served: Key, fence: int, digests: dict[Key, bytes]) -> Iterator[Finding]:
+    if new <= served or new[0] < fence:
+        yield _broken(moment, "G4 ServingIsMonotone", f"version {new[1]} is served after version {served[1]}")
+    if not isinstance(moment.event, receiving.Applied | receiving.Defer):
+        yield _broken(moment, "G6 RefusalKeepsServing", "what is served changes, and nothing was applied")
+        return
+    answer = moment.event.answer
+    if (answer.incarnation, answer.version) != new:
+        yield _broken(moment, "G1 AckNamesItsVersion", f"version {new[1]} is applied, its ack names {answer.version}")
+    wanted = digests.get(new)
+    if wanted is None:
+        yield _broken(moment, "G2 AckedMeansServed", f"version {new[1]} never came")
+    elif wanted and answer.digest and answer.digest != wanted:
+        what = f"digest {answer.digest.hex()} was applied, and {wanted.hex()} came"
+        yield _broken(moment, "G2 AckedMeansServed", what)
+
+
+# ------------------------------------------------------------------------------------------------ senders
+
+
+def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
+    targets: dict[int, tuple[int, ...]] = {}
+    digests: dict[int, bytes] = {}
+    for moment in machine.moments:
+        before, after = moment.before, moment.after
+        assert isinstance(before, sending.SenderData)
+        assert isinstance(after, sending.SenderData)
+        if after.version != before.version:
+            if before.outstanding is not None or after.version <= before.version:
+                yield _broken(moment, "G5 OneOutstanding", "a version is dispatched while another is outstanding")
+            asked = moment.event.targets
+            targets[after.version] = tuple(before.roll) if asked is None else asked
+        yield from _says(machine, moment, targets, digests)
+        yield from _concludes(moment, targets)
+        yield from _tells(moment, targets)
+        if moment.step is not None and moment.step.input in _COUNTS:
+            yield from _counts(network, machine, moment, digests)
+        if isinstance(moment.event, sending.Join) and moment.step is not None:
+            yield from _greets(moment, targets)
+
+
+def _says(
+    machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], digests: dict[int, bytes]
+) -> Iterator[Finding]:
+    update = moment.message
+    if moment.line.what is not What.SENT or not isinstance(update, Update):
+        return
+    workers = [e.line.said["worker"] for e in machine.of(What.LINK) if e.link == moment.link]
+    data = moment.after
+    assert isinstance(data, sending.SenderData)
+    wide = update.version == data.due_all
+    if not wide and not set(workers) & set(targets.get(update.version, ())):
+        yield _broken(moment, "G7 OnlyTargetsChange", f"version {update.version} goes to {workers}, no target of it")
+    if digests.setdefault(update.version, update.digest) != update.digest:
+        yield _broken(moment, "G1 AckNamesItsVersion", f"version {update.version} leaves with two digests")
+
+
+def _concludes(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
+    for effect in () if moment.step is None else moment.step.effects:
+        if isinstance(effect, sending.Conclude):
+            out = effect.outstanding
+            if out.owed or set(out.outcomes) != set(targets.get(out.version, ())):
+                what = f"version {out.version} is over, and its outcomes are those of {sorted(out.outcomes)}"
+                yield _broken(moment, "G11 EverybodyIsToldTheTruth", what)
+
+
+def _tells(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
+    """A report tells of each target, and of nobody else."""
+    version = moment.line.said.get("version") if moment.line.what is What.TOLD else None
+    told = {int(worker) for worker in moment.line.said["outcomes"]} if version else set()
+    if version and told != set(targets.get(version, ())):
+        what = f"of version {version} its caller is told about workers {sorted(told)}, and others are its targets"
+        yield _broken(moment, "G11 EverybodyIsToldTheTruth", what)
+
+
+def _greets(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
+    data, worker = moment.after, moment.event.worker
+    assert isinstance(data, sending.SenderData)
+    for effect in () if moment.step is None else moment.step.effects:
+        if isinstance(effect, sending.Greet):
+            naming = [version for version, named in targets.items() if worker in named]
+            due = max([data.due_all, *naming])
+            if effect.due < data.due_all or effect.due > due:
+                yield _broken(moment, "G12 LateJoinerCatchesUp", f"version {due} is due to it, and {effect.due} goes")
+
+
+def _counts(network: Network, machine: Machine, moment: Moment, digests: dict[int, bytes]) -> Iterator[Finding]:
+    """An answer counts: did its worker do what it says?"""
+    event, data = moment.event, moment.after
+    assert isinstance(data, sending.SenderData)
+    ack = event.message if isinstance(event, sending.Answer) else None
+    if not isinstance(ack, Ack) or ack.evidence is not Evidence.ANSWER:
+        return
+    if ack.incarnation != data.incarnation:
+        yield _broken(moment, "G1 AckNamesItsVersion", "an ack for another sender counts")
+    known = digests.get(ack.version)
+    if known and ack.digest and known != ack.digest:
+        yield _broken(moment, "G2 AckedMeansServed", "the ack names the digest of other weights than were sent")
+    peers = [network.by_name[name] for name, _ in network.peers((machine.name, event.link))]
+    if peers and not any(_applied(peer, (ack.incarnation, ack.version), moment, machine.clock) for peer in peers):
+        what = f"worker {event.worker} counts as {OutcomeKind.APPLIED.name}, and has not applied version {ack.version}"
+        yield _broken(moment, "G2 AckedMeansServed", what)
+
+
+def _applied(peer: Machine, key: Key, until: Moment, clock: str) -> bool:
+    """Whether a receiver applied a version, before then where that can be told."""
+    for moment in peer.of(What.STEP):
+        data = moment.after
+        if isinstance(moment.event, receiving.Applied | receiving.Defer) and isinstance(data, receiving.ReceiverData):
+            in_time = peer.clock != clock or moment.line.time <= until.line.time
+            if data.served == key and in_time:
+                return True
+    return peer.finding is not None or peer.is_unseen(clock, until.line.time)

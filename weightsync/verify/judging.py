@@ -1,0 +1,193 @@
+"""Whether traces conform: every machine's own steps, what it said and heard, the network, the guarantees."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from weightsync.engine.recorder import What
+from weightsync.protocol.messages import Ack, Bye, Refusal
+from weightsync.protocol.report import Evidence
+from weightsync.verify.guarantees import breaches
+from weightsync.verify.lines import Finding, Line, TraceFile, find_files, read_file
+from weightsync.verify.network import Network
+from weightsync.verify.replaying import HALVES, Machine, replay
+from weightsync.verify.talkers import listen
+
+_MISSING = "the machine that sent it is in no file given, or its recording had ended"
+_WHOLE = "all files are there (--complete)"
+
+
+class Judgement(Enum):
+    """What can be said of a run."""
+
+    CONFORMS = "conforms"
+    DOES_NOT = "does not conform"
+
+
+@dataclass
+class Run:
+    """Machines that have talked with one another, and what is wrong with their trace, the first thing first."""
+
+    machines: tuple[Machine, ...]
+    findings: tuple[Finding, ...] = ()
+    #: Messages from machines that are in no file, or whose recording had ended.
+    unseen: tuple[Line, ...] = ()
+
+    @property
+    def judgement(self) -> Judgement:
+        """Whether it conforms."""
+        return Judgement.DOES_NOT if self.findings else Judgement.CONFORMS
+
+    @property
+    def missing(self) -> tuple[Finding, ...]:
+        """The first message over each link whose other end is in no file, or had ended its recording.
+
+        A link that an adapter answers itself has no machine at its other end: none is missing there. A goodbye alone
+        may be of a sender that never connected, and names nobody.
+        """
+        answered = {place for machine in self.machines for place in _answered_by_an_adapter(machine)}
+        first: dict[tuple[str, int], Line] = {}
+        for line in self.unseen:
+            if line.said["message"]["is"] != Bye.__name__:
+                first.setdefault((line.machine, int(line.said["link"])), line)
+        return tuple(Finding(line, _MISSING, rule=_WHOLE) for place, line in first.items() if place not in answered)
+
+    @property
+    def events(self) -> int:
+        """How many lines its machines have."""
+        return sum(len(machine.lines) for machine in self.machines)
+
+    @property
+    def begun(self) -> int:
+        """When its first machine began."""
+        return min(machine.lines[0].time for machine in self.machines)
+
+    @property
+    def ended(self) -> int:
+        """When its last line was written."""
+        return max(machine.lines[-1].time for machine in self.machines)
+
+
+@dataclass
+class Verdict:
+    """What can be said of all traces given."""
+
+    files: tuple[TraceFile, ...]
+    runs: tuple[Run, ...]
+    #: Lines that are not as they were written.
+    damages: tuple[Finding, ...] = field(default=())
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All that is wrong, damaged files first."""
+        damaged = {found.line for found in self.damages}
+        return (*self.damages, *(found for run in self.runs for found in run.findings if found.line not in damaged))
+
+    @property
+    def missing(self) -> tuple[Finding, ...]:
+        """Messages of machines whose files are not there."""
+        return tuple(found for run in self.runs for found in run.missing)
+
+    @property
+    def conforms(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    @property
+    def events(self) -> int:
+        """How many lines tell of machines."""
+        return sum(run.events for run in self.runs)
+
+    def record(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        return {
+            "conforms": self.conforms,
+            "files": [str(file.path) for file in self.files],
+            "missing": [found.record() for found in self.missing],
+            "damages": [found.record() for found in self.damages],
+            "runs": [
+                {
+                    "verdict": run.judgement.value,
+                    "machines": {machine.name: machine.role for machine in run.machines},
+                    "events": run.events,
+                    "findings": [found.record() for found in run.findings],
+                    "unseen": [line.place for line in run.unseen],
+                }
+                for run in self.runs
+            ],
+        }
+
+
+def verify(places: Sequence[Path]) -> Verdict:
+    """Judge the traces in files or folders.
+
+    Raises:
+        UnreadableTraceError: a place holds no trace, or one of another release.
+    """
+    files = tuple(read_file(path) for path in find_files(places))
+    runs = tuple(sorted(map(judge, runs_of(machines_in(files))), key=lambda run: run.begun))
+    meant = {found.line: found for run in runs for found in run.findings}
+    damages = (file.damage for file in files if file.damage is not None)
+    return Verdict(files, runs, tuple(_meaning(damage, meant.get(damage.line)) for damage in damages))
+
+
+def _answered_by_an_adapter(machine: Machine) -> Iterator[tuple[str, int]]:
+    for moment in machine.of(What.RECEIVED):
+        message = moment.message
+        if isinstance(message, Ack | Refusal) and message.evidence is not Evidence.ANSWER:
+            yield machine.name, moment.link
+
+
+def _meaning(damage: Finding, meant: Finding | None) -> Finding:
+    """A damaged line, and what would be wrong with it if it had been written so."""
+    if meant is None:
+        return damage
+    return replace(damage, what=f"{damage.what}; {meant.what}", allowed=(*damage.allowed, *meant.allowed))
+
+
+def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
+    """The machines that files tell of, replayed."""
+    lines: dict[tuple[str, str], list[Line]] = defaultdict(list)
+    ended: dict[Path, int | None] = {}
+    for file in files:
+        ended[file.path] = file.ended
+        for line in file.lines:
+            if line.machine:
+                lines[file.clock, line.machine].append(line)
+    machines = []
+    for (clock, name), told in lines.items():
+        first = told[0].said
+        role = first.get("role")
+        machine = Machine(name, role if role in HALVES else "sender", str(first.get("model")), clock, told)
+        machine.ended = ended[told[-1].path]
+        replay(machine)
+        machines.append(machine)
+    return machines
+
+
+def runs_of(machines: Sequence[Machine]) -> list[Network]:
+    """The machines, by who has talked with whom."""
+    network = Network(machines)
+    group = {machine.name: {machine.name} for machine in machines}
+    for ours, theirs in network.acquainted:
+        joined = group[ours] | group[theirs]
+        for each in joined:
+            group[each] = joined
+    runs: dict[int, list[Machine]] = defaultdict(list)
+    for machine in machines:
+        runs[id(group[machine.name])].append(machine)
+    return [Network(run) for run in runs.values()]
+
+
+def judge(network: Network) -> Run:
+    """Judge machines that have talked with one another."""
+    findings = [machine.finding for machine in network.machines if machine.finding is not None]
+    findings += [found for found in map(listen, network.machines) if found is not None]
+    findings += [*network.findings(), *breaches(network)]
+    findings.sort(key=lambda found: found.line.time)
+    return Run(tuple(network.machines), tuple(findings), tuple(network.unseen))

@@ -1,0 +1,77 @@
+"""A run as events of AckProtocol.tla: the actions that it took, and what the machines were after each.
+
+The model's network here is the weakest (messages may be late, doubled or lost), so that every order of reading that
+the Python checker allows can be followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weightsync.verify.acting import SenderActs, WorkerActs
+from weightsync.verify.judging import Run
+from weightsync.verify.naming import Acted, BeyondTheModelError, Bounds, Naming, Value
+
+
+@dataclass
+class Modelled:
+    """A run as the model's events, and the constants that it needs."""
+
+    run: Run
+    acts: list[Acted]
+    senders: int
+    workers: int
+    versions: int
+    links: int
+
+    @property
+    def size(self) -> int:
+        """How large the model's constants must be for it: what TLC takes for an event grows with that."""
+        return self.senders * self.workers * self.links * self.versions
+
+    @property
+    def text(self) -> str:
+        """Its events, as TLA+ has them."""
+        return ",\n".join(literal(act.action) for act in self.acts)
+
+
+def modelled(run: Run, bounds: Bounds) -> Modelled:
+    """The model's events of a run, in the order of time.
+
+    Raises:
+        BeyondTheModelError: the model cannot follow it.
+    """
+    names = Naming(run, bounds)
+    acts: list[tuple[int, Acted]] = []
+    for name, number in names.senders.items():
+        acts += SenderActs(names).of(names.network.by_name[name], number)
+    for worker in set(names.seats.values()):
+        acts += WorkerActs(names).of(worker)
+    acts.sort(key=lambda act: act[0])
+    if len(acts) > bounds.events:
+        raise BeyondTheModelError(f"more than {bounds.events} events")
+    ordered = [act for _, act in acts]
+    return Modelled(run, ordered, len(names.senders), len(names.workers), names.versions, names.deepest)
+
+
+def literal(value: Value) -> str:
+    """A value as TLA+ has it."""
+    match value:
+        case bool():
+            return "TRUE" if value else "FALSE"
+        case int():
+            return str(value)
+        case str():
+            return f'"{value}"'
+        case tuple():
+            return f"<<{', '.join(map(literal, value))}>>"
+        case frozenset():
+            return f"{{{', '.join(map(literal, sorted(value)))}}}"
+    return f"[{', '.join(f'{name} |-> {literal(each)}' for name, each in value.items())}]"
+
+
+def data_module(traces: Sequence[Modelled]) -> str:
+    """`TraceData.tla`: the traces as one literal."""
+    told = ",\n".join(f"<<\n{trace.text}\n>>" for trace in traces)
+    return f"---- MODULE TraceData ----\nTraces == <<\n{told}\n>>\n====\n"

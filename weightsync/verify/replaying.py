@@ -1,0 +1,231 @@
+"""One machine's lines, stepped by the shipped pure halves: exactly so it must have gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightsync.engine.recorder import What, plain
+from weightsync.errors import WeightSyncError
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import INITIAL, Delivery, State
+from weightsync.protocol.messages import Message
+from weightsync.verify.decoding import decoded
+from weightsync.verify.lines import Finding, Line
+from weightsync.verify.reporting import FalseReportError, Reports
+from weightsync.verify.words import differences, possible, value
+
+Data = sending.SenderData | receiving.ReceiverData
+Step = sending.Step | receiving.Step
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """A role's pure half."""
+
+    step: Callable[[State, Any, Any], Step]
+    data: type[Data]
+    event: Any
+
+
+HALVES = {
+    "sender": Half(sending.step, sending.SenderData, sending.Event),
+    "receiver": Half(receiving.step, receiving.ReceiverData, receiving.Event),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A line that is as it must be, with what was before and after it."""
+
+    line: Line
+    before: Data
+    after: Data
+    state_before: State
+    state: State
+    event: Any = None
+    #: What the pure half made of the event; None: it refused, or there was none.
+    step: Step | None = None
+    message: Message | None = None
+
+    @property
+    def link(self) -> int:
+        """The link that the line names."""
+        return int(self.line.said.get("link", 0))
+
+
+@dataclass
+class Machine:
+    """One machine as recorded."""
+
+    name: str
+    role: str
+    model_id: str
+    clock: str
+    lines: Sequence[Line]
+    moments: list[Moment] = field(default_factory=list)
+    finding: Finding | None = None
+    #: When its file's recording ended, if it did.
+    ended: int | None = None
+
+    @property
+    def incarnation(self) -> int:
+        """A sender's; 0: it never connected, or is a receiver."""
+        last = self.moments[-1].after if self.moments else None
+        return last.incarnation if isinstance(last, sending.SenderData) else 0
+
+    def is_unseen(self, clock: str, time: int) -> bool:
+        """Whether it may have done by then what its file does not tell: its recording ended, and it had not."""
+        if self.ended is None or (self.moments and self.moments[-1].state is State.CLOSED):
+            return False
+        return clock != self.clock or self.ended <= time
+
+    def of(self, *whats: What) -> Iterator[Moment]:
+        """Its moments of these kinds."""
+        return (moment for moment in self.moments if moment.line.what in whats)
+
+
+class _Broken(Exception):
+    def __init__(self, what: str, allowed: tuple[str, ...] = ()) -> None:
+        super().__init__(what)
+        self.what = what
+        self.allowed = allowed
+
+
+def replay(machine: Machine) -> None:
+    """Step a machine through its lines, up to the first that is not as it must be; that is its finding."""
+    player = _Player(machine)
+    for number, line in enumerate(machine.lines):
+        try:
+            machine.moments.append(player.take(number, line))
+        except _Broken as broken:
+            machine.finding = Finding(line, broken.what, broken.allowed, "the machine's own steps")
+            return
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"it tells of no value of the protocol: {error}"
+            machine.finding = Finding(line, what, ("values as the recorder writes them",), "the machine's own steps")
+            return
+
+
+class _Player:
+    def __init__(self, machine: Machine) -> None:
+        self._half = HALVES[machine.role]
+        self._role = machine.role
+        self._state = INITIAL
+        self._data: Data = self._half.data()
+        self._links = 0
+        self._time = 0
+        self._reports = Reports()
+
+    def take(self, number: int, line: Line) -> Moment:
+        if line.said.get("n") != number:
+            raise _Broken(f"it is event {line.said.get('n')} of its machine, and event {number} is missing before it")
+        if (line.what is What.BORN) != (number == 0):
+            raise _Broken("a machine begins once, with its birth")
+        if line.said.get("role") != self._role:
+            raise _Broken(f"its machine is a {self._role}")
+        if line.time < self._time:
+            raise _Broken("it was written before the one that stands before it")
+        self._time = line.time
+        _require_fields(line)
+        self._number_links(line)
+        if self._reports.due is not None and line.what is not What.TOLD:
+            raise _Broken(
+                f"the caller was not told what came of {type(self._reports.due).__name__}", ("first its report",)
+            )
+        state, data = self._state, self._data
+        event, step = self._advance(line)
+        told = line.said.get("message")
+        message = None if told is None else decoded(Message, told)
+        return Moment(line, data, self._data, state, self._state, event, step, message)
+
+    def _number_links(self, line: Line) -> None:
+        """Links are numbered as they are laid; only those that are laid can be used."""
+        link = line.said.get("link")
+        if line.what is What.LINK:
+            self._links += 1
+            if link != self._links:
+                raise _Broken(f"link {link} is laid, and {self._links} is the next")
+        elif link is not None and not 1 <= link <= self._links:
+            raise _Broken(f"link {link} was never laid")
+
+    def _advance(self, line: Line) -> tuple[Any, Step | None]:
+        match line.what:
+            case What.STEP:
+                event = decoded(self._half.event, line.said["event"])
+                return event, self._step(line, event)
+            case What.REFUSED:
+                event = decoded(self._half.event, line.said["event"])
+                self._refused(line, event)
+                return event, None
+            case What.TOLD:
+                self._told(line)
+        return None, None
+
+    def _step(self, line: Line, event: Any) -> Step:
+        try:
+            step = self._half.step(self._state, self._data, event)
+        except WeightSyncError as error:
+            raise _Broken(f"the model refuses this event: {error}", (possible(self._role, self._state),)) from error
+        told = {"input": step.input, "before": self._state, "after": step.to, "data": step.data}
+        self._compare(line, {**told, "effects": step.effects})
+        self._state, self._data = step.to, step.data
+        if isinstance(step.data, sending.SenderData):
+            self._reports.step(event, step)
+        return step
+
+    def _refused(self, line: Line, event: Any) -> None:
+        try:
+            step = self._half.step(self._state, self._data, event)
+        except WeightSyncError as error:
+            told = {"error": type(error).__name__, "before": self._state, "after": self._state, "data": self._data}
+            self._compare(line, told)
+            return
+        named = step.input.value if step.input else "LATE"
+        raise _Broken(f"the model takes this event, as {named}", (possible(self._role, self._state),))
+
+    def _told(self, line: Line) -> None:
+        if not isinstance(self._data, sending.SenderData):
+            raise _Broken("only senders report")
+        try:
+            self._compare(line, self._reports.told(line.said, self._data))
+        except FalseReportError as error:
+            raise _Broken(str(error)) from error
+
+    def _compare(self, line: Line, wanted: dict[str, Any]) -> None:
+        must = {name: plain(value) for name, value in wanted.items()}
+        found = list(differences({name: line.said.get(name) for name in must}, must))
+        if found:
+            raise _Broken("; ".join(found), (_allowed(must), possible(self._role, self._state)))
+
+
+_FIELDS: dict[What, dict[str, type]] = {
+    What.LINK: {"link": int, "delivery": str},
+    What.SENT: {"link": int, "message": dict},
+    What.RECEIVED: {"link": int, "message": dict},
+    What.FAILED: {"link": int},
+    What.CLOSED: {"link": int},
+    What.TOLD: {"outcomes": dict, "superseded": dict, "not_caught_up": dict, "left": dict},
+}
+
+
+def _require_fields(line: Line) -> None:
+    for name, kind in _FIELDS.get(line.what, {}).items():
+        if type(line.said.get(name)) is not kind:
+            raise ValueError(f"its {name} is {line.said.get(name)!r}")
+    if line.what is What.LINK and line.said["delivery"] not in Delivery.__members__:
+        raise ValueError(f"nothing is delivered {line.said['delivery']}")
+    if line.what is What.CLOSED and line.said["role"] == "sender" and type(line.said.get("incarnation")) is not int:
+        raise ValueError("it names no incarnation")
+    if line.what is What.LINK and line.said["role"] == "sender" and type(line.said.get("worker")) is not int:
+        raise ValueError("it names no worker")
+
+
+def _allowed(must: dict[str, Any]) -> str:
+    if "outcomes" in must:
+        return f"the report says {value(must['outcomes'])}"
+    if "input" not in must:
+        return f"this event changes nothing: {must['before']} stays" if "before" in must else "see what must be"
+    return f"this event is {must['input'] or 'LATE'}, and leads to {must['after']}"

@@ -1,0 +1,203 @@
+"""Runs followed by TLC: many in one JVM, over the actions of AckProtocol.tla."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weightsync.errors import WeightSyncError
+from weightsync.model.manifest import find_model
+from weightsync.model.process import FOLDER_PREFIX
+from weightsync.model.toolchain import Toolchain
+from weightsync.verify.judging import Run
+from weightsync.verify.lines import Finding
+from weightsync.verify.modelling import Modelled, data_module, literal, modelled
+from weightsync.verify.naming import BeyondTheModelError, Bounds
+
+RULE = "the model, by TLC"
+_SECONDS = 300.0
+_ACCEPTED = re.compile(r'<<"ACCEPT", (\d+)>>')
+_REACHED = re.compile(r'<<"REACHED", (\d+), (\d+)>>')
+_INVARIANTS = ("TypeOK", "Consistent", "EveryMessageHasARow", "NoTornRead", "RefusalKeepsServing")
+_PROPERTIES = (
+    "OnlyRows",
+    "AckNamesItsVersion",
+    "AckedMeansServed",
+    "ServingIsMonotone",
+    "OneOutstanding",
+    "ServedChangesByApplied",
+    "OnlyTargetsChange",
+    "ClosedIsFinal",
+    "EverybodyIsToldTheTruth",
+)
+#: Says nothing of traces, but of what follows them, and costs more than all others: the first batch is asked.
+_OF_FOLLOWING = "OnlyTheModels"
+#: How many events one JVM follows.
+_BATCH = 4000
+
+
+class TlcFailedError(WeightSyncError):
+    """TLC did not follow traces to an end for a reason of its own."""
+
+
+@dataclass
+class Followed:
+    """What TLC made of runs."""
+
+    #: Runs that were followed to their ends, and how many of them took different ways.
+    accepted: int = 0
+    ways: int = 0
+    #: Events of the different ways.
+    events: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    #: Runs that the model cannot follow, by why.
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def summary(self) -> str:
+        """How much was followed, and what was left to the Python checker."""
+        left_out = ", ".join(f"{count} ({why})" for why, count in self.left_out.most_common())
+        followed = f"TLC followed {self.accepted} runs to their ends ({self.ways} different, of {self.events} events)"
+        refused = f", {len(self.findings)} not" if self.findings else ""
+        return f"{followed}{refused}; left out: {left_out or 'none'}."
+
+    def record(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        findings = [finding.record() for finding in self.findings]
+        counts = {"accepted": self.accepted, "ways": self.ways, "events": self.events, "left_out": dict(self.left_out)}
+        return {**counts, "findings": findings}
+
+
+def follow(tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None) -> Followed:
+    """Have TLC follow runs that the Python checker found to conform; those that took the very same way once.
+
+    Args:
+        tools: Java and TLC.
+        runs: the runs.
+        bounds: how large a run may be.
+
+    Raises:
+        TlcFailedError: TLC broke down.
+    """
+    followed, ways = Followed(), dict[str, list[Modelled]]()
+    for run in runs:
+        try:
+            trace = modelled(run, bounds or Bounds())
+        except BeyondTheModelError as error:
+            followed.left_out[str(error)] += 1
+        else:
+            ways.setdefault(trace.text, []).append(trace)
+    for number, batch in enumerate(_batches(ways)):
+        _judge(tools, batch, () if number else (_OF_FOLLOWING,), followed)
+    return followed
+
+
+def _batches(ways: Mapping[str, list[Modelled]]) -> Iterator[list[list[Modelled]]]:
+    """Yield the ways, those that need small constants together: a batch takes the largest that any of its own needs."""
+    batch: list[list[Modelled]] = []
+    events = 0
+    for text in sorted(ways, key=lambda text: (ways[text][0].size, text)):
+        acts = len(ways[text][0].acts)
+        if batch and events + acts > _BATCH:
+            yield batch
+            batch, events = [], 0
+        batch.append(ways[text])
+        events += acts
+    if batch:
+        yield batch
+
+
+def _judge(tools: Toolchain, batch: Sequence[Sequence[Modelled]], more: Sequence[str], followed: Followed) -> None:
+    accepted = accepted_of(tools, [alike[0] for alike in batch], more)
+    followed.accepted += sum(len(alike) for number, alike in enumerate(batch, 1) if number in accepted)
+    followed.ways += len(accepted)
+    followed.events += sum(len(alike[0].acts) for alike in batch)
+    refused = [alike[0] for number, alike in enumerate(batch, 1) if number not in accepted]
+    followed.findings += _where(tools, refused) if refused else []
+
+
+def accepted_of(tools: Toolchain, traces: Sequence[Modelled], more: Sequence[str] = ()) -> set[int]:
+    """Which of the traces, counted from 1, TLC follows to their ends.
+
+    Args:
+        tools: Java and TLC.
+        traces: the traces.
+        more: properties of Trace.tla that are checked besides.
+
+    Raises:
+        TlcFailedError: TLC broke down.
+    """
+    return {int(number) for number in _ACCEPTED.findall(_run(tools, traces, _config(traces, (), more)))}
+
+
+def _where(tools: Toolchain, refused: Sequence[Modelled]) -> list[Finding]:
+    """How far the model could follow each run that it could not follow to its end."""
+    reached: Counter[int] = Counter()
+    for number, at in _REACHED.findall(_run(tools, refused, _config(refused, ("Reached",), ()))):
+        reached[int(number)] = max(reached[int(number)], int(at))
+    findings = []
+    for number, trace in enumerate(refused, 1):
+        act = trace.acts[min(reached[number], len(trace.acts) - 1)]
+        what = f"the model cannot take {act.action['a']} here, or not so that this comes of it"
+        findings.append(Finding(act.line, what, (f"the actions of AckProtocol.tla; this is {act.action}",), RULE))
+    return findings
+
+
+def _run(tools: Toolchain, traces: Sequence[Modelled], config: str) -> str:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        for module in ("AckProtocol", "Tables", "WeightSync", "Trace"):
+            shutil.copy(find_model() / f"{module}.tla", folder)
+        (folder / "TraceData.tla").write_text(data_module(traces), encoding="utf-8")
+        (folder / "Trace.cfg").write_text(config, encoding="utf-8")
+        command = _command(tools, folder)
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False, encoding="utf-8"
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TlcFailedError(f"TLC did not follow {len(traces)} traces within {_SECONDS:.0f} s.") from error
+    if done.returncode != 0:
+        raise TlcFailedError(
+            f"TLC broke down over {len(traces)} traces (exit {done.returncode}):\n{_said(done.stdout)}"
+        )
+    return done.stdout
+
+
+def _command(tools: Toolchain, folder: Path) -> list[str]:
+    jvm = ["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xmx2g", "-Xss64m", f"-Djava.io.tmpdir={folder}"]
+    tlc = ["-workers", "1", "-metadir", str(folder / "meta"), "-config", "Trace.cfg", "Trace.tla"]
+    return [str(tools.java), *jvm, "-cp", str(tools.jar), "tlc2.TLC", *tlc]
+
+
+def _said(output: str) -> str:
+    lines = [line for line in output.splitlines() if not line.startswith("<<")]
+    return "\n".join(lines[-40:])
+
+
+def _config(traces: Sequence[Modelled], invariants: Sequence[str], properties: Sequence[str]) -> str:
+    def most(sizes: Sequence[int]) -> int:
+        return max(1, *sizes)
+
+    senders, workers = most([t.senders for t in traces]), most([t.workers for t in traces])
+    constants = {
+        "Senders": literal(frozenset(range(1, senders + 1))),
+        "Workers": literal(frozenset(range(1, workers + 1))),
+        "MaxVersion": str(most([t.versions for t in traces])),
+        "MaxLink": str(most([t.links for t in traces])),
+        "MaxClock": str(senders),
+        **dict.fromkeys(("Reorders", "Duplicates", "Loses", "Lingers"), "TRUE"),
+        "Without": "{}",
+        "Unfair": "{}",
+    }
+    lines = ["SPECIFICATION FollowSpec", "CHECK_DEADLOCK FALSE", "CONSTANTS"]
+    lines += [f"  {name} = {value}" for name, value in constants.items()]
+    lines += ["  Features <- AllFeatures"]
+    lines += ["INVARIANTS", *(f"  {name}" for name in (*_INVARIANTS, *invariants))]
+    return "\n".join([*lines, "PROPERTIES", *(f"  {name}" for name in (*_PROPERTIES, *properties)), ""])

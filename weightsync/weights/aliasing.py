@@ -1,0 +1,103 @@
+"""How the tensors of a destination share memory: tied parameters, and views of one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weightsync.weights.tensors import bits_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Indices of tensors that share memory.
+
+    Attributes:
+        ties: groups that are one and the same memory, shape and strides.
+        overlaps: groups that share memory in part, or in another shape; or a single one that overlaps itself.
+        expanded: tensors with many elements in one place, which cannot be written.
+    """
+
+    ties: tuple[tuple[int, ...], ...] = ()
+    overlaps: tuple[tuple[int, ...], ...] = ()
+    expanded: tuple[int, ...] = ()
+
+
+def sharing_of(tensors: Sequence[Tensor]) -> Sharing:
+    """Find out who shares memory with whom."""
+    expanded = tuple(i for i, tensor in enumerate(tensors) if _is_expanded(tensor))
+    ties, overlaps = [], []
+    for cluster in _clusters(tensors):
+        if len({_geometry(tensors[i]) for i in cluster}) > 1 or any(_folds(tensors[i]) for i in cluster):
+            overlaps.append(cluster)
+        elif len(cluster) > 1:
+            ties.append(cluster)
+    return Sharing(tuple(ties), tuple(overlaps), expanded)
+
+
+def agrees(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+    """Whether tensors that overlap can all have these values at once: tried out beside them, on a copy."""
+    base = min(tensor.data_ptr() for tensor in tensors) // 64 * 64
+    scratch = torch.zeros(max(map(_end, tensors)) - base, dtype=torch.uint8)
+    places = []
+    for tensor, value in zip(tensors, values, strict=True):
+        typed = scratch[tensor.data_ptr() - base : _end(tensor) - base].view(tensor.dtype)
+        place = torch.as_strided(typed, tensor.shape, tensor.stride(), typed.storage_offset())
+        place.copy_(value)
+        places.append(place)
+    return all(same_bits(place, value) for place, value in zip(places, values, strict=True))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Bitwise equality of two tensors of one dtype and shape: NaN equals itself, 0.0 is not -0.0."""
+    return torch.equal(bits_of(one), bits_of(other))
+
+
+def _clusters(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
+    """Indices whose extents in memory touch, as maximal runs."""
+    extents = sorted(
+        (str(tensor.device), tensor.data_ptr(), _end(tensor), index)
+        for index, tensor in enumerate(tensors)
+        if tensor.numel()
+    )
+    cluster: list[int] = []
+    where, reach = "", 0
+    for device, start, end, index in extents:
+        if cluster and (device != where or start >= reach):
+            yield tuple(sorted(cluster))
+            cluster = []
+        where, reach = device, max(reach, end) if cluster else end
+        cluster.append(index)
+    if cluster:
+        yield tuple(sorted(cluster))
+
+
+def _end(tensor: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _geometry(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(_steps(tensor)), tuple(tensor.shape)
+
+
+def _steps(tensor: Tensor) -> Iterable[tuple[int, int]]:
+    """Size and stride of each dimension that has any extent."""
+    return ((size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.numel() > 1 and any(step == 0 for _, step in _steps(tensor))
+
+
+def _folds(tensor: Tensor) -> bool:
+    """Whether two elements may lie in one place: not provably apart, as in sliding windows."""
+    reach = 0
+    for size, step in sorted(_steps(tensor), key=lambda dimension: dimension[1]):
+        if step <= reach:
+            return True
+        reach += (size - 1) * step
+    return False

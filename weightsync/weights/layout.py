@@ -1,0 +1,328 @@
+"""Names, shapes, dtypes and offsets of a model in one flat buffer, and the digest of them.
+
+Knows dtypes by name only, and no tensors: see `weightsync.weights.packing` for how the buffer is filled.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from operator import attrgetter
+from types import MappingProxyType
+
+import xxhash
+
+from weightsync.errors import LayoutError, ProtocolError
+
+#: Bytes per element. The order is part of the wire format: append, never insert.
+ITEMSIZES: Mapping[str, int] = MappingProxyType(
+    {
+        "float64": 8,
+        "float32": 4,
+        "float16": 2,
+        "bfloat16": 2,
+        "float8_e4m3fn": 1,
+        "float8_e4m3fnuz": 1,
+        "float8_e5m2": 1,
+        "float8_e5m2fnuz": 1,
+        "float8_e8m0fnu": 1,
+        "complex128": 16,
+        "complex64": 8,
+        "complex32": 4,
+        "int64": 8,
+        "int32": 4,
+        "int16": 2,
+        "int8": 1,
+        "uint64": 8,
+        "uint32": 4,
+        "uint16": 2,
+        "uint8": 1,
+        "bool": 1,
+    }
+)
+_DTYPES = tuple(ITEMSIZES)
+_CODES = {name: code for code, name in enumerate(_DTYPES)}
+
+#: Each dtype's group starts at a multiple of this many bytes; within a group there are no gaps.
+ALIGNMENT = 64
+#: What a peer may claim for a tensor: torch itself stops near these.
+MAX_NDIM = 64
+MAX_NUMEL = 1 << 62
+
+_MAGIC = b"WSL\x01"
+_COUNT = struct.Struct("<I")
+_KIND = struct.Struct("<BB")
+#: A dotted name that ends thus is the extra state of the module before it, as in a state dict.
+EXTRA_STATE = "_extra_state"
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a dotted name is that of a module's extra state, as a state dict writes it."""
+    return name == EXTRA_STATE or name.endswith("." + EXTRA_STATE)
+
+
+def extra_state_name(module: str) -> str:
+    """The name under which a state dict keeps the extra state of a module; ``""`` is the root."""
+    return f"{module}.{EXTRA_STATE}" if module else EXTRA_STATE
+
+
+def is_sane(shape: Sequence[int]) -> bool:
+    """Whether a peer's shape is one that a tensor may have: few dimensions, and no product that overflows."""
+    return len(shape) <= MAX_NDIM and prod(max(size, 1) for size in shape) <= MAX_NUMEL
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: where in the flat buffer it lies, in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The tensors of one dtype, back to back: ``entries[first:last]`` of the layout."""
+
+    dtype: str
+    offset: int
+    nbytes: int
+    first: int
+    last: int
+
+
+class Layout:
+    """All tensors of a model in one flat, aligned buffer, dtype by dtype.
+
+    A value: the same names, shapes, dtypes and modules with extra state give an equal layout, in whatever order
+    they were met. Tensors of a size that is a multiple of `ALIGNMENT` come first in their group, so that they are
+    aligned although nothing is padded between tensors.
+
+    Args:
+        specs: name, dtype's name and shape of each tensor.
+        extras: names of the modules that have extra state; ``""`` is the root.
+
+    Raises:
+        LayoutError: a name occurs twice, or a dtype is unknown.
+    """
+
+    def __init__(self, specs: Iterable[tuple[str, str, tuple[int, ...]]], extras: Iterable[str] = ()) -> None:
+        sized = [(name, dtype, shape, _nbytes(name, dtype, shape)) for name, dtype, shape in specs]
+        sized.sort(key=lambda spec: (-ITEMSIZES[spec[1]], spec[1], spec[3] % ALIGNMENT != 0, spec[0]))
+        self.entries: tuple[Entry, ...] = tuple(_placed(sized))
+        self.extras: tuple[str, ...] = tuple(sorted(extras))
+        self.nbytes: int = self.entries[-1].offset + self.entries[-1].nbytes if self.entries else 0
+        self._refuse_duplicates()
+
+    def _refuse_duplicates(self) -> None:
+        for names in (sorted(entry.name for entry in self.entries), self.extras):
+            for name, following in pairwise(names):
+                if name == following:
+                    raise LayoutError(f"'{name}' occurs twice in one layout.", unexpected=[name])
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The dtypes' groups, in the order of the buffer."""
+        first, groups = 0, []
+        for last in range(1, len(self.entries) + 1):
+            head, tail = self.entries[first], self.entries[last - 1]
+            if last == len(self.entries) or self.entries[last].dtype != head.dtype:
+                size = tail.offset + tail.nbytes - head.offset
+                groups.append(Group(head.dtype, head.offset, size, first, last))
+                first = last
+        return tuple(groups)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """xxh3-128 of the encoded layout, 16 bytes."""
+        return xxhash.xxh3_128_digest(self.encode())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and (self is other or self.digest == other.digest)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"<Layout of {len(self.entries)} tensors, {self.nbytes} bytes, {self.digest.hex()[:8]}>"
+
+    def encode(self) -> bytes:
+        """The layout as bytes, for `decode`."""
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        parts = [_MAGIC, _COUNT.pack(len(self.entries))]
+        for entry in self.entries:
+            parts += (_text(entry.name), _KIND.pack(_CODES[entry.dtype], len(entry.shape)))
+            parts.append(struct.pack(f"<{len(entry.shape)}Q", *entry.shape))
+        parts.append(_COUNT.pack(len(self.extras)))
+        parts += map(_text, self.extras)
+        return b"".join(parts)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Layout:
+        """Read what `encode` wrote.
+
+        Raises:
+            ProtocolError: these are not the bytes of a layout. Time and memory stay in proportion to them.
+        """
+        try:
+            layout = cls(*_parsed(data))
+        except (struct.error, IndexError, UnicodeDecodeError, LayoutError) as error:
+            raise ProtocolError(f"Not a layout: {error}.", unread=data) from error
+        if layout.encode() != data:
+            raise ProtocolError("Not a layout in canonical form.", unread=data)
+        return layout
+
+    def summary(self) -> str:
+        """What is in the layout, for an error that names two: how many tensors of which dtypes, and the first names."""
+        counts = ", ".join(f"{group.last - group.first} {group.dtype}" for group in self.groups)
+        names = listed([quoted(entry.name) for entry in sorted(self.entries, key=attrgetter("name"))])
+        return f"{len(self.entries)} tensors ({counts}): {names}" if self.entries else "no tensors"
+
+    def difference(self, other: Layout, told: str = "The weights do not fit the destination") -> LayoutError | None:
+        """How weights of the layout `other` fail to fit a destination of this one; None if they fit.
+
+        Args:
+            other: the weights'.
+            told: how the error's message begins.
+        """
+        if self == other:
+            return None
+        wanted, given = _described(self), _described(other)
+        missing = sorted(wanted.keys() - given.keys())
+        unexpected = sorted(given.keys() - wanted.keys())
+        mismatched = {
+            name: _mismatch(wanted[name], given[name])
+            for name in sorted(wanted.keys() & given.keys())
+            if wanted[name] != given[name]
+        }
+        parts = [_counted("missing", missing), _counted("unexpected", unexpected), _differing(mismatched)]
+        message = f"{told}: {'; '.join(filter(None, parts))}."
+        return LayoutError(message + _hint(missing, unexpected), missing, unexpected, mismatched)
+
+
+def _nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    if dtype not in ITEMSIZES:
+        raise LayoutError(f"'{name}' has the dtype {dtype}, which cannot be sent.", mismatched={name: dtype})
+    return prod(shape) * ITEMSIZES[dtype]
+
+
+def _placed(sized: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Iterator[Entry]:
+    end, group = 0, ""
+    for name, dtype, shape, nbytes in sized:
+        if dtype != group:
+            end, group = -(-end // ALIGNMENT) * ALIGNMENT, dtype
+        yield Entry(name, dtype, shape, end, nbytes)
+        end += nbytes
+
+
+def _text(text: str) -> bytes:
+    # Python's strings may hold lone surrogates, and names are any strings.
+    encoded = text.encode("utf-8", "surrogatepass")
+    return _COUNT.pack(len(encoded)) + encoded
+
+
+_Parsed = tuple[list[tuple[str, str, tuple[int, ...]]], list[str]]
+
+
+def _parsed(data: bytes) -> _Parsed:
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise LayoutError("it does not begin with the mark of one")
+    (count,), at = _COUNT.unpack_from(data, len(_MAGIC)), len(_MAGIC) + _COUNT.size
+    specs, extras = [], []
+    for _ in range(count):
+        name, at = _read_text(data, at)
+        code, ndim = _KIND.unpack_from(data, at)
+        shape: tuple[int, ...] = struct.unpack_from(f"<{ndim}Q", data, at + _KIND.size)
+        if not is_sane(shape):
+            raise LayoutError(f"'{name}' has an impossible shape")
+        specs.append((name, _DTYPES[code], shape))
+        at += _KIND.size + 8 * ndim
+    (count,), at = _COUNT.unpack_from(data, at), at + _COUNT.size
+    for _ in range(count):
+        name, at = _read_text(data, at)
+        extras.append(name)
+    return specs, extras
+
+
+def _read_text(data: bytes, at: int) -> tuple[str, int]:
+    (size,) = _COUNT.unpack_from(data, at)
+    start = at + _COUNT.size
+    if len(data) - start < size:
+        raise LayoutError("a name is cut off")
+    return data[start : start + size].decode("utf-8", "surrogatepass"), start + size
+
+
+_Described = dict[str, tuple[tuple[int, ...], str] | None]
+
+
+def _described(layout: Layout) -> _Described:
+    tensors: _Described = {entry.name: (entry.shape, entry.dtype) for entry in layout.entries}
+    return tensors | dict.fromkeys(map(extra_state_name, layout.extras))
+
+
+def _mismatch(wanted: tuple[tuple[int, ...], str] | None, given: tuple[tuple[int, ...], str] | None) -> str:
+    if wanted is None or given is None:
+        return "a tensor on one side, extra state on the other"
+    told = []
+    if wanted[0] != given[0]:
+        told.append(f"shape {given[0]} where {wanted[0]} is wanted")
+    if wanted[1] != given[1]:
+        told.append(f"dtype {given[1]} where {wanted[1]} is wanted")
+    return ", ".join(told)
+
+
+#: How many names an error lists in full; of more it gives the number and the first few.
+MOST_LISTED = 5
+_FIRST_FEW = 3
+
+
+def listed(items: Sequence[str]) -> str:
+    """The items of a list that an error is to show: all of a short one, the first few of a long one."""
+    if len(items) <= MOST_LISTED:
+        return ", ".join(items)
+    return f"{', '.join(items[:_FIRST_FEW])} and {len(items) - _FIRST_FEW} more"
+
+
+def _counted(kind: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    count = f"{len(names)} names: " if len(names) > MOST_LISTED else ""
+    return f"{kind} {count}{listed([quoted(name) for name in names])}"
+
+
+def quoted(name: str) -> str:
+    """A tensor's name as errors quote it."""
+    return f"'{name}'"
+
+
+def _differing(mismatched: Mapping[str, str]) -> str:
+    """The tensors of another shape or dtype; of many that differ in one way (a cast model) that is said once."""
+    if len(mismatched) <= MOST_LISTED:
+        items = [f"{quoted(name)} ({how})" for name, how in mismatched.items()]
+        return f"mismatched {listed(items)}" if items else ""
+    ways: dict[str, list[str]] = {}
+    for name, how in mismatched.items():
+        ways.setdefault(how, []).append(quoted(name))
+    items = [f"{how} (in {len(names)}: {listed(names)})" for how, names in ways.items()]
+    return f"mismatched {len(mismatched)} names: {listed(items)}"
+
+
+def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """A wrapper (DistributedDataParallel, torch.compile) puts one prefix before every name: say so."""
+    if not missing or len(missing) != len(unexpected):
+        return ""
+    longer, shorter = (unexpected, missing) if len(unexpected[0]) > len(missing[0]) else (missing, unexpected)
+    prefix = longer[0].removesuffix(shorter[0])
+    if not prefix or any(long != prefix + short for long, short in zip(longer, shorter, strict=True)):
+        return ""
+    side = "weights" if longer is unexpected else "destination"
+    return f" The names differ only by the prefix '{prefix}' of the {side}: use the module inside that wrapper."

@@ -1,0 +1,252 @@
+"""Reading weights: a module, a TensorDict or a dict, as flat dotted names to tensors, and the modules' extra state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from operator import attrgetter
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, TensorDictParams
+from torch import Tensor, nn
+
+from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.weights.extra_state import ExtraState
+from weightsync.weights.hidden_state import has_own_state_dict, refuse_hidden_state
+from weightsync.weights.layout import EXTRA_STATE, Layout, extra_state_name, is_extra_state
+from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, are_backed, why_unsupported
+
+#: A module, a TensorDict, or a dict, flat dotted or nested.
+Source = nn.Module | TensorDictBase | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraSlot:
+    """Where one module's extra state is kept."""
+
+    get: Callable[[], ExtraState]
+    set: Callable[[ExtraState], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights as read: the live tensors themselves, by flat dotted name, and the owners of the extra state."""
+
+    tensors: dict[str, Tensor]
+    slots: dict[str, ExtraSlot]
+
+    def extras(self) -> dict[str, ExtraState]:
+        """The extra state of each module, asked for now."""
+        return {module: slot.get() for module, slot in self.slots.items()}
+
+
+@runtime_checkable
+class _Mergeable(Protocol):
+    """A module whose adapters (LoRA) can be merged into the weights that they adapt."""
+
+    def merge_and_unload(self) -> nn.Module: ...
+
+
+def read_weights(source: object) -> Weights:
+    """Read the weights that a sender is to send.
+
+    Of a module: parameters, persistent buffers and extra state. A module with a `merge_and_unload` method is
+    copied, and merged on the copy, at each call; one that merely contains such a module is read as it is. In a dict
+    or TensorDict a name that ends in ``_extra_state`` is extra state, as in a state dict. Nothing is copied otherwise.
+
+    Raises:
+        ConfigurationError: the source or a value in it is of an unsupported type, or two values have one name.
+        LayoutError: a module's state dict has what is neither a parameter, a persistent buffer nor extra state.
+    """
+    if isinstance(source, nn.Module) and isinstance(source, _Mergeable):
+        source = copy.deepcopy(source).merge_and_unload()
+    return read_live(source)
+
+
+def read_live(source: object) -> Weights:
+    """Read a source as `read_weights` does, but never merge: what a receiver is to overwrite."""
+    weights = Weights({}, {})
+    try:
+        _read(source, weights)
+    except RecursionError:
+        raise ConfigurationError(f"The {_type_name(source)} contains itself, or is nested too deep.") from None
+    return weights
+
+
+def _read(source: object, weights: Weights) -> None:
+    # TensorDictParams is a module, too, but its names are those of the TensorDict.
+    if isinstance(source, TensorDictBase):
+        _read_tensordict(source, "", weights)
+    elif isinstance(source, nn.Module):
+        peculiar: dict[str, nn.Module] = {}
+        _read_module(source, "", weights, peculiar)
+        if peculiar:
+            refuse_hidden_state(source, peculiar, weights.tensors, set(map(extra_state_name, weights.slots)))
+    elif isinstance(source, Mapping):
+        _read_mapping(source, "", weights)
+    else:
+        raise ConfigurationError(
+            f"Weights of type {_type_name(source)} are not supported: pass a torch.nn.Module, a TensorDict, or a dict "
+            "of tensors with str keys."
+        )
+
+
+def _read_module(module: nn.Module, prefix: str, into: Weights, peculiar: dict[str, nn.Module]) -> None:
+    # By hand, since state_dict() costs ten times as much and named_parameters() leaves tied names out.
+    tensors = into.tensors
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            tensors[prefix + name] = parameter
+    if module._buffers:
+        transient = module._non_persistent_buffers_set
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in transient:
+                tensors[prefix + name] = buffer
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        into.slots[prefix[:-1]] = ExtraSlot(module.get_extra_state, module.set_extra_state)
+    if has_own_state_dict(module):
+        peculiar[prefix[:-1]] = module
+    for name, child in module._modules.items():
+        if type(child) is TensorDictParams:
+            _read_tensordict(child, f"{prefix}{name}.", into)
+        elif child is not None:
+            _read_module(child, f"{prefix}{name}.", into, peculiar)
+
+
+def _read_tensordict(source: TensorDictBase, prefix: str, into: Weights) -> None:
+    if not isinstance(source, TensorDict | TensorDictParams):
+        raise ConfigurationError(
+            f"'{prefix[:-1]}' is a {_type_name(source)}, whose tensors are made anew at each access: call "
+            ".to_tensordict() or .contiguous() on it."
+        )
+    for key, value in source.items():
+        name = str(key)
+        if is_extra_state(name):
+            slot = ExtraSlot(partial(_from_tensordict, source, name), partial(_to_tensordict, source, name))
+            _add_slot(into, prefix + name, slot)
+        elif isinstance(value, Tensor):
+            _add_tensor(into, prefix + name, value)
+        elif isinstance(value, TensorDictBase):
+            _read_tensordict(value, f"{prefix}{name}.", into)
+        else:
+            raise _unsupported(prefix + name, value)
+
+
+def _from_tensordict(source: TensorDictBase, name: str) -> ExtraState:
+    value = dict(source.items())[name]
+    if isinstance(value, NonTensorData):
+        return value.data
+    return value.to_dict() if isinstance(value, TensorDictBase) else value
+
+
+def _to_tensordict(destination: TensorDictBase, name: str, value: ExtraState) -> None:
+    destination.set_non_tensor(name, value)
+
+
+def _read_mapping(source: Mapping[Any, Any], prefix: str, into: Weights) -> None:
+    for name, value in source.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(f"The key {name!r} below '{prefix[:-1]}' is not a str.")
+        if is_extra_state(name):
+            # Without a __setitem__ (a read-only mapping) it can be read, and setting it raises.
+            _add_slot(into, prefix + name, ExtraSlot(partial(source.__getitem__, name), partial(_put, source, name)))
+        elif isinstance(value, Tensor):
+            _add_tensor(into, prefix + name, value)
+        elif isinstance(value, TensorDictBase):
+            _read_tensordict(value, f"{prefix}{name}.", into)
+        elif isinstance(value, Mapping):
+            _read_mapping(value, f"{prefix}{name}.", into)
+        else:
+            raise _unsupported(prefix + name, value)
+
+
+def _put(destination: Any, name: str, value: ExtraState) -> None:
+    destination[name] = value
+
+
+def _add_tensor(into: Weights, name: str, tensor: Tensor) -> None:
+    if name in into.tensors:
+        raise ConfigurationError(f"Two tensors are called '{name}', one by a dotted key and one by nested keys.")
+    into.tensors[name] = tensor
+
+
+def _add_slot(into: Weights, name: str, slot: ExtraSlot) -> None:
+    module = name.removesuffix(EXTRA_STATE).removesuffix(".")
+    if module in into.slots:
+        raise ConfigurationError(f"'{name}' occurs twice, once by a dotted key and once by nested keys.")
+    into.slots[module] = slot
+
+
+def _unsupported(name: str, value: object) -> ConfigurationError:
+    return ConfigurationError(f"'{name}' is a {_type_name(value)}: weights are tensors, or dicts of them.")
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a layout asks of the tensors, to be compared in a few calls."""
+
+    names: tuple[str, ...]
+    known: frozenset[str]
+    shapes: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    sizes: list[int]
+
+
+@lru_cache(maxsize=64)
+def _plan(layout: Layout) -> _Plan:
+    names = tuple(entry.name for entry in layout.entries)
+    shapes = [entry.shape for entry in layout.entries]
+    dtypes = [DTYPES[entry.dtype] for entry in layout.entries]
+    return _Plan(names, frozenset(names), shapes, dtypes, [entry.nbytes for entry in layout.entries])
+
+
+def ordered(weights: Weights, layout: Layout) -> list[Tensor]:
+    """The tensors in the order of the layout, which must be theirs."""
+    return list(map(weights.tensors.__getitem__, _plan(layout).names))
+
+
+def layout_of(weights: Weights, known: Layout | None = None) -> Layout:
+    """The layout of these weights: the very object `known` if that is it, which is quick to find out.
+
+    Raises:
+        LayoutError: a tensor cannot be sent (quantised, sparse, nested, meta, uninitialised, without memory); it is
+            named.
+    """
+    if known is not None and _fits(weights, known):
+        return known
+    specs = []
+    for name, tensor in weights.tensors.items():
+        why = why_unsupported(tensor)
+        if why:
+            raise LayoutError(f"'{name}' {why}.", mismatched={name: why})
+        specs.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+    found = Layout(specs, weights.slots)
+    return known if known is not None and known == found else found
+
+
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+
+
+def _fits(weights: Weights, known: Layout) -> bool:
+    plan = _plan(known)
+    if weights.tensors.keys() != plan.known or tuple(sorted(weights.slots)) != known.extras:
+        return False
+    tensors = ordered(weights, known)
+    # Whatever is not plain, or has less memory than its shape needs, takes the long way, which names it.
+    return PLAIN.issuperset(map(type, tensors)) and are_formed(tensors, known) and are_backed(tensors, plan.sizes)
+
+
+def are_formed(tensors: list[Tensor], layout: Layout) -> bool:
+    """Whether tensors, in the order of the layout, have its shapes and dtypes."""
+    plan = _plan(layout)
+    try:
+        return list(map(_dtype, tensors)) == plan.dtypes and list(map(_shape, tensors)) == plan.shapes
+    except RuntimeError:  # nested tensors have no shape
+        return False

@@ -1,0 +1,165 @@
+"""`WeightStrategy`: the reference's way of extracting and applying weights, strict about what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.weights.extra_state import encode_extras
+from weightsync.weights.layout import extra_state_name
+from weightsync.weights.packing import pack, views
+from weightsync.weights.reading import Weights, layout_of, ordered, read_live, read_weights
+from weightsync.weights.target import Mode, Target
+from weightsync.weights.tensors import PLAIN, why_unsupported
+
+#: The formats in which weights are extracted.
+FORMATS = ("tensordict", "state_dict")
+
+
+class WeightStrategy:
+    """How weights are extracted from a model, and applied to one. Equals, and hashes like, the name of its format.
+
+    Args:
+        extract_as: ``"tensordict"``, nested, or ``"state_dict"``, flat and dotted.
+
+    Raises:
+        ConfigurationError: there is no such format.
+    """
+
+    __slots__ = ("extract_as",)
+
+    def __init__(self, extract_as: str = "tensordict") -> None:
+        if extract_as not in FORMATS:
+            raise ConfigurationError(f"There is no strategy {extract_as!r}: choose one of {', '.join(FORMATS)}.")
+        self.extract_as = str(extract_as)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, WeightStrategy):
+            return self.extract_as == other.extract_as
+        return self.extract_as == other if isinstance(other, str) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.extract_as)
+
+    def __str__(self) -> str:
+        return self.extract_as
+
+    def __repr__(self) -> str:
+        return f"WeightStrategy({self.extract_as!r})"
+
+    def extract_weights(self, source: object) -> TensorDict | dict[str, Any]:
+        """The weights of a module, TensorDict or dict, in this strategy's format.
+
+        The tensors are detached but not copied: they change with the source's (a LoRA module is merged on a copy, of
+        which they are). Extra state stands under the module's ``_extra_state``. A TensorDict is new, and not locked.
+
+        Raises:
+            ConfigurationError: the source, or a value in it, is of an unsupported type, or names collide.
+            LayoutError: a parameter is not initialised yet.
+        """
+        weights = read_weights(source)
+        tensors = {name: _detached(name, tensor) for name, tensor in weights.tensors.items()}
+        extras = {extra_state_name(module): value for module, value in weights.extras().items()}
+        if self.extract_as == "state_dict":
+            return {**tensors, **extras}
+        held = {name: NonTensorData(value) for name, value in extras.items()}
+        return TensorDict(_nested({**tensors, **held}), batch_size=[])
+
+    def apply_weights(self, destination: object, weights: object, inplace: bool = True) -> None:
+        """Write weights of either format, flat or nested, into a module, TensorDict or dict: all or nothing.
+
+        Args:
+            destination: keeps its tensors, unless `inplace` is false.
+            weights: must have just its names, shapes, dtypes and modules with extra state.
+            inplace: if false, a dict or TensorDict gets new tensors, and the old ones keep their values; a module
+                keeps its Parameters, and those on the CPU get new memory, its buffers are written in place.
+
+        Raises:
+            LayoutError: names, shapes or dtypes do not fit; nothing is changed.
+            ConfigurationError: destination or weights, or a value in them, are of an unsupported type, or a
+                destination that is to get new tensors is locked or read-only.
+        """
+        if inplace:
+            Target(destination).apply(weights)
+        elif isinstance(destination, nn.Module):
+            Target(destination, Mode.MAP).apply(weights)
+        else:
+            _replace(destination, read_weights(weights))
+
+
+def _detached(name: str, tensor: Tensor) -> Tensor:
+    # Whatever a plain tensor is, it can be detached; what a subclass does is its own.
+    if type(tensor) not in PLAIN:
+        why = why_unsupported(tensor) if is_lazy(tensor) else _why_undetached(tensor)
+        if why:
+            raise LayoutError(f"'{name}' {why}.", mismatched={name: why})
+    return tensor.detach()
+
+
+def _why_undetached(tensor: Tensor) -> str:
+    try:
+        tensor.detach()
+    except Exception as error:  # noqa: BLE001 - a subclass of Tensor may raise anything
+        return f"is a {type(tensor).__name__}, which cannot be detached ({error!r})"
+    return ""
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        *path, last = name.split(".")
+        inner = nested
+        for part in path:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise ConfigurationError(f"'{name}' and a tensor called '{part}' above it cannot both be nested.")
+        if last in inner:
+            raise ConfigurationError(f"'{name}' is a tensor and also has tensors below it: it cannot be nested.")
+        inner[last] = value
+    return nested
+
+
+def _replace(destination: object, weights: Weights) -> None:
+    """Give a dict or TensorDict new tensors; refuse before anything is changed."""
+    target = Target(destination)
+    _refuse_fixed(destination)
+    layout = layout_of(weights, target.layout)
+    flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+    payload = flat.numpy().data
+    pack(weights, layout, payload)
+    staged = target.stage(layout, payload, encode_extras(weights.extras()))
+    live = read_live(destination)
+    olds, news = ordered(live, layout), views(layout, flat)
+    names = [entry.name for entry in layout.entries]
+    fresh = {name: _like(old, new) for name, old, new in zip(names, olds, news, strict=True)}
+    for module, value in staged.extras.items():
+        live.slots[module].set(value)
+    _install(destination, "", fresh)
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    moved = new.to(old.device)
+    return nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved
+
+
+def _refuse_fixed(container: object) -> None:
+    if isinstance(container, TensorDictBase) and container.is_locked:
+        raise ConfigurationError("A locked TensorDict cannot get new tensors: apply the weights in place.")
+    if isinstance(container, Mapping) and not isinstance(container, MutableMapping):
+        raise ConfigurationError(f"A {type(container).__name__} cannot get new tensors: apply the weights in place.")
+    for value in container.values() if isinstance(container, Mapping | TensorDictBase) else ():
+        _refuse_fixed(value)
+
+
+def _install(container: Any, prefix: str, fresh: Mapping[str, Tensor]) -> None:
+    for name, value in list(container.items()):
+        if prefix + name in fresh:
+            container[name] = fresh[prefix + name]
+        elif isinstance(value, Mapping | TensorDictBase):
+            _install(value, f"{prefix}{name}.", fresh)

@@ -1,0 +1,96 @@
+"""An update as weights that a user can hold: fresh tensors, in a strategy's format."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any, Final
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch import Tensor
+
+from weightsync.errors import ProtocolError
+from weightsync.protocol.messages import WeightsForm
+from weightsync.weights.extra_state import decode_extras
+from weightsync.weights.layout import Entry, Layout, extra_state_name, is_extra_state
+from weightsync.weights.packing import views
+from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.tensors import DTYPES, address_of, borrowed
+
+#: A parameter of ``update_policy_weights_`` that all of TorchRL's collectors have.
+_OF_COLLECTORS: Final = "worker_ids"
+
+
+def present(
+    layout: Layout, payload: memoryview, extras: bytes, strategy: WeightStrategy
+) -> TensorDict | dict[str, Any]:
+    """The weights of an update, in the strategy's format, on the CPU.
+
+    Each tensor owns memory of its own (one that is kept, or pickled, takes no others along); the payload may be written
+    again afterwards. Extra state stands under its module's ``_extra_state``, as `WeightStrategy` has it.
+
+    Args:
+        layout: of the update.
+        payload: the flat buffer; its first ``layout.nbytes`` bytes are read.
+        extras: the encoded extra state.
+        strategy: a flat dict, or a nested TensorDict.
+
+    Raises:
+        ProtocolError: payload or extras are not what the layout says, or this torch lacks a dtype that it names.
+        ConfigurationError: names that cannot be nested ("a" beside "a.b") are wanted as a TensorDict.
+    """
+    if payload.nbytes < layout.nbytes or not payload.c_contiguous:
+        raise ProtocolError(f"A payload of {payload.nbytes} bytes came for {layout!r}.")
+    decoded = decode_extras(extras)
+    if tuple(sorted(decoded)) != layout.extras:
+        raise ProtocolError(f"Extra state came for {sorted(decoded)}, but the layout names {list(layout.extras)}.")
+    fresh = [_empty(entry) for entry in layout.entries]
+    if fresh:
+        torch._foreach_copy_(fresh, views(layout, borrowed(address_of(payload), layout.nbytes)))
+    tensors = {entry.name: tensor for entry, tensor in zip(layout.entries, fresh, strict=True)}
+    return strategy.extract_weights({**tensors, **{extra_state_name(name): value for name, value in decoded.items()}})
+
+
+def form_of(weights: object) -> WeightsForm:
+    """As what weights were given; a module counts as its state dict."""
+    if isinstance(weights, TensorDictBase):
+        return WeightsForm.TENSORDICT
+    if not isinstance(weights, Mapping):
+        return WeightsForm.FLAT
+    inner = (value for name, value in weights.items() if not is_extra_state(str(name)))
+    return WeightsForm.NESTED if any(isinstance(v, Mapping | TensorDictBase) for v in inner) else WeightsForm.FLAT
+
+
+def form_taken(parameters: Container[str]) -> WeightsForm | None:
+    """The form in which a collector's own method takes weights: TorchRL's takes TensorDicts; None: whatever is given.
+
+    Args:
+        parameters: the names of the method's parameters.
+    """
+    return WeightsForm.TENSORDICT if _OF_COLLECTORS in parameters else None
+
+
+def present_as(form: WeightsForm, layout: Layout, payload: memoryview, extras: bytes) -> TensorDict | dict[str, Any]:
+    """The weights of an update in the form in which its sender's caller gave them: see `present`."""
+    if form is WeightsForm.FLAT:
+        return present(layout, payload, extras, WeightStrategy("state_dict"))
+    found: TensorDict = present(layout, payload, extras, WeightStrategy("tensordict"))
+    return found if form is WeightsForm.TENSORDICT else _as_dict(found)
+
+
+def _as_dict(found: TensorDictBase) -> dict[str, Any]:
+    items = {str(name): found.get(name) for name in found.keys()}  # noqa: SIM118 - iterating gives rows
+    return {
+        name: _as_dict(value)
+        if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData)
+        else (value.data if isinstance(value, NonTensorData) else value)
+        for name, value in items.items()
+    }
+
+
+def _empty(entry: Entry) -> Tensor:
+    dtype = DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise ProtocolError(f"'{entry.name}' has the dtype {entry.dtype}, which this torch does not have.")
+    # Allocated as bytes: torch warns of some dtypes when it allocates them.
+    return torch.empty(entry.nbytes, dtype=torch.uint8).view(dtype).view(entry.shape)
