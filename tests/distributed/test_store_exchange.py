@@ -18,7 +18,7 @@ from weightsync.transports.base import Waker
 from weightsync.transports.store import exchange
 from weightsync.transports.store.exchange import Exchange
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Letter, Side
-from weightsync.transports.store.sockets import NoGuard
+from weightsync.transports.store.seals import NoGuard
 from weightsync.transports.store.store import Client, StoreEnd
 from weightsync.transports.store.worker_threads import Outgoing
 

@@ -6,19 +6,16 @@ from __future__ import annotations
 PURE = (
     "weightsync.protocol.machine",
     "weightsync.protocol.sender",
-    "weightsync.protocol.sender",
     "weightsync.protocol.receiver",
 )
 #: The drivers, and the path of the payload.
 DRIVEN = (
     "weightsync.engine.driver",
     "weightsync.engine.sender_driver",
-    "weightsync.engine.driver",
     "weightsync.engine.signals",
     "weightsync.engine.packer",
     "weightsync.engine.receiver_driver",
     "weightsync.engine.reporter",
-    "weightsync.engine.sender_driver",
     "weightsync.protocol.codec",
     "weightsync.weights.packing",
     "weightsync.engine.serving_lock",
@@ -27,6 +24,4 @@ DRIVEN = (
     "weightsync.transports.store.store",
     "weightsync.transports.process",
     "weightsync.transports.buffers",
-    "weightsync.transports.buffers",
-    "weightsync.protocol.codec",
 )

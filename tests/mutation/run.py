@@ -38,7 +38,6 @@ from search import digest, search  # noqa: E402
 ASKED = {
     "weightsync.protocol.machine": ("machines",),
     "weightsync.protocol.sender": ("test_sender.py", "test_words.py"),
-    "weightsync.protocol.sender": ("test_sender.py", "test_words.py"),
     "weightsync.protocol.receiver": ("test_receiver.py", "test_words.py"),
 }
 #: Larger graphs take longer than all others together.

@@ -117,19 +117,19 @@ def test_the_page_of_the_drivers_shows_what_is_committed() -> None:
 
 
 def test_a_result_of_a_drivers_module_is_taken_in() -> None:
-    other: Key = ("weightsync.protocol.codec._cut", "a", "b", 0)
+    other: Key = ("weightsync.clock.seconds", "a", "b", 0)
     stale: Key = ("weightsync.protocol.codec.peek", "a", "b", 0)
     kept: Key = ("weightsync.protocol.codec.peek", "c", "d", 1)
-    scores = {"weightsync.protocol.codec": Score(2, 0), "weightsync.protocol.codec": Score(1, 0)}
+    scores = {"weightsync.protocol.codec": Score(2, 0), "weightsync.clock": Score(1, 0)}
     before = Ledger(scores, {"equal": "it is the same"}, {other: "equal", stale: "equal", kept: "equal"})
 
     after = before.after([[*kept, "survived"], ["weightsync.protocol.codec.malformed", "e", "", 0, "test"]])
 
-    assert after.scores == {"weightsync.protocol.codec": Score(2, 1), "weightsync.protocol.codec": Score(1, 0)}
+    assert after.scores == {"weightsync.protocol.codec": Score(2, 1), "weightsync.clock": Score(1, 0)}
     assert after.survivors == {other: "equal", kept: "equal"}
     assert after.without([kept]).survivors == {other: "equal"}
     assert "1 of 2 (50.0 %)" in after.page
-    assert "- `wire._cut`: ``a`` became ``b``" in after.page
+    assert "- `clock.seconds`: ``a`` became ``b``" in after.page
 
 
 @pytest.mark.slow

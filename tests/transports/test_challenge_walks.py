@@ -19,7 +19,7 @@ from weightsync.protocol.messages import Ack, Message
 from weightsync.transports.calls.gates import Gate, Kept, TurnedAway
 from weightsync.transports.calls.server import Frames, Parcel
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind
-from weightsync.transports.store.sockets import SenderGuard, WorkerGuard
+from weightsync.transports.store.seals import SenderGuard, WorkerGuard
 
 KEY = SharedKey("a secret of both")
 SENDERS = 2

@@ -1,4 +1,8 @@
-"""What both drivers share: they take an event as one step of the pure half, and execute its effects in order."""
+"""What both drivers share: an event is one step of the pure half, and its effects are executed in order.
+
+Links are wrapped: whatever an adapter raises ends its own link and nothing else. `Hearing` says when each worker was
+last heard from.
+"""
 
 from __future__ import annotations
 

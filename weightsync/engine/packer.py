@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from weightsync.errors import LayoutError
 from weightsync.options import Verify
-from weightsync.protocol._tables import State
 from weightsync.protocol.codec import MAX_BODY_NBYTES
 from weightsync.protocol.messages import WeightsForm
-from weightsync.protocol.receiver import ReceiverData
-from weightsync.protocol.sender import SenderData
 from weightsync.transports.buffers import Buffer, Pool
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
@@ -113,50 +109,3 @@ def _require_room(layout: Layout, extras: bytes) -> None:
             f"The tensors' names and the extra state of {list(layout.extras)} take {nbytes} bytes, but one update "
             f"carries {MAX_NAMES_AND_EXTRAS_NBYTES} beside the tensors: keep what is large in tensors."
         )
-
-
-_SENDS = ("send", "send_async")
-
-
-def sender_hint(state: State, data: SenderData, asked: str) -> str:
-    """Why a sender refuses a method, as far as its data tells."""
-    if state is State.CLOSED:
-        return "this sender is closed for good. Make a new scheme and call its init_on_sender()."
-    if asked == "connect":
-        return "the links of this sender are laid already. add_worker() brings in another worker."
-    if state is State.UNINITIALIZED:
-        return (
-            "this sender has no links: it is new, or a copy (pickled, copied or inherited by a forked process), which "
-            "carries none. init_on_sender() of its scheme, or add_worker(), gives it workers."
-        )
-    if state is State.READY:
-        return "no update is outstanding. send_async() dispatches one that can be waited for or abandoned."
-    if state is State.AWAITING_ACK:
-        return f"another thread waits for version {data.version}, which {_owing(data)}. Let that call return first."
-    advice = "Call wait_async() or abandon()"
-    if asked in _SENDS:
-        advice += ", or pass on_pending='supersede' (or 'wait')"
-    return f"version {data.version} {_owing(data)}. {advice}."
-
-
-def receiver_hint(state: State, data: ReceiverData) -> str:
-    """Why a receiver refuses a method, as far as its data tells."""
-    if state is State.CLOSED:
-        kept = f"keeps version {data.served[1]}" if data.served else "serves no version of ours"
-        return f"this receiver is closed for good; its model {kept}. Make a new scheme and call its init_on_worker()."
-    if state is State.UNINITIALIZED:
-        return (
-            "this receiver has no link. init_on_worker() of its scheme, or register_worker_transport(), gives it one."
-        )
-    return ""
-
-
-def workers_text(workers: Collection[int]) -> str:
-    """Workers by their ids, for messages to people."""
-    numbers = ", ".join(map(str, workers))
-    return f"worker {numbers}" if len(workers) == 1 else f"workers {numbers}"
-
-
-def _owing(data: SenderData) -> str:
-    owed = data.outstanding.owed if data.outstanding is not None else {}
-    return f"still awaits {workers_text(owed)}" if owed else "has been answered, but nobody was told yet how"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from weightsync.engine.driver import Driver, close, flush, mishandled, read, watch
-from weightsync.engine.packer import receiver_hint
+from weightsync.engine.refusal_hints import receiver_hint
 from weightsync.errors import ProtocolError, SenderClosed, StateError, TransportError
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import ReceiverInput, RefusalKind, State

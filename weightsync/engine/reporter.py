@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from weightsync.clock import Stopwatch
-from weightsync.engine.packer import workers_text
+from weightsync.engine.refusal_hints import workers_text
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.errors import RefusedError, WorkerLostError
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport

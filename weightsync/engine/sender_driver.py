@@ -1,4 +1,7 @@
-"""The sender's driver: takes events, executes their effects over the links, feeds the results back."""
+"""The sender's driver: it takes events, executes their effects over the links, and feeds the results back.
+
+A link may run ahead of its worker by two versions: a worker that does not read costs no more memory than these.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from operator import itemgetter
 from typing import Final
 
 from weightsync.engine.driver import Driver, Hearing, close, flush, mishandled, read, watch
-from weightsync.engine.packer import Packed, sender_hint
+from weightsync.engine.packer import Packed
+from weightsync.engine.refusal_hints import sender_hint
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput, State

@@ -1,8 +1,26 @@
-"""The words of the protocol as bytes: a fixed header (see `header`), then a body of explicit lengths. No pickle.
+"""Messages as bytes: a fixed header, then a body of explicit lengths. No pickle.
 
-The body is a fixed part, which each kind of message has its own of: the lengths of its fields, the model's id
-first, then its numbers; behind it the fields. Header and body together are the *control part*; a flipped bit
-anywhere in it is noticed. The payload is not covered: it has its digest."""
+The header has a version and a checksum, which are checked before anything behind it is believed:
+
+offset  size  header field (big-endian)
+     0     4  magic, ``b"WSYN"``
+     4     2  protocol version
+     6     2  zero
+     8     8  xxh3-64 of all that follows
+    16     1  kind of message
+    17     1  number of file descriptors that travel with the frame
+    18     1  size of the digest: 0 or 16
+    19     1  zero
+    20     4  size of the body
+    24     8  size of the payload that follows the body
+    32    16  incarnation
+    48     8  version
+    56    16  digest (of an update's payload, or of what an ack confirms)
+
+The body starts with a fixed part for each kind of message: the lengths of its fields, the model's id first, then its
+numbers. The fields follow. Header and body together are the *control part*; a flipped bit anywhere in it is noticed.
+The payload has its own digest. A report of a version that a worker handed on to its own workers is a field of its ack.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The machines: one shared, strict `transitions.Machine` per role, built from the tables.
+"""The machines: one shared, strict `transitions.Machine` per role, built from the tables; what a refused call raises.
 
-A stock trigger of `transitions` costs about ten microseconds and runs callbacks in the middle of a step.
-`LeanEvent`, put in by the library's own extension point, takes a lock, looks up one row, sets the state and
-tells the listeners. No model is ever registered with a shared machine: none is kept alive by it, and a copy
-of one never acts on its original."""
+A stock trigger of `transitions` costs about ten microseconds and runs callbacks in the middle of a step. `LeanEvent`,
+put in by the library's own extension point, takes a lock, looks up one row, sets the state and calls the listeners. No
+model is registered with a shared machine: the machine keeps none alive, and a copy of one never acts on its original.
+"""
 
 from __future__ import annotations
 

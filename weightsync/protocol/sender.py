@@ -1,7 +1,8 @@
-"""The sender's pure half: what happens to it, which input that is, and what follows.
+"""The sender's pure half: its data, what happens to it, which input that is, and what follows.
 
-`step` does three things in order: *name* the input (its guards are in `sender_guards`), *look up* its row in the table,
-*return* the next value and the effects. It changes nothing it is given and raises before anything follows."""
+`step` does three things in order: *name* the input (by the guards), *look up* its row in the table, *return* the next
+value and the effects. It changes nothing that it is given, and raises before anything follows.
+"""
 
 from __future__ import annotations
 
@@ -361,41 +362,6 @@ def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
         told,
         fence or None,
     )
-
-
-__all__ = [
-    "Abandon",
-    "Answer",
-    "Close",
-    "CloseLink",
-    "Conclude",
-    "Connect",
-    "Deadline",
-    "Dispatch",
-    "Effect",
-    "Entry",
-    "Event",
-    "Farewell",
-    "Greet",
-    "Interrupted",
-    "Join",
-    "LinkLost",
-    "Outstanding",
-    "Remove",
-    "Send",
-    "SendAsync",
-    "SenderData",
-    "Standing",
-    "Step",
-    "Wait",
-    "ended",
-    "joining",
-    "known",
-    "name",
-    "removal",
-    "step",
-    "targets_of",
-]
 
 
 class Step(machine.Step[SenderInput, SenderData, Effect]):

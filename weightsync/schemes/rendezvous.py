@@ -1,4 +1,4 @@
-"""The second generation's verbs, on the sender and the receiver that `WeightSyncScheme` makes."""
+"""The verbs of TorchRL's second generation, on the sender and the receiver that `WeightSyncScheme` makes."""
 
 from __future__ import annotations
 

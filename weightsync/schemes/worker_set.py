@@ -1,4 +1,4 @@
-"""What `init_on_sender` was told of the workers: how many there are, and which weights each is to begin with."""
+"""The workers that `init_on_sender` was told of: how many, their first weights, and sends to groups of them."""
 
 from __future__ import annotations
 

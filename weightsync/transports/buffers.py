@@ -1,8 +1,16 @@
-"""Which segments a worker already maps, kept alike at both ends of a link without a word between them.
+"""Payload buffers: shared memory where it pays, and when a buffer may be written again.
 
-Frames of a link arrive in order. So the trainer's list of the segments it has named and the worker's list of
-those it maps change in step, and both drop the one named longest ago when a list is full. A worker that could not map
-one refuses what lies there; then the trainer passes that segment's descriptor again with the next version there."""
+A `Segment` is anonymous memory of the kernel (memfd): it has no name, travels as a file descriptor, and is freed when
+the last process that maps it is gone, however that process ended. The trainer maps it shared and writes; a worker maps
+it private, so a worker that writes over its parameters changes only its own copy.
+
+`Pins` are the payloads that a worker may still be reading: its answers say when it is done.
+
+`Named` and `Mapped` are the segments that a worker maps, kept alike at both ends of a link without messages. Frames of
+a link arrive in order, so both lists change in step and drop the segment named longest ago when they are full. A
+worker that could not map one refuses what lies there; the trainer then passes its descriptor again with the next
+version there.
+"""
 
 from __future__ import annotations
 

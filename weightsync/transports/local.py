@@ -1,4 +1,4 @@
-"""Links inside one process, over a network that a test controls."""
+"""Links inside one process, over a network that a test controls: it delays, loses, doubles and cuts messages."""
 
 from __future__ import annotations
 

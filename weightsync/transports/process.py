@@ -1,4 +1,7 @@
-"""Whether a peer's process lives. Siblings inherit pipe ends, so the end of a stream may never come."""
+"""Processes: whether a peer's process lives, and what a forked child lets go of.
+
+Siblings inherit the ends of pipes, so the end of a stream may never come: the process itself is watched.
+"""
 
 from __future__ import annotations
 

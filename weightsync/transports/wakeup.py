@@ -1,4 +1,4 @@
-"""What links have in common whose driver is woken by other threads: a waker, and a watch of the peer's process."""
+"""Waking a driver: links that other threads wake, and processes that are watched before they have started."""
 
 from __future__ import annotations
 

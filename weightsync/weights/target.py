@@ -1,4 +1,8 @@
-"""Making weights live in a destination, in two phases: `Target.stage` validates all, `Target.swap` changes all."""
+"""Applying weights to a destination, in two phases: `Target.stage` validates all, `Target.swap` changes all.
+
+`look_at` says what a destination is now: its tensors in the layout's order, how they share memory, and what a swap does
+to each of them.
+"""
 
 from __future__ import annotations
 

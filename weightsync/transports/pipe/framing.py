@@ -1,4 +1,12 @@
-"""Frames written to a socket that carries the user's own too, as `multiprocessing.connection` frames them."""
+"""Frames on a socket that the user's own messages share, as `multiprocessing.connection` frames them.
+
+A frame is a 4-byte big-endian signed length, or -1 and an 8-byte one, then that many bytes. Those that begin with our
+preamble are ours; all others are the user's own and are passed through unread. Nothing here blocks, and the socket's
+blocking mode, which the user's own descriptor shares, is never touched.
+
+The preamble is for whoever reads the raw pipe: `Connection.recv` unpickles whatever it reads, and the preamble is a
+whole pickle that calls `weightsync.errors.raw_pipe`, which raises. We never unpickle it: we skip these bytes.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from weightsync.transports.sealing import Identity, Reason, announcement, new_na
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.mailbox import Outbox, Side
-from weightsync.transports.store.sockets import Guard, NoGuard, SenderGuard, WorkerGuard
+from weightsync.transports.store.seals import Guard, NoGuard, SenderGuard, WorkerGuard
 from weightsync.transports.store.store import Client, StoreEnd, base_of
 
 _NAME: Final = re.compile("[0-9a-f]{32}")

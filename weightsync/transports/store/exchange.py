@@ -1,4 +1,4 @@
-"""The two threads of a `StoreLink`: one writes, one reads, and both may block."""
+"""The two threads of a `StoreLink`, one that writes and one that reads, and the memory that payloads arrive in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.group import Group
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Letter, Outbox, Shut, Side, end
-from weightsync.transports.store.sockets import Guard, Opened
+from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.store.worker_threads import Outgoing, start
 

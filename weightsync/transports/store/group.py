@@ -1,6 +1,8 @@
-"""A private process group of two ranks: the bytes of payloads, in buckets.
+"""A private process group of two ranks, which carries payloads in buckets; and the rendezvous of the two.
 
-The group is made directly, not by ``new_group``: it works beside the user's own groups, and without any."""
+The group is made directly, not by ``new_group``: it works beside the user's own groups, and without any. Either both
+ranks connect or neither does.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, sent_digest
 from weightsync.transports.store.exchange import Exchange
 from weightsync.transports.store.mailbox import Letter, Side
-from weightsync.transports.store.sockets import Guard
+from weightsync.transports.store.seals import Guard
 from weightsync.transports.store.store import Client, StoreEnd
 from weightsync.transports.wakeup import WokenLink
 

@@ -1,4 +1,7 @@
-"""The user's store, and connections of our own to it."""
+"""The user's store, our own connections to it, and TorchRL's keys in it.
+
+TorchRL's keys are written as hints for loops that wait on them, and never read.
+"""
 
 from __future__ import annotations
 

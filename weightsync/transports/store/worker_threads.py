@@ -1,4 +1,7 @@
-"""What a link's writing thread has still to write."""
+"""Threads that block in torch, what they have still to write, and their end before the interpreter's.
+
+A daemon thread that comes back from C++ while the interpreter is being taken down aborts the process.
+"""
 
 from __future__ import annotations
 
