@@ -11,8 +11,8 @@ import weightsync
 ROOT = Path(weightsync.__file__).parent
 #: Who assigns it: a new driver, and the one place where a machine moves.
 ALLOWED = {
-    ("driving/base.py", "__init__", "self.data = data"),
-    ("driving/base.py", "_step", "self.data = step.data"),
+    ("engine/driver.py", "__init__", "self.data = data"),
+    ("engine/driver.py", "_step", "self.data = step.data"),
 }
 
 
@@ -47,7 +47,7 @@ def test_a_drivers_data_is_assigned_from_a_steps_result_alone() -> None:
         place = path.relative_to(ROOT).as_posix()
         for function, statement in assigned(ast.parse(path.read_text(encoding="utf-8"))):
             # Elsewhere tensors have such an attribute too.
-            if place.startswith("driving/") or "driver" in statement:
+            if place.startswith("engine/") or "driver" in statement:
                 found.add((place, function, statement))
 
     assert found == ALLOWED

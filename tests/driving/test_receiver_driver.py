@@ -78,6 +78,13 @@ class Worker:
         self.driver.take(pure.Applied(answer))
         return answer
 
+    def defers(self, version: int) -> Ack:
+        """A version arrives and is live, and is handed on before its answer leaves."""
+        answer = ack(version)
+        self.hears(0, update(version))
+        self.driver.take(pure.Defer(answer))
+        return answer
+
     @property
     def state(self) -> State:
         return self.driver.machine.state
@@ -206,48 +213,38 @@ def test_an_answer_has_left_when_its_own_link_is_empty_and_no_other() -> None:
     assert worker.state is State.AWAITING_ACK
 
 
-def test_an_answer_that_is_held_back_leaves_with_what_became_of_the_version_elsewhere() -> None:
-    worker, before = Worker(), 0
-    worker.driver.hold()
-    answer = worker.applies(1)
+def test_a_deferred_ack_leaves_with_what_became_of_the_version_elsewhere() -> None:
+    worker = Worker()
+    answer = worker.defers(1)
     worker.driver.pump()
-    assert (worker.link.takes(), worker.state) == ([], State.AWAITING_ACK)
-    before = worker.driver.waker.fired
-    worker.driver.release(NESTED)
+    assert (worker.link.takes(), worker.state, worker.driver.deferring) == ([], State.AWAITING_ACK, True)
+    worker.driver.take(pure.SendAck(NESTED))
 
     told = replace(answer, nested=NESTED)
     assert (worker.link.takes(), worker.state) == ([told], State.READY)
     assert worker.driver.data.answer == told
-    assert worker.driver.waker.fired == before + 1
     worker.hears(0, update(1))
     assert worker.link.takes() == [told]
 
 
-def test_a_refusal_is_never_held_back_for_what_became_of_it_elsewhere() -> None:
+def test_a_refusal_is_not_deferred() -> None:
     worker = Worker()
-    worker.driver.hold()
     worker.hears(0, update(1))
     worker.driver.take(pure.Refused(refusal(1, RefusalKind.REFUSED, "no")))
-    worker.driver.release(NESTED)
 
     assert worker.driver.data.answer == refusal(1, RefusalKind.REFUSED, "no")
+    worker.link.takes()
+    worker.driver.take(pure.SendAck(NESTED))
+    assert (worker.link.takes(), worker.driver.deferring) == ([], False)
 
 
-def test_a_release_with_nothing_held_back_says_nothing() -> None:
+def test_an_ack_deferred_when_its_link_is_lost_is_kept_for_the_next_link() -> None:
     worker = Worker()
-    assert not worker.driver.holding
-    worker.driver.release(NESTED)
-    assert worker.link.takes() == []
-
-
-def test_an_answer_that_was_held_back_for_a_link_that_is_gone_is_kept_for_the_next() -> None:
-    worker = Worker()
-    worker.driver.hold()
-    answer = worker.applies(1)
+    answer = worker.defers(1)
     worker.link.raises["flush"] = TransportError("cut")
     worker.driver.pump()
     assert worker.driver.links() == []
-    worker.driver.release(NESTED)
+    worker.driver.take(pure.SendAck(NESTED))
     worker.driver.add_link(late := Scripted())
     late.hears(hello())
     late.hears(update(1))
@@ -260,7 +257,7 @@ def test_no_version_is_served_after_weights_were_written_by_hand() -> None:
     worker = Worker()
     worker.applies(1)
     assert worker.driver.data.served == (EPOCH, 1)
-    worker.driver.spoil()
+    worker.driver.take(pure.Invalidate())
     assert worker.driver.data.served is None
 
 
@@ -366,6 +363,7 @@ def test_how_the_last_link_ended_is_over_once_another_is_there_or_expected() -> 
 def test_a_link_that_cannot_be_waited_for_is_down_alone() -> None:
     worker = Worker(1)
     worker.driver._give_up(worker.links[1], "stuck")
+    worker.driver.pump()
 
     assert ([link.closed for link in worker.links], worker.driver.ended) == ([0, 1], "stuck")
     assert worker.driver.links() == [worker.link]
@@ -456,20 +454,20 @@ def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyP
 def test_a_new_driver_knows_of_nobody() -> None:
     driver = ReceiverDriver("policy")
 
-    assert (driver.pending, driver.greeting, driver.holding, driver.in_force()) == (None, None, False, None)
+    assert (driver.pending, driver.greeting, driver.deferring, driver.in_force()) == (None, None, False, None)
     assert (driver.ended, driver.ended_as) == ("", TransportError)
 
 
 def test_what_is_pending_is_all_that_arrived() -> None:
     worker, payload = Worker(), memoryview(bytearray(8))
     assert worker.driver.pending is None
-    worker.link.hears(update(1), payload=payload, refresh=worker.driver.spoil, untaken="no memory")
+    worker.link.hears(update(1), payload=payload, refresh=worker.driver.flush, untaken="no memory")
     worker.driver.pump()
 
     pending = worker.driver.pending
     assert pending is not None
     assert (pending.update, pending.layout, pending.untaken) == (update(1), LAYOUT, "no memory")
-    assert (pending.payload, pending.refresh) == (payload, worker.driver.spoil)
+    assert (pending.payload, pending.refresh) == (payload, worker.driver.flush)
     worker.hears(0, update(1))
     assert worker.driver.pending is pending
     worker.hears(0, update(2))

@@ -38,7 +38,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the repository's protocol files, which the generator takes for the repository."""
     for name in FILES:
         if (ROOT / name).exists():
-            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr("generate.ROOT", tmp_path)
     return tmp_path

@@ -12,8 +12,9 @@ from weightsync import AuthenticationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Bye, Hello, Update
+from weightsync.transports import queues
 from weightsync.transports.base import Received
-from weightsync.transports.calls import gates, queues, server, server_link
+from weightsync.transports.calls import gates, server, server_link
 from weightsync.transports.calls.server import Door, Parcel
 from weightsync.transports.queues import QueueChannel, QueueLink
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weightsync.engine.receiver import WeightReceiver
+from weightsync.errors import ConfigurationError
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.weights.context import MISSING, optional
@@ -63,7 +64,15 @@ def torchrl_transport(name: str) -> Any:
 
 
 def connection_of(endpoint: Any) -> Any:
-    """The connection meant by a pipe's end, by an object whose ``.pipe`` is that, or by a transport over one."""
+    """The connection meant by a pipe's end, by an object whose ``.pipe`` is that, or by a transport over one.
+
+    Raises:
+        ConfigurationError: nothing was given.
+    """
+    if endpoint is None:
+        raise ConfigurationError(
+            "The worker was given no pipe: pass this side's end of multiprocessing.Pipe(). Nothing has changed."
+        )
     if isinstance(endpoint, LinkTransport):
         return endpoint.connection
     pipe = optional(endpoint, "pipe")
