@@ -72,7 +72,7 @@ class Run:
         return sorted(sorted(chosen(part)) for part in next(self.batches).reshape(-1).split(FRAMES // WORKERS))
 
     def served(self) -> list[int]:
-        return [entry.served for entry in self.scheme.get_sender().roll.values()]
+        return [entry.served for entry in self.scheme.get_sender().workers.values()]
 
 
 def a_policy(make: Callable[..., Run]) -> Run:

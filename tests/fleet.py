@@ -120,7 +120,7 @@ def three(scheme_class: Any) -> Iterator[Pair]:
 # ------------------------------------------------------------------------------------- workers as processes
 
 
-class Seat:
+class WorkerSetup:
     """What a worker process has in its hands."""
 
     def __init__(self, scheme: Any, pipe: Any) -> None:
@@ -134,12 +134,12 @@ class Seat:
 def work(control: Any, scheme: Any, pipe: Any) -> None:
     """The body of a worker process: do what is asked, until told to end or the asker is gone."""
     torch.set_num_threads(1)
-    seat = Seat(scheme, pipe)
+    setup = WorkerSetup(scheme, pipe)
     with contextlib.suppress(EOFError, ConnectionError):
         while (asked := control.recv()) is not None:
             function, arguments = asked
             try:
-                control.send((True, function(seat, *arguments)))
+                control.send((True, function(setup, *arguments)))
             except Exception as error:  # noqa: BLE001 - told to the test
                 control.send((False, error))
 
@@ -255,56 +255,56 @@ def crew(forkserver: Any) -> Iterator[Crew]:
 # ------------------------------------------------------------------------------ what workers can be told to do
 
 
-def join(seat: Seat, make: Callable[..., nn.Module] = small) -> None:
+def join(setup: WorkerSetup, make: Callable[..., nn.Module] = small) -> None:
     """Initialise the worker's side."""
-    seat.model = make()
-    seat.scheme.init_on_worker("policy", pipe=seat.pipe, model=seat.model)
-    seat.receiver = seat.scheme.get_receiver()
+    setup.model = make()
+    setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
 
 
-def receive(seat: Seat, timeout: float | None = PATIENCE) -> bool:
-    return bool(seat.receiver.receive(timeout=timeout))
+def receive(setup: WorkerSetup, timeout: float | None = PATIENCE) -> bool:
+    return bool(setup.receiver.receive(timeout=timeout))
 
 
-def serve(seat: Seat, version: int) -> int | None:
+def serve(setup: WorkerSetup, version: int) -> int | None:
     """Receive until that version, or a newer one, is served."""
-    while (seat.receiver.version or 0) < version:
-        assert seat.receiver.receive(timeout=PATIENCE)
-    return seat.receiver.version
+    while (setup.receiver.version or 0) < version:
+        assert setup.receiver.receive(timeout=PATIENCE)
+    return setup.receiver.version
 
 
-def serve_until_gone(seat: Seat) -> str:
+def serve_until_gone(setup: WorkerSetup) -> str:
     """Receive until the sender is gone; what `receive` then said."""
     try:
         while True:
-            seat.receiver.receive(timeout=None)
+            setup.receiver.receive(timeout=None)
     except ConnectionError as error:
         return str(error)
 
 
-def shows(seat: Seat) -> tuple[str, int | None, set[float], bytes]:
+def shows(setup: WorkerSetup) -> tuple[str, int | None, set[float], bytes]:
     """State, version, the values of the weights, digest."""
-    receiver = seat.receiver
-    return receiver.state.value, receiver.version, constants(seat.model), receiver.digest()
+    receiver = setup.receiver
+    return receiver.state.value, receiver.version, constants(setup.model), receiver.digest()
 
 
-def command(seat: Seat, make: Callable[..., nn.Module] = small, fill: float = 1.0) -> None:
+def command(setup: WorkerSetup, make: Callable[..., nn.Module] = small, fill: float = 1.0) -> None:
     """Initialise the trainer's side, in a process started by `Crew.lead`."""
-    seat.model = make(fill)
-    seat.scheme.init_on_sender("policy", pipes=seat.pipe, model=seat.model)
-    seat.kept["sender"] = seat.scheme.get_sender()
+    setup.model = make(fill)
+    setup.scheme.init_on_sender("policy", pipes=setup.pipe, model=setup.model)
+    setup.kept["sender"] = setup.scheme.get_sender()
 
 
-def publish(seat: Seat, times: int = 1) -> int:
+def publish(setup: WorkerSetup, times: int = 1) -> int:
     """Send that often; the last version."""
     version = 0
     for _ in range(times):
-        version = seat.kept["sender"].send(timeout=PATIENCE).version
+        version = setup.kept["sender"].send(timeout=PATIENCE).version
     return version
 
 
-def leave(seat: Seat) -> None:
-    seat.receiver.close()
+def leave(setup: WorkerSetup) -> None:
+    setup.receiver.close()
 
 
 # ----------------------------------------------------------------------------------------- what is left behind

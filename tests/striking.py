@@ -145,16 +145,16 @@ def megabytes(fill: float = 0.0) -> nn.Module:
 # ------------------------------------------------------------------------------------------- told to processes
 
 
-def enlist(seat: Any, join: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
+def enlist(setup: Any, join: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
     """Make a receiver, which may be struck later; or be struck first."""
     if strike is not None:
         strike.ahead()
-    join(seat, *arguments)
+    join(setup, *arguments)
     if strike is not None:
-        strike.arm(seat.receiver.driver.machine)
+        strike.arm(setup.receiver.driver.machine)
 
 
-def take_command(seat: Any, lead: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
+def take_command(setup: Any, lead: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
     """Make a sender; armed before its links are laid."""
     if strike is not None and strike.at is TrainerAt.CONNECT:
         sender = importlib.import_module("weightsync.engine.sender_driver")
@@ -166,117 +166,117 @@ def take_command(seat: Any, lead: Callable[..., None], arguments: tuple[Any, ...
             return machine
 
         sender.SenderMachine = armed
-    lead(seat, *arguments)
+    lead(setup, *arguments)
 
 
-def arm_sender(seat: Any, strike: Strike) -> None:
+def arm_sender(setup: Any, strike: Strike) -> None:
     """Have the trainer struck in its next send."""
     strike.ahead()
-    strike.arm(seat.kept["sender"]._driver.machine)
+    strike.arm(setup.kept["sender"]._driver.machine)
 
 
-def follow(seat: Any, version: int) -> int | None:
+def follow(setup: Any, version: int) -> int | None:
     """Receive until that version is served, and its answer has left."""
-    while (seat.receiver.version or 0) < version:
-        assert seat.receiver.receive(timeout=PATIENCE)
-    while seat.receiver.state is State.AWAITING_ACK:
-        seat.receiver.receive(timeout=0.01)
-    served: int | None = seat.receiver.version
+    while (setup.receiver.version or 0) < version:
+        assert setup.receiver.receive(timeout=PATIENCE)
+    while setup.receiver.state is State.AWAITING_ACK:
+        setup.receiver.receive(timeout=0.01)
+    served: int | None = setup.receiver.version
     return served
 
 
-def follow_anew(seat: Any, before: int | None) -> int | None:
+def follow_anew(setup: Any, before: int | None) -> int | None:
     """Receive, through losses, until a version of another sender than that of that incarnation is served."""
     deadline = Deadline(PATIENCE)
-    while seat.receiver.incarnation == before:
+    while setup.receiver.incarnation == before:
         assert not deadline.passed, "no version of the new sender has come"
         with contextlib.suppress(ConnectionError):
-            seat.receiver.receive(timeout=0.1)
-    served: int | None = seat.receiver.version
+            setup.receiver.receive(timeout=0.1)
+    served: int | None = setup.receiver.version
     return served
 
 
-def follow_through(seat: Any, version: int) -> int | None:
+def follow_through(setup: Any, version: int) -> int | None:
     """Receive, through losses, until that version is served."""
     deadline = Deadline(PATIENCE)
-    while (seat.receiver.version or 0) < version:
+    while (setup.receiver.version or 0) < version:
         assert not deadline.passed, f"version {version} has not come"
         with contextlib.suppress(ConnectionError):
-            seat.receiver.receive(timeout=0.1)
-    served: int | None = seat.receiver.version
+            setup.receiver.receive(timeout=0.1)
+    served: int | None = setup.receiver.version
     return served
 
 
-def follow_until_gone(seat: Any) -> str:
+def follow_until_gone(setup: Any) -> str:
     """Receive until the sender is gone; what `receive` then said."""
     try:
         while True:
-            seat.receiver.receive(timeout=PATIENCE)
+            setup.receiver.receive(timeout=PATIENCE)
     except ConnectionError as error:
         return str(error)
 
 
-def look(seat: Any) -> bool:
+def look(setup: Any) -> bool:
     """Receive for a short while; whether a version went live."""
-    return bool(seat.receiver.receive(timeout=SHORT))
+    return bool(setup.receiver.receive(timeout=SHORT))
 
 
-def holds(seat: Any) -> tuple[int | None, set[float]]:
+def holds(setup: Any) -> tuple[int | None, set[float]]:
     """The version served, and the distinct values of the weights: one, if nothing is torn."""
-    receiver = seat.receiver
-    values = {float(end) for tensor in seat.model.state_dict().values() for end in tensor.aminmax()}
+    receiver = setup.receiver
+    values = {float(end) for tensor in setup.model.state_dict().values() for end in tensor.aminmax()}
     return receiver.version, values
 
 
-def incarnation(seat: Any) -> int | None:
-    found: int | None = seat.receiver.incarnation
+def incarnation(setup: Any) -> int | None:
+    found: int | None = setup.receiver.incarnation
     return found
 
 
-def send(seat: Any, fill: float, timeout: float = PATIENCE) -> SyncReport:
+def send(setup: Any, fill: float, timeout: float = PATIENCE) -> SyncReport:
     """Send the model filled with that value; the report, whatever is in it."""
-    filled(seat.model, fill)
-    report: SyncReport = seat.kept["sender"].send(timeout=timeout, on_failure="report")
+    filled(setup.model, fill)
+    report: SyncReport = setup.kept["sender"].send(timeout=timeout, on_failure="report")
     return report
 
 
-def send_async(seat: Any, fill: float) -> None:
-    filled(seat.model, fill)
-    seat.kept["sender"].send_async()
+def send_async(setup: Any, fill: float) -> None:
+    filled(setup.model, fill)
+    setup.kept["sender"].send_async()
 
 
-def wait_async(seat: Any, timeout: float = PATIENCE) -> tuple[SyncReport, float]:
+def wait_async(setup: Any, timeout: float = PATIENCE) -> tuple[SyncReport, float]:
     """Wait for the outstanding update: the report, and the seconds that took."""
     started = time.monotonic()
-    return seat.kept["sender"].wait_async(timeout=timeout, on_failure="report"), time.monotonic() - started
+    return setup.kept["sender"].wait_async(timeout=timeout, on_failure="report"), time.monotonic() - started
 
 
-def abandon(seat: Any) -> None:
-    seat.kept["sender"].abandon()
+def abandon(setup: Any) -> None:
+    setup.kept["sender"].abandon()
 
 
-def remove_worker(seat: Any, worker_id: int) -> None:
-    seat.kept["sender"].remove_worker(worker_id)
+def remove_worker(setup: Any, worker_id: int) -> None:
+    setup.kept["sender"].remove_worker(worker_id)
 
 
-def add_worker(seat: Any, worker_id: int, endpoint: Callable[[Any], Any]) -> None:
+def add_worker(setup: Any, worker_id: int, endpoint: Callable[[Any], Any]) -> None:
     """Add a worker at the endpoint that a function finds in this process."""
-    seat.kept["sender"].add_worker(worker_id, endpoint(seat))
+    setup.kept["sender"].add_worker(worker_id, endpoint(setup))
 
 
-def break_reading(seat: Any, where: str) -> None:
+def break_reading(setup: Any, where: str) -> None:
     """Plant a fault in this process's adapter: whatever its link reads next raises what no link may raise."""
 
     def broken() -> list[Any]:
         raise RuntimeError("a fault of the adapter's own")
 
-    link = seat.receiver.driver.in_force() if where == "worker" else seat.kept["sender"].transports()[0]
+    link = setup.receiver.driver.in_force() if where == "worker" else setup.kept["sender"].transports()[0]
     assert link is not None
     link.receive = broken
 
 
-def version_of(seat: Any) -> int:
-    version: int = seat.kept["sender"].version
+def version_of(setup: Any) -> int:
+    version: int = setup.kept["sender"].version
     return version
 
 

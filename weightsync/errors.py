@@ -22,6 +22,7 @@ version, and what to do next.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -234,3 +235,8 @@ def raw_pipe() -> None:
         "uses a pipe, read your own messages by receiver.pipe.recv() in a worker, and by sender.pipe(worker_id).recv() "
         "in the trainer. A process that reads before its scheme does is to call init_on_worker() first."
     )
+
+
+def warn_renamed(former: str, name: str) -> None:
+    """Warn whoever uses a public name by its former name."""
+    warnings.warn(f"{former} is now {name}; the former name will be removed.", DeprecationWarning, stacklevel=3)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib
+import multiprocessing
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import weightsync
+from weightsync import MultiProcessWeightSyncScheme, StateError, SyncReport
 
 
 @pytest.mark.parametrize("name", weightsync.__all__)
@@ -59,3 +62,28 @@ def test_a_documented_module_that_moved_is_importable_by_its_former_name_and_war
 
     assert f"{former} is now {home}" in refused.stderr
     assert found is getattr(importlib.import_module(home), name)
+
+
+def test_names_that_changed_warn_and_still_work() -> None:
+    report = SyncReport(
+        model_id="policy", version=1, incarnation=2, outcomes={}, pack_s=1.0, transfer_s=2.0, apply_s=3.0
+    )
+    ours, theirs = multiprocessing.Pipe()
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(1, 1))
+        with pytest.deprecated_call(match="WeightSender.roll is now workers"):
+            assert scheme.get_sender().roll == scheme.get_sender().workers
+        theirs.close()
+    for former, name in (("preparing", "pack_s"), ("transferring", "transfer_s"), ("applying", "apply_s")):
+        with pytest.deprecated_call(match=f"SyncReport.{former} is now {name}"):
+            assert getattr(report, former) == getattr(report, name)
+
+
+def test_a_receivers_methods_that_changed_their_names_warn_and_still_work() -> None:
+    with MultiProcessWeightSyncScheme().create_receiver() as receiver:
+        receiver.register_model(nn.Linear(1, 1))
+        for former, name, arguments in (("hand_out", "take_update", ()), ("acknowledge", "ack", ())):
+            with pytest.deprecated_call(match=f"{former}.* is now {name}"), pytest.raises(StateError, match=name):
+                getattr(receiver, former)(*arguments)
+        with pytest.deprecated_call(match="refuse.* is now nack"):
+            receiver.refuse(ValueError("no"))

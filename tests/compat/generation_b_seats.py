@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from fleet import PATIENCE, Crew, Seat, Worker, constants, filled, small
+from fleet import PATIENCE, Crew, Worker, WorkerSetup, constants, filled, small
 from torch import nn
 
 from weightsync.clock import Deadline
@@ -24,44 +24,44 @@ class Collector:
         self.handed_on.append((model_id, policy_or_weights))
 
 
-def enter(seat: Seat, index: int, make: Callable[..., nn.Module] = small) -> set[float]:
+def enter(setup: WorkerSetup, index: int, make: Callable[..., nn.Module] = small) -> set[float]:
     """Initialise and connect as the documentation says; the values that the model then has."""
-    seat.model = make()
-    seat.scheme.init_on_receiver(model_id="policy", model=seat.model, worker_idx=index)
-    seat.scheme.connect(worker_idx=index)
-    return holds(seat)
+    setup.model = make()
+    setup.scheme.init_on_receiver(model_id="policy", model=setup.model, worker_idx=index)
+    setup.scheme.connect(worker_idx=index)
+    return holds(setup)
 
 
-def enter_with_context(seat: Seat, index: int) -> set[float]:
+def enter_with_context(setup: WorkerSetup, index: int) -> set[float]:
     """The same with a context, which has the model."""
-    seat.kept["collector"] = Collector(small())
-    seat.model = seat.kept["collector"].policy
-    seat.scheme.init_on_receiver(model_id="policy", context=seat.kept["collector"], worker_idx=index)
-    seat.scheme.connect(worker_idx=index)
-    return constants(seat.model)
+    setup.kept["collector"] = Collector(small())
+    setup.model = setup.kept["collector"].policy
+    setup.scheme.init_on_receiver(model_id="policy", context=setup.kept["collector"], worker_idx=index)
+    setup.scheme.connect(worker_idx=index)
+    return constants(setup.model)
 
 
-def holds(seat: Seat) -> set[float]:
+def holds(setup: WorkerSetup) -> set[float]:
     """The distinct values of all weights; extra state is none."""
-    tensors = [*seat.model.parameters(), *seat.model.buffers()]
+    tensors = [*setup.model.parameters(), *setup.model.buffers()]
     return {value for tensor in tensors for value in tensor.flatten().tolist()}
 
 
-def comes_to_hold(seat: Seat, fill: float) -> bool:
+def comes_to_hold(setup: WorkerSetup, fill: float) -> bool:
     """Whether the model comes to hold that value, without anybody calling `receive`."""
     deadline = Deadline(PATIENCE)
-    while constants(seat.model) != {fill} and not deadline.passed:
+    while constants(setup.model) != {fill} and not deadline.passed:
         pass
-    return constants(seat.model) == {fill}
+    return constants(setup.model) == {fill}
 
 
-def handed_on(seat: Seat) -> list[str]:
-    return [model_id for model_id, _ in seat.kept["collector"].handed_on]
+def handed_on(setup: WorkerSetup) -> list[str]:
+    return [model_id for model_id, _ in setup.kept["collector"].handed_on]
 
 
-def receives(seat: Seat, timeout: float) -> Any:
+def receives(setup: WorkerSetup, timeout: float) -> Any:
     """What `scheme.receive` returns: the kind of it, and its values."""
-    weights = seat.scheme.receive(timeout=timeout)
+    weights = setup.scheme.receive(timeout=timeout)
     return None if weights is None else sorted(constants(SimpleNamespace(state_dict=lambda: flat(weights))))
 
 
@@ -71,54 +71,54 @@ def flat(weights: Any) -> Any:
     return WeightStrategy("state_dict").extract_weights(weights)
 
 
-def applies_by_hand(seat: Seat, fill: float) -> set[float]:
-    seat.scheme.apply_weights(small(fill).state_dict())
-    return constants(seat.model)
+def applies_by_hand(setup: WorkerSetup, fill: float) -> set[float]:
+    setup.scheme.apply_weights(small(fill).state_dict())
+    return constants(setup.model)
 
 
-def raises(seat: Seat, name: str, *arguments: Any, **named: Any) -> str | None:
+def raises(setup: WorkerSetup, name: str, *arguments: Any, **named: Any) -> str | None:
     """The names of the types of what a method of the scheme raises; None: nothing."""
     try:
-        getattr(seat.scheme, name)(*arguments, **named)
+        getattr(setup.scheme, name)(*arguments, **named)
     except Exception as error:  # noqa: BLE001 - told to the test
         return " ".join(kind.__name__ for kind in type(error).__mro__)
     return None
 
 
-def connects_again(seat: Seat, index: int) -> str | None:
-    return raises(seat, "connect", worker_idx=index)
+def connects_again(setup: WorkerSetup, index: int) -> str | None:
+    return raises(setup, "connect", worker_idx=index)
 
 
-def connects_with_weights(seat: Seat) -> str | None:
-    return raises(seat, "connect", weights=small().state_dict())
+def connects_with_weights(setup: WorkerSetup) -> str | None:
+    return raises(setup, "connect", weights=small().state_dict())
 
 
-def moves_to_another_model(seat: Seat) -> bool:
+def moves_to_another_model(setup: WorkerSetup) -> bool:
     """What TorchRL's collectors do once they have copied the policy."""
-    seat.model = small(8.0)
-    seat.kept["collector"] = Collector(seat.model)
-    seat.scheme.context, seat.scheme.model = seat.kept["collector"], seat.model
-    return seat.scheme.context is seat.kept["collector"] and seat.scheme.model is seat.model
+    setup.model = small(8.0)
+    setup.kept["collector"] = Collector(setup.model)
+    setup.scheme.context, setup.scheme.model = setup.kept["collector"], setup.model
+    return setup.scheme.context is setup.kept["collector"] and setup.scheme.model is setup.model
 
 
-def properties(seat: Seat) -> dict[str, Any]:
+def properties(setup: WorkerSetup) -> dict[str, Any]:
     """What the scheme says of itself on the receiver."""
-    scheme = seat.scheme
+    scheme = setup.scheme
     return {
         "initialized": (scheme.initialized_on_sender, scheme.initialized_on_receiver),
         "synchronized": (scheme.synchronized_on_sender, scheme.synchronized_on_receiver),
         "model_id": scheme.model_id,
         "worker_idx": scheme.worker_idx,
-        "model": scheme.model is seat.model,
+        "model": scheme.model is setup.model,
         "weights": sorted(constants(SimpleNamespace(state_dict=lambda: flat(scheme.weights)))),
-        "context": scheme.context is seat.kept.get("collector"),
+        "context": scheme.context is setup.kept.get("collector"),
         "strategy": (str(scheme.strategy), scheme.strategy_str),
         "receiver_transport": scheme.receiver_transport is not None,
     }
 
 
-def ends(seat: Seat) -> None:
-    seat.scheme.shutdown()
+def ends(setup: WorkerSetup) -> None:
+    setup.scheme.shutdown()
 
 
 class Counted(nn.Linear):
@@ -139,8 +139,8 @@ def counted(count: int = 0) -> Counted:
     return Counted(count)
 
 
-def extra_of(seat: Any) -> int:
-    return seat.model.count
+def extra_of(setup: Any) -> int:
+    return setup.model.count
 
 
 def linear(fill: float = 0.0) -> Any:

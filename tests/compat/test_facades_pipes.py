@@ -473,4 +473,4 @@ def test_a_queue_keeps_what_is_not_ours(queues: list[Any]) -> None:
         trainer.send_weights_async(filled(1.0))
 
         assert 1.0 == value(worker.receive_weights(timeout=PATIENCE))
-        assert mine == list(worker._queue("receiver").foreign)
+        assert mine == list(worker._queue("receiver").user_messages)

@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import generation_b_seats as seats
+import generation_b_seats as setups
 import pytest
 import torch
-from fleet import PATIENCE, Crew, Pair, Seat, constants, filled, join, receive, small
+from fleet import PATIENCE, Crew, Pair, WorkerSetup, constants, filled, join, receive, small
 from generation_b_seats import fleet_of
 from torch import nn
 
@@ -97,7 +97,7 @@ def test_fault_02_in_generation_b_too(scheme_class: Any, crew: Crew) -> None:
     scheme.init_on_sender(model_id="policy", model=small(1.0), devices=["cpu", "cpu"])
     workers = crew.start(scheme, 2)
     for index, worker in enumerate(workers):
-        worker.tell(seats.enter, index)
+        worker.tell(setups.enter, index)
     scheme.connect()
     for worker in workers:
         worker.answer()
@@ -107,9 +107,9 @@ def test_fault_02_in_generation_b_too(scheme_class: Any, crew: Crew) -> None:
 
     assert told.value.report[0].kind is OutcomeKind.LOST
     assert told.value.report[1].kind is OutcomeKind.APPLIED
-    assert workers[1].do(seats.holds) == {2.0}
+    assert workers[1].do(setups.holds) == {2.0}
     scheme.shutdown()
-    workers[1].do(seats.ends)
+    workers[1].do(setups.ends)
 
 
 def test_fault_02_a_timeout_is_no_success(pair: Pair) -> None:
@@ -140,11 +140,11 @@ def test_fault_03_by_the_background_receiver_too(scheme_class: Any, crew: Crew) 
             fleet.scheme.send(small(2.0))
 
         assert set(refused.value.refused) == {1}
-        assert fleet.workers[0].do(seats.holds) == {2.0}
+        assert fleet.workers[0].do(setups.holds) == {2.0}
 
 
-def grows(seat: Seat) -> None:
-    seat.model.more = small(1.0)
+def grows(setup: WorkerSetup) -> None:
+    setup.model.more = small(1.0)
 
 
 # -------------------------------------------- 4: unpickling forgets what is pending while its ack is on the wire
@@ -240,16 +240,16 @@ class Slow(nn.Module):
         return before, constants(self)
 
 
-def runs(seat: Seat, begun: str) -> tuple[set[float], set[float]]:
-    seat.model.begun = begun
-    return seat.model()
+def runs(setup: WorkerSetup, begun: str) -> tuple[set[float], set[float]]:
+    setup.model.begun = begun
+    return setup.model()
 
 
 def test_fault_08_no_forward_pass_sees_two_versions(scheme_class: Any, crew: Crew, tmp_path: Path) -> None:
     scheme = scheme_class()
     scheme.init_on_sender(model_id="policy", model=Slow(1.0), devices=["cpu"])
     (worker,) = crew.start(scheme)
-    worker.tell(seats.enter, 0, Slow)
+    worker.tell(setups.enter, 0, Slow)
     scheme.connect()
     worker.answer()
     worker.tell(runs, str(tmp_path / "begun"))
@@ -258,9 +258,9 @@ def test_fault_08_no_forward_pass_sees_two_versions(scheme_class: Any, crew: Cre
     assert scheme.send(Slow(2.0)).ok
 
     assert worker.answer() == ({1.0}, {1.0})
-    assert worker.do(seats.holds) == {2.0}
+    assert worker.do(setups.holds) == {2.0}
     scheme.shutdown()
-    worker.do(seats.ends)
+    worker.do(setups.ends)
 
 
 # ----------------------------------------------- 9: a receive that fails has overwritten part of what is served

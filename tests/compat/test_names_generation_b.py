@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import generation_b_seats as seats
+import generation_b_seats as setups
 import pytest
 import torch
 from fleet import PATIENCE, Crew, constants, filled, small
@@ -70,7 +70,7 @@ def test_init_on_sender_in_each_form_and_connect_brings_the_first_weights(
     with fleet_of(crew, scheme_class(), **given) as fleet:
         assert fleet.first == [{1.0}, {1.0}]
         assert fleet.scheme.send(nested(2.0)).ok
-        assert fleet.all(seats.holds) == [{2.0}, {2.0}]
+        assert fleet.all(setups.holds) == [{2.0}, {2.0}]
 
 
 def test_init_on_sender_takes_a_multiprocessing_context(scheme_class: Any, crew: Crew) -> None:
@@ -108,7 +108,7 @@ def test_init_on_sender_with_a_form_that_is_incomplete_or_contradictory_is_a_val
 
 
 def test_init_on_receiver_takes_its_model_from_its_context(scheme_class: Any, crew: Crew) -> None:
-    with fleet_of(crew, scheme_class(), entering=seats.enter_with_context) as fleet:
+    with fleet_of(crew, scheme_class(), entering=setups.enter_with_context) as fleet:
         assert fleet.first == [{1.0}, {1.0}]
 
 
@@ -120,7 +120,7 @@ def test_connect_twice_is_a_runtime_error_on_both_sides(scheme_class: Any, crew:
         with pytest.raises(RuntimeError):
             fleet.scheme.connect()
 
-        assert "RuntimeError" in fleet.workers[0].do(seats.connects_again, 0)
+        assert "RuntimeError" in fleet.workers[0].do(setups.connects_again, 0)
         assert fleet.scheme.send(nested(2.0)).ok
 
 
@@ -141,12 +141,12 @@ def test_connect_takes_the_first_weights(scheme_class: Any, crew: Crew) -> None:
     scheme = scheme_class()
     scheme.init_on_sender(model_id="policy", model=small(1.0), devices=[CPU])
     (worker,) = crew.start(scheme)
-    worker.tell(seats.enter, 0)
+    worker.tell(setups.enter, 0)
     scheme.connect(weights=nested(7.0))
 
     assert worker.answer() == {7.0}
     scheme.shutdown()
-    worker.do(seats.ends)
+    worker.do(setups.ends)
 
 
 # ------------------------------------------------------------------------------------------- send and receive
@@ -159,7 +159,7 @@ def test_send_is_applied_in_the_background_and_returns_a_report(scheme_class: An
 
         assert isinstance(report, SyncReport)
         assert {outcome.kind for outcome in report.outcomes.values()} == {OutcomeKind.APPLIED}
-        assert fleet.all(seats.holds) == [{3.0}, {3.0}]
+        assert fleet.all(setups.holds) == [{3.0}, {3.0}]
 
 
 @pytest.mark.parametrize(("worker_ids", "values"), [(0, [{2.0}, {1.0}]), ([1], [{1.0}, {2.0}]), ([0, 1], [{2.0}] * 2)])
@@ -167,7 +167,7 @@ def test_send_takes_worker_ids(scheme_class: Any, crew: Crew, worker_ids: Any, v
     with fleet_of(crew, scheme_class()) as fleet:
         fleet.scheme.send(nested(2.0), worker_ids=worker_ids)
 
-        assert fleet.all(seats.holds) == values
+        assert fleet.all(setups.holds) == values
 
 
 def test_send_takes_weights_of_each_kind(scheme_class: Any, crew: Crew) -> None:
@@ -175,7 +175,7 @@ def test_send_takes_weights_of_each_kind(scheme_class: Any, crew: Crew) -> None:
         for fill, weights in enumerate((small, nested, lambda fill: dict(small(fill).state_dict())), start=2):
             fleet.scheme.send(weights(float(fill)))
 
-            assert fleet.all(seats.holds) == [{float(fill)}]
+            assert fleet.all(setups.holds) == [{float(fill)}]
 
 
 def test_send_before_init_or_connect_is_a_runtime_error(scheme_class: Any) -> None:
@@ -191,8 +191,8 @@ def test_send_before_init_or_connect_is_a_runtime_error(scheme_class: Any) -> No
 def test_receive_is_none_when_nothing_comes_and_the_weights_when_something_does(scheme_class: Any, crew: Crew) -> None:
     with fleet_of(crew, scheme_class(), 1) as fleet:
         (worker,) = fleet.workers
-        assert worker.do(seats.receives, 0.01) is None
-        worker.tell(seats.receives, PATIENCE)
+        assert worker.do(setups.receives, 0.01) is None
+        worker.tell(setups.receives, PATIENCE)
         fleet.scheme.send(nested(4.0))
 
         assert worker.answer() == [4.0]
@@ -205,7 +205,7 @@ def test_receive_before_init_is_a_runtime_error(scheme_class: Any) -> None:
 
 def test_apply_weights_by_hand_on_the_receiver(scheme_class: Any, crew: Crew) -> None:
     with fleet_of(crew, scheme_class(), 1) as fleet:
-        assert fleet.workers[0].do(seats.applies_by_hand, 9.0) == {9.0}
+        assert fleet.workers[0].do(setups.applies_by_hand, 9.0) == {9.0}
         assert fleet.scheme.send(nested(2.0)).ok
 
 
@@ -227,15 +227,15 @@ def test_sync_false_returns_before_the_workers_have_answered(scheme_class: Any, 
         worker.resume()
 
         assert report[0].kind is OutcomeKind.PENDING
-        assert worker.do(seats.comes_to_hold, 5.0)
+        assert worker.do(setups.comes_to_hold, 5.0)
 
 
 def test_the_receiver_hands_on_to_its_sub_collectors(scheme_class: Any, crew: Crew) -> None:
-    with fleet_of(crew, scheme_class(), 1, entering=seats.enter_with_context) as fleet:
-        before = len(fleet.workers[0].do(seats.handed_on))
+    with fleet_of(crew, scheme_class(), 1, entering=setups.enter_with_context) as fleet:
+        before = len(fleet.workers[0].do(setups.handed_on))
         fleet.scheme.send(nested(2.0))
 
-        assert fleet.workers[0].do(seats.handed_on)[before:] == ["policy"]
+        assert fleet.workers[0].do(setups.handed_on)[before:] == ["policy"]
 
 
 # -------------------------------------------------------------------------------------------------- shutdown
@@ -248,7 +248,7 @@ def test_shutdown_is_final_and_allowed_twice(scheme_class: Any, crew: Crew) -> N
         with pytest.raises(RuntimeError):
             fleet.scheme.send(nested(2.0))
 
-        assert fleet.all(seats.holds) == [{1.0}]
+        assert fleet.all(setups.holds) == [{1.0}]
 
 
 def test_shutdown_before_any_init_is_allowed(scheme_class: Any) -> None:
@@ -284,9 +284,9 @@ def small_of(weights: Any) -> Any:
 
 
 def test_properties_on_the_receiver(scheme_class: Any, crew: Crew) -> None:
-    with fleet_of(crew, scheme_class(strategy="tensordict"), 2, entering=seats.enter_with_context) as fleet:
+    with fleet_of(crew, scheme_class(strategy="tensordict"), 2, entering=setups.enter_with_context) as fleet:
         for index, worker in enumerate(fleet.workers):
-            assert worker.do(seats.properties) == {
+            assert worker.do(setups.properties) == {
                 "initialized": (False, True),
                 "synchronized": (False, True),
                 "model_id": "policy",
@@ -311,10 +311,10 @@ def test_there_is_no_shared_transport_since_each_worker_has_a_link_of_its_own(sc
 
 def test_context_and_model_can_be_set_as_torchrls_collectors_set_them(scheme_class: Any, crew: Crew) -> None:
     with fleet_of(crew, scheme_class(), 1) as fleet:
-        assert fleet.workers[0].do(seats.moves_to_another_model)
+        assert fleet.workers[0].do(setups.moves_to_another_model)
         fleet.scheme.send(nested(3.0))
 
-        assert fleet.all(seats.holds) == [{3.0}]
+        assert fleet.all(setups.holds) == [{3.0}]
 
 
 # --------------------------------------------------------------------------------------------------- backends
@@ -398,15 +398,15 @@ def test_transport_backend_takes_weights_without_a_model_id() -> None:
 
 def test_extra_state_travels(scheme_class: Any, crew: Crew) -> None:
     scheme = scheme_class()
-    scheme.init_on_sender(model_id="policy", model=seats.counted(5), devices=[CPU])
+    scheme.init_on_sender(model_id="policy", model=setups.counted(5), devices=[CPU])
     (worker,) = crew.start(scheme)
-    worker.tell(seats.enter, 0, seats.counted)
+    worker.tell(setups.enter, 0, setups.counted)
     scheme.connect()
     worker.answer()
 
-    assert worker.do(seats.extra_of) == 5
+    assert worker.do(setups.extra_of) == 5
     scheme.shutdown()
-    worker.do(seats.ends)
+    worker.do(setups.ends)
 
 
 class Adapted(torch.nn.Module):
@@ -430,13 +430,13 @@ def test_lora_modules_are_merged_on_a_copy(scheme_class: Any, crew: Crew) -> Non
     scheme = scheme_class()
     scheme.init_on_sender(model_id="policy", model=adapted, devices=[CPU])
     (worker,) = crew.start(scheme)
-    worker.tell(seats.enter, 0, seats.linear)
+    worker.tell(setups.enter, 0, setups.linear)
     scheme.connect()
 
     assert worker.answer() == {2.0}
     assert constants(adapted.base) == {1.0}
     scheme.shutdown()
-    worker.do(seats.ends)
+    worker.do(setups.ends)
 
 
 def test_a_pickled_scheme_is_initialised_on_neither_side(scheme_class: Any) -> None:

@@ -26,7 +26,7 @@ from weightsync.schemes.peers.user_transport import user_link
 from weightsync.testing import SCENARIOS, Conformance, Ends, Factory, FaultyTransport, Nonconforming, check_transport
 from weightsync.transports.base import Link, Payloads, Received
 from weightsync.transports.calls.client import BlockingLink, CallLink
-from weightsync.transports.calls.server import Door
+from weightsync.transports.calls.server import CallServer
 from weightsync.transports.local import LocalLink, local_pair
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.queues import QueueChannel, QueueLink
@@ -136,10 +136,10 @@ def pipe(payloads: Payloads) -> Callable[[str], Ends]:
     return lay
 
 
-def door(courier: Callable[[Door], Any], over: type[CallLink] = CallLink) -> Callable[[str], Ends]:
+def call_server(call_client: Callable[[CallServer], Any], over: type[CallLink] = CallLink) -> Callable[[str], Ends]:
     def lay(model_id: str) -> Ends:
-        opened = Door(model_id)
-        link: Link = over(courier(opened), "the worker")
+        opened = CallServer(model_id)
+        link: Link = over(call_client(opened), "the worker")
         return Ends(link, opened.open)
 
     return lay
@@ -279,9 +279,9 @@ ADAPTERS = [
     Adapter("local REORDERED, goodbyes first", goodbyes_first, {"several models": ONE_MODEL}),
     *(Adapter(f"pipe {payloads.value}", pipe(payloads)) for payloads in Payloads),
     Adapter("queue", queues, QUEUES),
-    Adapter("calls in this process", door(DirectCourier), CALLS),
-    Adapter("calls in threads", door(ThreadedCourier), CALLS),
-    Adapter("blocking calls", door(ThreadedCourier, BlockingLink), CALLS),
+    Adapter("calls in this process", call_server(DirectCourier), CALLS),
+    Adapter("calls in threads", call_server(ThreadedCourier), CALLS),
+    Adapter("blocking calls", call_server(ThreadedCourier, BlockingLink), CALLS),
     Adapter("a user's own transport", users_own, dict.fromkeys(SCENARIOS, WEIGHTS_ONLY)),
     Adapter("the example of the docs", example, {"several models": ONE_MODEL}),
     Apart("RPC", rpc_factory, CALLS, (pytest.mark.rpc,)),
@@ -294,7 +294,9 @@ ADAPTERS = [
         "queue", queues, {**QUEUES, **dict.fromkeys(("a worker says bye", "an idle worker says bye"), HELD)}, Delivery
     ),
     # A call brings home one answer: one more would go with a call that is not its own.
-    *faulty("calls in threads", door(ThreadedCourier), CALLS | {"the graph of losses": LATE}, (Delivery.ORDERED,)),
-    *faulty("calls in threads", door(ThreadedCourier), CALLS, (Delivery.REORDERED,)),
+    *faulty(
+        "calls in threads", call_server(ThreadedCourier), CALLS | {"the graph of losses": LATE}, (Delivery.ORDERED,)
+    ),
+    *faulty("calls in threads", call_server(ThreadedCourier), CALLS, (Delivery.REORDERED,)),
     *faulty("the example of the docs", example, {}, Delivery),
 ]

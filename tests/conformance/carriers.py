@@ -16,7 +16,7 @@ from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, 
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.transports.base import Link, Payloads
 from weightsync.transports.calls.client import CallLink
-from weightsync.transports.calls.server import Door
+from weightsync.transports.calls.server import CallServer
 from weightsync.transports.local import local_pair
 from weightsync.transports.pipe.link import PipeLink
 
@@ -97,7 +97,7 @@ class LinkScheme(WeightSyncScheme):
         return link
 
     def listen(self, endpoint: Any, model_id: str, accept: Any) -> Any:
-        return endpoint.open(accept) if isinstance(endpoint, Door) else super().listen(endpoint, model_id, accept)
+        return endpoint.open(accept) if isinstance(endpoint, CallServer) else super().listen(endpoint, model_id, accept)
 
 
 def linked(lay: Callable[[], tuple[Any, Any]]) -> Callable[[Callable[[], Any]], Any]:
@@ -115,9 +115,9 @@ def inline() -> tuple[Any, Any]:
     return tuple(PipeLink(end, "policy", payloads=Payloads.INLINE) for end in ends)
 
 
-def called(courier: Any) -> tuple[Any, Any]:
-    door = Door("policy")
-    return CallLink(courier(door), "the worker"), door
+def called(call_client: Any) -> tuple[Any, Any]:
+    call_server = CallServer("policy")
+    return CallLink(call_client(call_server), "the worker"), call_server
 
 
 CARRIERS = {

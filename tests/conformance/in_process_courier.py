@@ -10,14 +10,14 @@ from typing import Any
 from weightsync.errors import TransportError
 from weightsync.protocol import codec
 from weightsync.transports.calls.client import Answers
-from weightsync.transports.calls.server import Door, Parcel, decoded
+from weightsync.transports.calls.server import CallServer, Parcel, decoded
 
 
 class DirectCourier:
     """Knocks in the thread that sends."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
+    def __init__(self, call_server: CallServer) -> None:
+        self.call_server = call_server
         self._link = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._closed = False
@@ -33,7 +33,7 @@ class DirectCourier:
 
     def _bring(self, parcel: Parcel, answers: Answers) -> None:
         try:
-            frames = self.door.knock(parcel)
+            frames = self.call_server.submit(parcel)
         except Exception as error:  # noqa: BLE001 - as a remote call's
             answers.set_exception(error)
             return
@@ -46,8 +46,8 @@ class DirectCourier:
 class ThreadedCourier(DirectCourier):
     """Knocks in threads of its own, so that calls overtake each other."""
 
-    def __init__(self, door: Door) -> None:
-        super().__init__(door)
+    def __init__(self, call_server: CallServer) -> None:
+        super().__init__(call_server)
         self._threads = ThreadPoolExecutor(3)
 
     def _bring(self, parcel: Parcel, answers: Answers) -> None:

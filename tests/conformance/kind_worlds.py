@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, Seat, Worker
+from fleet import PATIENCE, Worker, WorkerSetup
 from torch.distributed import TCPStore
 from weight_kinds import BY_NAME, expected, nudge, snapshot
 from world_adapters import enter_rpc
@@ -36,46 +36,46 @@ EVERYBODY = tuple(range(WORKERS))
 # ---------------------------------------------------------------------------------------- what the trainer is told
 
 
-def begin(seat: Seat, model_id: str, workers: tuple[int, ...] = (0,), **given: Any) -> None:
+def begin(setup: WorkerSetup, model_id: str, workers: tuple[int, ...] = (0,), **given: Any) -> None:
     """Make the sender of a model to those workers, without connecting; ``given`` is for `init_on_sender`."""
-    seat.kept[model_id] = scheme = seat.kept["make"]()
-    scheme.init_on_sender(model_id, **{**seat.kept["reach"](workers), **given})
+    setup.kept[model_id] = scheme = setup.kept["make"]()
+    scheme.init_on_sender(model_id, **{**setup.kept["reach"](workers), **given})
 
 
-def begin_kind(seat: Seat, model_id: str, kind: str) -> None:
+def begin_kind(setup: WorkerSetup, model_id: str, kind: str) -> None:
     """Make the sender of a kind to the first worker, and its first source."""
-    begin(seat, model_id)
-    seat.kept["source of " + model_id] = BY_NAME[kind].source(1)
+    begin(setup, model_id)
+    setup.kept["source of " + model_id] = BY_NAME[kind].source(1)
 
 
-def send_kind(seat: Seat, model_id: str, kind: str) -> tuple[SyncReport, dict[str, Any], bytes]:
+def send_kind(setup: WorkerSetup, model_id: str, kind: str) -> tuple[SyncReport, dict[str, Any], bytes]:
     """Send a kind and change the source: the report, all that was to be served, and its digest."""
-    source, sender = seat.kept["source of " + model_id], seat.kept[model_id].get_sender()
+    source, sender = setup.kept["source of " + model_id], setup.kept[model_id].get_sender()
     wanted = expected(source)
     report = sender.send(source, timeout=PATIENCE)
-    seat.kept["source of " + model_id] = BY_NAME[kind].change(source)
+    setup.kept["source of " + model_id] = BY_NAME[kind].change(source)
     return report, wanted, sender.digest()
 
 
-def send_what(seat: Seat, model_id: str, make: Callable[[], Any]) -> SyncReport:
+def send_what(setup: WorkerSetup, model_id: str, make: Callable[[], Any]) -> SyncReport:
     """Send what ``make`` makes; the report, whatever is in it."""
-    report: SyncReport = seat.kept[model_id].get_sender().send(make(), timeout=PATIENCE, on_failure="report")
+    report: SyncReport = setup.kept[model_id].get_sender().send(make(), timeout=PATIENCE, on_failure="report")
     return report
 
 
-def standing(seat: Seat, model_id: str) -> tuple[int, str]:
+def link_state(setup: WorkerSetup, model_id: str) -> tuple[int, str]:
     """The sender's version and state."""
-    sender = seat.kept[model_id].get_sender()
+    sender = setup.kept[model_id].get_sender()
     return sender.version, sender.state.value
 
 
-def begin_mapped(seat: Seat, model_id: str, devices: list[str]) -> tuple[list[int], set[str], str]:
+def begin_mapped(setup: WorkerSetup, model_id: str, devices: list[str]) -> tuple[list[int], set[str], str]:
     """Make the sender of a module to all workers, whose first weights differ by worker and lie on its device.
 
     Returns:
         What the ``device_map_fn`` was called with: each worker's id, and the weights' types; the scheme's strategy.
     """
-    seat.kept["source of " + model_id] = model = BY_NAME["buffers"].source(1).to(devices[0])
+    setup.kept["source of " + model_id] = model = BY_NAME["buffers"].source(1).to(devices[0])
     workers, types = [], set()
 
     def place(worker: int, weights: Any) -> Any:
@@ -83,8 +83,8 @@ def begin_mapped(seat: Seat, model_id: str, devices: list[str]) -> tuple[list[in
         types.add(type(weights).__name__)
         return {name: marked(value, worker).to(devices[worker]) for name, value in weights.items()}
 
-    begin(seat, model_id, EVERYBODY, model=model, device_map_fn=place, num_workers=WORKERS)
-    return workers, types, seat.kept[model_id].strategy_str
+    begin(setup, model_id, EVERYBODY, model=model, device_map_fn=place, num_workers=WORKERS)
+    return workers, types, setup.kept[model_id].strategy_str
 
 
 def marked(weights: Any, worker: int) -> Any:
@@ -92,77 +92,77 @@ def marked(weights: Any, worker: int) -> Any:
     return weights + 1 + worker
 
 
-def push(seat: Seat, model_id: str) -> tuple[SyncReport, dict[str, Any]]:
+def push(setup: WorkerSetup, model_id: str) -> tuple[SyncReport, dict[str, Any]]:
     """Change the registered model, and send it by the second generation's verb."""
-    model = nudge(seat.kept["source of " + model_id])
-    return seat.kept[model_id].send(timeout=PATIENCE), snapshot(model)
+    model = nudge(setup.kept["source of " + model_id])
+    return setup.kept[model_id].send(timeout=PATIENCE), snapshot(model)
 
 
-def pose(seat: Seat) -> None:
+def pose(setup: WorkerSetup) -> None:
     """From now on all weights of this process go the way of those on a device, in pieces of 48 bytes."""
-    seat.kept["posing"] = posing = pytest.MonkeyPatch()
+    setup.kept["posing"] = posing = pytest.MonkeyPatch()
     posing.setattr(packing, "_on_one_device", bool)
     posing.setattr(packing, "CHUNK", 48)
     packing._chunks.cache_clear()
 
 
-def drop_the_pose(seat: Seat) -> None:
-    seat.kept.pop("posing").undo()
+def drop_the_pose(setup: WorkerSetup) -> None:
+    setup.kept.pop("posing").undo()
     packing._chunks.cache_clear()
 
 
-def finish(seat: Seat, model_id: str) -> None:
+def finish(setup: WorkerSetup, model_id: str) -> None:
     """Close a model's scheme."""
-    seat.kept.pop(model_id).close()
-    seat.kept.pop("source of " + model_id, None)
+    setup.kept.pop(model_id).close()
+    setup.kept.pop("source of " + model_id, None)
 
 
 # ------------------------------------------------------------------------------------------ what a worker is told
 
 
-def hold(seat: Seat, model_id: str, make: Callable[[], Any]) -> None:
+def hold(setup: WorkerSetup, model_id: str, make: Callable[[], Any]) -> None:
     """Have the model that ``make`` makes, and listen for its weights where calls do not do that by themselves."""
-    seat.kept["model of " + model_id] = model = make()
-    if "listen" in seat.kept:
-        scheme = seat.kept["make"]()
-        scheme.init_on_worker(model_id, model=model, **seat.kept["listen"])
-        seat.kept[model_id] = scheme
+    setup.kept["model of " + model_id] = model = make()
+    if "listen" in setup.kept:
+        scheme = setup.kept["make"]()
+        scheme.init_on_worker(model_id, model=model, **setup.kept["listen"])
+        setup.kept[model_id] = scheme
 
 
-def hold_kind(seat: Seat, model_id: str, kind: str) -> None:
-    hold(seat, model_id, lambda: BY_NAME[kind].destination(2))
+def hold_kind(setup: WorkerSetup, model_id: str, kind: str) -> None:
+    hold(setup, model_id, lambda: BY_NAME[kind].destination(2))
 
 
-def change_model(seat: Seat, model_id: str, change: Callable[[Any], Any]) -> None:
+def change_model(setup: WorkerSetup, model_id: str, change: Callable[[Any], Any]) -> None:
     """Do something to a model by hand."""
-    change(seat.kept["model of " + model_id])
+    change(setup.kept["model of " + model_id])
 
 
-def take(seat: Seat, model_id: str) -> bool:
+def take(setup: WorkerSetup, model_id: str) -> bool:
     """Receive one version."""
-    return bool(seat.kept[model_id].get_receiver().receive(timeout=PATIENCE))
+    return bool(setup.kept[model_id].get_receiver().receive(timeout=PATIENCE))
 
 
-def meet(seat: Seat, model_id: str) -> None:
+def meet(setup: WorkerSetup, model_id: str) -> None:
     """The second generation's `connect`; from then on versions go live in the background."""
-    seat.kept[model_id].connect(timeout=PATIENCE)
+    setup.kept[model_id].connect(timeout=PATIENCE)
 
 
-def serves(seat: Seat, model_id: str) -> tuple[dict[str, Any], bytes]:
+def serves(setup: WorkerSetup, model_id: str) -> tuple[dict[str, Any], bytes]:
     """All that is served, bit by bit, and its digest."""
-    receiver = _receiver(seat, model_id)
+    receiver = _receiver(setup, model_id)
     with receiver.serving():
-        return snapshot(seat.kept["model of " + model_id]), receiver.digest()
+        return snapshot(setup.kept["model of " + model_id]), receiver.digest()
 
 
-def _receiver(seat: Seat, model_id: str) -> Any:
-    return seat.kept["receiver"](model_id) if "receiver" in seat.kept else seat.kept[model_id].get_receiver()
+def _receiver(setup: WorkerSetup, model_id: str) -> Any:
+    return setup.kept["receiver"](model_id) if "receiver" in setup.kept else setup.kept[model_id].get_receiver()
 
 
-def leave(seat: Seat, model_id: str) -> None:
+def leave(setup: WorkerSetup, model_id: str) -> None:
     """Close a model's receiver, and let go of the model."""
-    _receiver(seat, model_id).close()
-    del seat.kept["model of " + model_id]
+    _receiver(setup, model_id).close()
+    del setup.kept["model of " + model_id]
 
 
 # ------------------------------------------------------------------------------------------------------ worlds
@@ -213,11 +213,11 @@ class _Here:
     """A trainer in the test's own process."""
 
     def __init__(self, **kept: Any) -> None:
-        self.seat = Seat(None, None)
-        self.seat.kept |= kept
+        self.setup = WorkerSetup(None, None)
+        self.setup.kept |= kept
 
     def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(self.seat, *arguments)
+        return function(self.setup, *arguments)
 
 
 class OverPipes(World):
@@ -245,14 +245,14 @@ class OverPipes(World):
 KEPT_OPEN = "kept open"
 
 
-def _behind_pipe(seat: Seat, make: Any) -> None:
-    seat.kept |= {"make": make, "listen": {"pipe": seat.pipe}}
+def _behind_pipe(setup: WorkerSetup, make: Any) -> None:
+    setup.kept |= {"make": make, "listen": {"pipe": setup.pipe}}
 
 
 class _Processes(World):
     """All of them processes of a crew's: neither RPC nor its threads end with a test."""
 
-    def __init__(self, context: Any, enter: Callable[[Seat, int, Any], None], where: Any) -> None:
+    def __init__(self, context: Any, enter: Callable[[WorkerSetup, int, Any], None], where: Any) -> None:
         self.trainer, *self.workers = everybody = [Worker(context, None) for _ in range(1 + WORKERS)]
         for rank, process in enumerate(everybody):
             process.tell(enter, rank, where)
@@ -272,10 +272,10 @@ class OverRpc(_Processes):
         super().__init__(context, _into_rpc, folder)
 
 
-def _into_rpc(seat: Seat, rank: int, folder: str) -> None:
+def _into_rpc(setup: WorkerSetup, rank: int, folder: str) -> None:
     enter_rpc(folder, f"rank-{rank}", rank, 1 + WORKERS)
-    seat.kept |= {"make": RPCWeightSyncScheme, "listen": {}}
-    seat.kept["reach"] = lambda workers: {"collector_infos": [f"rank-{1 + worker}" for worker in workers]}
+    setup.kept |= {"make": RPCWeightSyncScheme, "listen": {}}
+    setup.kept["reach"] = lambda workers: {"collector_infos": [f"rank-{1 + worker}" for worker in workers]}
 
 
 class OverStore(_Processes):
@@ -286,10 +286,10 @@ class OverStore(_Processes):
         super().__init__(context, _to_store, self.store.port)
 
 
-def _to_store(seat: Seat, rank: int, port: int) -> None:
+def _to_store(setup: WorkerSetup, rank: int, port: int) -> None:
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
-    seat.kept |= {"make": DistributedWeightSyncScheme, "listen": {"store": store, "rank": rank}}
-    seat.kept["reach"] = lambda workers: {"store": store, "num_workers": len(workers)}
+    setup.kept |= {"make": DistributedWeightSyncScheme, "listen": {"store": store, "rank": rank}}
+    setup.kept["reach"] = lambda workers: {"store": store, "num_workers": len(workers)}
 
 
 class OverRay(World):
@@ -333,17 +333,17 @@ class Holder(WeightSyncActor):
     """An actor that holds models, by their ids."""
 
     def __init__(self) -> None:
-        self.seat = Seat(None, None)
-        self.seat.kept["receiver"] = self.weight_receiver
+        self.setup = WorkerSetup(None, None)
+        self.setup.kept["receiver"] = self.weight_receiver
 
     def starts(self) -> None:
         """Nothing, once it has started."""
 
     def get_model(self, model_id: str) -> Any:
-        return self.seat.kept.get("model of " + model_id)
+        return self.setup.kept.get("model of " + model_id)
 
     def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(self.seat, *arguments)
+        return function(self.setup, *arguments)
 
 
 class _Actor:

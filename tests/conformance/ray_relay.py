@@ -1,7 +1,7 @@
 """A real Ray actor that hands its calls to this process, where the kit drives the receiver, and the answers back.
 
-Everything of ours between the ends carries: `ActorCourier`, Ray's calls, the object store, `Door`. What a serial actor
-adds, that the call itself drives the receiver, is the tests' in `tests/ray`.
+Everything of ours between the ends carries: `ActorCallClient`, Ray's calls, the object store, `CallServer`. What a
+serial actor adds, that the call itself drives the receiver, is the tests' in `tests/ray`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weightsync import RayWeightSyncScheme
 from weightsync.protocol.codec import decode
 from weightsync.protocol.messages import Bye
 from weightsync.testing import Ends
-from weightsync.transports.calls.server import Door, Frames, Parcel
+from weightsync.transports.calls.server import CallServer, Frames, Parcel
 
 
 class Relay:
@@ -53,11 +53,11 @@ class Relay:
                 answer.set_result(frames) if error is None else answer.set_exception(error)
 
 
-class Desk:
+class ActorServer:
     """This process's end: takes each call to the door that it is for."""
 
     def __init__(self, connection: Connection) -> None:
-        self.doors: dict[str, Door] = {}
+        self.call_servers: dict[str, CallServer] = {}
         self._connection = connection
         self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._listen, name="relay")
@@ -72,15 +72,15 @@ class Desk:
     def _take(  # noqa: PLR0917 - as an actor's method takes it
         self, call: int, model_id: str, link: str, number: int, frame: bytes, carried: Any, lost: Any
     ) -> None:
-        door = self.doors[model_id]
+        call_server = self.call_servers[model_id]
         parcel = Parcel(link, number, frame, None if carried is None else memoryview(bytearray(carried)))
         try:
             if isinstance(decode(frame), Bye):
-                door.hang_up(parcel)
+                call_server.hang_up(parcel)
                 self._answer(call, [], None)
                 return
-            answer = door.knock(parcel)
-            door.skip(parcel, lost)
+            answer = call_server.submit(parcel)
+            call_server.skip(parcel, lost)
         except Exception as error:  # noqa: BLE001 - as an actor's method raises it
             self._answer(call, [], error)
         else:
@@ -102,17 +102,17 @@ def ray_factory(folder: str) -> Iterator[Callable[[str], Ends]]:
     with Listener(f"{folder}/relay", "AF_UNIX") as listener:
         actor = ray.remote(num_cpus=0, max_concurrency=1000)(Relay).remote(listener.address)
         connection = listener.accept()
-    desk, scheme = Desk(connection), RayWeightSyncScheme()
+    actor_server, scheme = ActorServer(connection), RayWeightSyncScheme()
 
     def lay(model_id: str) -> Ends:
-        door = Door(model_id)
+        call_server = CallServer(model_id)
         name = f"{model_id} {uuid.uuid4().hex}"
-        desk.doors[name] = door
-        return Ends(scheme.lay_link(actor, name, "the worker"), door.open)
+        actor_server.call_servers[name] = call_server
+        return Ends(scheme.lay_link(actor, name, "the worker"), call_server.open)
 
     try:
         yield lay
     finally:
         ray.kill(actor)
-        desk.thread.join()
+        actor_server.thread.join()
         connection.close()

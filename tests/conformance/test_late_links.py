@@ -10,9 +10,9 @@ from in_process_courier import DirectCourier
 
 from weightsync.testing.bench import Bench
 from weightsync.testing.ends import Ends
-from weightsync.testing.stage import Stage
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.transports.calls.client import Answers, CallLink
-from weightsync.transports.calls.server import Door, Parcel
+from weightsync.transports.calls.server import CallServer, Parcel
 
 PATIENCE = 20.0
 LATE = 0.2
@@ -26,13 +26,13 @@ class LateCourier(DirectCourier):
 
 
 def late(model_id: str) -> Ends:
-    opened = Door(model_id)
+    opened = CallServer(model_id)
     return Ends(CallLink(LateCourier(opened), "the worker"), opened.open)
 
 
 @pytest.mark.untraced("the kit's own bench")
 def test_a_link_that_comes_up_once_everything_is_closed_holds_no_buffer() -> None:
-    stage = Stage(late, PATIENCE)
+    stage = LinkSetup(late, PATIENCE)
     bench = Bench(stage)
     bench.join(0)
     bench.connect()

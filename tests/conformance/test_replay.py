@@ -84,7 +84,7 @@ def _a_lost_worker_leaves_the_roll(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forgetting(data: Any, worker: int, *rest: Any) -> Any:
         after, effects = before(data, worker, *rest)
-        return replace(after, roll={w: e for w, e in after.roll.items() if w != worker}), effects
+        return replace(after, workers={w: e for w, e in after.workers.items() if w != worker}), effects
 
     monkeypatch.setattr(sending, "_lose", forgetting)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Crew, Seat
+from fleet import PATIENCE, Crew, WorkerSetup
 from missing import not_tested
 from ray_cluster import ENVIRONMENT, INSTALLED
 
@@ -46,7 +46,7 @@ class Large(WeightSyncActor):
 
 
 def over_ray(
-    seat: Seat, folder: str, room: int, nbytes: int, system: dict[str, Any]
+    setup: WorkerSetup, folder: str, room: int, nbytes: int, system: dict[str, Any]
 ) -> tuple[list[Outcome], int, list[str]]:
     """Send twice over a Ray of this process's own: the outcomes, what is wrong in the actor, what Ray wrote to disk."""
     os.environ.update(ENVIRONMENT)

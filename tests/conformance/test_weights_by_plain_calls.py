@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, Crew, Seat
+from fleet import PATIENCE, Crew, WorkerSetup
 from tensordict import TensorDict
 from torch.distributed import rpc
 from weight_kinds import BY_NAME, Kind, expected, snapshot
@@ -96,11 +96,11 @@ def test_a_plain_collector_is_given_every_kind(crew: Crew, tmp_path: Path) -> No
         process.kill()
 
 
-def join(seat: Seat, folder: str, rank: int) -> None:
+def join(setup: WorkerSetup, folder: str, rank: int) -> None:
     enter_rpc(folder, f"rank-{rank}", rank, 2)
 
 
-def wrong_by_rpc(seat: Seat) -> list[str]:
+def wrong_by_rpc(setup: WorkerSetup) -> list[str]:
     """The kinds of which a collector at the other rank is not given all."""
     rref = rpc.remote("rank-1", Keeper)
 

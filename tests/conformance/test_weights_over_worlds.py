@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import Seat
+from fleet import WorkerSetup
 from kind_worlds import (
     EVERYBODY,
     OverPipes,
@@ -22,13 +22,13 @@ from kind_worlds import (
     drop_the_pose,
     hold,
     hold_kind,
+    link_state,
     marked,
     pose,
     push,
     send_kind,
     send_what,
     serves,
-    standing,
 )
 from missing import not_tested, without_gpus
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def test_what_cannot_travel_is_a_layout_error_before_anything_is_sent(world: Wor
     with pytest.raises(LayoutError, match=f"(?i){said}"):
         world.trainer.do(send_what, model_id, make)
 
-    assert world.trainer.do(standing, model_id) == (1, "ready")
+    assert world.trainer.do(link_state, model_id) == (1, "ready")
     assert world.workers[0].do(serves, model_id) == served
     assert world.send(model_id, send_kind, "module")[0].version == 2
     world.forget(model_id)
@@ -158,9 +158,9 @@ def uncounted() -> dict[str, Tensor]:
     return {"w": torch.zeros(COUNT, dtype=torch.int32)}
 
 
-def miscounts(seat: Seat, model_id: str) -> list[int]:
+def miscounts(setup: WorkerSetup, model_id: str) -> list[int]:
     """Where pieces begin that are not what was sent."""
-    pieces = enumerate(seat.kept["model of " + model_id]["w"].split(2**22))
+    pieces = enumerate(setup.kept["model of " + model_id]["w"].split(2**22))
     return [n for n, piece in pieces if not torch.equal(piece, torch.arange(n << 22, (n + 1) << 22, dtype=torch.int32))]
 
 

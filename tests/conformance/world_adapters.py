@@ -16,7 +16,7 @@ from torch.distributed import TCPStore, rpc
 from weightsync import DistributedWeightSyncScheme
 from weightsync.testing import Conformance, Ends, Nonconforming, check_transport
 from weightsync.transports.calls.client import CallLink
-from weightsync.transports.rpc import RpcCourier, door_of, worker_named
+from weightsync.transports.rpc import RpcCallClient, call_server_of, worker_named
 
 _ranks = itertools.count(1)
 
@@ -57,8 +57,8 @@ def rpc_factory(folder: str) -> Callable[[str], Ends]:
 
     def lay(model_id: str) -> Ends:
         # Each connection has a door of its own, as each worker has.
-        door = f"{model_id} {uuid.uuid4().hex}"
-        courier = RpcCourier(worker_named("kit", "the worker"), door, "the worker")
-        return Ends(CallLink(courier, "the worker"), door_of(door).open)
+        call_server = f"{model_id} {uuid.uuid4().hex}"
+        call_client = RpcCallClient(worker_named("kit", "the worker"), call_server, "the worker")
+        return Ends(CallLink(call_client, "the worker"), call_server_of(call_server).open)
 
     return lay

@@ -54,5 +54,5 @@ def small_buckets(_: Any) -> None:
     group.BUCKET_NBYTES = BUCKET_NBYTES  # type: ignore[misc]
 
 
-def endpoint(seat: Any) -> Any:
-    return seat.kept["store"], 1
+def endpoint(setup: Any) -> Any:
+    return setup.kept["store"], 1

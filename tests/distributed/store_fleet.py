@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fleet import PATIENCE, Seat, filled, large
+from fleet import PATIENCE, WorkerSetup, filled, large
 from torch import nn
 
 from weightsync import DistributedTransport, DistributedWeightSyncScheme, WeightReceiver, WeightSender
@@ -125,7 +125,7 @@ class Network:
 
 
 def meet(  # noqa: PLR0917 - told over a pipe, by position
-    seat: Seat,
+    setup: WorkerSetup,
     port: int,
     rank: int,
     make: Callable[..., nn.Module] = large,
@@ -133,53 +133,55 @@ def meet(  # noqa: PLR0917 - told over a pipe, by position
     sync: bool = True,
 ) -> None:
     """Initialise the worker's side."""
-    seat.model = make()
-    seat.kept["store"] = reach(port)
-    seat.scheme = DistributedWeightSyncScheme(sync=sync)
-    seat.scheme.init_on_worker(model_id, store=seat.kept["store"], rank=rank, model=seat.model)
-    seat.receiver = seat.scheme.get_receiver()
-    seat.kept[model_id] = (seat.scheme, seat.receiver, seat.model)
+    setup.model = make()
+    setup.kept["store"] = reach(port)
+    setup.scheme = DistributedWeightSyncScheme(sync=sync)
+    setup.scheme.init_on_worker(model_id, store=setup.kept["store"], rank=rank, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
+    setup.kept[model_id] = (setup.scheme, setup.receiver, setup.model)
 
 
-def turn_to(seat: Seat, model_id: str) -> None:
+def turn_to(setup: WorkerSetup, model_id: str) -> None:
     """Go on with that one of several models."""
-    seat.scheme, seat.receiver, seat.model = seat.kept[model_id]
+    setup.scheme, setup.receiver, setup.model = setup.kept[model_id]
 
 
-def holds(seat: Seat) -> tuple[str, int | None, set[float]]:
+def holds(setup: WorkerSetup) -> tuple[str, int | None, set[float]]:
     """State, version, and the values of the weights, if they are few."""
-    values = {float(end) for tensor in seat.model.state_dict().values() for end in torch.aminmax(tensor)}
-    return seat.receiver.state.value, seat.receiver.version, values
+    values = {float(end) for tensor in setup.model.state_dict().values() for end in torch.aminmax(tensor)}
+    return setup.receiver.state.value, setup.receiver.version, values
 
 
-def open_store(seat: Seat) -> int:
+def open_store(setup: WorkerSetup) -> int:
     """Host a store; its port."""
-    seat.kept["store"] = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    port: int = seat.kept["store"].port
+    setup.kept["store"] = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    port: int = setup.kept["store"].port
     return port
 
 
-def lead(seat: Seat, port: int, workers: int, make: Callable[..., nn.Module] = large, fill: float = 1.0) -> None:
+def lead(
+    setup: WorkerSetup, port: int, workers: int, make: Callable[..., nn.Module] = large, fill: float = 1.0
+) -> None:
     """Initialise the trainer's side."""
-    seat.model = make(fill)
-    seat.kept["store"] = reach(port)
-    seat.scheme = DistributedWeightSyncScheme()
-    seat.scheme.init_on_sender("policy", store=seat.kept["store"], num_workers=workers, model=seat.model)
-    seat.kept["sender"] = seat.scheme.get_sender()
+    setup.model = make(fill)
+    setup.kept["store"] = reach(port)
+    setup.scheme = DistributedWeightSyncScheme()
+    setup.scheme.init_on_sender("policy", store=setup.kept["store"], num_workers=workers, model=setup.model)
+    setup.kept["sender"] = setup.scheme.get_sender()
 
 
-def start_sending(seat: Seat) -> None:
+def start_sending(setup: WorkerSetup) -> None:
     """Dispatch and go on."""
-    seat.kept["sender"].send_async()
+    setup.kept["sender"].send_async()
 
 
-def wait_until_met(seat: Seat) -> int | None:
+def wait_until_met(setup: WorkerSetup) -> int | None:
     """Receive, through losses, until a version came over a link; which one that was."""
-    before = seat.receiver.version
-    while seat.receiver.version == before:
+    before = setup.receiver.version
+    while setup.receiver.version == before:
         with contextlib.suppress(ConnectionError):
-            seat.receiver.receive(timeout=0.1)
-    version: int | None = seat.receiver.version
+            setup.receiver.receive(timeout=0.1)
+    version: int | None = setup.receiver.version
     return version
 
 
@@ -197,17 +199,17 @@ def follows_torchrls_keys(transport: DistributedTransport, times: int) -> list[f
     return seen
 
 
-def joins_a_group_of_its_own(seat: Seat, port: int, rank: int, world: int) -> None:
+def joins_a_group_of_its_own(setup: WorkerSetup, port: int, rank: int, world: int) -> None:
     """What a user's own program does beside us."""
     dist.init_process_group("gloo", store=dist.PrefixStore("own", reach(port)), rank=rank, world_size=world)
 
 
-def sums(seat: Seat | None, value: float) -> float:
+def sums(setup: WorkerSetup | None, value: float) -> float:
     """A collective of the user's own."""
     tensor = torch.tensor([value])
     dist.all_reduce(tensor)
     return tensor.item()
 
 
-def leaves_its_group(seat: Seat) -> None:
+def leaves_its_group(setup: WorkerSetup) -> None:
     dist.destroy_process_group()

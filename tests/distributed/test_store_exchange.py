@@ -15,11 +15,11 @@ from weightsync import TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Update
 from weightsync.transports.base import Waker
-from weightsync.transports.store import exchange
-from weightsync.transports.store.exchange import Exchange
-from weightsync.transports.store.mailbox import INLINE_NBYTES, Letter, Side
+from weightsync.transports.store import worker as exchange
+from weightsync.transports.store.mailbox import INLINE_NBYTES, Side, StoreMessage
 from weightsync.transports.store.seals import NoGuard
 from weightsync.transports.store.store import Client, StoreEnd
+from weightsync.transports.store.worker import StoreWorker
 from weightsync.transports.store.worker_threads import Outgoing
 
 LARGE = memoryview(bytes(INLINE_NBYTES + 1))
@@ -58,31 +58,31 @@ class Group:
 
 
 @pytest.fixture
-def lay(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Exchange]]:
+def lay(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], StoreWorker]]:
     """Lays one end of the link: 0 the sender's, 1 the worker's."""
     monkeypatch.setattr(exchange, "Group", Group)
     with contextlib.ExitStack() as stack:
         waker = Waker()
         stack.callback(waker.close)
 
-        def made(rank: int) -> Exchange:
+        def made(rank: int) -> StoreWorker:
             writes, reads = ("down", "up") if rank == 0 else ("up", "down")
             side = Side(rank, writes, reads, f"end {1 - rank}", lambda client: None, lambda client: None)
-            end = Exchange(StoreEnd(store, 1), "one", side, NoGuard(side.peer), waker)
+            end = StoreWorker(StoreEnd(store, 1), "one", side, NoGuard(side.peer), waker)
             stack.callback(end.close)
             return end
 
         yield made
 
 
-def _update(version: int, payload: memoryview | None = None) -> Letter:
+def _update(version: int, payload: memoryview | None = None) -> StoreMessage:
     nbytes = 0 if payload is None else len(payload)
     frame = codec.encode(Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=nbytes))
-    return Letter(frame, payload, None, lambda: None)
+    return StoreMessage(frame, payload, None, lambda: None)
 
 
-def _ack(version: int) -> Letter:
-    return Letter(codec.encode(Ack(model_id="m", incarnation=1, version=version)), None, None, lambda: None)
+def _ack(version: int) -> StoreMessage:
+    return StoreMessage(codec.encode(Ack(model_id="m", incarnation=1, version=version)), None, None, lambda: None)
 
 
 def _until(true: Callable[[], Any]) -> Any:
@@ -99,7 +99,7 @@ def _written(store: Any, way: str) -> set[int]:
     return {int(key.rpartition("/")[2]) for key in keys if f"{LINK}/{way}/" in key}
 
 
-def test_a_payload_waits_for_its_peer_to_have_been_heard(store: Any, lay: Callable[[int], Exchange]) -> None:
+def test_a_payload_waits_for_its_peer_to_have_been_heard(store: Any, lay: Callable[[int], StoreWorker]) -> None:
     sender = lay(0)
     sender.post(_update(1, LARGE))
     _until(lambda: _written(store, "down") == {0, 1})
@@ -112,7 +112,7 @@ def test_a_payload_waits_for_its_peer_to_have_been_heard(store: Any, lay: Callab
 
 
 def test_behind_a_payload_that_was_cut_short_nothing_leaves(
-    store: Any, lay: Callable[[int], Exchange], monkeypatch: pytest.MonkeyPatch
+    store: Any, lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Group, "failing", True)
     sender = lay(0)
@@ -121,7 +121,11 @@ def test_behind_a_payload_that_was_cut_short_nothing_leaves(
     _until(lambda: _written(store, "down") == {0, 1})
     put: list[bytes] = []
     before = exchange.Outbox.put
-    monkeypatch.setattr(exchange.Outbox, "put", lambda self, letter: (put.append(bytes(letter)), before(self, letter)))
+    monkeypatch.setattr(
+        exchange.Outbox,
+        "put",
+        lambda self, store_message: (put.append(bytes(store_message)), before(self, store_message)),
+    )
 
     worker = lay(1)
 
@@ -151,7 +155,7 @@ class Aborted(Group):
 
 
 def test_what_was_said_before_a_close_leaves_though_that_ends_a_payload_on_its_way_here(
-    lay: Callable[[int], Exchange], monkeypatch: pytest.MonkeyPatch
+    lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = lay(0)
     monkeypatch.setattr(exchange, "Group", Aborted)
@@ -173,7 +177,7 @@ def test_what_was_said_before_a_close_leaves_though_that_ends_a_payload_on_its_w
 
 
 def test_what_was_read_is_removed_from_the_store_from_the_first_key_on(
-    store: Any, lay: Callable[[int], Exchange]
+    store: Any, lay: Callable[[int], StoreWorker]
 ) -> None:
     sender, worker = lay(0), lay(1)
     for version in (1, 2):
@@ -193,14 +197,14 @@ def test_letters_that_are_left_when_a_link_closes_keep_their_bytes_though_their_
     buffers = [bytearray(b"first"), bytearray(b"other")]
     outgoing = Outgoing()
     for number, buffer in enumerate(buffers):
-        outgoing.add(Letter(b"", memoryview(buffer), None, lambda number=number: given_back.append(number)))
+        outgoing.add(StoreMessage(b"", memoryview(buffer), None, lambda number=number: given_back.append(number)))
     outgoing.shorten()
     assert given_back == [0, 1]
     for buffer in buffers:
         buffer[:] = b"novel"
 
     left = [outgoing.take(), outgoing.take()]
-    assert [bytes(letter.payload or b"") for letter in left] == [b"first", b"other"]
-    for letter in left:
-        letter.done()
+    assert [bytes(store_message.payload or b"") for store_message in left] == [b"first", b"other"]
+    for store_message in left:
+        store_message.done()
     assert given_back == [0, 1]

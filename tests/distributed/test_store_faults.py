@@ -193,14 +193,14 @@ def test_a_trainer_killed_in_the_middle_of_a_send_leaves_the_old_version_whole(c
     assert {1.0} == worker.do(holds)[2]
 
 
-def _settle(seat: Any) -> None:
-    assert seat.kept["sender"].wait_async(timeout=PATIENCE).ok
+def _settle(setup: Any) -> None:
+    assert setup.kept["sender"].wait_async(timeout=PATIENCE).ok
 
 
-def _send_again(seat: Any, fill: float) -> None:
+def _send_again(setup: Any, fill: float) -> None:
     with torch.no_grad():
-        seat.model.weight.fill_(fill)
-    seat.kept["sender"].send_async()
+        setup.model.weight.fill_(fill)
+    setup.kept["sender"].send_async()
 
 
 def test_the_death_of_the_store_ends_everything(crew: Crew) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Crew, Seat, filled, large
+from fleet import PATIENCE, Crew, WorkerSetup, filled, large
 from torch import nn
 
 from weightsync import ConfigurationError, DistributedWeightSyncScheme, WeightSyncScheme
@@ -22,24 +22,24 @@ class Holder:
         self.__dict__.update(attributes)
 
 
-def attend(seat: Seat, rank: int) -> None:
+def attend(setup: WorkerSetup, rank: int) -> None:
     """The worker's half of `connect`, with the scheme that came along."""
-    seat.kept["context"] = Holder(large())
-    seat.scheme.init_on_receiver(model_id="policy", context=seat.kept["context"], worker_idx=rank)
-    seat.scheme.connect(timeout=PATIENCE)
+    setup.kept["context"] = Holder(large())
+    setup.scheme.init_on_receiver(model_id="policy", context=setup.kept["context"], worker_idx=rank)
+    setup.scheme.connect(timeout=PATIENCE)
 
 
-def value_of(seat: Seat, wanted: float) -> float:
+def value_of(setup: WorkerSetup, wanted: float) -> float:
     """The first weight, once it is what is wanted or time is up: nobody calls `receive` here."""
     until = time.monotonic() + PATIENCE
-    while time.monotonic() < until and seat.kept["context"].policy[0].weight[0, 0].item() != wanted:
+    while time.monotonic() < until and setup.kept["context"].policy[0].weight[0, 0].item() != wanted:
         time.sleep(0.01)
-    value: float = seat.kept["context"].policy[0].weight[0, 0].item()
+    value: float = setup.kept["context"].policy[0].weight[0, 0].item()
     return value
 
 
-def leave(seat: Seat) -> None:
-    seat.scheme.shutdown()
+def leave(setup: WorkerSetup) -> None:
+    setup.scheme.shutdown()
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -19,7 +19,7 @@ from weightsync import DistributedWeightSyncScheme, OutcomeKind, WorkerLostError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack
 from weightsync.transports.sealing import Kind, Reason, refusal
-from weightsync.transports.store import exchange, mailbox
+from weightsync.transports.store import mailbox, worker
 from weightsync.transports.store.group import Group, own_address
 
 KEY = "the fleet's own secret"
@@ -251,7 +251,7 @@ def test_a_payload_that_was_changed_on_its_way_is_not_believed(
             before(group, client, landing, in_flight)
             landing[-1] ^= 1
 
-        monkeypatch.setattr(exchange.Group, "receive", receive)
+        monkeypatch.setattr(worker.Group, "receive", receive)
         sender.send_async(filled(large(), 9.0))
         with pytest.raises(ConnectionError, match="not believed"):
             receiver.receive(timeout=PATIENCE)

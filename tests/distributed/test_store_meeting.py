@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from weightsync import TransportError
-from weightsync.transports.store.group import Meeting
+from weightsync.transports.store.group import Rendezvous
 from weightsync.transports.store.store import Client
 
 #: Seconds; reached only by a failure.
@@ -25,18 +25,18 @@ class Rank:
     def __init__(self, store: TCPStore, name: str) -> None:
         self.client = Client(store)
         self.over = threading.Event()
-        self.meeting = Meeting(self.client, "a link/", self.over)
+        self.rendezvous = Rendezvous(self.client, "a link/", self.over)
         self.name = name
 
     def comes(self) -> None:
-        self.meeting.set(self.name, b"an address")
+        self.rendezvous.set(self.name, b"an address")
 
     def waits_for(self, other: str) -> Future[None]:
         ended: Future[None] = Future()
 
         def wait() -> None:
             try:
-                ended.set_result(self.meeting.wait([other]))
+                ended.set_result(self.rendezvous.wait([other]))
             except TransportError as error:
                 ended.set_exception(error)
 
@@ -68,7 +68,7 @@ def test_both_connect_once_both_have_come(ranks: Any) -> None:
     assert receiver.waits_for("sender").result(PATIENCE) is None
 
 
-@pytest.mark.parametrize("end", [lambda rank: rank.over.set(), lambda rank: rank.meeting.give_up()])
+@pytest.mark.parametrize("end", [lambda rank: rank.over.set(), lambda rank: rank.rendezvous.give_up()])
 def test_who_waits_for_one_that_gave_up_before_it_came_waits_no_longer(ranks: Any, end: Callable[[Rank], None]) -> None:
     sender, receiver = ranks
     sender.comes()
@@ -103,7 +103,7 @@ def test_who_gives_up_after_the_other_has_begun_to_connect_connects_too(ranks: A
 def test_a_ranks_own_address_says_nothing_of_the_other(ranks: Any) -> None:
     sender, _ = ranks
     sender.comes()
-    sender.meeting.wait(["sender"])
+    sender.rendezvous.wait(["sender"])
     waiting = sender.waits_for("receiver")
     sender.over.set()
 

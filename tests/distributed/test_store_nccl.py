@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Crew, Seat, constants, large
+from fleet import PATIENCE, Crew, WorkerSetup, constants, large
 from missing import without_gpus
 from store_fleet import reach
 
@@ -39,15 +39,15 @@ def test_nccl_without_a_gpu_says_so_at_construction() -> None:
         DistributedWeightSyncScheme("nccl")
 
 
-def meet_on_gpu(seat: Seat, port: int, sync: bool) -> None:
+def meet_on_gpu(setup: WorkerSetup, port: int, sync: bool) -> None:
     torch.cuda.set_device(1)
-    seat.model = large().cuda()
-    seat.kept["store"] = reach(port)
-    seat.scheme = DistributedWeightSyncScheme("nccl", sync)
-    seat.scheme.init_on_worker("policy", store=seat.kept["store"], rank=1, model=seat.model)
-    seat.receiver = seat.scheme.get_receiver()
+    setup.model = large().cuda()
+    setup.kept["store"] = reach(port)
+    setup.scheme = DistributedWeightSyncScheme("nccl", sync)
+    setup.scheme.init_on_worker("policy", store=setup.kept["store"], rank=1, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
 
 
-def serve_on_gpu(seat: Seat) -> set[float]:
-    assert seat.receiver.receive(timeout=PATIENCE)
-    return constants(seat.model.cpu())
+def serve_on_gpu(setup: WorkerSetup) -> set[float]:
+    assert setup.receiver.receive(timeout=PATIENCE)
+    return constants(setup.model.cpu())

@@ -20,7 +20,8 @@ from torch import nn
 from weightsync import ConfigurationError, DistributedWeightSyncScheme, RefusedError, StateError, WorkerLostError
 from weightsync.protocol.report import Evidence, OutcomeKind
 from weightsync.transports.buffers import NoRoom
-from weightsync.transports.store import exchange, group
+from weightsync.transports.store import group
+from weightsync.transports.store import worker as exchange
 from weightsync.transports.store.mailbox import PIECE_NBYTES
 
 

@@ -19,9 +19,9 @@ from weightsync import TransportError, WeightReceiver, WorkerLostError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack
 from weightsync.protocol.report import OutcomeKind
-from weightsync.transports.store import announcing, exchange, heartbeat, listener
+from weightsync.transports.store import announcing, heartbeat, listener, worker
 from weightsync.transports.store import store as stores
-from weightsync.transports.store.group import Meeting
+from weightsync.transports.store.group import Rendezvous
 from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, Shut, end
 from weightsync.transports.store.store import Client
 
@@ -111,11 +111,11 @@ def test_junk_where_a_link_is_taken_or_a_group_is_agreed_on_is_written_over(
     client, name = row[0], "0123456789abcdef" * 2
     client.set(f"weightsync/link/{name}/taken", junk)
     client.set("group/agreed", junk)
-    meeting = Meeting(client, "group/", threading.Event())
+    rendezvous = Rendezvous(client, "group/", threading.Event())
 
     assert announcing.taken(client, name)
     assert not announcing.taken(client, name)
-    assert [meeting._agree("connect"), meeting._agree("given up")] == ["connect", "connect"]
+    assert [rendezvous._agree("connect"), rendezvous._agree("given up")] == ["connect", "connect"]
 
 
 def test_a_link_that_was_withdrawn_is_taken_by_nobody(row: tuple[Client, Inbox]) -> None:
@@ -147,8 +147,8 @@ NAME = b"0123456789abcdef" * 2
 def test_letters_come_out_as_they_were_written(row: tuple[Client, Inbox]) -> None:
     client, inbox = row
     outbox = Outbox(client, "row")
-    for letter in (NAME, FRAME, FRAME + bytes(5 * 2**20), FRAME):
-        outbox.put(letter)
+    for store_message in (NAME, FRAME, FRAME + bytes(5 * 2**20), FRAME):
+        outbox.put(store_message)
     outbox.shut()
 
     assert [inbox.take() for _ in range(4)] == [NAME, FRAME, FRAME + bytes(5 * 2**20), FRAME]
@@ -229,10 +229,10 @@ def test_a_link_whose_threads_find_no_descriptor_is_lost_at_once_and_its_worker_
 def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "_LOOK", 0.01)
+    monkeypatch.setattr(worker, "_LOOK", 0.01)
     assert pair.sync().ok
     # The sender has a connection of its own to the store, so that its links are told from the worker's.
-    senders, real, scarce, sent = reach(pair.store.port), exchange.Client, [], threading.Event()
+    senders, real, scarce, sent = reach(pair.store.port), worker.Client, [], threading.Event()
 
     def client(store: Any) -> Client:
         """The sender's connections; for the worker none, until the sender has sent."""
@@ -244,7 +244,7 @@ def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
         assert sent.wait(PATIENCE)
         return real(store)
 
-    monkeypatch.setattr(exchange, "Client", client)
+    monkeypatch.setattr(worker, "Client", client)
     pair.sender.add_worker(0, (senders, 1))
     pair.sender.send_async()
     sent.set()

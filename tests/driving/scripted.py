@@ -145,11 +145,11 @@ class Fleet:
             self.links[worker].hears(message)
         self.driver.pump()
 
-    def standing(self, worker: int = 0) -> pure.Standing:
-        return self.driver.data.roll[worker].standing
+    def link_state(self, worker: int = 0) -> pure.LinkState:
+        return self.driver.data.workers[worker].link_state
 
     def reason(self, worker: int = 0) -> str:
-        return self.driver.data.roll[worker].reason
+        return self.driver.data.workers[worker].reason
 
 
 def versions(link: Scripted) -> list[int]:

@@ -53,4 +53,4 @@ def test_links_are_counted_from_one(pair: Pair) -> None:
     pair.sync()
 
     assert pair.receiver.driver.data.link == 1
-    assert [entry.link for entry in pair.sender._driver.data.roll.values()] == [1]
+    assert [entry.link for entry in pair.sender._driver.data.workers.values()] == [1]

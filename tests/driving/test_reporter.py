@@ -37,11 +37,11 @@ class Reported:
         self.recorded: list[SyncReport] = []
         self.driver.told = self.recorded.append  # type: ignore[method-assign]
 
-    def sends(self, preparing: float = 0.0, targets: tuple[int, ...] | None = None) -> int:
+    def sends(self, pack_s: float = 0.0, targets: tuple[int, ...] | None = None) -> int:
         """Dispatch a version; which it is."""
         sent = packed()
         version = self.driver.dispatch(pure.SendAsync(targets), sent)
-        self.reporter.dispatched(preparing, sent.nbytes)
+        self.reporter.dispatched(pack_s, sent.nbytes)
         return version
 
     def concluded(self, version: int) -> SyncReport:
@@ -70,7 +70,7 @@ def reason_of(made: Reported, worker: int) -> list[str]:
 
 def test_what_is_outstanding_is_told_of_those_who_answered_and_of_those_who_owe(clock: FakeClock) -> None:
     made = Reported(Scripted(), Scripted())
-    made.sends(preparing=2.0)
+    made.sends(pack_s=2.0)
     clock.advance(3.0)
     made.fleet.hears(1, replace(ack(1), seconds=0.5))
     clock.advance(4.0)
@@ -83,21 +83,21 @@ def test_what_is_outstanding_is_told_of_those_who_answered_and_of_those_who_owe(
         incarnation=EPOCH,
         outcomes={0: PENDING, 1: applied},
         nbytes=packed().nbytes,
-        preparing=2.0,
+        pack_s=2.0,
         connect_s=7.0,
-        transferring=0.0,
-        applying=0.5,
+        transfer_s=0.0,
+        apply_s=0.5,
     )
     assert report == expected
     assert (list(report), made.recorded) == ([0, 1], [report])
 
     made.fleet.hears(0, hello())
     clock.advance(5.0)
-    assert made.reporter.so_far(OutcomeKind.PENDING) == replace(expected, connect_s=7.0, transferring=5.0)
+    assert made.reporter.so_far(OutcomeKind.PENDING) == replace(expected, connect_s=7.0, transfer_s=5.0)
     made.fleet.hears(0, replace(ack(1), seconds=0.25))
     report = made.concluded(1)
-    assert (report.outcomes, report.applying) == ({0: replace(applied, seconds=0.25), 1: applied}, 0.5)
-    assert (report.preparing, report.connect_s, report.transferring) == (2.0, 7.0, 5.0)
+    assert (report.outcomes, report.apply_s) == ({0: replace(applied, seconds=0.25), 1: applied}, 0.5)
+    assert (report.pack_s, report.connect_s, report.transfer_s) == (2.0, 7.0, 5.0)
     assert report.nbytes == packed().nbytes
 
 
@@ -109,7 +109,7 @@ def test_workers_that_are_lost_or_gone_or_of_no_concern_delay_no_connecting(cloc
     made.fleet.links[1].raises["receive"] = TransportError("cut")
     made.driver.pump()
     report = made.reporter.so_far(OutcomeKind.PENDING)
-    assert (report.connect_s, report.transferring, report.applying) == (0.0, 3.0, 0.0)
+    assert (report.connect_s, report.transfer_s, report.apply_s) == (0.0, 3.0, 0.0)
     assert report[1] == Outcome(kind=OutcomeKind.LOST, reason="cut")
 
     made.driver.remove(1, "not needed")
@@ -130,7 +130,7 @@ def test_who_asks_between_a_dispatch_and_its_note_is_told_no_times(clock: FakeCl
     made.driver.dispatch(pure.SendAsync(None), packed())
     report = made.reporter.so_far(OutcomeKind.PENDING)
 
-    assert (report.version, report.nbytes, report.preparing, report.connect_s) == (1, 0, 0.0, 0.0)
+    assert (report.version, report.nbytes, report.pack_s, report.connect_s) == (1, 0, 0.0, 0.0)
 
 
 def test_nothing_outstanding_is_told_as_nothing() -> None:

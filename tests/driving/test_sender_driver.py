@@ -129,7 +129,7 @@ def test_an_answer_names_the_digest_of_what_was_sent_or_ends_its_link() -> None:
     fleet.hears(0, ack(1, b"\2" * 16))
 
     told = f"an ack of version 1 names digest {'02' * 16}, which is not that of what was sent ({'01' * 16})."
-    assert (fleet.standing(), fleet.reason().startswith(told)) == (pure.Standing.LOST, True)
+    assert (fleet.link_state(), fleet.reason().startswith(told)) == (pure.LinkState.LOST, True)
     assert fleet.driver.concluded[1].outstanding.outcomes[0].kind is OutcomeKind.LOST
     assert fleet.links[0].closed == 1
 
@@ -140,7 +140,7 @@ def test_a_digest_is_compared_only_where_one_was_sent_by_us(sent: bytes) -> None
     fleet.sends(packed(digest=sent))
     fleet.hears(0, ack(1, b"\2" * 16, EPOCH if not sent else EPOCH - 1))
 
-    assert fleet.standing() is not pure.Standing.LOST
+    assert fleet.link_state() is not pure.LinkState.LOST
 
 
 def test_the_layout_that_handshakes_tell_is_one_that_somebody_took() -> None:
@@ -160,7 +160,7 @@ def test_a_worker_that_sends_an_update_loses_its_link_alone() -> None:
     fleet.hears(1, Update(model_id="policy", incarnation=EPOCH, version=1, layout_digest=b""))
 
     assert fleet.reason(1) == "worker 1 sent an Update; only senders send them. Its link is taken down."
-    assert (fleet.standing(0), fleet.standing(1)) == (pure.Standing.EXPECTED, pure.Standing.LOST)
+    assert (fleet.link_state(0), fleet.link_state(1)) == (pure.LinkState.EXPECTED, pure.LinkState.LOST)
     assert fleet.driver.by_worker() == {0: fleet.links[0]}
 
 
@@ -168,18 +168,18 @@ def test_a_handshake_brings_its_worker_up_and_its_process_is_watched() -> None:
     fleet = plain()
     fleet.hears(0, hello(host=own_host(), pid=77, started=88))
 
-    assert (fleet.standing(), fleet.links[0].watched) == (pure.Standing.UP, [(77, 88)])
+    assert (fleet.link_state(), fleet.links[0].watched) == (pure.LinkState.UP, [(77, 88)])
 
 
 def test_a_goodbye_takes_its_worker_off_the_roll_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     fleet = both()
     bye = Bye(model_id="policy", incarnation=EPOCH - 1, reason="enough")
     fleet.hears(1, bye)
-    assert (list(fleet.driver.data.roll), caplog.messages) == ([0, 1], [])
+    assert (list(fleet.driver.data.workers), caplog.messages) == ([0, 1], [])
     with caplog.at_level(logging.WARNING, "weightsync"):
         fleet.hears(1, replace(bye, incarnation=EPOCH))
 
-    assert (list(fleet.driver.data.roll), fleet.links[1].closed) == ([0], 1)
+    assert (list(fleet.driver.data.workers), fleet.links[1].closed) == ([0], 1)
     assert "'policy': worker 1 said goodbye and left: enough" in caplog.text
 
 
@@ -187,11 +187,11 @@ def test_what_follows_the_end_of_a_link_is_not_heard() -> None:
     fleet = both()
     fleet.sends()
     fleet.hears(0, Bye(model_id="policy", incarnation=EPOCH), ack(1))
-    assert 0 not in fleet.driver.data.roll
+    assert 0 not in fleet.driver.data.workers
     assert fleet.driver.data.late == fleet.driver.data.stale == 0
 
     fleet.hears(1, refusal(0), ack(1))
-    assert (fleet.standing(1), fleet.driver.data.stale) == (pure.Standing.REFUSED, 0)
+    assert (fleet.link_state(1), fleet.driver.data.stale) == (pure.LinkState.REFUSED, 0)
 
 
 def test_a_link_that_cannot_be_written_to_says_its_last_word_first() -> None:
@@ -204,7 +204,7 @@ def test_a_link_that_cannot_be_written_to_says_its_last_word_first() -> None:
 
     outcomes = fleet.driver.concluded[1].outstanding.outcomes
     assert (outcomes[0].kind, outcomes[1].kind) == (OutcomeKind.APPLIED, OutcomeKind.LOST)
-    assert (fleet.reason(0), fleet.standing(0)) == ("cut", pure.Standing.LOST)
+    assert (fleet.reason(0), fleet.link_state(0)) == ("cut", pure.LinkState.LOST)
     assert "KeyError('odd')" in fleet.reason(1)
 
 
@@ -216,7 +216,7 @@ def test_a_link_that_takes_no_update_is_lost_with_the_reason_and_the_others_are_
     fleet.links[0].raises["send"] = error
     fleet.sends()
 
-    assert (fleet.standing(0), fleet.reason(0)) == (pure.Standing.LOST, reason)
+    assert (fleet.link_state(0), fleet.reason(0)) == (pure.LinkState.LOST, reason)
     assert versions(fleet.links[1]) == [1]
     assert fleet.driver.data.outstanding is not None
     assert fleet.driver.data.outstanding.owed == {1: 2}
@@ -228,7 +228,7 @@ def test_a_link_that_does_not_take_what_waited_for_an_answer_is_lost() -> None:
     fleet.links[0].raises["send"] = TransportError("cut")
     fleet.hears(0, ack(1))
 
-    assert (fleet.standing(), fleet.reason(), versions(fleet.links[0])) == (pure.Standing.LOST, "cut", [1, 2])
+    assert (fleet.link_state(), fleet.reason(), versions(fleet.links[0])) == (pure.LinkState.LOST, "cut", [1, 2])
 
 
 @pytest.mark.parametrize(("sent", "taken"), [(0, 0), (1, 0), (1, 1)])
@@ -238,7 +238,7 @@ def test_a_link_that_does_not_take_what_a_joiner_is_owed_is_lost(sent: int, take
     late.takes_at_most, late.raises["send"] = taken, TransportError("cut")
     fleet.driver.join(1, late)
 
-    assert (fleet.standing(1), fleet.reason(1), len(late.said), late.closed) == (pure.Standing.LOST, "cut", taken, 1)
+    assert (fleet.link_state(1), fleet.reason(1), len(late.said), late.closed) == (pure.LinkState.LOST, "cut", taken, 1)
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_a_link_that_cannot_be_read_is_lost_with_the_reason(error: Exception, re
     fleet.links[1].raises["receive"] = error
     fleet.driver.pump()
 
-    assert (fleet.standing(1), fleet.reason(1)) == (pure.Standing.LOST, reason)
-    assert fleet.standing(0) is pure.Standing.EXPECTED
+    assert (fleet.link_state(1), fleet.reason(1)) == (pure.LinkState.LOST, reason)
+    assert fleet.link_state(0) is pure.LinkState.EXPECTED
 
 
 def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_a_link_that_cannot_be_waited_for_is_given_up_alone() -> None:
     fleet = both()
     fleet.driver._give_up(fleet.links[1], "stuck")
 
-    assert (fleet.standing(0), fleet.standing(1)) == (pure.Standing.EXPECTED, pure.Standing.LOST)
+    assert (fleet.link_state(0), fleet.link_state(1)) == (pure.LinkState.EXPECTED, pure.LinkState.LOST)
     assert fleet.reason(1) == "stuck"
 
 

@@ -128,4 +128,4 @@ def test_a_worker_that_was_removed_is_told_nothing_more_and_its_silence_is_forgo
     fleet.driver.remove(1, "not needed")
 
     assert fleet.driver.hearing.silent_for(1) is None
-    assert (list(fleet.driver.data.roll), fleet.links[1].closed) == ([0], 1)
+    assert (list(fleet.driver.data.workers), fleet.links[1].closed) == ([0], 1)

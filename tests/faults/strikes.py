@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-from fleet import PATIENCE, Seat, Worker, filled, stat_of
+from fleet import PATIENCE, Worker, WorkerSetup, filled, stat_of
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
@@ -89,15 +89,15 @@ def _before_it(owner: Any, name: str, act: Any) -> None:
     setattr(owner, name, struck)
 
 
-def join_armed(seat: Seat, point: str, signum: int, make: Any) -> None:
+def join_armed(setup: WorkerSetup, point: str, signum: int, make: Any) -> None:
     """Come to the trainer, and be struck at that point."""
     if point == "before the hello":
         strike(signum)
-    seat.model = make()
-    seat.scheme.init_on_worker("policy", pipe=seat.pipe, model=seat.model)
-    seat.receiver = seat.scheme.get_receiver()
-    arm(seat.receiver, point, signum)
-    while not seat.receiver.receive(timeout=PATIENCE):
+    setup.model = make()
+    setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
+    arm(setup.receiver, point, signum)
+    while not setup.receiver.receive(timeout=PATIENCE):
         pass
 
 

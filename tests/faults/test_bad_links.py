@@ -102,7 +102,7 @@ def test_g11_what_a_worker_answered_before_its_link_took_nothing_more_is_heard(t
     report = three.sender.wait_async(timeout=PATIENCE, on_failure="report")
 
     assert report.ok
-    assert three.sender.roll[1].standing is pure.Standing.LOST
+    assert three.sender.workers[1].link_state is pure.LinkState.LOST
 
 
 @BY_HAND

@@ -17,8 +17,8 @@ from fleet import (
     PATIENCE,
     Crew,
     Pair,
-    Seat,
     Worker,
+    WorkerSetup,
     command,
     constants,
     descriptors,
@@ -63,7 +63,7 @@ def trained(scheme_class: Any, crew: Crew, make: Any, count: int = 2) -> tuple[A
 # --------------------------------------------------------------------------------------------- of a worker
 
 
-def raise_at_exit(seat: Seat) -> None:
+def raise_at_exit(setup: WorkerSetup) -> None:
     atexit.register(lambda: 1 / 0)
 
 
@@ -137,7 +137,7 @@ def five_hundred() -> nn.Module:
 # -------------------------------------------------------------------------------------------- of the trainer
 
 
-def exits(seat: Seat) -> None:
+def exits(setup: WorkerSetup) -> None:
     """Leave without closing anything."""
 
 
@@ -173,8 +173,8 @@ def test_when_the_trainer_ends_workers_are_told_and_keep_their_weights(
         assert not worker.process.is_alive()
 
 
-def close_scheme(seat: Seat) -> None:
-    seat.scheme.close()
+def close_scheme(setup: WorkerSetup) -> None:
+    setup.scheme.close()
 
 
 def test_kill_9_of_everything_leaves_nothing(scheme_class: Any, crew: Crew) -> None:
@@ -293,9 +293,9 @@ class Probe(nn.Module):
         return {float(edge) for tensor in [*self.weights, self.note] for edge in (tensor.min(), tensor.max())}
 
 
-def act(seat: Seat, last: int) -> tuple[int, int, list[Any]]:
+def act(setup: WorkerSetup, last: int) -> tuple[int, int, list[Any]]:
     """Act until the last version is served; how many forwards, how many versions, what was torn."""
-    forwards, versions, torn, receiver = 0, 0, [], seat.receiver
+    forwards, versions, torn, receiver = 0, 0, [], setup.receiver
     before = 0
     while before < last:
         versions += receiver.receive(timeout=0.001)
@@ -303,7 +303,7 @@ def act(seat: Seat, last: int) -> tuple[int, int, list[Any]]:
             if version is None:
                 continue
             for _ in range(2):
-                seen = seat.model()
+                seen = setup.model()
                 forwards += 1
                 if seen != {float(version)} or version != receiver.version or version < before:
                     torn.append((version, before, seen))

@@ -180,7 +180,7 @@ def test_g6_nothing_of_a_users_runs_between_the_swap_and_its_ack(pair: Pair) -> 
     pair.sync()
     pair.sender.send_async(small(7.0))
     pair.receiver.attend(Asked())  # type: ignore[arg-type]
-    assert pair.receiver.take_in(pair.receiver.target()) is False
+    assert pair.receiver.receive_and_apply(pair.receiver.target()) is False
     pair.receiver.attend(None)
 
     with pytest.raises(RefusedError, match="do not ask"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from exhausted import descriptors_left
-from fleet import PATIENCE, Crew, Pair, Seat, constants, filled, join, large, receive, serve, shows
+from fleet import PATIENCE, Crew, Pair, WorkerSetup, constants, filled, join, large, receive, serve, shows
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, RefusedError, SharedMemWeightSyncScheme
@@ -148,7 +148,7 @@ def test_a_payload_in_a_queue_that_finds_no_memory_is_told_of_and_the_link_goes_
     assert (bytes(taken.payload), taken.untaken) == (b"abc", "")
 
 
-def _limit(_: Seat, spare: int | None) -> None:
+def _limit(_: WorkerSetup, spare: int | None) -> None:
     """Let this process have no more address space than it has and ``spare`` bytes; None: as much as it likes."""
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

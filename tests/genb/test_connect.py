@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from duo import Duo, beside
-from fleet import PATIENCE, Crew, Seat, constants, filled, small
+from fleet import PATIENCE, Crew, WorkerSetup, constants, filled, small
 from tensordict import TensorDict
 from torch import nn
 
@@ -36,20 +36,20 @@ from weightsync.schemes.registry import _registered
 # ------------------------------------------------------------------------- workers that a scheme makes pipes for
 
 
-def meet(seat: Seat, worker: int, make: Any = small) -> None:
+def meet(setup: WorkerSetup, worker: int, make: Any = small) -> None:
     """A worker's init and connect, with the scheme that it was started with."""
-    seat.model = make()
-    seat.scheme.init_on_receiver(model_id="policy", model=seat.model, worker_idx=worker)
-    seat.scheme.connect(worker_idx=worker, timeout=PATIENCE)
+    setup.model = make()
+    setup.scheme.init_on_receiver(model_id="policy", model=setup.model, worker_idx=worker)
+    setup.scheme.connect(worker_idx=worker, timeout=PATIENCE)
 
 
-def held(seat: Seat) -> tuple[set[float], int | None]:
-    receiver = seat.scheme.get_receiver()
-    return constants(seat.model), receiver.version
+def held(setup: WorkerSetup) -> tuple[set[float], int | None]:
+    receiver = setup.scheme.get_receiver()
+    return constants(setup.model), receiver.version
 
 
-def finish(seat: Seat) -> None:
-    seat.scheme.shutdown()
+def finish(setup: WorkerSetup) -> None:
+    setup.scheme.shutdown()
 
 
 def begun(crew: Crew, scheme: Any, workers: list[int]) -> list[Any]:

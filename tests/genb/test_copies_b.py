@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from duo import Duo, beside
-from fleet import PATIENCE, Crew, Seat, constants, descriptors, filled, small
+from fleet import PATIENCE, Crew, WorkerSetup, constants, descriptors, filled, small
 
 from weightsync import ConfigurationError, MultiProcessWeightSyncScheme, State, StateError
 
@@ -115,10 +115,10 @@ def forked(scheme: Any, worker: int) -> int:
     return 0
 
 
-def took(seat: Seat, worker: int) -> tuple[list[int], int]:
+def took(setup: WorkerSetup, worker: int) -> tuple[list[int], int]:
     """Take one's end: which came along, and how many sockets more than before the process holds afterwards."""
-    came = sorted(seat.scheme._ends)
-    seat.scheme.init_on_receiver(model_id="policy", model=small(), worker_idx=worker)
+    came = sorted(setup.scheme._ends)
+    setup.scheme.init_on_receiver(model_id="policy", model=small(), worker_idx=worker)
     return came, sum("socket" in target for target in descriptors().values())
 
 

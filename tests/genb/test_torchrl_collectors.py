@@ -73,7 +73,7 @@ def test_a_collectors_workers_act_by_the_weights_that_were_sent(
             assert sum(actions != {action} for actions in seen) <= under_way, seen
         sender = scheme.get_sender()
         assert sender.version == 4
-        assert {entry.served for entry in sender.roll.values()} == {4}
+        assert {entry.served for entry in sender.workers.values()} == {4}
         choose(made, 0)
         assert scheme.send(worker_ids=[1]).of(OutcomeKind.APPLIED) == (1,)
         # Fault 2: the reference's send blocked until it was interrupted, and then returned normally.

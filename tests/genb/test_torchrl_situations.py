@@ -65,7 +65,7 @@ def scheme(request: pytest.FixtureRequest) -> Any:
 
 def served(scheme: Any) -> list[int]:
     """The version that each worker acked last."""
-    return [entry.served for entry in scheme.get_sender().roll.values()]
+    return [entry.served for entry in scheme.get_sender().workers.values()]
 
 
 def halves(batch: Any) -> list[set[int]]:

@@ -71,13 +71,13 @@ def _took(trainer: Trainer, event: sending.Event) -> tuple[Trainer, sending.Step
 
 def _told(data: sending.SenderData) -> sending.SenderData:
     """The data without what is only told to people: counters, reasons, who did not catch up."""
-    roll = {w: replace(entry, reason="", remote_traceback="") for w, entry in sorted(data.roll.items())}
+    workers = {w: replace(entry, reason="", remote_traceback="") for w, entry in sorted(data.workers.items())}
     outstanding = data.outstanding
     if outstanding is not None:
         outcomes = {w: Outcome(kind=outcome.kind) for w, outcome in sorted(outstanding.outcomes.items())}
         outstanding = replace(outstanding, owed=Frozen(sorted(outstanding.owed.items())), outcomes=Frozen(outcomes))
     told = {"not_caught_up": Frozen(), "left": Frozen(), "stale": 0, "late": 0}
-    return replace(data, roll=Frozen(roll), outstanding=outstanding, **told)
+    return replace(data, workers=Frozen(workers), outstanding=outstanding, **told)
 
 
 def _noted(outstanding: sending.Outstanding, did: frozenset[int], workers: int) -> Out:

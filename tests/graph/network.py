@@ -37,7 +37,7 @@ class Interned(type):
 
 def new_data(incarnation: int = 0, version: int = 0) -> sending.SenderData:
     """What a new sender remembers, or a dead one's messages still name."""
-    return sending.SenderData(incarnation, version, roll=Frozen(), not_caught_up=Frozen(), left=Frozen())
+    return sending.SenderData(incarnation, version, workers=Frozen(), not_caught_up=Frozen(), left=Frozen())
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ def start(bounds: Bounds) -> World:
 def is_open(world: World, s: int, w: int, k: int) -> bool:
     """The sender's end of this link is open."""
     trainer = world.trainers[s - 1]
-    entry = trainer.data.roll.get(w)
+    entry = trainer.data.workers.get(w)
     return (
         entry is not None
         and entry.link == k
@@ -172,8 +172,8 @@ def closing_ends(world: World, ends: set[tuple[int, int, int]]) -> World:
 
 
 def all_ends(world: World, w: int) -> set[tuple[int, int, int]]:
-    rolls = ((s, trainer.data.roll) for s, trainer in enumerate(world.trainers, 1))
-    return {(s, w, roll[w].link) for s, roll in rolls if w in roll}
+    rolls = ((s, trainer.data.workers) for s, trainer in enumerate(world.trainers, 1))
+    return {(s, w, workers[w].link) for s, workers in rolls if w in workers}
 
 
 def letters_read(world: World, w: int) -> World:

@@ -107,19 +107,19 @@ def due_of_sender(state: State, data: sending.SenderData, event: sending.Event) 
         return StateError
     if isinstance(event, sending.Send | sending.SendAsync):
         return _dispatching(data, event.targets) or taken
-    if isinstance(event, sending.Remove) and event.worker not in data.roll:
+    if isinstance(event, sending.Remove) and event.worker not in data.workers:
         return ConfigurationError
     return taken
 
 
 def _dispatching(data: sending.SenderData, targets: tuple[int, ...] | None) -> type[Exception] | None:
-    chosen = list(data.roll) if targets is None else targets
-    if not chosen or not set(chosen) <= set(data.roll):
+    chosen = list(data.workers) if targets is None else targets
+    if not chosen or not set(chosen) <= set(data.workers):
         return ConfigurationError
-    standings = {data.roll[worker].standing for worker in chosen}
-    if standings & {sending.Standing.EXPECTED, sending.Standing.UP}:
+    standings = {data.workers[worker].link_state for worker in chosen}
+    if standings & {sending.LinkState.EXPECTED, sending.LinkState.UP}:
         return None
-    return RefusedError if standings == {sending.Standing.REFUSED} else WorkerLostError
+    return RefusedError if standings == {sending.LinkState.REFUSED} else WorkerLostError
 
 
 def _sender_input(state: State, data: sending.SenderData, event: sending.Event) -> SenderInput | None:
@@ -141,9 +141,9 @@ def _sender_input(state: State, data: sending.SenderData, event: sending.Event) 
 
 
 def _stands(data: sending.SenderData, worker: int, link: int) -> bool:
-    entry = data.roll.get(worker)
-    ended = (sending.Standing.LOST, sending.Standing.REFUSED)
-    return entry is not None and entry.link == link and entry.standing not in ended
+    entry = data.workers.get(worker)
+    ended = (sending.LinkState.LOST, sending.LinkState.REFUSED)
+    return entry is not None and entry.link == link and entry.link_state not in ended
 
 
 def _ending(state: State, owed: dict[int, int], worker: int, link: int, otherwise: SenderInput) -> SenderInput:
@@ -154,9 +154,9 @@ def _answered(state: State, data: sending.SenderData, owed: dict[int, int], even
     worker, link, message = event.worker, event.link, event.message
     if message.incarnation != data.incarnation or not _stands(data, worker, link):
         return _S.STALE
-    entry = data.roll[worker]
+    entry = data.workers[worker]
     if isinstance(message, Hello):
-        return _S.ARRIVED if entry.standing is sending.Standing.EXPECTED else _S.STALE
+        return _S.ARRIVED if entry.link_state is sending.LinkState.EXPECTED else _S.STALE
     if isinstance(message, Bye):
         return _ending(state, owed, worker, link, _S.LEFT)
     if isinstance(message, Refusal) and (message.version == 0 or message.fence > message.incarnation):

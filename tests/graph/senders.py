@@ -35,7 +35,7 @@ def attempts(world: World) -> Iterator[Attempt]:
         if first(world, world.answers, m):
             yield from _answer(world, m)
         if "stray" in bounds.features:
-            yield from _strays(world, bounds, m)
+            yield from _unclaimed(world, bounds, m)
         if "Loses" in bounds.links:
             lost = world._replace(answers=world.answers - {m})
             yield (Action.LOSE_ANSWER, m.s, m.w, m.k, m.v, m.kind), lambda lost=lost: lost
@@ -107,17 +107,17 @@ def _silenced(world: World, s: int) -> World:
 
 
 def _connect(world: World, s: int, clock: int) -> World | None:
-    told = [entry.fence for t in world.trainers if t.state is State.CLOSED for entry in t.data.roll.values()]
+    told = [entry.fence for t in world.trainers if t.state is State.CLOSED for entry in t.data.workers.values()]
     incarnation = max(clock, max(told, default=0) + 1)
     used = {trainer.data.incarnation for trainer in world.trainers}
-    if not world.trainer(s).data.roll or incarnation in used:
+    if not world.trainer(s).data.workers or incarnation in used:
         return None
     return did(world, s, sending.Connect(incarnation))
 
 
 def _join(world: World, bounds: Bounds, s: int, w: int) -> World | None:
     trainer = world.trainer(s)
-    entry, k = trainer.data.roll.get(w), trainer.laid[w - 1] + 1
+    entry, k = trainer.data.workers.get(w), trainer.laid[w - 1] + 1
     if k > bounds.max_link or (entry is not None and entry.open):
         return None  # a link still open is lost first: that step is GiveUp
     laid = (*trainer.laid[: w - 1], k, *trainer.laid[w:])
@@ -126,7 +126,7 @@ def _join(world: World, bounds: Bounds, s: int, w: int) -> World | None:
 
 def _remove(world: World, s: int, w: int) -> World | None:
     data = world.trainer(s).data
-    entry = data.roll.get(w)
+    entry = data.workers.get(w)
     if entry is None or (entry.open and data.incarnation):
         return None  # a link still open is lost first: that step is GiveUp
     return did(world, s, sending.Remove(w))
@@ -151,7 +151,7 @@ def _close_sender(world: World, bounds: Bounds, s: int) -> World:
 
 def _losses(world: World, bounds: Bounds, s: int) -> Iterator[Attempt]:
     ordered = "Reorders" not in bounds.links
-    for w, entry in world.trainer(s).data.roll.items():
+    for w, entry in world.trainer(s).data.workers.items():
         if not is_open(world, s, w, entry.link):
             continue
         lost = sending.LinkLost(w, entry.link, "")
@@ -198,7 +198,7 @@ def _cuts(world: World, bounds: Bounds) -> Iterator[Attempt]:
                 yield (Action.CUT_ANSWERS, s, w, k, frozenset(m.p for m in lost)), lambda after=after: after
 
 
-def _strays(world: World, bounds: Bounds, m: Word) -> Iterator[Attempt]:
+def _unclaimed(world: World, bounds: Bounds, m: Word) -> Iterator[Attempt]:
     for t in bounds.all_senders:
         if t != m.s and is_open(world, t, m.w, m.k) and m.inc == world.trainer(m.s).data.incarnation:
             yield (Action.STRAY, m.s, t, m.w, m.k), lambda t=t: _stray(world, m, t)

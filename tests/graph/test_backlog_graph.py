@@ -131,7 +131,7 @@ class Trainer:
         return out.version if out is not None and 1 in out.owed else 0
 
     def state(self) -> State:
-        entry = self.driver.data.roll[1]
+        entry = self.driver.data.workers[1]
         backlog = self.driver._backlogs[entry.link]
         return State(
             entry.due,

@@ -57,7 +57,7 @@ def _row(half, name, place, to):
 
 
 def _anything_is_current(monkeypatch):
-    monkeypatch.setattr(sender, "current", lambda data, worker, link: worker in data.roll)
+    monkeypatch.setattr(sender, "current", lambda data, worker, link: worker in data.workers)
 
 
 def _a_joiner_gets_nothing(monkeypatch):

@@ -156,7 +156,7 @@ def test_a_public_call_that_is_refused_changes_nothing(name, call):
         first = sender._driver.machine.state, sender._driver.data
         for state, data in sender_values(name):
             due = due_of_sender(state, data, event)
-            if not isinstance(due, type) or (not data.roll and event.__class__ in _SENDS and due is not StateError):
+            if not isinstance(due, type) or (not data.workers and event.__class__ in _SENDS and due is not StateError):
                 continue
             _hold(sender._driver, state, data)
             with pytest.raises(due):

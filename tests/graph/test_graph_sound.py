@@ -118,7 +118,7 @@ def _joiner_gets_nothing(join, data, worker, link):
 
 def _everybody_is_sent_to(dispatch, data, targets):
     after, _ = dispatch(data, targets)
-    every = [sending.Dispatch(w, e.link, after.version) for w, e in data.roll.items() if e.standing.name != "LOST"]
+    every = [sending.Dispatch(w, e.link, after.version) for w, e in data.workers.items() if e.link_state.name != "LOST"]
     return after, tuple(every)
 
 

@@ -84,7 +84,7 @@ class Worker:
         self.receiver = WeightReceiver(scheme)
         self.receiver.register_model(self.policy)
 
-    def take_in(self) -> None:
+    def receive_and_apply(self) -> None:
         """Apply what has arrived, if it can be."""
         with contextlib.suppress(WeightSyncError):
             self.receiver.receive(timeout=0)
@@ -112,7 +112,7 @@ def check_g1() -> None:
     sender, network = connected(worker)
     sender.send_async(weights(1))
     network.deliver_all()
-    worker.take_in()
+    worker.receive_and_apply()
     sender.abandon()
     sender.send_async(weights(2))
     for parcel in network.in_flight[:2]:  # the worker's Hello and its ack; the update stays on its way
@@ -133,7 +133,7 @@ def check_g2() -> None:
     worker.policy.second.refuses = True
     sender.send_async(weights(1))
     network.deliver_all()
-    worker.take_in()
+    worker.receive_and_apply()
     network.deliver_all()
 
     report = sender.poll()
@@ -150,7 +150,7 @@ def check_g3() -> None:
     sender, network = connected(worker, payloads=Payloads.SHARED)
     sender.send_async(weights(1))
     network.deliver_all()
-    worker.take_in()
+    worker.receive_and_apply()
     assert worker.policy.held == {1}
     network.deliver_all()
 
@@ -166,19 +166,19 @@ def check_g4() -> None:
     for number in (1, 2, 3):
         old.send_async(weights(number), on_pending="supersede")
         network.deliver_all()
-        worker.take_in()
+        worker.receive_and_apply()
         network.deliver_all()
     new, network = connected(worker, fence=old.incarnation)
     new.send_async(weights(10))
     network.deliver_all()
-    worker.take_in()
+    worker.receive_and_apply()
     assert (worker.receiver.incarnation, worker.receiver.version) == (new.incarnation, 1)
     assert worker.policy.held == {10}
 
     network = laid(old, 0, worker)
     old.send_async(weights(4), on_pending="supersede")
     network.deliver_all()
-    worker.take_in()
+    worker.receive_and_apply()
 
     assert (worker.receiver.incarnation, worker.receiver.version) == (new.incarnation, 1)
     assert worker.policy.held == {10}
@@ -200,7 +200,7 @@ def check_g5() -> None:
 
     assert sender.version == 1
     network.deliver_all()
-    worker.take_in()
+    worker.receive_and_apply()
     assert worker.policy.held == {1}
 
 
@@ -210,13 +210,13 @@ def check_g6() -> None:
     sender, network = connected(worker)
     sender.send_async(weights(1))
     network.deliver_all()
-    worker.take_in()
+    worker.receive_and_apply()
     network.deliver_all()
     assert worker.policy.held == {1}
     worker.policy.second.refuses = True
     sender.send_async(weights(2), on_pending="supersede")
     network.deliver_all()
-    worker.take_in()
+    worker.receive_and_apply()
 
     assert worker.policy.held == {1}
     assert worker.receiver.version == 1
@@ -229,7 +229,7 @@ def check_g7() -> None:
     sender.send_async(weights(1), [0])
     for network, worker in ((to_target, target), (to_other, other)):
         network.deliver_all()
-        worker.take_in()
+        worker.receive_and_apply()
 
     assert target.policy.held == {1}
     assert other.policy.held == {0}
@@ -241,16 +241,16 @@ def check_g8() -> None:
     worker = Worker()
     sender, network = connected(worker)
     sender.send_async(weights(1))
-    before = sender.state, sender.version, sender.roll
+    before = sender.state, sender.version, sender.workers
 
     copied = pickle.loads(pickle.dumps(sender))
 
     assert copied.state is State.UNINITIALIZED
-    assert (copied.version, copied.incarnation, dict(copied.roll)) == (0, 0, {})
+    assert (copied.version, copied.incarnation, dict(copied.workers)) == (0, 0, {})
     assert copied.poll() is None
-    assert (sender.state, sender.version, sender.roll) == before
+    assert (sender.state, sender.version, sender.workers) == before
     network.deliver_all()
-    worker.take_in()
+    worker.receive_and_apply()
     network.deliver_all()
     assert sender.wait_async(timeout=0).ok
 
@@ -266,7 +266,7 @@ def check_g9() -> None:
     assert worker.receiver.state is State.PENDING_ASYNC
     worker.receiver.close()
 
-    worker.take_in()
+    worker.receive_and_apply()
     with contextlib.suppress(WeightSyncError):
         worker.receiver.apply_weights(weights(2))
 
@@ -302,7 +302,7 @@ def check_g11() -> None:
     sender.send_async(weights(1))
     for network, each in zip(networks, (worker, other), strict=True):
         network.deliver_all()
-        each.take_in()
+        each.receive_and_apply()
         network.deliver_all()
 
     told: SyncError | None = None
@@ -323,13 +323,13 @@ def check_g12() -> None:
     for number in (1, 2):
         sender.send_async(weights(number), on_pending="supersede")
         network.deliver_all()
-        early.take_in()
+        early.receive_and_apply()
         network.deliver_all()
 
     network = laid(sender, 1, late)
     assert late.receiver.version is None
     network.deliver_all()
-    late.take_in()
+    late.receive_and_apply()
 
     assert late.receiver.version == 2
     assert late.policy.held == {2}

@@ -123,12 +123,12 @@ def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
         shipped(self)
         self.pending = pending
 
-    def take_in(self: WeightReceiver, target: Any) -> bool | None:
+    def receive_and_apply(self: WeightReceiver, target: Any) -> bool | None:
         self._driver.pump()
         return None if self._driver.pending is None else self._apply(target)
 
     patch.setattr(ReceiverDriver, "close", close)
-    patch.setattr(WeightReceiver, "take_in", take_in)
+    patch.setattr(WeightReceiver, "take_in", receive_and_apply)
 
 
 def losses_are_not_heard(patch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ class Sender:
         return step
 
     def hears(self, worker: int, message: Hello | Ack | Refusal, link: int | None = None) -> pure.Step:
-        return self.take(pure.Answer(worker, link or self.data.roll[worker].link, message))
+        return self.take(pure.Answer(worker, link or self.data.workers[worker].link, message))
 
 
 def hello() -> Hello:
@@ -62,14 +62,14 @@ def test_connect_greets_every_worker_on_the_roll() -> None:
     step = sender.take(pure.Connect(INCARNATION))
 
     assert step.effects == (pure.Greet(0, 1, 0),)
-    assert sender.data.roll[0].standing is pure.Standing.EXPECTED
+    assert sender.data.workers[0].link_state is pure.LinkState.EXPECTED
 
 
 def test_the_first_answer_is_arrived_and_the_next_is_stale(sender: Sender) -> None:
     sender.take(pure.Join(2, 3))
 
     assert sender.hears(2, hello()).input is SenderInput.ARRIVED
-    assert sender.data.roll[2].standing is pure.Standing.UP
+    assert sender.data.workers[2].link_state is pure.LinkState.UP
     assert sender.hears(2, hello()).input is SenderInput.STALE
 
 
@@ -148,7 +148,7 @@ def test_g7_only_targets_are_sent_to(sender: Sender) -> None:
     step = sender.take(pure.Send((1,)))
 
     assert step.effects == (pure.Dispatch(1, 2, 1),)
-    assert sender.data.roll[0].due == 0
+    assert sender.data.workers[0].due == 0
 
 
 def test_a_lost_target_is_told_at_once_and_owes_nothing(sender: Sender) -> None:
@@ -178,7 +178,7 @@ def test_a_refused_handshake_is_refused_in_this_report_and_the_next(sender: Send
 
     step = sender.hears(2, refusal(0))
 
-    assert (step.input, sender.data.roll[2].standing) == (SenderInput.LOST, pure.Standing.REFUSED)
+    assert (step.input, sender.data.workers[2].link_state) == (SenderInput.LOST, pure.LinkState.REFUSED)
     assert sender.data.outstanding is not None
     told = sender.data.outstanding.outcomes[2]
     assert (told.kind, told.reason) == (OutcomeKind.REFUSED, "it refused the handshake: why")
@@ -208,7 +208,7 @@ def test_a_worker_that_failed_is_lost_for_its_reason_and_stays_on_the_roll(sende
     assert isinstance(concluded, pure.Conclude)
     told = concluded.outstanding.outcomes[0]
     assert (told.kind, told.reason, told.remote_traceback) == (OutcomeKind.LOST, "it failed: why", "line 1")
-    assert sender.data.roll[0].standing is pure.Standing.LOST
+    assert sender.data.workers[0].link_state is pure.LinkState.LOST
     assert concluded.left == {}
 
 
@@ -223,7 +223,7 @@ def test_a_goodbye_takes_a_worker_off_the_roll_and_is_in_the_report_that_it_ends
     concluded = step.effects[-1]
     assert isinstance(concluded, pure.Conclude)
     assert (concluded.left, concluded.outstanding.outcomes[0].kind) == ({0: "done"}, OutcomeKind.LOST)
-    assert list(sender.data.roll) == [1]
+    assert list(sender.data.workers) == [1]
 
 
 @pytest.mark.parametrize(("link", "incarnation"), [(1, INCARNATION + 1), (1, INCARNATION - 1), (9, INCARNATION)])
@@ -263,7 +263,7 @@ def test_a_loss_of_a_replaced_or_lost_link_is_late(sender: Sender) -> None:
 
     assert sender.take(pure.LinkLost(0, 1, "eof")).input is None
     assert sender.data.late == 1
-    assert sender.data.roll[0].standing is pure.Standing.EXPECTED
+    assert sender.data.workers[0].link_state is pure.LinkState.EXPECTED
 
 
 def test_a_deadline_of_a_wait_that_has_ended_is_late(sender: Sender) -> None:
@@ -290,7 +290,7 @@ def test_a_refused_handshake_loses_the_link(sender: Sender, kind: RefusalKind) -
 
     assert step.input is SenderInput.LOST
     assert pure.CloseLink(2, 3) in step.effects
-    assert sender.data.roll[2].fence == 9
+    assert sender.data.workers[2].fence == 9
 
 
 def test_a_refusal_that_names_a_higher_fence_loses_the_link(sender: Sender) -> None:
@@ -299,7 +299,7 @@ def test_a_refusal_that_names_a_higher_fence_loses_the_link(sender: Sender) -> N
     step = sender.hears(0, refusal(1, RefusalKind.STALE, fence=INCARNATION + 1))
 
     assert step.input is SenderInput.SETTLED
-    assert sender.data.roll[0].standing is pure.Standing.LOST
+    assert sender.data.workers[0].link_state is pure.LinkState.LOST
 
 
 def test_g12_a_joiner_gets_what_is_due_to_it_and_owes_nothing(sender: Sender) -> None:
@@ -313,7 +313,7 @@ def test_g12_a_joiner_gets_what_is_due_to_it_and_owes_nothing(sender: Sender) ->
     assert sender.data.outstanding is not None
     assert 2 not in sender.data.outstanding.owed
     assert sender.hears(2, ack(1)).input is SenderInput.CAUGHT_UP
-    assert sender.data.roll[2].served == 1
+    assert sender.data.workers[2].served == 1
 
 
 def test_g12_a_worker_that_rejoins_gets_the_newest_that_named_it(sender: Sender) -> None:
@@ -346,7 +346,7 @@ def test_removal_settles_what_the_worker_owed(sender: Sender) -> None:
     lost, removed = (sender.take(event) for event in pure.removal(sender.state, sender.data, 0, "removed"))
 
     assert (lost.input, removed.input) == (SenderInput.SETTLED, SenderInput.REMOVE)
-    assert 0 not in sender.data.roll
+    assert 0 not in sender.data.workers
     with pytest.raises(ConfigurationError):
         pure.removal(sender.state, sender.data, 0, "again")
 

@@ -13,15 +13,15 @@ from weightsync.protocol.messages import Ack, Hello, Refusal
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 UP = {
-    0: sender.Entry(1, standing=sender.Standing.UP),
-    1: sender.Entry(2, standing=sender.Standing.UP),
+    0: sender.Entry(1, link_state=sender.LinkState.UP),
+    1: sender.Entry(2, link_state=sender.LinkState.UP),
 }
-DATA = sender.SenderData(incarnation=7, roll=UP)
+DATA = sender.SenderData(incarnation=7, workers=UP)
 SENT = sender.step(State.READY, DATA, sender.Send(None)).data
 
 
 def lost(reason: str, fence: int = 0) -> sender.Entry:
-    return sender.Entry(1, standing=sender.Standing.LOST, reason=reason, fence=fence)
+    return sender.Entry(1, link_state=sender.LinkState.LOST, reason=reason, fence=fence)
 
 
 # ---------------------------------------------------------------------------------------------- the sender's
@@ -29,7 +29,7 @@ def lost(reason: str, fence: int = 0) -> sender.Entry:
 
 def test_an_unknown_worker() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        sender.step(State.READY, replace(DATA, roll={2: UP[1], 0: UP[0]}), sender.Send((5,)))
+        sender.step(State.READY, replace(DATA, workers={2: UP[1], 0: UP[0]}), sender.Send((5,)))
 
     assert str(caught.value) == (
         "unknown worker id 5: on the roll are [0, 2]. Nothing was sent or changed; "
@@ -46,9 +46,9 @@ def test_no_worker_at_all() -> None:
 
 @pytest.mark.parametrize(("fences", "told"), [((0, 0), None), ((0, 9), 9), ((11, 9), 11)])
 def test_every_target_is_lost(fences: tuple[int, int], told: int | None) -> None:
-    roll = {0: lost("died", fences[0]), 1: lost("left", fences[1])}
+    workers = {0: lost("died", fences[0]), 1: lost("left", fences[1])}
     with pytest.raises(WorkerLostError) as caught:
-        sender.step(State.READY, replace(DATA, roll=roll), sender.Send(None))
+        sender.step(State.READY, replace(DATA, workers=workers), sender.Send(None))
 
     assert str(caught.value) == (
         "every target is lost already: {0: 'died', 1: 'left'}. Nothing was sent, no version was used. "
@@ -58,13 +58,13 @@ def test_every_target_is_lost(fences: tuple[int, int], told: int | None) -> None
 
 
 def test_one_target_that_is_lost_already_is_told_beside_the_others() -> None:
-    roll = {0: lost("died", 9), 1: UP[1]}
-    after = sender.step(State.READY, replace(DATA, roll=roll), sender.Send(None))
+    workers = {0: lost("died", 9), 1: UP[1]}
+    after = sender.step(State.READY, replace(DATA, workers=workers), sender.Send(None))
 
     told = Outcome(kind=OutcomeKind.LOST, reason="died", fence=9)
     assert after.data.outstanding == sender.Outstanding(1, {1: 2}, {0: told})
     assert after.effects == (sender.Dispatch(1, 2, 1),)
-    assert {worker: entry.due for worker, entry in after.data.roll.items()} == {0: 1, 1: 1}
+    assert {worker: entry.due for worker, entry in after.data.workers.items()} == {0: 1, 1: 1}
     assert (after.data.due_all, after.data.version) == (1, 1)
 
 
@@ -72,7 +72,7 @@ def test_a_send_to_some_is_due_to_those() -> None:
     after = sender.step(State.READY, DATA, sender.SendAsync((1, 1))).data
 
     assert after.outstanding == sender.Outstanding(1, {1: 2}, {})
-    assert ({w: e.due for w, e in after.roll.items()}, after.due_all) == ({0: 0, 1: 1}, 0)
+    assert ({w: e.due for w, e in after.workers.items()}, after.due_all) == ({0: 0, 1: 1}, 0)
 
 
 @pytest.mark.parametrize(
@@ -92,18 +92,18 @@ def test_what_is_given_up_says_why(event: sender.Event, reason: str) -> None:
 
 
 def test_closing_closes_the_links_that_are_not_lost() -> None:
-    roll = {0: lost("died"), 1: UP[1], 2: sender.Entry(3)}
-    step = sender.step(State.READY, replace(DATA, roll=roll), sender.Close())
+    workers = {0: lost("died"), 1: UP[1], 2: sender.Entry(3)}
+    step = sender.step(State.READY, replace(DATA, workers=workers), sender.Close())
 
     assert step.effects == (sender.CloseLink(1, 2), sender.CloseLink(2, 3))
 
 
 def test_a_lost_link() -> None:
-    roll = {**UP, 0: replace(UP[0], catching=1)}
-    step = sender.step(State.AWAITING_ACK, replace(SENT, roll=roll), sender.LinkLost(0, 1, "it broke"))
+    workers = {**UP, 0: replace(UP[0], catching=1)}
+    step = sender.step(State.AWAITING_ACK, replace(SENT, workers=workers), sender.LinkLost(0, 1, "it broke"))
 
-    entry = sender.Entry(1, standing=sender.Standing.LOST, reason="it broke", fence=0, catching=0)
-    assert step.data.roll == {0: entry, 1: UP[1]}
+    entry = sender.Entry(1, link_state=sender.LinkState.LOST, reason="it broke", fence=0, catching=0)
+    assert step.data.workers == {0: entry, 1: UP[1]}
     assert step.effects == (sender.CloseLink(0, 1),)
     outcomes = {0: Outcome(kind=OutcomeKind.LOST, reason="it broke", fence=0)}
     assert step.data.outstanding == sender.Outstanding(1, {1: 2}, outcomes)
@@ -125,8 +125,8 @@ def test_a_refusal_that_ends_a_link(fence: int, version: int, said: str, reason:
     )
     step = sender.step(State.AWAITING_ACK, SENT, sender.Answer(0, 1, refusal))
 
-    assert step.data.roll[0].standing is sender.Standing.LOST
-    assert (step.data.roll[0].reason, step.data.roll[0].fence) == (reason, told)
+    assert step.data.workers[0].link_state is sender.LinkState.LOST
+    assert (step.data.workers[0].reason, step.data.workers[0].fence) == (reason, told)
 
 
 def test_an_ack_is_an_outcome_with_all_that_it_says() -> None:
@@ -136,7 +136,7 @@ def test_an_ack_is_an_outcome_with_all_that_it_says() -> None:
 
     told = Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.CALL, seconds=0.25, nested=nested)
     assert step.data.outstanding == sender.Outstanding(1, {1: 2}, {0: told})
-    assert step.data.roll[0].served == 1
+    assert step.data.workers[0].served == 1
 
 
 @pytest.mark.parametrize(("said", "reason"), [("too small", "too small"), ("", "REFUSED")])
@@ -157,23 +157,23 @@ def test_a_refusal_is_an_outcome_with_all_that_it_says(said: str, reason: str) -
         kind=OutcomeKind.REFUSED, reason=reason, remote_traceback="Traceback", evidence=Evidence.CALL, fence=5
     )
     assert step.data.outstanding == sender.Outstanding(1, {1: 2}, {0: told})
-    assert step.data.roll[0].served == UP[0].served
+    assert step.data.workers[0].served == UP[0].served
 
 
 @pytest.mark.parametrize(("version", "left"), [(1, 3), (2, 3), (3, 0), (4, 0)])
 def test_an_answer_to_a_version_not_below_the_one_due_ends_the_catching_up(version: int, left: int) -> None:
-    data = replace(SENT, version=version, roll={**UP, 0: replace(UP[0], catching=3)})
+    data = replace(SENT, version=version, workers={**UP, 0: replace(UP[0], catching=3)})
     data = replace(data, outstanding=sender.Outstanding(version, {0: 1, 1: 2}, {}))
     ack = Ack(model_id="policy", incarnation=7, version=version)
     step = sender.step(State.PENDING_ASYNC, data, sender.Answer(0, 1, ack))
 
-    assert (step.input, step.data.roll[0].catching) == (SenderInput.REPLY, left)
+    assert (step.input, step.data.workers[0].catching) == (SenderInput.REPLY, left)
 
 
 @pytest.mark.parametrize("kind", [RefusalKind.REFUSED, RefusalKind.SUPERSEDED, RefusalKind.STALE])
 def test_only_a_joiner_that_refused_is_told_of_as_not_caught_up(kind: RefusalKind) -> None:
     before = Outcome(kind=OutcomeKind.REFUSED, reason="another")
-    data = replace(DATA, roll={**UP, 0: replace(UP[0], catching=3)}, not_caught_up={1: before})
+    data = replace(DATA, workers={**UP, 0: replace(UP[0], catching=3)}, not_caught_up={1: before})
     refusal = Refusal(model_id="policy", incarnation=7, version=3, kind=kind, reason="why")
     step = sender.step(State.READY, data, sender.Answer(0, 1, refusal))
 
@@ -238,26 +238,26 @@ def test_who_is_unknown_joins_and_does_not_leave() -> None:
 
 
 def test_who_is_lost_already_is_not_lost_again() -> None:
-    data = replace(DATA, roll={0: lost("died")})
+    data = replace(DATA, workers={0: lost("died")})
     assert sender.joining(State.READY, data, 0, 9) == (sender.Join(0, 9),)
     assert sender.removal(State.READY, data, 0, "it left") == (sender.Remove(0),)
 
 
 @pytest.mark.parametrize(("due_all", "due", "told"), [(0, 0, 0), (4, 2, 4), (2, 4, 4)])
 def test_a_joiner_is_due_the_newest(due_all: int, due: int, told: int) -> None:
-    data = replace(DATA, due_all=due_all, roll={0: replace(lost("died"), due=due), 1: UP[1]})
+    data = replace(DATA, due_all=due_all, workers={0: replace(lost("died"), due=due), 1: UP[1]})
     step = sender.step(State.READY, data, sender.Join(0, 9))
 
-    assert step.data.roll == {0: sender.Entry(9, due=told, catching=told), 1: UP[1]}
+    assert step.data.workers == {0: sender.Entry(9, due=told, catching=told), 1: UP[1]}
     assert step.effects == (sender.Greet(0, 9, told),)
 
 
 def test_before_connect_a_link_that_is_replaced_or_given_up_is_closed() -> None:
-    data = sender.SenderData(roll=UP)
+    data = sender.SenderData(workers=UP)
     assert sender.step(State.UNINITIALIZED, data, sender.Join(0, 9)).effects == (sender.CloseLink(0, 1),)
     removed = sender.step(State.UNINITIALIZED, data, sender.Remove(1))
-    assert (removed.effects, removed.data.roll) == ((sender.CloseLink(1, 2),), {0: UP[0]})
-    gone = sender.SenderData(roll={0: lost("died")})
+    assert (removed.effects, removed.data.workers) == ((sender.CloseLink(1, 2),), {0: UP[0]})
+    gone = sender.SenderData(workers={0: lost("died")})
     assert sender.step(State.UNINITIALIZED, gone, sender.Remove(0)).effects == ()
 
 

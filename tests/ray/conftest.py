@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_fleet import Plain, Seat, ray
+from ray_fleet import Plain, WorkerSetup, ray
 
 from weightsync import RayWeightSyncScheme
 
@@ -25,14 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def pool(cluster: Any) -> dict[str, Any]:
     """Actors that many tests use in turn, since each takes seconds to start."""
-    seat, plain = ray.remote(num_cpus=0)(Seat), ray.remote(num_cpus=0)(Plain)
-    return {"seats": [seat.remote(), seat.remote()], "plain": plain.remote()}
+    setup, plain = ray.remote(num_cpus=0)(WorkerSetup), ray.remote(num_cpus=0)(Plain)
+    return {"seats": [setup.remote(), setup.remote()], "plain": plain.remote()}
 
 
 @pytest.fixture
-def seats(pool: dict[str, Any]) -> list[Any]:
+def setups(pool: dict[str, Any]) -> list[Any]:
     """Two actors with our receiver, as new."""
-    ray.get([seat.start_over.remote() for seat in pool["seats"]])
+    ray.get([setup.start_over.remote() for setup in pool["seats"]])
     return list(pool["seats"])
 
 

@@ -50,9 +50,9 @@ class Bench:
 
     def start_over(self) -> None:
         """Be as new: no receiver, fresh weights."""
-        for desk in list(ray_server._desks.values()):
-            if desk.receiver is not None:
-                desk.receiver.close()  # its background thread, too
+        for actor_server in list(ray_server._desks.values()):
+            if actor_server.receiver is not None:
+                actor_server.receiver.close()  # its background thread, too
         ray_server._desks.clear()
         self.kept: dict[str, Any] = {}
         self.policy: Any = small()
@@ -74,7 +74,7 @@ class Bench:
         return os.getpid()
 
 
-class Seat(Bench, WeightSyncActor):
+class WorkerSetup(Bench, WeightSyncActor):
     """An actor with our receiver, in one line."""
 
     def version(self, model_id: str = "policy") -> int | None:

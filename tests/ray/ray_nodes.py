@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from ray_alone import add_node
-from ray_fleet import PATIENCE, Seat, ray, small
+from ray_fleet import PATIENCE, WorkerSetup, ray, small
 
 from weightsync import OutcomeKind, RayWeightSyncScheme
 
@@ -17,8 +17,8 @@ SOON = 15.0
 def node_killed_mid_send(cluster: Any) -> None:
     """Its worker is lost, soon; the other is served, and goes on."""
     node = add_node(cluster, "far")
-    near = ray.remote(num_cpus=0, resources={"node:__internal_head__": 0.001})(Seat).remote()
-    far = ray.remote(num_cpus=0, resources={"far": 1})(Seat).remote()
+    near = ray.remote(num_cpus=0, resources={"node:__internal_head__": 0.001})(WorkerSetup).remote()
+    far = ray.remote(num_cpus=0, resources={"far": 1})(WorkerSetup).remote()
     with RayWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", remote_collectors=[near, far], model=small(1.0))
         sender = scheme.get_sender()

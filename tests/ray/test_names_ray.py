@@ -110,19 +110,19 @@ class Context:
 
 
 @pytest.mark.parametrize("name", ["remote_collectors", "actor_refs", "actors"])
-def test_ray_scheme_takes_its_workers_from_context_or_keywords(seats: list[Any], name: str) -> None:
-    for context, given in ((Context(**{name: seats}, num_workers=2), {}), (None, {name: seats})):
+def test_ray_scheme_takes_its_workers_from_context_or_keywords(setups: list[Any], name: str) -> None:
+    for context, given in ((Context(**{name: setups}, num_workers=2), {}), (None, {name: setups})):
         with RayWeightSyncScheme() as scheme:
             scheme.init_on_sender("policy", context, model=small(2.0), **given)
             report = scheme.get_sender().send()
 
             assert set(report) == {0, 1}
-            assert [shown(seat) for seat in seats] == [{2.0}, {2.0}]
+            assert [shown(setup) for setup in setups] == [{2.0}, {2.0}]
 
 
-def test_ray_scheme_counts_its_collectors(seats: list[Any]) -> None:
+def test_ray_scheme_counts_its_collectors(setups: list[Any]) -> None:
     with pytest.raises(ValueError, match="num_collectors"):
-        RayWeightSyncScheme().init_on_sender("policy", remote_collectors=seats, num_collectors=3, model=small())
+        RayWeightSyncScheme().init_on_sender("policy", remote_collectors=setups, num_collectors=3, model=small())
 
 
 # ------------------------------------------------------------------------------------ RayModuleTransformScheme
@@ -190,7 +190,7 @@ def test_fault_12_ray_weight_updater_looks_at_its_futures(plain: Any) -> None:
     assert refused.value.report.failed == (0,)
 
 
-def test_evidence_of_plain_actors_is_the_call(seats: list[Any], plain: Any, trainer: Any) -> None:
-    report = trainer([seats[0], plain], small(2.0)).send()
+def test_evidence_of_plain_actors_is_the_call(setups: list[Any], plain: Any, trainer: Any) -> None:
+    report = trainer([setups[0], plain], small(2.0)).send()
 
     assert (report[0].evidence, report[1].evidence) == (Evidence.ANSWER, Evidence.CALL)

@@ -61,7 +61,7 @@ def acted(batches: Iterator[Any]) -> list[set[int]]:
 
 
 def served(scheme: Any) -> list[int]:
-    return [entry.served for entry in scheme.get_sender().roll.values()]
+    return [entry.served for entry in scheme.get_sender().workers.values()]
 
 
 def test_workers_act_by_weights_of_every_form_as_each_update_returns(collector: Callable[..., Any]) -> None:

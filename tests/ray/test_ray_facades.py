@@ -48,13 +48,13 @@ def test_ray_transport_sends_to_a_plain_collector(plain: Any) -> None:
         assert transport.receive_weights() is None
 
 
-def test_ray_transports_of_either_generation_reach_an_actor_of_ours(seats: list[Any]) -> None:
-    with RayTransport(remote_actor=seats[0], worker_idx=0, backend="gloo") as transport:
+def test_ray_transports_of_either_generation_reach_an_actor_of_ours(setups: list[Any]) -> None:
+    with RayTransport(remote_actor=setups[0], worker_idx=0, backend="gloo") as transport:
         transport.setup_connection_and_weights_on_sender()
         report = transport.send_weights(weights(5.0))
 
     assert report[0].evidence is Evidence.ANSWER
-    assert get(seats[0].shows.remote()) == {5.0}
+    assert get(setups[0].shows.remote()) == {5.0}
 
 
 def test_wait_ack_looks_at_what_became_of_the_call(plain: Any) -> None:
@@ -198,9 +198,9 @@ def test_the_module_schemes_transport_calls_the_actors_own_methods(module: Any) 
             assert _shown(module) == {fill}
 
 
-def test_the_module_scheme_wants_one_actor(seats: list[Any]) -> None:
+def test_the_module_scheme_wants_one_actor(setups: list[Any]) -> None:
     with RayModuleTransformScheme() as scheme:
-        scheme.init_on_sender("module", model=small(), actor_refs=seats)
+        scheme.init_on_sender("module", model=small(), actor_refs=setups)
         with pytest.raises(ValueError, match="2 actors"):
             scheme.get_sender().send()
     with RayModuleTransformScheme() as scheme:
@@ -235,12 +235,12 @@ def _as_transform(actor: Any) -> str:
     return type(actor.kept["scheme"].get_receiver()).__name__
 
 
-def test_the_modules_receiver_lives_in_the_actor(seats: list[Any]) -> None:
-    assert get(seats[0].do.remote(_as_transform)) == RayModuleTransformReceiver.__name__
+def test_the_modules_receiver_lives_in_the_actor(setups: list[Any]) -> None:
+    assert get(setups[0].do.remote(_as_transform)) == RayModuleTransformReceiver.__name__
     with RayModuleTransformScheme() as scheme:
-        scheme.init_on_sender("transform_module", SimpleNamespace(_actor=seats[0]), model=small(9.0))
+        scheme.init_on_sender("transform_module", SimpleNamespace(_actor=setups[0]), model=small(9.0))
 
         report = scheme.get_sender().send(timeout=PATIENCE)
 
     assert report[0].evidence is Evidence.ANSWER
-    assert get(seats[0].do.remote(lambda actor: constants(actor.module.state_dict()))) == {9.0}
+    assert get(setups[0].do.remote(lambda actor: constants(actor.module.state_dict()))) == {9.0}

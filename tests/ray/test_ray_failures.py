@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from ray_alone import alone
 from ray_cluster import ENVIRONMENT
-from ray_fleet import PATIENCE, Loop, Seat, Threads, ray, small
+from ray_fleet import PATIENCE, Loop, Threads, WorkerSetup, ray, small
 
 from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WorkerLostError
-from weightsync.transports.ray.session import VIGIL, Session
+from weightsync.transports.ray.session import ACTOR_WATCH, Session
 
 #: Seconds within which a death is noticed; the timeout of the send is far beyond.
 SOON = 15.0
@@ -31,7 +31,7 @@ def get(ref: Any) -> Any:
 def fresh(cluster: Any) -> Any:
     """Actors that are to die here, or to be used in several threads: all started at once."""
     made = {
-        "mortal": ray.remote(num_cpus=0, max_restarts=1, max_task_retries=-1)(Seat).remote(),
+        "mortal": ray.remote(num_cpus=0, max_restarts=1, max_task_retries=-1)(WorkerSetup).remote(),
         "threads": ray.remote(num_cpus=0, max_concurrency=4)(Threads).remote(),
         "loop": ray.remote(num_cpus=0)(Loop).remote(),
     }
@@ -40,11 +40,13 @@ def fresh(cluster: Any) -> Any:
         ray.kill(actor)
 
 
-def test_an_actor_killed_mid_send_is_lost_and_the_others_are_served(fresh: Any, seats: list[Any], trainer: Any) -> None:
+def test_an_actor_killed_mid_send_is_lost_and_the_others_are_served(
+    fresh: Any, setups: list[Any], trainer: Any
+) -> None:
     """Killed by SIGKILL; Ray restarts it, and its new life knows nobody until it is added again."""
     mortal = fresh["mortal"]
     pid = get(mortal.pid.remote())
-    sender = trainer([mortal, seats[0]], small(1.0))
+    sender = trainer([mortal, setups[0]], small(1.0))
     sender.send(timeout=PATIENCE)
     mortal.sleep.options(max_task_retries=0).remote(600.0)
 
@@ -81,9 +83,9 @@ def test_an_actor_killed_by_ray_is_lost(fresh: Any, trainer: Any) -> None:
         sender.send(timeout=PATIENCE)
 
 
-def test_a_stopped_actor_times_out_and_can_be_waited_for(seats: list[Any], trainer: Any) -> None:
-    pid = get(seats[0].pid.remote())
-    sender = trainer(seats[:1], small(1.0))
+def test_a_stopped_actor_times_out_and_can_be_waited_for(setups: list[Any], trainer: Any) -> None:
+    pid = get(setups[0].pid.remote())
+    sender = trainer(setups[:1], small(1.0))
     sender.send(timeout=PATIENCE)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -93,7 +95,7 @@ def test_a_stopped_actor_times_out_and_can_be_waited_for(seats: list[Any], train
         os.kill(pid, signal.SIGCONT)
 
     assert sender.wait_async(timeout=PATIENCE).ok
-    assert get(seats[0].shows.remote()) == {2.0}
+    assert get(setups[0].shows.remote()) == {2.0}
 
 
 @pytest.fixture
@@ -118,9 +120,9 @@ def lost_object(cluster: Any) -> Any:
 
 
 def test_a_lost_payload_is_a_refusal_and_the_link_goes_on(
-    seats: list[Any], plain: Any, trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
+    setups: list[Any], plain: Any, trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = trainer([seats[0], plain], small(1.0))
+    sender = trainer([setups[0], plain], small(1.0))
     sender.send(timeout=PATIENCE)
     real = ray.put
     monkeypatch.setattr(ray, "put", lambda *args, **kwargs: lost_object)
@@ -130,16 +132,16 @@ def test_a_lost_payload_is_a_refusal_and_the_link_goes_on(
 
     assert [OutcomeKind.REFUSED] * 2 == [refused.value.report[worker].kind for worker in (0, 1)]
     assert refused.value.report[0].evidence is Evidence.NONE
-    assert get(seats[0].shows.remote()) == {1.0}
+    assert get(setups[0].shows.remote()) == {1.0}
     monkeypatch.setattr(ray, "put", real)
     assert sender.send(small(3.0), timeout=PATIENCE).ok
-    assert get(seats[0].shows.remote()) == {3.0}
+    assert get(setups[0].shows.remote()) == {3.0}
 
 
 def test_the_layout_that_a_lost_call_brought_is_told_again(
-    seats: list[Any], trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
+    setups: list[Any], trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = trainer(seats[:1], small(1.0))
+    sender = trainer(setups[:1], small(1.0))
     with monkeypatch.context() as patched:
         patched.setattr(ray, "put", lambda *args, **kwargs: lost_object)
         assert sender.send(timeout=PATIENCE, on_failure="report")[0].kind is OutcomeKind.REFUSED
@@ -147,8 +149,8 @@ def test_the_layout_that_a_lost_call_brought_is_told_again(
     assert sender.send(timeout=PATIENCE).ok
 
 
-def test_a_full_object_store_is_a_refusal(seats: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = trainer(seats[:1], small(1.0))
+def test_a_full_object_store_is_a_refusal(setups: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = trainer(setups[:1], small(1.0))
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise ray.exceptions.ObjectStoreFullError("no room for this object")
@@ -237,7 +239,7 @@ PROGRAM = """
 
 def test_ray_shut_down_under_a_send_loses_everybody_and_hangs_nobody(cluster: Any) -> None:
     """In a process of its own, with an actor that outlives that process's connection."""
-    seat = ray.remote(num_cpus=0)(Seat).options(name="outlives").remote()
+    setup = ray.remote(num_cpus=0)(WorkerSetup).options(name="outlives").remote()
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), cluster.address, "outlives", _namespace()],
         env={**os.environ, **ENVIRONMENT},
@@ -247,7 +249,7 @@ def test_ray_shut_down_under_a_send_loses_everybody_and_hangs_nobody(cluster: An
         check=False,
     )
 
-    ray.kill(seat)
+    ray.kill(setup)
     assert done.returncode == 0, done.stderr[-3000:]
     # In some of its shutdowns Ray ends the calls on their way itself, as those of a dead actor.
     assert done.stdout.startswith("LOST ")
@@ -258,8 +260,8 @@ def _namespace() -> str:
     return str(ray.get_runtime_context().namespace)
 
 
-def test_without_ray_a_session_is_refused(seats: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = trainer(seats[:1], small(1.0))
+def test_without_ray_a_session_is_refused(setups: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = trainer(setups[:1], small(1.0))
     with monkeypatch.context() as patched:
         patched.setattr(ray, "is_initialized", lambda: False)
         try:
@@ -275,7 +277,7 @@ def test_calls_end_with_ray_although_its_own_futures_do_not(cluster: Any, monkey
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     call: Future[Any] = Future()
 
-    VIGIL.attend(call, "worker 7")
+    ACTOR_WATCH.attend(call, "worker 7")
 
     with pytest.raises(ConnectionError, match="shut down before worker 7"):
         call.result(PATIENCE)

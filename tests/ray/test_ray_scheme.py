@@ -39,16 +39,16 @@ def get(ref: Any) -> Any:
     return ray.get(ref, timeout=PATIENCE)
 
 
-def test_actors_with_the_mixin_answer_and_serve_what_was_sent(seats: list[Any], trainer: Any) -> None:
-    sender = trainer(seats, small(3.0))
+def test_actors_with_the_mixin_answer_and_serve_what_was_sent(setups: list[Any], trainer: Any) -> None:
+    sender = trainer(setups, small(3.0))
 
     report = sender.send(timeout=PATIENCE)
 
     assert report.ok
     assert [Evidence.ANSWER, Evidence.ANSWER] == [report[worker].evidence for worker in report]
-    assert [{3.0}, {3.0}] == get([seat.shows.remote() for seat in seats])
-    assert [1, 1] == get([seat.version.remote() for seat in seats])
-    assert sender.digest() == get(seats[0].do.remote(_digest))
+    assert [{3.0}, {3.0}] == get([setup.shows.remote() for setup in setups])
+    assert [1, 1] == get([setup.version.remote() for setup in setups])
+    assert sender.digest() == get(setups[0].do.remote(_digest))
 
 
 def _digest(actor: Any) -> bytes:
@@ -56,21 +56,21 @@ def _digest(actor: Any) -> bytes:
 
 
 def test_one_put_serves_all_workers_and_a_late_joiner(
-    seats: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch
+    setups: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     puts: list[Any] = []
     real = ray.put
     monkeypatch.setattr(ray, "put", lambda *args, **kwargs: (puts.append(args), real(*args, **kwargs))[1])
-    sender = trainer(seats[:1], small(1.0))
+    sender = trainer(setups[:1], small(1.0))
 
     sender.send(timeout=PATIENCE)
-    sender.add_worker(1, seats[1])
-    _until(lambda: sender.poll() is None and sender.roll[1].served == 1)
+    sender.add_worker(1, setups[1])
+    _until(lambda: sender.poll() is None and sender.workers[1].served == 1)
     assert len(puts) == 1
 
     sender.send(small(2.0), timeout=PATIENCE)
     assert len(puts) == 2
-    assert [{2.0}, {2.0}] == get([seat.shows.remote() for seat in seats])
+    assert [{2.0}, {2.0}] == get([setup.shows.remote() for setup in setups])
 
 
 def _until(condition: Any) -> None:
@@ -81,8 +81,8 @@ def _until(condition: Any) -> None:
     raise AssertionError("it did not come about")
 
 
-def test_a_row_of_the_store_is_let_go_with_its_sender(seats: list[Any], trainer: Any) -> None:
-    sender = trainer(seats, small(1.0))
+def test_a_row_of_the_store_is_let_go_with_its_sender(setups: list[Any], trainer: Any) -> None:
+    sender = trainer(setups, small(1.0))
     sender.send(timeout=PATIENCE)
     shelf = sender._scheme._links._flat._shelf
     assert len(shelf._rows) == 1
@@ -92,12 +92,12 @@ def test_a_row_of_the_store_is_let_go_with_its_sender(seats: list[Any], trainer:
     assert len(shelf._rows) == 0
 
 
-def test_the_payload_is_read_in_place(seats: list[Any], trainer: Any) -> None:
-    get(seats[0].do.remote(_note_payloads))
+def test_the_payload_is_read_in_place(setups: list[Any], trainer: Any) -> None:
+    get(setups[0].do.remote(_note_payloads))
 
-    trainer(seats[:1], nn.Linear(300, 300)).send(timeout=PATIENCE, on_failure="report")
+    trainer(setups[:1], nn.Linear(300, 300)).send(timeout=PATIENCE, on_failure="report")
 
-    readonly, owns_memory, nbytes = get(seats[0].do.remote(lambda actor: actor.kept["payload"]))
+    readonly, owns_memory, nbytes = get(setups[0].do.remote(lambda actor: actor.kept["payload"]))
     assert readonly
     assert not owns_memory
     assert nbytes == 4 * 300 * 301
@@ -106,8 +106,8 @@ def test_the_payload_is_read_in_place(seats: list[Any], trainer: Any) -> None:
 def _note_payloads(actor: Any) -> None:
     """Look at what Ray hands to the hidden method."""
     actor.policy = nn.Linear(300, 300)
-    desk = actor._weightsync_desk("policy")
-    inner = desk.call
+    actor_server = actor._weightsync_desk("policy")
+    inner = actor_server.call
 
     def call(parcel: Any, lost: Any) -> Any:
         if parcel.payload is not None:
@@ -115,16 +115,16 @@ def _note_payloads(actor: Any) -> None:
             actor.kept["payload"] = view.readonly, view.obj.flags.owndata, view.nbytes
         return inner(parcel, lost)
 
-    desk.call = call
+    actor_server.call = call
 
 
-def test_weights_of_every_dtype_arrive_bit_by_bit(seats: list[Any], trainer: Any) -> None:
+def test_weights_of_every_dtype_arrive_bit_by_bit(setups: list[Any], trainer: Any) -> None:
     weights = _zoo(7)
-    get(seats[0].do.remote(set_policy, _zoo, 0))
+    get(setups[0].do.remote(set_policy, _zoo, 0))
 
-    trainer(seats[:1]).send(weights, timeout=PATIENCE)
+    trainer(setups[:1]).send(weights, timeout=PATIENCE)
 
-    assert get(seats[0].do.remote(lambda actor: _bits(actor.policy))) == _bits(weights)
+    assert get(setups[0].do.remote(lambda actor: _bits(actor.policy))) == _bits(weights)
 
 
 def _bits(weights: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
@@ -154,9 +154,9 @@ def test_strategy_decides_what_plain_actors_get(plain: Any, trainer: Any) -> Non
         assert get(plain.shows.remote()) == {fill}
 
 
-def test_a_plain_actor_that_raises_refuses_with_its_traceback(plain: Any, seats: list[Any], trainer: Any) -> None:
+def test_a_plain_actor_that_raises_refuses_with_its_traceback(plain: Any, setups: list[Any], trainer: Any) -> None:
     get(plain.do.remote(lambda actor: actor.kept.update({"raise": True})))
-    sender = trainer([plain, seats[0]], small(5.0))
+    sender = trainer([plain, setups[0]], small(5.0))
 
     with pytest.raises(RefusedError, match="these weights are not for me") as refused:
         sender.send(timeout=PATIENCE)
@@ -172,51 +172,51 @@ def test_a_plain_actor_that_raises_refuses_with_its_traceback(plain: Any, seats:
     assert sender.send(timeout=PATIENCE).ok
 
 
-def test_one_sender_serves_both_kinds(plain: Any, seats: list[Any], trainer: Any) -> None:
-    report = trainer([seats[0], plain], small(6.0)).send(timeout=PATIENCE)
+def test_one_sender_serves_both_kinds(plain: Any, setups: list[Any], trainer: Any) -> None:
+    report = trainer([setups[0], plain], small(6.0)).send(timeout=PATIENCE)
 
     assert [Evidence.ANSWER, Evidence.CALL] == [report[worker].evidence for worker in report]
 
 
-def test_an_update_that_does_not_fit_is_refused_and_nothing_changes(seats: list[Any], trainer: Any) -> None:
-    sender = trainer(seats[:1])
+def test_an_update_that_does_not_fit_is_refused_and_nothing_changes(setups: list[Any], trainer: Any) -> None:
+    sender = trainer(setups[:1])
     sender.send(small(1.0), timeout=PATIENCE)
 
     with pytest.raises(RefusedError) as refused:
         sender.send({"other": torch.zeros(3)}, timeout=PATIENCE)
 
     assert refused.value.report[0].evidence is Evidence.ANSWER
-    assert get(seats[0].shows.remote()) == {1.0}
+    assert get(setups[0].shows.remote()) == {1.0}
     assert sender.send(filled(small(), 2.0), timeout=PATIENCE).ok
 
 
 @pytest.mark.parametrize("how", ["model", "context"])
-def test_an_actor_may_initialise_its_own_scheme(seats: list[Any], trainer: Any, how: str) -> None:
-    assert get(seats[0].do.remote(init_by_hand, how)) == "uninitialized"
+def test_an_actor_may_initialise_its_own_scheme(setups: list[Any], trainer: Any, how: str) -> None:
+    assert get(setups[0].do.remote(init_by_hand, how)) == "uninitialized"
 
-    trainer(seats[:1], small(8.0)).send(timeout=PATIENCE)
+    trainer(setups[:1], small(8.0)).send(timeout=PATIENCE)
 
-    assert get(seats[0].shows.remote()) == {8.0}
-    assert get(seats[0].do.remote(lambda actor: actor.kept["scheme"].get_receiver().version)) == 1
+    assert get(setups[0].shows.remote()) == {8.0}
+    assert get(setups[0].do.remote(lambda actor: actor.kept["scheme"].get_receiver().version)) == 1
 
 
-def test_a_model_may_come_into_being_after_the_handshake(seats: list[Any], trainer: Any) -> None:
-    get(seats[0].do.remote(_without_model))
-    sender = trainer(seats[:1], small(9.0), model_id="critic")
-    get(seats[0].do.remote(lambda actor: actor.__dict__.update(critic=small())))
+def test_a_model_may_come_into_being_after_the_handshake(setups: list[Any], trainer: Any) -> None:
+    get(setups[0].do.remote(_without_model))
+    sender = trainer(setups[:1], small(9.0), model_id="critic")
+    get(setups[0].do.remote(lambda actor: actor.__dict__.update(critic=small())))
 
     assert sender.send(timeout=PATIENCE).ok
-    assert get(seats[0].do.remote(lambda actor: constants(actor.critic.state_dict()))) == {9.0}
+    assert get(setups[0].do.remote(lambda actor: constants(actor.critic.state_dict()))) == {9.0}
 
 
-def test_a_model_may_be_initialised_after_the_handshake(seats: list[Any], trainer: Any) -> None:
-    get(seats[0].do.remote(lambda actor: actor.__dict__.update(critic=nn.LazyLinear(3))))
+def test_a_model_may_be_initialised_after_the_handshake(setups: list[Any], trainer: Any) -> None:
+    get(setups[0].do.remote(lambda actor: actor.__dict__.update(critic=nn.LazyLinear(3))))
     source = nn.Linear(4, 3)
-    sender = trainer(seats[:1], source, model_id="critic")
-    get(seats[0].do.remote(lambda actor: actor.critic(torch.zeros(1, 4))))
+    sender = trainer(setups[:1], source, model_id="critic")
+    get(setups[0].do.remote(lambda actor: actor.critic(torch.zeros(1, 4))))
 
     assert sender.send(timeout=PATIENCE).ok
-    assert torch.equal(get(seats[0].do.remote(lambda actor: actor.critic.weight.detach())), source.weight)
+    assert torch.equal(get(setups[0].do.remote(lambda actor: actor.critic.weight.detach())), source.weight)
 
 
 def _without_model(actor: Any) -> None:
@@ -224,16 +224,16 @@ def _without_model(actor: Any) -> None:
     actor.__dict__.pop("critic", None)
 
 
-def test_weights_for_a_model_that_is_not_there_are_a_loss_that_says_so(seats: list[Any], trainer: Any) -> None:
-    get(seats[0].do.remote(_without_model))
-    sender = trainer(seats[:1], small(9.0), model_id="critic")
+def test_weights_for_a_model_that_is_not_there_are_a_loss_that_says_so(setups: list[Any], trainer: Any) -> None:
+    get(setups[0].do.remote(_without_model))
+    sender = trainer(setups[:1], small(9.0), model_id="critic")
 
     report = sender.send(timeout=PATIENCE, on_failure="report")
 
     assert report[0].kind is OutcomeKind.LOST
     assert "critic" in report[0].reason
-    get(seats[0].do.remote(lambda actor: actor.__dict__.update(critic=small())))
-    sender.add_worker(0, seats[0])
+    get(setups[0].do.remote(lambda actor: actor.__dict__.update(critic=small())))
+    sender.add_worker(0, setups[0])
     assert sender.send(timeout=PATIENCE).ok
 
 
@@ -242,28 +242,28 @@ def _ambiguous(actor: Any) -> None:
     actor.policy = actor.module = small()
 
 
-def test_another_models_weights_never_go_into_the_policy(seats: list[Any], trainer: Any) -> None:
-    get(seats[0].do.remote(_ambiguous))
+def test_another_models_weights_never_go_into_the_policy(setups: list[Any], trainer: Any) -> None:
+    get(setups[0].do.remote(_ambiguous))
 
-    report = trainer(seats[:1], small(9.0), model_id="critic").send(timeout=PATIENCE, on_failure="report")
+    report = trainer(setups[:1], small(9.0), model_id="critic").send(timeout=PATIENCE, on_failure="report")
 
     assert report[0].kind is OutcomeKind.LOST
-    assert get(seats[0].shows.remote()) == {0.0}
+    assert get(setups[0].shows.remote()) == {0.0}
 
 
-def test_a_newer_sender_fences_an_older_one(seats: list[Any], trainer: Any) -> None:
-    older, newer = trainer(seats[:1], small(1.0)), trainer(seats[:1], small(2.0))
+def test_a_newer_sender_fences_an_older_one(setups: list[Any], trainer: Any) -> None:
+    older, newer = trainer(setups[:1], small(1.0)), trainer(setups[:1], small(2.0))
     newer.send(timeout=PATIENCE)
 
     report = older.send(timeout=PATIENCE, on_failure="report")
 
     assert report[0].kind is OutcomeKind.LOST
     assert report[0].fence == newer.incarnation
-    assert get(seats[0].shows.remote()) == {2.0}
+    assert get(setups[0].shows.remote()) == {2.0}
 
 
-def test_copies_carry_the_actors_and_owe_nothing(seats: list[Any], trainer: Any) -> None:
-    sender = trainer(seats[:1], small(1.0))
+def test_copies_carry_the_actors_and_owe_nothing(setups: list[Any], trainer: Any) -> None:
+    sender = trainer(setups[:1], small(1.0))
     sender.send_async()
 
     twin = copy.copy(sender)
@@ -275,7 +275,7 @@ def test_copies_carry_the_actors_and_owe_nothing(seats: list[Any], trainer: Any)
     with twin:
         assert (twin.state, twin.worker_ids) == (State.UNINITIALIZED, (0,))
         assert twin.send(small(2.0), timeout=PATIENCE).ok
-    assert get(seats[0].shows.remote()) == {2.0}
+    assert get(setups[0].shows.remote()) == {2.0}
     travelled = ray.get(ray.put(sender._scheme))
     assert isinstance(travelled, RayWeightSyncScheme)
     assert travelled.strategy == "state_dict"
@@ -287,16 +287,16 @@ def test_what_is_no_actor_is_refused_at_init(cluster: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"num_workers": 3}, {"num_collectors": 1}])
-def test_what_init_lacks_is_named(seats: list[Any], given: dict[str, Any]) -> None:
-    scheme, actors = RayWeightSyncScheme(), {"remote_collectors": seats} if given else {}
+def test_what_init_lacks_is_named(setups: list[Any], given: dict[str, Any]) -> None:
+    scheme, actors = RayWeightSyncScheme(), {"remote_collectors": setups} if given else {}
 
     with pytest.raises(ConfigurationError, match=r"remote_collectors|num_"):
         scheme.init_on_sender("policy", model=small(), **actors, **given)
 
 
-def test_a_context_gives_what_is_not_given(seats: list[Any]) -> None:
+def test_a_context_gives_what_is_not_given(setups: list[Any]) -> None:
     class Trainer:
-        actor_refs = seats
+        actor_refs = setups
         num_collectors = 2
 
         def get_model(self, model_id: str) -> nn.Module:
@@ -306,7 +306,7 @@ def test_a_context_gives_what_is_not_given(seats: list[Any]) -> None:
     with RayWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", context)
         assert scheme.get_sender().send(timeout=PATIENCE).ok
-    assert get(seats[1].shows.remote()) == {4.0}
+    assert get(setups[1].shows.remote()) == {4.0}
 
 
 def test_nixl_says_at_construction_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,22 +335,22 @@ def _serves(actor: Any) -> int | None:
     return actor.kept["scheme"].get_receiver().version
 
 
-def test_generation_b_connects_and_sends(seats: list[Any]) -> None:
-    assert (True, True) == get(seats[1].do.remote(_as_in_generation_b))
+def test_generation_b_connects_and_sends(setups: list[Any]) -> None:
+    assert (True, True) == get(setups[1].do.remote(_as_in_generation_b))
     scheme = RayWeightSyncScheme("tensordict", backend="gloo")
-    context = SimpleNamespace(remote_collectors=seats, num_collectors=2, policy=small(3.0))
+    context = SimpleNamespace(remote_collectors=setups, num_collectors=2, policy=small(3.0))
     scheme.init_on_sender(model_id="policy", context=context)
     try:
         scheme.connect()
         assert scheme.synchronized_on_sender
-        assert [{3.0}, {3.0}] == get([seat.shows.remote() for seat in seats])
+        assert [{3.0}, {3.0}] == get([setup.shows.remote() for setup in setups])
 
         report = scheme.send(small(4.0), worker_ids=[1])
         assert report[1].evidence is Evidence.ANSWER
-        assert [{3.0}, {4.0}] == get([seat.shows.remote() for seat in seats])
-        assert get(seats[1].do.remote(_serves)) == 2
+        assert [{3.0}, {4.0}] == get([setup.shows.remote() for setup in setups])
+        assert get(setups[1].do.remote(_serves)) == 2
         assert scheme.send({0: small(5.0), 1: small(6.0)}).ok
-        assert [{5.0}, {6.0}] == get([seat.shows.remote() for seat in seats])
+        assert [{5.0}, {6.0}] == get([setup.shows.remote() for setup in setups])
     finally:
         scheme.shutdown()
 
@@ -359,10 +359,10 @@ def test_generation_b_connects_and_sends(seats: list[Any]) -> None:
 
 
 def test_a_link_that_begins_in_the_middle_is_refused_at_once() -> None:
-    desk = ray_server.Desk("policy")
+    actor_server = ray_server.ActorServer("policy")
 
     with pytest.raises(ConnectionError, match="restarted"):
-        desk.call(_parcel(number=3), ())
+        actor_server.call(_parcel(number=3), ())
 
 
 def _parcel(number: int) -> Any:
@@ -371,14 +371,14 @@ def _parcel(number: int) -> Any:
 
 def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_server, "PATIENCE_FOR_ORDER", 0.1)
-    desk = ray_server.Desk("policy")
+    actor_server = ray_server.ActorServer("policy")
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
-    desk = ray_server.desk_of("policy")
+    actor_server = ray_server.actor_server_of("policy")
     try:
-        assert desk.call(_parcel(0), ())
+        assert actor_server.call(_parcel(0), ())
         with pytest.raises(ConnectionError, match="begun before"):
-            desk.call(_parcel(2), ())
+            actor_server.call(_parcel(2), ())
         with pytest.raises(ConnectionError, match="no sender any more"):
             scheme.get_receiver().receive(timeout=0)
         assert scheme.get_receiver().state is State.UNINITIALIZED
@@ -390,12 +390,12 @@ def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest
 def test_calls_that_were_lost_are_not_waited_for() -> None:
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
-    desk = ray_server.desk_of("policy")
+    actor_server = ray_server.actor_server_of("policy")
     try:
-        desk.call(_parcel(0), ())
-        answer = desk._door.knock(_parcel(2))
-        desk._door.skip(_parcel(2), (1,))
-        assert not desk._door.awaits_turn(_parcel(2))
+        actor_server.call(_parcel(0), ())
+        answer = actor_server._call_server.submit(_parcel(2))
+        actor_server._call_server.skip(_parcel(2), (1,))
+        assert not actor_server._call_server.awaits_turn(_parcel(2))
         assert not answer.done()
     finally:
         scheme.close()
@@ -408,21 +408,21 @@ def _has_key(_: Any, key: str | None) -> None:
         os.environ["WEIGHTSYNC_KEY"] = key
 
 
-def test_an_actor_with_a_key_takes_weights_from_whoever_has_it_alone(seats: list[Any], trainer: Any) -> None:
-    seat = seats[0]
-    ray.get(seat.do.remote(_has_key, "k"))
+def test_an_actor_with_a_key_takes_weights_from_whoever_has_it_alone(setups: list[Any], trainer: Any) -> None:
+    setup = setups[0]
+    ray.get(setup.do.remote(_has_key, "k"))
     try:
-        sender = trainer([seat], small(1.0), key="k")
+        sender = trainer([setup], small(1.0), key="k")
         assert sender.send(timeout=PATIENCE).version == 1
         with pytest.raises(WorkerLostError, match="another key"):
-            trainer([seat], small(66.0), key="another").send(timeout=PATIENCE)
+            trainer([setup], small(66.0), key="another").send(timeout=PATIENCE)
         with pytest.raises(WorkerLostError, match="has a key and this process has none"):
-            trainer([seat], small(66.0)).send(timeout=PATIENCE)
+            trainer([setup], small(66.0)).send(timeout=PATIENCE)
 
         assert sender.send(small(2.0), timeout=PATIENCE).version == 2
-        assert get(seat.shows.remote()) == {2.0}
+        assert get(setup.shows.remote()) == {2.0}
     finally:
-        ray.get(seat.do.remote(_has_key, None))
+        ray.get(setup.do.remote(_has_key, None))
 
 
 def _takes_key(actor: Any, key: str | None) -> str:
@@ -431,58 +431,58 @@ def _takes_key(actor: Any, key: str | None) -> str:
 
 
 def test_an_actor_takes_its_key_from_its_class_and_transports_that_of_their_scheme(
-    seats: list[Any], trainer: Any
+    setups: list[Any], trainer: Any
 ) -> None:
-    seat = seats[0]
-    get(seat.do.remote(_takes_key, "k"))
+    setup = setups[0]
+    get(setup.do.remote(_takes_key, "k"))
     try:
-        assert trainer([seat], small(1.0), key="k").send(timeout=PATIENCE).ok
+        assert trainer([setup], small(1.0), key="k").send(timeout=PATIENCE).ok
         with pytest.raises(WorkerLostError, match="has a key and this process has none"):
-            trainer([seat], small(66.0)).send(timeout=PATIENCE)
+            trainer([setup], small(66.0)).send(timeout=PATIENCE)
         for scheme in (RayWeightSyncScheme("tensordict", key="k"), RayModuleTransformScheme("tensordict", key="k")):
-            transport = scheme.create_transport(seat)
+            transport = scheme.create_transport(setup)
             assert transport.send_weights("policy", small(2.0), timeout=PATIENCE).ok
             transport.close()
         with pytest.raises(WorkerLostError, match="another key"):
-            RayWeightSyncScheme(key="another").create_transport(seat).send_weights("policy", small(66.0))
+            RayWeightSyncScheme(key="another").create_transport(setup).send_weights("policy", small(66.0))
 
-        assert get(seat.shows.remote()) == {2.0}
+        assert get(setup.shows.remote()) == {2.0}
     finally:
-        get(seat.do.remote(_takes_key, None))
+        get(setup.do.remote(_takes_key, None))
 
 
-def test_what_is_sealed_for_one_actor_is_believed_by_no_other(seats: list[Any]) -> None:
-    ours, other = get([seat.do.remote(_takes_key, "k") for seat in seats])
+def test_what_is_sealed_for_one_actor_is_believed_by_no_other(setups: list[Any]) -> None:
+    ours, other = get([setup.do.remote(_takes_key, "k") for setup in setups])
     try:
         seal = KeyedSeal(SharedKey("k"), Identity(WAY, "policy", ours, "a" * 32), "the actor")
         call = ("policy", "a" * 32, 0, seal.frame(0, Hello(model_id="policy", incarnation=1), None), None, ())
         assert (len(ours) > 8, ours != other) == (True, True)
 
         with pytest.raises(AuthenticationError, match="has another key"):
-            seal.brought(get(seats[1]._weightsync_call.remote(*call)))
+            seal.brought(get(setups[1]._weightsync_call.remote(*call)))
         with pytest.raises(Challenged):
-            seal.brought(get(seats[0]._weightsync_call.remote(*call)))
+            seal.brought(get(setups[0]._weightsync_call.remote(*call)))
     finally:
-        get([seat.do.remote(_takes_key, None) for seat in seats])
+        get([setup.do.remote(_takes_key, None) for setup in setups])
 
 
 def test_a_strangers_call_takes_no_answer_of_a_link_and_skips_none_of_its_calls() -> None:
     scheme = RayWeightSyncScheme(key="k")
     scheme.init_on_worker("policy", context=SimpleNamespace())  # its model comes later: the handshake stays unanswered
-    desk = ray_server.desk_of("policy")
+    actor_server = ray_server.actor_server_of("policy")
     try:
         seal = KeyedSeal(SharedKey("k"), Identity(WAY, "policy", ray_server.own_actor(), "a link"), "the actor")
         hello = Hello(model_id="policy", incarnation=1)
         with pytest.raises(Challenged):
-            seal.brought(desk.call(Parcel("a link", 0, seal.frame(0, hello, None)), ()))
-        assert desk.call(Parcel("a link", 0, seal.again(0)), ()) == []
-        before = list(desk._unanswered)
+            seal.brought(actor_server.call(Parcel("a link", 0, seal.frame(0, hello, None)), ()))
+        assert actor_server.call(Parcel("a link", 0, seal.again(0)), ()) == []
+        before = list(actor_server._unanswered)
 
         for frame in (encode(hello), b"WSYK" + bytes(60)):
-            [refused] = desk.call(Parcel("a link", 1, frame), (1, 2, 3))
+            [refused] = actor_server.call(Parcel("a link", 1, frame), (1, 2, 3))
             assert refused[4] == Kind.REFUSED
-        assert before == list(desk._unanswered) == ["a link"]
-        assert desk._door.awaits_turn(Parcel("a link", 1, b""))
+        assert before == list(actor_server._unanswered) == ["a link"]
+        assert actor_server._call_server.awaits_turn(Parcel("a link", 1, b""))
     finally:
         scheme.close()
         ray_server._desks.clear()

@@ -22,7 +22,7 @@ from striking import PATIENCE, At, Field, Hand, Place, TrainerAt, add_worker, go
 
 from weightsync import RayWeightSyncScheme, WeightSyncActor
 from weightsync.schemes import ray_server
-from weightsync.transports.ray import client as couriers
+from weightsync.transports.ray import client as call_clients
 
 pytestmark = pytest.mark.slow
 
@@ -83,12 +83,12 @@ class Here(Hand):
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.seat = SimpleNamespace(kept={}, schemes=[], model=None)
+        self.setup = SimpleNamespace(kept={}, schemes=[], model=None)
         self._thread = ThreadPoolExecutor(1)
         self._told: list[Future[Any]] = []
 
     def tell(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self._told.append(self._thread.submit(function, self.seat, *arguments))
+        self._told.append(self._thread.submit(function, self.setup, *arguments))
 
     def answer(self) -> Any:
         return self._told.pop(0).result(PATIENCE)
@@ -103,7 +103,7 @@ class Here(Hand):
     kill = resume
 
     def end(self) -> None:
-        for scheme in self.seat.schemes:
+        for scheme in self.setup.schemes:
             scheme.close()
         self._thread.shutdown()
 
@@ -112,7 +112,7 @@ class RayField(Field):
     """Two actors, and a trainer in the test's process or in an actor of its own."""
 
     worker_payload = Place(ray_server.__name__, "WeightReceiver", "_verified", after=True)
-    trainer_payload = Place(couriers.__name__, "ActorCourier", "_begin", after=True)
+    trainer_payload = Place(call_clients.__name__, "ActorCallClient", "_begin", after=True)
     receives = False
 
     def __init__(self, victim: Any, other: Any, trainer: Hand, spare: Any = None) -> None:
@@ -137,22 +137,22 @@ class RayField(Field):
         return self.here
 
 
-def listen(seat: Any) -> None:
+def listen(setup: Any) -> None:
     """Make a receiver that calls drive."""
-    seat.model = seat.policy = megabytes()
+    setup.model = setup.policy = megabytes()
     scheme = RayWeightSyncScheme()
-    seat.schemes.append(scheme)
-    scheme.init_on_worker("policy", model=seat.model)
-    seat.receiver = scheme.get_receiver()
+    setup.schemes.append(scheme)
+    scheme.init_on_worker("policy", model=setup.model)
+    setup.receiver = scheme.get_receiver()
 
 
-def command(seat: Any, actors: list[Any]) -> None:
+def command(setup: Any, actors: list[Any]) -> None:
     """Make a sender."""
-    seat.model = megabytes()
+    setup.model = megabytes()
     scheme = RayWeightSyncScheme()
-    seat.schemes.append(scheme)
-    scheme.init_on_sender("policy", remote_collectors=actors, model=seat.model)
-    seat.kept["sender"] = scheme.get_sender()
+    setup.schemes.append(scheme)
+    scheme.init_on_sender("policy", remote_collectors=actors, model=setup.model)
+    setup.kept["sender"] = scheme.get_sender()
 
 
 @pytest.fixture(scope="module")

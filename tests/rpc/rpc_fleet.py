@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fleet import PATIENCE, Seat, Worker, constants, filled, small
+from fleet import PATIENCE, Worker, WorkerSetup, constants, filled, small
 from rpc_over import TCP
 from torch import nn
 from torch.distributed import rpc
@@ -80,7 +80,7 @@ class World:
 # -------------------------------------------------------------------------------------- what anybody can be told
 
 
-def enter(seat: Seat, name: str, rank: int, size: int, options: dict[str, Any]) -> int:
+def enter(setup: WorkerSetup, name: str, rank: int, size: int, options: dict[str, Any]) -> int:
     """Join an RPC world."""
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, **options)
     with warnings.catch_warnings():
@@ -89,89 +89,89 @@ def enter(seat: Seat, name: str, rank: int, size: int, options: dict[str, Any]) 
     return os.getpid()
 
 
-def depart(seat: Seat, graceful: bool = False) -> float:
+def depart(setup: WorkerSetup, graceful: bool = False) -> float:
     """Shut RPC down; the seconds that took."""
     started = time.monotonic()
     rpc.shutdown(graceful=graceful)
     return time.monotonic() - started
 
 
-def retire(seat: Seat) -> None:
+def retire(setup: WorkerSetup) -> None:
     """Close whatever was made."""
-    for thing in [seat.scheme, *seat.kept.values()]:
+    for thing in [setup.scheme, *setup.kept.values()]:
         close = getattr(thing, "close", None)
         if close is not None:
             close()
-    seat.scheme, seat.model, seat.receiver, seat.kept = None, None, None, {}
+    setup.scheme, setup.model, setup.receiver, setup.kept = None, None, None, {}
 
 
 # ---------------------------------------------------------------------------------------- what a worker can be told
 
 
-def listen(seat: Seat, make: Callable[..., nn.Module] = small, model_id: str = "policy") -> None:
+def listen(setup: WorkerSetup, make: Callable[..., nn.Module] = small, model_id: str = "policy") -> None:
     """Make a receiver."""
-    seat.scheme, seat.model = RPCWeightSyncScheme(), make()
-    seat.scheme.init_on_worker(model_id, model=seat.model)
-    seat.receiver = seat.scheme.get_receiver()
-    seat.kept[model_id] = seat.scheme
+    setup.scheme, setup.model = RPCWeightSyncScheme(), make()
+    setup.scheme.init_on_worker(model_id, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
+    setup.kept[model_id] = setup.scheme
 
 
-def take(seat: Seat, timeout: float | None = PATIENCE) -> bool:
-    return bool(seat.receiver.receive(timeout=timeout))
+def take(setup: WorkerSetup, timeout: float | None = PATIENCE) -> bool:
+    return bool(setup.receiver.receive(timeout=timeout))
 
 
-def shows(seat: Seat) -> tuple[int | None, set[float]]:
-    return seat.receiver.version, constants(seat.model)
+def shows(setup: WorkerSetup) -> tuple[int | None, set[float]]:
+    return setup.receiver.version, constants(setup.model)
 
 
-def take_until_gone(seat: Seat) -> str:
+def take_until_gone(setup: WorkerSetup) -> str:
     """Receive until the sender is gone; what `receive` then said."""
     try:
         while True:
-            seat.receiver.receive(timeout=PATIENCE)
+            setup.receiver.receive(timeout=PATIENCE)
     except ConnectionError as error:
         return str(error)
 
 
-def state_dict(seat: Seat) -> dict[str, Any]:
-    return {name: tensor.clone() for name, tensor in seat.model.state_dict().items()}
+def state_dict(setup: WorkerSetup) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in setup.model.state_dict().items()}
 
 
 # --------------------------------------------------------------------------------------- what the trainer can be told
 
 
-def command(seat: Seat, names: list[Any], make: Callable[..., nn.Module] = small, given: Any = None) -> None:
+def command(setup: WorkerSetup, names: list[Any], make: Callable[..., nn.Module] = small, given: Any = None) -> None:
     """Make a sender to the workers of those names."""
-    seat.scheme, seat.model = RPCWeightSyncScheme(), make(1.0)
-    seat.scheme.init_on_sender("policy", collector_infos=names, model=seat.model, **(given or {}))
-    seat.kept["sender"] = seat.scheme.get_sender()
+    setup.scheme, setup.model = RPCWeightSyncScheme(), make(1.0)
+    setup.scheme.init_on_sender("policy", collector_infos=names, model=setup.model, **(given or {}))
+    setup.kept["sender"] = setup.scheme.get_sender()
 
 
-def send(seat: Seat, fill: float | None = None, **options: Any) -> Any:
+def send(setup: WorkerSetup, fill: float | None = None, **options: Any) -> Any:
     """Send the model, all its weights set to ``fill`` first; the report."""
     if fill is not None:
-        filled(seat.model, fill)
-    return seat.kept["sender"].send(**{"timeout": PATIENCE, **options})
+        filled(setup.model, fill)
+    return setup.kept["sender"].send(**{"timeout": PATIENCE, **options})
 
 
-def send_async(seat: Seat, fill: float, **options: Any) -> Any:
-    filled(seat.model, fill)
-    return seat.kept["sender"].send_async(**options)
+def send_async(setup: WorkerSetup, fill: float, **options: Any) -> Any:
+    filled(setup.model, fill)
+    return setup.kept["sender"].send_async(**options)
 
 
-def wait_async(seat: Seat, **options: Any) -> Any:
-    return seat.kept["sender"].wait_async(**{"timeout": PATIENCE, **options})
+def wait_async(setup: WorkerSetup, **options: Any) -> Any:
+    return setup.kept["sender"].wait_async(**{"timeout": PATIENCE, **options})
 
 
-def sender_state(seat: Seat) -> tuple[str, int, list[str]]:
-    sender = seat.kept["sender"]
-    return sender.state.value, sender.version, [entry.standing.name for entry in sender.roll.values()]
+def sender_state(setup: WorkerSetup) -> tuple[str, int, list[str]]:
+    sender = setup.kept["sender"]
+    return sender.state.value, sender.version, [entry.link_state.name for entry in sender.workers.values()]
 
 
-def attempt(seat: Seat, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def attempt(setup: WorkerSetup, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Do something that must fail in one of our ways; the error."""
     try:
-        function(seat, *arguments, **options)
+        function(setup, *arguments, **options)
     except WeightSyncError as error:
         return error
     return None
@@ -190,6 +190,6 @@ def odd(fill: float = 0.0) -> nn.Module:
     return model
 
 
-def send_odd(seat: Seat) -> Any:
-    seat.model = odd(1.0)
-    return seat.kept["sender"].send(seat.model, timeout=PATIENCE)
+def send_odd(setup: WorkerSetup) -> Any:
+    setup.model = odd(1.0)
+    return setup.kept["sender"].send(setup.model, timeout=PATIENCE)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Seat, constants, small
+from fleet import PATIENCE, WorkerSetup, constants, small
 from rpc_fleet import World, attempt, command, listen, odd, retire, send, shows, take
 from tensordict import TensorDict
 from torch.distributed import rpc
@@ -68,21 +68,25 @@ class Keeping(Collector):
 
 
 def command_collectors(
-    seat: Seat, kind: Any, names: list[str], strategy: str = "state_dict", told: tuple[str, ...] = ("infos", "class")
+    setup: WorkerSetup,
+    kind: Any,
+    names: list[str],
+    strategy: str = "state_dict",
+    told: tuple[str, ...] = ("infos", "class"),
 ) -> None:
-    rrefs = seat.kept["rrefs"] = [rpc.remote(name, kind) for name in names]
+    rrefs = setup.kept["rrefs"] = [rpc.remote(name, kind) for name in names]
     given: dict[str, Any] = {"collector_rrefs": rrefs}
     if "infos" in told:
         given["collector_infos"] = [rpc.get_worker_info(name) for name in names]
     if "class" in told:
         given["collector_class"] = kind
-    seat.scheme, seat.model = RPCWeightSyncScheme(strategy), small(1.0)
-    seat.scheme.init_on_sender("policy", model=seat.model, **given)
-    seat.kept["sender"] = seat.scheme.get_sender()
+    setup.scheme, setup.model = RPCWeightSyncScheme(strategy), small(1.0)
+    setup.scheme.init_on_sender("policy", model=setup.model, **given)
+    setup.kept["sender"] = setup.scheme.get_sender()
 
 
-def shown(seat: Seat, index: int = 0) -> Any:
-    return seat.kept["rrefs"][index].rpc_sync(timeout=PATIENCE).shown()
+def shown(setup: WorkerSetup, index: int = 0) -> Any:
+    return setup.kept["rrefs"][index].rpc_sync(timeout=PATIENCE).shown()
 
 
 @pytest.fixture
@@ -118,10 +122,10 @@ def test_a_method_like_that_of_torchrls_collectors_is_given_a_tensordict(trainer
         assert trainer.do(shown) == ("TensorDict", {fill})
 
 
-def over_the_documented_transport(seat: Seat, kind: Any, name: str, fill: float, registered: bool) -> Any:
+def over_the_documented_transport(setup: WorkerSetup, kind: Any, name: str, fill: float, registered: bool) -> Any:
     """By ``(collector_info, collector_rref, collector_class)``: the transport itself, or a sender given the tuple."""
     scheme, rref = RPCWeightSyncScheme(), rpc.remote(name, kind)
-    seat.kept["rrefs"], three = [rref], (rpc.get_worker_info(name), rref, kind)
+    setup.kept["rrefs"], three = [rref], (rpc.get_worker_info(name), rref, kind)
     if registered:
         with scheme.create_sender() as sender:
             sender._register_worker(0, three)
@@ -168,13 +172,13 @@ def test_weights_of_every_dtype_reach_a_collector(trainer: Any) -> None:
     assert torch.equal(expected["strided"], found["strided"])
 
 
-def send_odd_to_collector(seat: Seat) -> Any:
-    seat.scheme.model = odd(1.0)
-    return seat.kept["sender"].send(timeout=PATIENCE)
+def send_odd_to_collector(setup: WorkerSetup) -> Any:
+    setup.scheme.model = odd(1.0)
+    return setup.kept["sender"].send(timeout=PATIENCE)
 
 
-def given(seat: Seat) -> Any:
-    found = seat.kept["rrefs"][0].rpc_sync(timeout=PATIENCE).given()
+def given(setup: WorkerSetup) -> Any:
+    found = setup.kept["rrefs"][0].rpc_sync(timeout=PATIENCE).given()
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
@@ -203,13 +207,13 @@ def test_a_process_without_weightsync_is_a_plain_collector(world: World, trainer
         world.workers[2].do(unhide, "weightsync.transports.rpc")
 
 
-def hide(seat: Seat, module: str) -> None:
-    seat.kept["hidden"] = sys.modules[module]
+def hide(setup: WorkerSetup, module: str) -> None:
+    setup.kept["hidden"] = sys.modules[module]
     sys.modules[module] = None  # type: ignore[assignment]
 
 
-def unhide(seat: Seat, module: str) -> None:
-    sys.modules[module] = seat.kept.pop("hidden")
+def unhide(setup: WorkerSetup, module: str) -> None:
+    sys.modules[module] = setup.kept.pop("hidden")
 
 
 def test_a_collector_that_is_killed_is_lost(short_lived: Callable[..., World]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, Seat, large
+from fleet import PATIENCE, WorkerSetup, large
 from rpc_fleet import (
     World,
     attempt,
@@ -27,7 +27,7 @@ from rpc_fleet import (
 from torch.distributed import rpc
 
 from weightsync import AckTimeoutError, OutcomeKind, State, SyncError, WorkerLostError
-from weightsync.transports import rpc as door
+from weightsync.transports import rpc as call_server
 
 Make = Callable[..., World]
 #: Seconds within which a death is noticed.
@@ -61,17 +61,17 @@ def test_a_worker_killed_in_the_middle_of_a_send_is_lost_and_the_others_go_on(sh
         assert trainer.answer().ok
 
 
-def add_dead(seat: Seat, worker_id: int, name: str) -> str:
+def add_dead(setup: WorkerSetup, worker_id: int, name: str) -> str:
     """A new link to a dead rank; what is said of it."""
-    seat.kept["sender"].add_worker(worker_id, name)
+    setup.kept["sender"].add_worker(worker_id, name)
     deadline = time.monotonic() + PATIENCE
-    while sender_state(seat)[2][0] != "LOST" and time.monotonic() < deadline:
-        seat.kept["sender"].poll()
-    return str(seat.kept["sender"].roll[worker_id].reason)
+    while sender_state(setup)[2][0] != "LOST" and time.monotonic() < deadline:
+        setup.kept["sender"].poll()
+    return str(setup.kept["sender"].workers[worker_id].reason)
 
 
-def remove(seat: Seat, worker_id: int) -> None:
-    seat.kept["sender"].remove_worker(worker_id)
+def remove(setup: WorkerSetup, worker_id: int) -> None:
+    setup.kept["sender"].remove_worker(worker_id)
 
 
 def test_a_worker_dead_before_the_send_is_lost_at_once(short_lived: Make) -> None:
@@ -104,8 +104,8 @@ def test_a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(short_li
         assert world.workers[0].do(shows) == (1, {2.0})
 
 
-def send_within(seat: Seat, fill: float, timeout: float) -> Any:
-    return send(seat, fill, timeout=timeout)
+def send_within(setup: WorkerSetup, fill: float, timeout: float) -> Any:
+    return send(setup, fill, timeout=timeout)
 
 
 def test_a_trainer_that_is_killed_ends_the_workers_wait(short_lived: Make) -> None:
@@ -207,7 +207,7 @@ def test_a_call_that_is_not_ours_is_refused_without_an_answer_owed(world: World)
     assert "does not start as ours do" in refused
 
 
-def call_with(seat: Seat, frame: bytes) -> str:
+def call_with(setup: WorkerSetup, frame: bytes) -> str:
     arguments = ("a model of nobody", "a link", 0, frame, None)
-    failure: str = rpc.rpc_sync("w0", door._deliver, args=arguments, timeout=PATIENCE).failure
+    failure: str = rpc.rpc_sync("w0", call_server._deliver, args=arguments, timeout=PATIENCE).failure
     return failure

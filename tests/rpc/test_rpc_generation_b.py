@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, Seat, constants, filled, small
+from fleet import PATIENCE, WorkerSetup, constants, filled, small
 from missing import installed
 from rpc_fleet import World, retire
 from torch.distributed import rpc
@@ -57,29 +57,29 @@ def crew(world: World) -> Any:
         process.do(retire)
 
 
-def meet(seat: Seat, names: list[str]) -> bool:
+def meet(setup: WorkerSetup, names: list[str]) -> bool:
     """The trainer's side."""
-    seat.kept["context"] = context = Trainer(names)
-    seat.scheme, seat.model = WeightSyncScheme.from_backend("rpc"), context.policy
-    seat.scheme.init_on_sender(model_id="policy", context=context)
-    seat.scheme.connect(timeout=PATIENCE)
-    return bool(seat.scheme.synchronized_on_sender)
+    setup.kept["context"] = context = Trainer(names)
+    setup.scheme, setup.model = WeightSyncScheme.from_backend("rpc"), context.policy
+    setup.scheme.init_on_sender(model_id="policy", context=context)
+    setup.scheme.connect(timeout=PATIENCE)
+    return bool(setup.scheme.synchronized_on_sender)
 
 
-def meet_trainer(seat: Seat, worker_idx: int) -> set[float]:
+def meet_trainer(setup: WorkerSetup, worker_idx: int) -> set[float]:
     """A worker's side: what it serves once it is connected."""
-    seat.model, seat.scheme = small(), RPCWeightSyncScheme()
-    seat.scheme.init_on_receiver(model_id="policy", model=seat.model, worker_idx=worker_idx)
-    seat.scheme.connect(timeout=PATIENCE)
-    return constants(seat.model)
+    setup.model, setup.scheme = small(), RPCWeightSyncScheme()
+    setup.scheme.init_on_receiver(model_id="policy", model=setup.model, worker_idx=worker_idx)
+    setup.scheme.connect(timeout=PATIENCE)
+    return constants(setup.model)
 
 
-def push(seat: Seat, fill: float, worker_ids: Any = None) -> Any:
-    return seat.scheme.send(filled(seat.model, fill), worker_ids, timeout=PATIENCE)
+def push(setup: WorkerSetup, fill: float, worker_ids: Any = None) -> Any:
+    return setup.scheme.send(filled(setup.model, fill), worker_ids, timeout=PATIENCE)
 
 
-def served(seat: Seat) -> set[float]:
-    return constants(seat.model)
+def served(setup: WorkerSetup) -> set[float]:
+    return constants(setup.model)
 
 
 def test_connect_gives_the_workers_their_first_weights(crew: World) -> None:
@@ -116,22 +116,22 @@ def test_a_worker_wired_by_calls_of_rpc_does_not_keep_the_trainer_waiting(crew: 
     crew.trainer.do(end_remote)
 
 
-def meet_remote(seat: Seat, name: str) -> None:
-    rref = seat.kept["rref"] = rpc.remote(name, Remote, args=(RPCWeightSyncScheme(),))
+def meet_remote(setup: WorkerSetup, name: str) -> None:
+    rref = setup.kept["rref"] = rpc.remote(name, Remote, args=(RPCWeightSyncScheme(),))
     assert rref.rpc_sync(timeout=PATIENCE).register()
-    seat.kept["context"] = context = Trainer([name], [rref])
-    seat.scheme, seat.model = RPCWeightSyncScheme(), context.policy
-    seat.scheme.init_on_sender(model_id="policy", num_workers=1, context=context)
-    seat.scheme.connect(timeout=PATIENCE)
+    setup.kept["context"] = context = Trainer([name], [rref])
+    setup.scheme, setup.model = RPCWeightSyncScheme(), context.policy
+    setup.scheme.init_on_sender(model_id="policy", num_workers=1, context=context)
+    setup.scheme.connect(timeout=PATIENCE)
 
 
-def remote_shown(seat: Seat) -> Any:
-    return seat.kept["rref"].rpc_sync(timeout=PATIENCE).shown()
+def remote_shown(setup: WorkerSetup) -> Any:
+    return setup.kept["rref"].rpc_sync(timeout=PATIENCE).shown()
 
 
-def end_remote(seat: Seat) -> None:
-    seat.scheme.shutdown()
-    seat.kept["rref"].rpc_sync(timeout=PATIENCE).shutdown()
+def end_remote(setup: WorkerSetup) -> None:
+    setup.scheme.shutdown()
+    setup.kept["rref"].rpc_sync(timeout=PATIENCE).shutdown()
 
 
 @pytest.mark.torchrl

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Seat, large, small
+from fleet import PATIENCE, WorkerSetup, large, small
 from rpc_fleet import (
     World,
     attempt,
@@ -58,7 +58,7 @@ def test_a_version_is_applied_and_answered_for(world: World, make: Any) -> None:
         assert [worker.do(shows) for worker in world.workers] == [(1, {4.0})] * 3
 
 
-def _key(seat: Seat, key: str | None) -> None:
+def _key(setup: WorkerSetup, key: str | None) -> None:
     """The key of whatever this process makes from now on."""
     os.environ.pop("WEIGHTSYNC_KEY", None)
     if key is not None:
@@ -130,8 +130,8 @@ def test_a_subset_changes_nobody_else(world: World) -> None:
         assert world.workers[1].do(shows) == (None, {0.0})
 
 
-def send_to(seat: Seat, fill: float, worker_ids: list[int]) -> Any:
-    return send(seat, fill, worker_ids=worker_ids)
+def send_to(setup: WorkerSetup, fill: float, worker_ids: list[int]) -> Any:
+    return send(setup, fill, worker_ids=worker_ids)
 
 
 def test_the_asynchronous_form_sends_a_snapshot(world: World) -> None:
@@ -147,9 +147,9 @@ def test_the_asynchronous_form_sends_a_snapshot(world: World) -> None:
         assert world.workers[0].do(shows) == (1, {3.0})
 
 
-def overwrite(seat: Seat) -> None:
+def overwrite(setup: WorkerSetup) -> None:
     with torch.no_grad():
-        for tensor in seat.model.state_dict().values():
+        for tensor in setup.model.state_dict().values():
             tensor.fill_(-1)
 
 
@@ -171,15 +171,15 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_stay(world: World) -> N
         process.do(retire)
 
 
-def command_unknown(seat: Seat, names: list[str]) -> None:
+def command_unknown(setup: WorkerSetup, names: list[str]) -> None:
     """A sender that knows no model yet, so that its handshake tells no layout."""
-    seat.scheme = RPCWeightSyncScheme()
-    seat.scheme.init_on_sender("policy", collector_infos=names)
-    seat.kept["sender"] = seat.scheme.get_sender()
+    setup.scheme = RPCWeightSyncScheme()
+    setup.scheme.init_on_sender("policy", collector_infos=names)
+    setup.kept["sender"] = setup.scheme.get_sender()
 
 
-def send_small(seat: Seat) -> Any:
-    return seat.kept["sender"].send(small(5.0), timeout=PATIENCE)
+def send_small(setup: WorkerSetup) -> Any:
+    return setup.kept["sender"].send(small(5.0), timeout=PATIENCE)
 
 
 def test_many_versions_one_after_another(world: World) -> None:
@@ -208,8 +208,8 @@ def test_what_is_sent_before_a_receiver_listens_waits_for_it(world: World) -> No
     world.workers[0].do(retire)
 
 
-def wait_briefly(seat: Seat) -> Any:
-    return wait_async(seat, timeout=0.2)
+def wait_briefly(setup: WorkerSetup) -> Any:
+    return wait_async(setup, timeout=0.2)
 
 
 def test_waiting_calls_hold_no_thread_of_rpc(world: World) -> None:
@@ -220,13 +220,13 @@ def test_waiting_calls_hold_no_thread_of_rpc(world: World) -> None:
     world.trainer.do(retire)
 
 
-def command_many(seat: Seat, name: str, count: int) -> None:
+def command_many(setup: WorkerSetup, name: str, count: int) -> None:
     for number in range(count):
-        scheme = seat.kept[number] = RPCWeightSyncScheme()
+        scheme = setup.kept[number] = RPCWeightSyncScheme()
         scheme.init_on_sender(f"nobody's {number}", collector_infos=[name], model=small())
 
 
-def ask_pid(seat: Seat, name: str) -> int:
+def ask_pid(setup: WorkerSetup, name: str) -> int:
     pid: int = rpc.rpc_sync(name, os.getpid, timeout=PATIENCE)
     return pid
 
@@ -248,7 +248,7 @@ def comes_to_rest(world: World) -> bool:
     return not world.trainer.do(outstanding_calls)
 
 
-def outstanding_calls(seat: Seat) -> int:
+def outstanding_calls(setup: WorkerSetup) -> int:
     return int(rpc.api._get_current_rpc_agent().get_debug_info()["agent.client_active_calls"])
 
 
@@ -263,26 +263,26 @@ def test_two_models_over_one_world(world: World) -> None:
     world.workers[0].do(retire)
 
 
-def listen_two(seat: Seat) -> None:
+def listen_two(setup: WorkerSetup) -> None:
     for model_id, make in (("actor", small), ("critic", large)):
-        scheme = seat.kept[model_id] = RPCWeightSyncScheme()
+        scheme = setup.kept[model_id] = RPCWeightSyncScheme()
         scheme.init_on_worker(model_id, model=make())
 
 
-def command_two(seat: Seat) -> None:
+def command_two(setup: WorkerSetup) -> None:
     for model_id, model in (("actor", small(1.0)), ("critic", large(2.0))):
-        scheme = seat.kept[model_id] = RPCWeightSyncScheme()
+        scheme = setup.kept[model_id] = RPCWeightSyncScheme()
         scheme.init_on_sender(model_id, collector_infos=["w0"], model=model)
 
 
-def send_two(seat: Seat) -> None:
-    for scheme in seat.kept.values():
+def send_two(setup: WorkerSetup) -> None:
+    for scheme in setup.kept.values():
         scheme.get_sender().send_async()
 
 
-def take_two(seat: Seat) -> dict[str, set[float]]:
+def take_two(setup: WorkerSetup) -> dict[str, set[float]]:
     found = {}
-    for model_id, scheme in seat.kept.items():
+    for model_id, scheme in setup.kept.items():
         receiver = scheme.get_receiver()
         assert receiver.receive(timeout=PATIENCE)
         found[model_id] = {
@@ -291,8 +291,8 @@ def take_two(seat: Seat) -> dict[str, set[float]]:
     return found
 
 
-def wait_two(seat: Seat) -> bool:
-    return all(scheme.get_sender().wait_async(timeout=PATIENCE).ok for scheme in seat.kept.values())
+def wait_two(setup: WorkerSetup) -> bool:
+    return all(scheme.get_sender().wait_async(timeout=PATIENCE).ok for scheme in setup.kept.values())
 
 
 def test_a_second_sender_fences_the_first(world: World) -> None:
@@ -342,8 +342,8 @@ def test_a_receiver_that_closes_leaves_the_roll_and_another_may_come(world: Worl
         assert world.workers[0].do(shows) == (2, {2.0})
 
 
-def add_again(seat: Seat, worker_id: int, name: str) -> None:
-    seat.kept["sender"].add_worker(worker_id, name)
+def add_again(setup: WorkerSetup, worker_id: int, name: str) -> None:
+    setup.kept["sender"].add_worker(worker_id, name)
 
 
 def test_one_receiver_a_model_in_a_process(world: World) -> None:
@@ -355,7 +355,7 @@ def test_one_receiver_a_model_in_a_process(world: World) -> None:
     world.workers[0].do(retire)
 
 
-def listen_anew(seat: Seat) -> None:
+def listen_anew(setup: WorkerSetup) -> None:
     RPCWeightSyncScheme().init_on_worker("policy", model=small())
 
 
@@ -404,11 +404,11 @@ class Context:
         self.policy = small()
 
 
-def command_by_context(seat: Seat) -> None:
-    seat.kept["context"] = context = Context()
-    seat.scheme, seat.model = RPCWeightSyncScheme(), context.policy
-    seat.scheme.init_on_sender("policy", context)
-    seat.kept["sender"] = seat.scheme.get_sender()
+def command_by_context(setup: WorkerSetup) -> None:
+    setup.kept["context"] = context = Context()
+    setup.scheme, setup.model = RPCWeightSyncScheme(), context.policy
+    setup.scheme.init_on_sender("policy", context)
+    setup.kept["sender"] = setup.scheme.get_sender()
 
 
 def test_an_unknown_name_is_refused_and_says_that_nobody_new_is_admitted(world: World) -> None:
@@ -430,12 +430,15 @@ def test_copies_owe_nothing_and_the_original_goes_on(world: World) -> None:
         assert trainer.do(wait_async).ok
 
 
-def states_of_copies(seat: Seat) -> list[str]:
-    made = [copy.deepcopy(seat.scheme), pickle.loads(pickle.dumps(seat.scheme))]
+def states_of_copies(setup: WorkerSetup) -> list[str]:
+    made = [copy.deepcopy(setup.scheme), pickle.loads(pickle.dumps(setup.scheme))]
     for scheme in made:
         with pytest.raises(StateError):
             scheme.get_sender()
-    return [copy.deepcopy(seat.kept["sender"]).state.value, pickle.loads(pickle.dumps(seat.kept["sender"])).state.value]
+    return [
+        copy.deepcopy(setup.kept["sender"]).state.value,
+        pickle.loads(pickle.dumps(setup.kept["sender"])).state.value,
+    ]
 
 
 def test_a_forked_child_cannot_speak_over_its_parents_rpc(world: World) -> None:
@@ -448,11 +451,11 @@ def test_a_forked_child_cannot_speak_over_its_parents_rpc(world: World) -> None:
         assert trainer.answer().ok
 
 
-def said_by_a_forked_child(seat: Seat) -> str:
+def said_by_a_forked_child(setup: WorkerSetup) -> str:
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
-        said = attempt(seat, lambda _: RPCWeightSyncScheme().init_on_sender("policy", collector_infos=["w0"]))
+        said = attempt(setup, lambda _: RPCWeightSyncScheme().init_on_sender("policy", collector_infos=["w0"]))
         os.write(theirs, str(said).encode())
         os._exit(0)
     os.close(theirs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Seat, constants, filled, small
+from fleet import PATIENCE, WorkerSetup, constants, filled, small
 from rpc_fleet import World, attempt, listen, retire, take
 from tensordict import TensorDict
 from test_rpc_collectors import Collector, Raising, shown
@@ -23,7 +23,7 @@ def trainer(world: World) -> Any:
     world.trainer.do(retire)
 
 
-def reach(seat: Seat, kind: Any, name: str = "w0", by_scheme: bool = False) -> bool:
+def reach(setup: WorkerSetup, kind: Any, name: str = "w0", by_scheme: bool = False) -> bool:
     """Make a transport to a new collector."""
     rref = rpc.remote(name, kind)
     info = rpc.get_worker_info(name)
@@ -33,22 +33,22 @@ def reach(seat: Seat, kind: Any, name: str = "w0", by_scheme: bool = False) -> b
         )
     else:
         made = RPCTransport(info, rref, kind)
-    seat.kept["rrefs"], seat.kept["transport"] = [rref], made
+    setup.kept["rrefs"], setup.kept["transport"] = [rref], made
     return bool(made.check_connection())
 
 
-def push(seat: Seat, fill: float, *, with_id: bool = True) -> Any:
+def push(setup: WorkerSetup, fill: float, *, with_id: bool = True) -> Any:
     weights = small(fill).state_dict()
-    transport = seat.kept["transport"]
+    transport = setup.kept["transport"]
     return transport.send_weights("policy", weights) if with_id else transport.send_weights(weights)
 
 
-def push_async(seat: Seat, fill: float) -> Any:
-    return seat.kept["transport"].send_weights_async("policy", small(fill).state_dict())
+def push_async(setup: WorkerSetup, fill: float) -> Any:
+    return setup.kept["transport"].send_weights_async("policy", small(fill).state_dict())
 
 
-def acked(seat: Seat) -> Any:
-    return seat.kept["transport"].wait_ack(timeout=PATIENCE)
+def acked(setup: WorkerSetup) -> Any:
+    return setup.kept["transport"].wait_ack(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("by_scheme", [False, True], ids=["made", "by_scheme"])
@@ -62,8 +62,8 @@ def test_send_weights_updates_the_collector(trainer: Any, by_scheme: bool) -> No
     assert trainer.do(shown)[1] == {4.0}
 
 
-def push_one_argument(seat: Seat, fill: float) -> Any:
-    return push(seat, fill, with_id=False)
+def push_one_argument(setup: WorkerSetup, fill: float) -> Any:
+    return push(setup, fill, with_id=False)
 
 
 def test_the_asynchronous_form_is_awaited_by_wait_ack(trainer: Any) -> None:
@@ -93,8 +93,8 @@ def test_a_worker_alone_means_a_receiver_of_ours(world: World, trainer: Any) -> 
     world.workers[0].do(retire)
 
 
-def reach_rank(seat: Seat, rank: int) -> None:
-    seat.kept["transport"] = RPCTransport(rank)
+def reach_rank(setup: WorkerSetup, rank: int) -> None:
+    setup.kept["transport"] = RPCTransport(rank)
 
 
 def test_both_ends_may_be_transports(world: World, trainer: Any) -> None:
@@ -115,16 +115,16 @@ def test_a_worker_rank_gives_the_second_generations_results(world: World, traine
     world.workers[1].do(retire)
 
 
-def take_as_b(seat: Seat) -> set[float]:
-    transport = seat.kept["transport"] = RPCTransport(worker_rank=1)
+def take_as_b(setup: WorkerSetup) -> set[float]:
+    transport = setup.kept["transport"] = RPCTransport(worker_rank=1)
     buffers = small().state_dict()
     transport.receive_weights(timeout=PATIENCE, weights=buffers)
     transport.send_ack()
     return {value for tensor in buffers.values() for value in tensor.flatten().tolist()}
 
 
-def take_by_hand(seat: Seat) -> tuple[str, set[float]]:
-    transport = seat.kept["transport"] = RPCTransport()
+def take_by_hand(setup: WorkerSetup) -> tuple[str, set[float]]:
+    transport = setup.kept["transport"] = RPCTransport()
     model_id, weights = transport.receive_weights(timeout=PATIENCE)
     model = filled(small(), 0.0)
     model.load_state_dict(dict(weights) if not isinstance(weights, TensorDict) else weights.flatten_keys(".").to_dict())

@@ -49,8 +49,8 @@ def test_g10_a_deadline_counts_from_the_call_and_not_from_the_end_of_packing(
         took = clock.monotonic() - begun
 
     assert report[0].kind is OutcomeKind.TIMED_OUT
-    assert report.preparing >= 3
-    assert took == pytest.approx(report.preparing)
+    assert report.pack_s >= 3
+    assert took == pytest.approx(report.pack_s)
 
 
 # ------------------------------------------------------------------------------------------ others serve the model
@@ -87,11 +87,11 @@ def test_g10_apply_weights_gives_up_on_a_model_that_is_served_all_the_time(serve
 
 def test_g10_acknowledge_and_refuse_give_up_and_the_update_stays_pending(served: Pair) -> None:
     served.sender.send_async()
-    assert served.receiver.hand_out(timeout=PATIENCE) is not None
+    assert served.receiver.take_update(timeout=PATIENCE) is not None
     with pytest.raises(ModelBusyError):
-        served.receiver.acknowledge(timeout=0)
+        served.receiver.ack(timeout=0)
     with pytest.raises(ModelBusyError):
-        served.receiver.refuse(ValueError("no"), timeout=0)
+        served.receiver.nack(ValueError("no"), timeout=0)
 
     assert served.receiver.owes_ack
 

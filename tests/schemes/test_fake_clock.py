@@ -61,7 +61,7 @@ def test_an_answer_ends_a_wait_though_no_time_passes(pair: Pair) -> None:
         report = sending.result(PATIENCE)
 
     assert report.ok
-    assert (report.preparing, report.transferring, report.applying) == (0.0, 0.0, 0.0)
+    assert (report.pack_s, report.transfer_s, report.apply_s) == (0.0, 0.0, 0.0)
 
 
 def test_what_waits_for_an_outstanding_update_has_one_deadline_with_its_own(pair: Pair) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, Crew, Seat, receive
+from fleet import PATIENCE, Crew, WorkerSetup, receive
 from tensordict import TensorDict
 from torch import nn
 
@@ -91,19 +91,19 @@ def test_one_of_everything(scheme_class: Any, make: Any, strategy: str) -> None:
         assert b.get_receiver().digest() == a.get_sender().digest()
 
 
-def join_odd(seat: Seat) -> None:
-    seat.model = wide(7)
-    seat.scheme.init_on_worker("policy", pipe=seat.pipe, model=seat.model)
-    seat.receiver = seat.scheme.get_receiver()
+def join_odd(setup: WorkerSetup) -> None:
+    setup.model = wide(7)
+    setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
 
 
-def odd_bits(seat: Seat) -> dict[str, Any]:
-    return bits(seat.model)
+def odd_bits(setup: WorkerSetup) -> dict[str, Any]:
+    return bits(setup.model)
 
 
-def write_everywhere(seat: Seat) -> None:
+def write_everywhere(setup: WorkerSetup) -> None:
     with torch.no_grad():
-        for tensor in [*seat.model.parameters(), seat.model.norm.running_mean]:
+        for tensor in [*setup.model.parameters(), setup.model.norm.running_mean]:
             tensor.fill_(99.0)
 
 

@@ -33,7 +33,7 @@ from weightsync import (
     WorkerLostError,
 )
 from weightsync.engine.reporter import Reporter
-from weightsync.protocol.sender import Standing
+from weightsync.protocol.sender import LinkState
 from weightsync.testing import FakeClock
 
 
@@ -98,7 +98,7 @@ def test_init_never_waits_for_a_worker(scheme_class: Any) -> None:
         scheme.init_on_sender("policy", pipes=[ours], model=small())
 
         assert scheme.get_sender().state is State.READY
-        assert scheme.get_sender().roll[0].standing is Standing.EXPECTED
+        assert scheme.get_sender().workers[0].link_state is LinkState.EXPECTED
 
 
 def test_a_worker_that_starts_long_after_many_sends_gets_the_newest(scheme_class: Any) -> None:
@@ -356,7 +356,7 @@ def test_a_late_joiner_catches_up(pair: Pair, scheme_class: Any) -> None:
         assert receiver.receive(timeout=0)
         assert (receiver.version, constants(receiver.model)) == (1, {1.0})
         pair.sender.poll()
-        assert pair.sender.roll[1].served == 1
+        assert pair.sender.workers[1].served == 1
 
 
 def test_a_joiner_gets_nothing_that_was_not_due_to_it(pair: Pair, scheme_class: Any) -> None:
@@ -754,9 +754,9 @@ def test_the_time_until_a_worker_connects_is_told_apart(pair: Pair) -> None:
         pair.receiver.receive(timeout=0)
         later = pair.sender.wait_async()
 
-    assert (report.connect_s, report.transferring) == (pytest.approx(17), pytest.approx(1))
+    assert (report.connect_s, report.transfer_s) == (pytest.approx(17), pytest.approx(1))
     assert "in 1.000 s, after 17.000 s of waiting for workers to connect" in str(report)
-    assert (later.connect_s, later.transferring) == (0, pytest.approx(2))
+    assert (later.connect_s, later.transfer_s) == (0, pytest.approx(2))
 
 
 def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:

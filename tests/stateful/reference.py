@@ -192,11 +192,11 @@ class Wire:
 
 
 @dataclass
-class Seat:
+class WorkerSetup:
     """A worker on the roll."""
 
     wire: Wire
-    standing: str = "expected"
+    link_state: str = "expected"
     #: The version last acked over this wire, the newest due, and the one it catches up with.
     acked: int = 0
     due: int = 0
@@ -205,7 +205,7 @@ class Seat:
 
     @property
     def open(self) -> bool:
-        return self.standing in ("expected", "up")
+        return self.link_state in ("expected", "up")
 
 
 @dataclass
@@ -217,7 +217,7 @@ class Sender:
     incarnation: int = 0
     version: int = 0
     for_all: int = 0
-    seats: dict[int, Seat] = field(default_factory=dict)
+    setups: dict[int, WorkerSetup] = field(default_factory=dict)
     #: The version outstanding, who owes an answer for it over which wire, and what the others became.
     outstanding: int | None = None
     owed: dict[int, Wire] = field(default_factory=dict)
@@ -242,26 +242,26 @@ class Sender:
     def connect(self, incarnation: int) -> None:
         self._allow("uninitialized")
         self.incarnation, self.state = incarnation, "ready"
-        for worker, seat in self.seats.items():
-            self._greet(worker, seat.wire, 0)
+        for worker, setup in self.setups.items():
+            self._greet(worker, setup.wire, 0)
 
     def add(self, worker: int, wire: Wire) -> None:
         self._allow("uninitialized", "ready", "pending_async", "awaiting_ack")
         due = self.for_all
         self.open.append((worker, wire))
-        if worker in self.seats:
-            due = max(due, self.seats[worker].due)
+        if worker in self.setups:
+            due = max(due, self.setups[worker].due)
             self._give_up(worker)
-        self.seats[worker] = Seat(wire, due=due, catching=due)
+        self.setups[worker] = WorkerSetup(wire, due=due, catching=due)
         if self.state != "uninitialized":
             self._greet(worker, wire, due)
 
     def remove(self, worker: int) -> None:
         self._allow("uninitialized", "ready", "pending_async", "awaiting_ack")
-        if worker not in self.seats:
+        if worker not in self.setups:
             raise Raised("ConfigurationError")
         self._give_up(worker)
-        del self.seats[worker]
+        del self.setups[worker]
 
     def send(self, **asked: object) -> Generator[None, None, Report]:
         return (yield from self._send("awaiting_ack", **asked))
@@ -282,7 +282,7 @@ class Sender:
     ) -> Generator[None, None, Report]:
         deadline = self._deadline(timeout)
         self.pump()
-        unlaid = self.state == "uninitialized" and bool(self.seats)
+        unlaid = self.state == "uninitialized" and bool(self.setups)
         in_the_way = self.state == "pending_async" and on_pending != "raise"
         if not unlaid and not in_the_way:
             self._allow("ready")
@@ -293,7 +293,7 @@ class Sender:
             left = None if deadline is None else max(0.0, deadline - self.now())
             self.before = yield from self.waited(timeout=left)
             if "TIMED_OUT" in self.before.outcomes.values():
-                chosen = self.seats if targets is None else targets
+                chosen = self.setups if targets is None else targets
                 return self._nothing_sent(dict.fromkeys(chosen, "TIMED_OUT"), {}).judged(raises)
         elif self.state == "pending_async" and on_pending == "supersede":
             given_up = self.abandon()
@@ -308,13 +308,13 @@ class Sender:
         return (yield from self._block(self.version, deadline)).judged(raises)
 
     def _chosen(self, targets: list[int] | None) -> list[int]:
-        chosen = list(dict.fromkeys(self.seats if targets is None else targets))
-        if not chosen or any(worker not in self.seats for worker in chosen):
+        chosen = list(dict.fromkeys(self.setups if targets is None else targets))
+        if not chosen or any(worker not in self.setups for worker in chosen):
             raise Raised("ConfigurationError")
-        seats = {worker: self.seats[worker] for worker in chosen}
-        if not any(seat.open for seat in seats.values()):
-            fences = {worker: seat.fence for worker, seat in seats.items()}
-            report = self._nothing_sent({worker: seat.standing.upper() for worker, seat in seats.items()}, fences)
+        setups = {worker: self.setups[worker] for worker in chosen}
+        if not any(setup.open for setup in setups.values()):
+            fences = {worker: setup.fence for worker, setup in setups.items()}
+            report = self._nothing_sent({worker: setup.link_state.upper() for worker, setup in setups.items()}, fences)
             if set(report.outcomes.values()) == {"REFUSED"}:
                 raise Raised("RefusedError", report)
             raise Raised("WorkerLostError", report, max(fences.values()) or None)
@@ -329,12 +329,12 @@ class Sender:
         if targets is None:
             self.for_all = self.version
         for worker in chosen:
-            seat = self.seats[worker]
-            seat.due = self.version
-            if not seat.open:
-                self.outcomes[worker], self.fences[worker] = seat.standing.upper(), seat.fence
+            setup = self.setups[worker]
+            setup.due = self.version
+            if not setup.open:
+                self.outcomes[worker], self.fences[worker] = setup.link_state.upper(), setup.fence
             else:
-                self.owed[worker] = seat.wire
+                self.owed[worker] = setup.wire
         for worker, wire in list(self.owed.items()):
             self._update(worker, wire, self.version)
 
@@ -460,16 +460,16 @@ class Sender:
             self._lose(worker, wire)
 
     def _give_up(self, worker: int) -> None:
-        seat = self.seats[worker]
-        if seat.open:
-            self._lose(worker, seat.wire)
+        setup = self.setups[worker]
+        if setup.open:
+            self._lose(worker, setup.wire)
 
-    def _lose(self, worker: int, wire: Wire, fence: int = 0, standing: str = "lost") -> None:
-        seat = self.seats[worker]
-        seat.standing, seat.fence, seat.catching = standing, fence, 0
+    def _lose(self, worker: int, wire: Wire, fence: int = 0, link_state: str = "lost") -> None:
+        setup = self.setups[worker]
+        setup.link_state, setup.fence, setup.catching = link_state, fence, 0
         if self.owed.get(worker) is wire:
             self.fences[worker] = fence
-            self._answered(worker, standing.upper())
+            self._answered(worker, link_state.upper())
         self._close_wire(worker, wire)
 
     def _close_wire(self, worker: int, wire: Wire) -> None:
@@ -500,37 +500,37 @@ class Sender:
                     self._hear(worker, wire, parcel.message)
 
     def _hear(self, worker: int, wire: Wire, message: Message) -> None:
-        seat = self.seats[worker]
-        assert seat.wire is wire, "only current links are open"
+        setup = self.setups[worker]
+        assert setup.wire is wire, "only current links are open"
         if message.incarnation != self.incarnation:
             self.stale += 1
         elif message.kind == "Bye":
             self.left = [*(other for other in self.left if other != worker), worker]
             self.remove(worker)
         elif message.kind == "Hello":
-            self.stale += seat.standing == "up"
-            seat.standing = "up"
+            self.stale += setup.link_state == "up"
+            setup.link_state = "up"
         else:
-            self._hear_answer(worker, seat, message)
+            self._hear_answer(worker, setup, message)
             if (worker, wire) in self.open:
                 self._send_what_waited(worker, wire, message.version)
 
-    def _hear_answer(self, worker: int, seat: Seat, message: Message) -> None:
+    def _hear_answer(self, worker: int, setup: WorkerSetup, message: Message) -> None:
         kind = "APPLIED" if message.kind == "Ack" else "REFUSED"
         if message.kind == "Refusal" and (message.version == 0 or message.fence > self.incarnation):
             newer = message.fence if message.fence > self.incarnation else 0
-            self._lose(worker, seat.wire, newer, "refused" if message.why == "REFUSED" and not newer else "lost")
+            self._lose(worker, setup.wire, newer, "refused" if message.why == "REFUSED" and not newer else "lost")
             return
-        owing = self.owed.get(worker) is seat.wire and message.version == self.outstanding
-        catching_up = message.version == seat.catching and seat.catching != 0
+        owing = self.owed.get(worker) is setup.wire and message.version == self.outstanding
+        catching_up = message.version == setup.catching and setup.catching != 0
         if not owing and not catching_up:
             self.stale += 1
             return
-        seat.standing = "up"
-        if message.version >= seat.catching:
-            seat.catching = 0
+        setup.link_state = "up"
+        if message.version >= setup.catching:
+            setup.catching = 0
         if kind == "APPLIED":
-            seat.acked = message.version
+            setup.acked = message.version
             self.applied = self.contents[message.version]
         if owing:
             self._answered(worker, kind)

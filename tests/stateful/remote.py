@@ -27,7 +27,7 @@ class Deadly(Policy):
         super().set_extra_state(state)
 
 
-class Desk:
+class ActorServer:
     """What a worker process does."""
 
     def __init__(self, control: Connection[Any, Any]) -> None:
@@ -72,12 +72,12 @@ class Desk:
 def work(control: Connection[Any, Any]) -> None:
     """The body of a worker process."""
     torch.set_num_threads(1)
-    desk = Desk(control)
+    actor_server = ActorServer(control)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             name, arguments = control.recv()
             try:
-                control.send((True, getattr(desk, name)(*arguments)))
+                control.send((True, getattr(actor_server, name)(*arguments)))
             except Exception as error:  # noqa: BLE001 - told to the test
                 control.send((False, error))
 

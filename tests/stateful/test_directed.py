@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from guarantees import check_all
-from world import ROWS, Cable, Trainer, Worker, World
+from world import ROWS, LinkPair, Trainer, Worker, World
 
 from weightsync.errors import ProtocolError, StateError, SyncError, TransportError
 from weightsync.protocol import messages
@@ -46,17 +46,17 @@ def worker(world: World) -> Worker:
     return world.workers[0]
 
 
-def newest(world: World) -> Cable:
-    return world.cables[-1]
+def newest(world: World) -> LinkPair:
+    return world.link_pairs[-1]
 
 
 def deliver(world: World, kind: type[messages.Message], version: int = 0) -> None:
     """Let the newest message of that kind arrive."""
-    for cable in reversed(world.cables):
-        for parcel in reversed(cable.deliverable()):
+    for link_pair in reversed(world.link_pairs):
+        for parcel in reversed(link_pair.deliverable()):
             message = parcel.received.message
             if isinstance(message, kind) and version in (0, getattr(message, "version", 0)):
-                world.deliver(cable, parcel)
+                world.deliver(link_pair, parcel)
                 return
     pytest.fail(f"no {kind.__name__} of version {version} is on its way")
 
@@ -234,10 +234,10 @@ def test_what_is_late_is_stale(make: Make, held: bool) -> None:
 def test_what_comes_twice_is_applied_once(make: Make, held: bool) -> None:
     world = greeted(make(Delivery.AT_LEAST_ONCE))
     offered(world)
-    cable = newest(world)
-    (update,) = [parcel for parcel in cable.network.in_flight if parcel.to is Side.SECOND]
-    world.duplicate(cable, update)
-    world.deliver(cable, update)
+    link_pair = newest(world)
+    (update,) = [parcel for parcel in link_pair.network.in_flight if parcel.to is Side.SECOND]
+    world.duplicate(link_pair, update)
+    world.deliver(link_pair, update)
     world.receive(worker(world), held)
     deliver(world, messages.Update)
     state = State.PENDING_ASYNC if held else State.READY
@@ -313,7 +313,7 @@ def test_a_rejoiner_that_serves_what_is_due_has_caught_up(world: World) -> None:
     world.receive(worker(world))
     world.deliver_all()
     taken(world, State.READY, SenderInput.CAUGHT_UP, lambda: world.poll(trainer(world)))
-    assert trainer(world).real.roll[0].served == 1
+    assert trainer(world).real.workers[0].served == 1
     assert trainer(world).real.stale_answers == 0
 
 
@@ -378,9 +378,9 @@ def test_a_link_that_loses_is_never_mute(make: Make) -> None:
     world = greeted(make(Delivery.BEST_EFFORT))
     for _ in range(4):
         offered(world)
-        cable = newest(world)
-        for parcel in cable.network.in_flight:
-            world.drop(cable, parcel)
+        link_pair = newest(world)
+        for parcel in link_pair.network.in_flight:
+            world.drop(link_pair, parcel)
     offered(world)
     world.deliver_all()
     assert world.receive(worker(world)) is True

@@ -14,7 +14,7 @@ from guarantees import check_all
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from world import ROWS, Cable, Trainer, Worker, World
+from world import ROWS, LinkPair, Trainer, Worker, World
 
 from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, Delivery
 from weightsync.transports.base import Payloads
@@ -43,8 +43,8 @@ class Actions:
     # ----------------------------------------------------------------------------------------- the network
 
     def deliver(self, a: int, b: int) -> None:
-        for cable, parcel in self._parcels(a):
-            self.world.deliver(cable, parcel)
+        for link_pair, parcel in self._parcels(a):
+            self.world.deliver(link_pair, parcel)
             return
 
     def deliver_all(self, a: int, b: int) -> None:
@@ -60,35 +60,35 @@ class Actions:
 
     def drop(self, a: int, b: int) -> None:
         if self.world.delivery.loses:
-            for cable, parcel in self._parcels(a):
-                self.world.drop(cable, parcel)
+            for link_pair, parcel in self._parcels(a):
+                self.world.drop(link_pair, parcel)
                 return
         else:
             self.deliver(a, b)
 
     def duplicate(self, a: int, b: int) -> None:
         if self.world.delivery.duplicates:
-            for cable, parcel in self._parcels(a):
-                self.world.duplicate(cable, parcel)
+            for link_pair, parcel in self._parcels(a):
+                self.world.duplicate(link_pair, parcel)
                 if b % 2:
-                    self.world.deliver(cable, parcel)
+                    self.world.deliver(link_pair, parcel)
                 return
         else:
             self.deliver(a, b)
 
-    def _parcels(self, number: int) -> Iterator[tuple[Cable, Any]]:
-        found = [(cable, parcel) for cable in self.world.cables for parcel in cable.deliverable()]
+    def _parcels(self, number: int) -> Iterator[tuple[LinkPair, Any]]:
+        found = [(link_pair, parcel) for link_pair in self.world.link_pairs for parcel in link_pair.deliverable()]
         if found:
             yield one(found, number)
 
     def cut(self, a: int, b: int) -> None:
-        if self.world.cables:
-            self.world.cut(one(self.world.cables, a))
+        if self.world.link_pairs:
+            self.world.cut(one(self.world.link_pairs, a))
 
     def clog(self, a: int, b: int) -> None:
-        cables = [cable for cable in self.world.cables if cable.worker is not None]
-        if cables:
-            self.world.clog(one(cables, a), b % 2 == 0)
+        link_pairs = [link_pair for link_pair in self.world.link_pairs if link_pair.worker is not None]
+        if link_pairs:
+            self.world.clog(one(link_pairs, a), b % 2 == 0)
 
     # ----------------------------------------------------------------------------------------- workers
 
@@ -96,7 +96,7 @@ class Actions:
         self.world.receive(self._worker(a), held=b % 4 == 0)
 
     def listen(self, a: int, b: int) -> None:
-        waiting = [cable for cable in self.world.cables if cable.worker is None]
+        waiting = [link_pair for link_pair in self.world.link_pairs if link_pair.worker is None]
         if waiting:
             self.world.listen(one(waiting, a))
 
@@ -123,9 +123,9 @@ class Actions:
     def half_answered(self, a: int, b: int) -> None:
         """A worker decides, and its answer does not leave."""
         worker = self._worker(a)
-        for cable in self.world.cables:
-            if cable.worker is worker:
-                self.world.clog(cable, True)
+        for link_pair in self.world.link_pairs:
+            if link_pair.worker is worker:
+                self.world.clog(link_pair, True)
         if b % 2:
             self.send_async(a - a % 4 + 1, 1)
         self.world.deliver_all()
@@ -169,7 +169,7 @@ class Actions:
 
     def connect(self, a: int, b: int) -> None:
         trainer = self._trainer(a)
-        fences = [seat.fence for other in self.world.trainers for seat in other.model.seats.values() if seat.fence]
+        fences = [setup.fence for other in self.world.trainers for setup in other.model.setups.values() if setup.fence]
         self.world.connect(trainer, one(fences, b) if fences and b % 2 else None)
 
     def close(self, a: int, b: int) -> None:

@@ -161,9 +161,9 @@ class Fleet:
         receiving = [
             id
             for id, worker in self.workers.items()
-            if id in self.model.seats and worker.wire is self.model.seats[id].wire and worker.wire in worker.open
+            if id in self.model.setups and worker.wire is self.model.setups[id].wire and worker.wire in worker.open
         ]
-        if self.model.state != "ready" or set(receiving) != set(self.model.seats) or not receiving:
+        if self.model.state != "ready" or set(receiving) != set(self.model.setups) or not receiving:
             return
         content = self.content()
         asked = {**self.asked(content, None, "raise"), "timeout": None}

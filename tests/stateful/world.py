@@ -155,7 +155,7 @@ class Worker:
 
 
 @dataclass(eq=False)
-class Cable:
+class LinkPair:
     """A pair of links, and its model."""
 
     network: Network
@@ -212,7 +212,7 @@ class World:
             patch.setattr(f"weightsync.clock.{name}", self.clock)
         patch.setattr("weightsync.engine.driver.wait", self._waiting)
         self.trainers: list[Trainer] = []
-        self.cables: list[Cable] = []
+        self.link_pairs: list[LinkPair] = []
         self.workers: dict[int, Worker] = {}
         self.gone: list[Worker] = []
         #: What was really sent as which key and to whom, which updates and acks left, what was reported.
@@ -314,43 +314,43 @@ class World:
             assert key is not None
             worker.served.append((key, code))
 
-    def lay(self, trainer: Trainer, id: int) -> Cable:
+    def lay(self, trainer: Trainer, id: int) -> LinkPair:
         """A pair of links between them; nobody holds an end yet."""
         network = Network(self.delivery, Pace.HELD)
         ends = {end: CloggedLink(network, side, self.payloads) for end, side in SIDES.items()}
-        cable = Cable(network, ends, reference.Wire(self.delivery.loses), trainer, id)
-        self.cables.append(cable)
+        link_pair = LinkPair(network, ends, reference.Wire(self.delivery.loses), trainer, id)
+        self.link_pairs.append(link_pair)
         for end in ends.values():
-            end.listener = lambda message: self._overheard(cable, message)
-        return cable
+            end.listener = lambda message: self._overheard(link_pair, message)
+        return link_pair
 
-    def _overheard(self, cable: Cable, message: messages.Message) -> None:
+    def _overheard(self, link_pair: LinkPair, message: messages.Message) -> None:
         match message:
             case messages.Ack():
-                self.acked.add((cable.trainer, cable.worker_id, (message.incarnation, message.version)))
+                self.acked.add((link_pair.trainer, link_pair.worker_id, (message.incarnation, message.version)))
             case messages.Update():
-                self.left.append(((message.incarnation, message.version), cable.worker_id))
+                self.left.append(((message.incarnation, message.version), link_pair.worker_id))
 
     # ------------------------------------------------------------------------------------------- trainers' calls
 
     def add(self, trainer: Trainer, id: int, listen: bool = True) -> None:
-        cable = self.lay(trainer, id)
+        link_pair = self.lay(trainer, id)
         found = self.same(
-            lambda: trainer.real.add_worker(id, cable.ends[SENDER]), lambda: trainer.model.add(id, cable.model)
+            lambda: trainer.real.add_worker(id, link_pair.ends[SENDER]), lambda: trainer.model.add(id, link_pair.model)
         )
         if isinstance(found, BaseException):
-            self.cables.remove(cable)
+            self.link_pairs.remove(link_pair)
         elif listen:
-            self.listen(cable)
+            self.listen(link_pair)
 
-    def listen(self, cable: Cable) -> None:
-        worker = self.workers[cable.worker_id]
+    def listen(self, link_pair: LinkPair) -> None:
+        worker = self.workers[link_pair.worker_id]
         found = self.same(
-            lambda: worker.real.register_worker_transport(cable.ends[WORKER]),
-            lambda: worker.model.register(cable.model),
+            lambda: worker.real.register_worker_transport(link_pair.ends[WORKER]),
+            lambda: worker.model.register(link_pair.model),
         )
         if not isinstance(found, BaseException):
-            cable.worker = worker
+            link_pair.worker = worker
 
     def connect(self, trainer: Trainer, fence: int | None = None) -> None:
         incarnation = self.clock.next_incarnation(fence or 0)
@@ -438,10 +438,10 @@ class World:
 
     def crash_trainer(self, trainer: Trainer) -> None:
         """Its process dies: it says nothing more, and its links die with it."""
-        for cable in self.cables:
-            if cable.trainer is trainer:
-                cable.network.crash(Side.FIRST)
-                cable.model.crash(SENDER)
+        for link_pair in self.link_pairs:
+            if link_pair.trainer is trainer:
+                link_pair.network.crash(Side.FIRST)
+                link_pair.model.crash(SENDER)
         self.trainers.remove(trainer)
 
     # ------------------------------------------------------------------------------------------- workers' calls
@@ -470,10 +470,10 @@ class World:
 
     def crash_worker(self, worker: Worker, how: str) -> None:
         """Its process dies, and another with the same id starts, made in one of several ways."""
-        for cable in self.cables:
-            if cable.worker is worker:
-                cable.network.crash(Side.SECOND)
-                cable.model.crash(WORKER)
+        for link_pair in self.link_pairs:
+            if link_pair.worker is worker:
+                link_pair.network.crash(Side.SECOND)
+                link_pair.model.crash(WORKER)
         made = WeightReceiver(LocalScheme(self.mode)) if how == "made" else _copied(worker.real, how)
         check_g8(worker.real, made)
         self.gone.append(worker)
@@ -481,31 +481,31 @@ class World:
 
     # ------------------------------------------------------------------------------------------- the network
 
-    def deliver(self, cable: Cable, parcel: Parcel) -> None:
-        cable.model.deliver(cable.modelled(parcel))
-        cable.network.deliver(parcel)
+    def deliver(self, link_pair: LinkPair, parcel: Parcel) -> None:
+        link_pair.model.deliver(link_pair.modelled(parcel))
+        link_pair.network.deliver(parcel)
         if parcel.to is Side.SECOND and isinstance(parcel.received.message, messages.Hello):
-            cable.greeted = True
+            link_pair.greeted = True
 
     def deliver_all(self) -> None:
-        for cable in self.cables:
-            while parcels := cable.deliverable():
-                self.deliver(cable, parcels[0])
+        for link_pair in self.link_pairs:
+            while parcels := link_pair.deliverable():
+                self.deliver(link_pair, parcels[0])
 
-    def drop(self, cable: Cable, parcel: Parcel) -> None:
-        cable.model.drop(cable.modelled(parcel))
-        cable.network.drop(parcel)
+    def drop(self, link_pair: LinkPair, parcel: Parcel) -> None:
+        link_pair.model.drop(link_pair.modelled(parcel))
+        link_pair.network.drop(parcel)
 
-    def duplicate(self, cable: Cable, parcel: Parcel) -> None:
-        cable.model.duplicate(cable.modelled(parcel))
-        cable.network.duplicate(parcel)
+    def duplicate(self, link_pair: LinkPair, parcel: Parcel) -> None:
+        link_pair.model.duplicate(link_pair.modelled(parcel))
+        link_pair.network.duplicate(parcel)
 
-    def cut(self, cable: Cable) -> None:
-        cable.network.cut()
-        cable.model.cut()
+    def cut(self, link_pair: LinkPair) -> None:
+        link_pair.network.cut()
+        link_pair.model.cut()
 
-    def clog(self, cable: Cable, clogged: bool) -> None:
-        cable.ends[WORKER].clogged = cable.model.clogged = clogged
+    def clog(self, link_pair: LinkPair, clogged: bool) -> None:
+        link_pair.ends[WORKER].clogged = link_pair.model.clogged = clogged
 
     # ------------------------------------------------------------------------------------------- comparing
 
@@ -516,10 +516,10 @@ class World:
         for worker in self.workers.values():
             assert _seen_receiver(worker) == _model_receiver(worker.model)
             assert worker.model.code is None or worker.policy.codes == {worker.model.code}
-        for cable in self.cables:
-            found = [(p.number, p.to, described(p.received.message)) for p in cable.network.in_flight]
-            assert found == [(p.number, SIDES[p.to], p.message) for p in cable.model.flying]
-        self.cables = [cable for cable in self.cables if not cable.over]
+        for link_pair in self.link_pairs:
+            found = [(p.number, p.to, described(p.received.message)) for p in link_pair.network.in_flight]
+            assert found == [(p.number, SIDES[p.to], p.message) for p in link_pair.model.flying]
+        self.link_pairs = [link_pair for link_pair in self.link_pairs if not link_pair.over]
 
 
 def _count(before: State, input: SenderInput | ReceiverInput, after: State) -> None:
@@ -586,8 +586,8 @@ def _seen_sender(real: WeightSender) -> dict[str, Any]:
         "for_all": data.due_all,
         "stale": real.stale_answers,
         "roll": {
-            worker: (entry.standing.value, entry.served, entry.due, entry.catching, entry.fence)
-            for worker, entry in real.roll.items()
+            worker: (entry.link_state.value, entry.served, entry.due, entry.catching, entry.fence)
+            for worker, entry in real.workers.items()
         },
         "outstanding": outstanding and outstanding.version,
         "owed": set(outstanding.owed) if outstanding else set(),
@@ -603,7 +603,7 @@ def _model_sender(model: reference.Sender) -> dict[str, Any]:
         "incarnation": model.incarnation,
         "for_all": model.for_all,
         "stale": model.stale,
-        "roll": {w: (s.standing, s.acked, s.due, s.catching, s.fence) for w, s in model.seats.items()},
+        "roll": {w: (s.link_state, s.acked, s.due, s.catching, s.fence) for w, s in model.setups.items()},
         "outstanding": model.outstanding,
         "owed": set(model.owed),
         "outcomes": model.outcomes,

@@ -20,7 +20,7 @@ from weightsync.model.text import Library, Module
 from weightsync.protocol._tables import Delivery
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import CallLink
-from weightsync.transports.calls.server import DoorLink
+from weightsync.transports.calls.server import CallServerLink
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.store import StoreLink
 
@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[type[Link], ...]] = {
     "Pipe": (PipeLink,),
     "Slots": (PipeLink,),
     "Store": (StoreLink,),
-    "Calls": (CallLink, DoorLink),
+    "Calls": (CallLink, CallServerLink),
 }
 #: What the families have in common is told once, not in each table.
 SHARED = {"outbox", "inbox", "said", "heard"}

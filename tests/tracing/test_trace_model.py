@@ -124,7 +124,7 @@ def _joiners_are_due_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lazy(data: Any, worker: int, link: int) -> Any:
         after, effects = before(data, worker, link)
-        return replace(after, roll={**after.roll, worker: replace(after.roll[worker], catching=0)}), effects
+        return replace(after, workers={**after.workers, worker: replace(after.workers[worker], catching=0)}), effects
 
     monkeypatch.setattr(sending, "_join", lazy)
 

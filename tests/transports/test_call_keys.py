@@ -16,7 +16,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Hello
 from weightsync.schemes import rpc as scheme_module
 from weightsync.transports import rpc as module
-from weightsync.transports.calls.server import Door, Parcel
+from weightsync.transports.calls.server import CallServer, Parcel
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal, Kind, NoSeal
 
 PATIENCE = 30.0
@@ -47,7 +47,7 @@ class Calls:
         monkeypatch.setattr(module.rpc, "rpc_async", self._call)
         monkeypatch.setattr(module, "require_rpc", lambda peer: None)
         monkeypatch.setattr(module, "_own_name", lambda: Worker.name)
-        monkeypatch.setattr(module, "_doors", module._Doors())
+        monkeypatch.setattr(module, "_doors", module._CallServers())
         monkeypatch.setattr(module.torch_rpc.api, "_get_current_rpc_agent", lambda: None)
 
     def _call(self, worker: Any, function: Any, *, args: tuple[Any, ...], timeout: float) -> Any:
@@ -190,8 +190,8 @@ def hello() -> Hello:
 
 
 @pytest.fixture
-def door() -> Iterator[tuple[Door, list[Any]]]:
-    made, links = Door("policy"), []
+def call_server() -> Iterator[tuple[CallServer, list[Any]]]:
+    made, links = CallServer("policy"), []
     stop = made.open(links.append, KEY)
     yield made, links
     stop()
@@ -199,16 +199,16 @@ def door() -> Iterator[tuple[Door, list[Any]]]:
         link.close()
 
 
-def test_a_call_is_kept_until_its_sender_has_proved_that_it_lives(door: tuple[Door, list[Any]]) -> None:
-    opened, links = door
+def test_a_call_is_kept_until_its_sender_has_proved_that_it_lives(call_server: tuple[CallServer, list[Any]]) -> None:
+    opened, links = call_server
     seal = KeyedSeal(KEY, LINK, "the worker")
-    challenge = opened.knock(Parcel(LINK.name, 0, seal.frame(0, hello(), None))).result(timeout=0)
+    challenge = opened.submit(Parcel(LINK.name, 0, seal.frame(0, hello(), None))).result(timeout=0)
     assert links == []
     assert opened.knows(LINK.name)
 
     with pytest.raises(Challenged):
         seal.brought(challenge)
-    answer = opened.knock(Parcel(LINK.name, 0, seal.again(0)))
+    answer = opened.submit(Parcel(LINK.name, 0, seal.again(0)))
     [link] = links
     [received] = link.receive()
     link.send(hello())
@@ -219,42 +219,42 @@ def test_a_call_is_kept_until_its_sender_has_proved_that_it_lives(door: tuple[Do
         seal.brought(answer.result(timeout=0))
 
 
-def test_calls_that_are_recorded_and_made_again_bring_nothing(door: tuple[Door, list[Any]]) -> None:
-    opened, links = door
+def test_calls_that_are_recorded_and_made_again_bring_nothing(call_server: tuple[CallServer, list[Any]]) -> None:
+    opened, links = call_server
     seal = KeyedSeal(KEY, LINK, "the worker")
     early = Parcel(LINK.name, 0, seal.frame(0, hello(), None))
     with pytest.raises(Challenged):
-        seal.brought(opened.knock(early).result(timeout=0))
+        seal.brought(opened.submit(early).result(timeout=0))
     proof = Parcel(LINK.name, 0, seal.again(0))
-    opened.knock(proof)
+    opened.submit(proof)
     [link] = links
     assert len(link.receive()) == 1
 
     for _ in range(2):
-        opened.knock(early)
-        opened.knock(proof)
+        opened.submit(early)
+        opened.submit(proof)
     assert link.receive() == []
 
-    anew = Door("policy")  # the worker after a restart
+    anew = CallServer("policy")  # the worker after a restart
     found: list[Any] = []
     anew.open(found.append, KEY)
     for parcel in (early, proof, Parcel("b" * 32, 0, early.frame), Parcel(LINK.name, 1, early.frame)):
-        anew.knock(parcel)
+        anew.submit(parcel)
     assert found == []
 
 
-def test_a_sender_without_a_key_is_told_of_a_worker_that_has_one(door: tuple[Door, list[Any]]) -> None:
-    opened, links = door
+def test_a_sender_without_a_key_is_told_of_a_worker_that_has_one(call_server: tuple[CallServer, list[Any]]) -> None:
+    opened, links = call_server
     seal = NoSeal("the worker")
 
     with pytest.raises(AuthenticationError, match="has a key"):
-        seal.brought(opened.knock(Parcel("c", 0, seal.frame(0, hello(), None))).result(timeout=0))
+        seal.brought(opened.submit(Parcel("c", 0, seal.frame(0, hello(), None))).result(timeout=0))
     assert links == []
 
 
 def test_calls_that_came_before_a_key_was_known_are_not_met_under_it() -> None:
-    made, links = Door("policy"), []
-    answer = made.knock(Parcel("c", 0, NoSeal("the worker").frame(0, hello(), None)))
+    made, links = CallServer("policy"), []
+    answer = made.submit(Parcel("c", 0, NoSeal("the worker").frame(0, hello(), None)))
 
     made.open(links.append, KEY)()
 

@@ -18,7 +18,7 @@ from weightsync.transports.process import own_identity
 from weightsync.transports.rpc import _carried
 
 
-class Courier:
+class CallClient:
     """Keeps the calls, for the test to end."""
 
     def __init__(self) -> None:
@@ -38,9 +38,9 @@ class Courier:
 
 @pytest.fixture
 def laid() -> Any:
-    courier = Courier()
-    link = CallLink(courier, "worker 4")
-    yield link, courier
+    call_client = CallClient()
+    link = CallLink(call_client, "worker 4")
+    yield link, call_client
     link.close()
 
 
@@ -57,14 +57,14 @@ def versions(link: CallLink) -> list[int]:
 
 
 def test_answers_come_in_the_order_of_the_calls_whichever_is_over_first(laid: Any) -> None:
-    link, courier = laid
+    link, call_client = laid
     for version in (1, 2, 3):
         link.send(update(version))
-    courier.calls[2].set_result([ack(3)])
-    courier.calls[1].set_result([ack(2)])
+    call_client.calls[2].set_result([ack(3)])
+    call_client.calls[1].set_result([ack(2)])
     assert versions(link) == []
     assert wait(Waker(), [link], 0.0) == []
-    courier.calls[0].set_result([ack(1)])
+    call_client.calls[0].set_result([ack(1)])
 
     assert wait(Waker(), [link], 5.0) == [link]
     assert versions(link) == [1, 2, 3]
@@ -73,11 +73,11 @@ def test_answers_come_in_the_order_of_the_calls_whichever_is_over_first(laid: An
 
 @pytest.mark.parametrize("error", [TransportError("gone"), ProtocolError("nonsense"), OSError("no route"), KeyError(3)])
 def test_a_call_that_fails_is_told_at_once_after_what_was_said_before(laid: Any, error: Exception) -> None:
-    link, courier = laid
+    link, call_client = laid
     for version in (1, 2, 3):
         link.send(update(version))
-    courier.calls[0].set_result([ack(1)])
-    courier.calls[2].set_exception(error)
+    call_client.calls[0].set_result([ack(1)])
+    call_client.calls[2].set_exception(error)
 
     assert versions(link) == [1]
     assert wait(Waker(), [link], 5.0) == [link]
@@ -90,13 +90,13 @@ def test_a_call_that_fails_is_told_at_once_after_what_was_said_before(laid: Any,
 
 @pytest.mark.parametrize("last", [0, 2])
 def test_that_the_other_end_gave_the_link_up_is_told_after_all_that_it_said(laid: Any, last: int) -> None:
-    link, courier = laid
+    link, call_client = laid
     for version in (1, 2, 3):
         link.send(update(version))
-    courier.calls[1].set_exception(GivenUp("given up"))
-    courier.calls[2 - last].set_result([ack(3 - last)])
+    call_client.calls[1].set_exception(GivenUp("given up"))
+    call_client.calls[2 - last].set_result([ack(3 - last)])
     early = versions(link)
-    courier.calls[last].set_result([ack(last + 1)])
+    call_client.calls[last].set_result([ack(last + 1)])
     assert wait(Waker(), [link], 5.0) == [link]
 
     assert [*early, *versions(link)] == [1, 3]
@@ -105,51 +105,51 @@ def test_that_the_other_end_gave_the_link_up_is_told_after_all_that_it_said(laid
 
 
 def test_a_failure_of_the_way_does_not_wait_although_the_other_end_gave_the_link_up(laid: Any) -> None:
-    link, courier = laid
+    link, call_client = laid
     for version in (1, 2, 3):
         link.send(update(version))
-    courier.calls[1].set_exception(GivenUp("given up"))
-    courier.calls[2].set_exception(OSError("no route"))
+    call_client.calls[1].set_exception(GivenUp("given up"))
+    call_client.calls[2].set_exception(OSError("no route"))
 
     with pytest.raises(TransportError):
         link.receive()
 
 
 def test_a_call_that_was_cancelled_is_a_dead_link(laid: Any) -> None:
-    link, courier = laid
+    link, call_client = laid
     link.send(update(1))
-    courier.calls[0].cancel()
+    call_client.calls[0].cancel()
 
     with pytest.raises(TransportError, match=r"worker 4.*cancelled"):
         link.receive()
 
 
 def test_a_payload_stays_pinned_until_its_call_is_over_even_after_the_close(laid: Any) -> None:
-    link, courier = laid
+    link, call_client = laid
     over, late, refused = Buffer(4), Buffer(4), Buffer(4)
     link.send(update(1, 4), over)
     link.send(update(2, 4), late)
-    courier.refuses = TransportError("there is no way")
+    call_client.refuses = TransportError("there is no way")
     with pytest.raises(TransportError, match="no way"):
         link.send(update(3, 4), refused)
     assert [buffer.pinned for buffer in (over, late, refused)] == [True, True, False]
-    courier.calls[0].set_result([])
+    call_client.calls[0].set_result([])
     assert [over.pinned, late.pinned] == [False, True]
     link.close()
     assert late.pinned
-    courier.calls[1].set_exception(TransportError("closed"))
+    call_client.calls[1].set_exception(TransportError("closed"))
 
     assert not late.pinned
-    assert courier.closed
+    assert call_client.closed
 
 
 def test_an_update_without_its_bytes_is_refused_and_no_call_begun(laid: Any) -> None:
-    link, courier = laid
+    link, call_client = laid
     for payload in (None, Buffer(3)):
         with pytest.raises(ConfigurationError, match="without its 4 bytes"):
             link.send(update(1, 4), payload)
 
-    assert courier.calls == []
+    assert call_client.calls == []
 
 
 def test_a_closed_link_is_closed(laid: Any) -> None:
@@ -164,9 +164,9 @@ def test_a_closed_link_is_closed(laid: Any) -> None:
 
 
 def test_a_dead_process_ends_the_link_after_its_last_words(laid: Any) -> None:
-    link, courier = laid
+    link, call_client = laid
     link.send(Hello(model_id="m", incarnation=1))
-    courier.calls[0].set_result([ack(1)])
+    call_client.calls[0].set_result([ack(1)])
     pid, started = own_identity()
     link.watch(pid, started + 1)
 
@@ -185,9 +185,9 @@ def test_a_process_that_cannot_be_watched_is_a_transport_error(laid: Any, monkey
 
 
 def test_a_goodbye_comes_home_like_any_answer(laid: Any) -> None:
-    link, courier = laid
+    link, call_client = laid
     link.send(update(1))
-    courier.calls[0].set_result([ack(1), Bye(model_id="m", incarnation=1)])
+    call_client.calls[0].set_result([ack(1), Bye(model_id="m", incarnation=1)])
 
     assert [type(one.message) for one in link.receive()] == [Ack, Bye]
 

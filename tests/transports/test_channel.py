@@ -20,7 +20,7 @@ from weightsync.transports.pipe import mailbox
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.framing import PREAMBLE
 from weightsync.transports.pipe.link import PipeLink
-from weightsync.transports.pipe.mailbox import MAX_STRAYS
+from weightsync.transports.pipe.mailbox import MAX_UNCLAIMED
 from weightsync.transports.pipe.user_messages import UserMessages
 
 
@@ -164,15 +164,15 @@ def test_frames_for_a_model_not_yet_registered_are_kept_for_it(laid, ends):
 def test_frames_for_models_that_nobody_registers_are_bounded(laid, ends):
     first, second = laid("policy", ends)
     nobody = PipeLink(ends[0], "nobody")
-    for version in range(1, MAX_STRAYS + 2):
+    for version in range(1, MAX_UNCLAIMED + 2):
         nobody.send(ack(version, "nobody"))
-    with pytest.raises(ProtocolError, match=f"{MAX_STRAYS} messages .*'nobody'"):
+    with pytest.raises(ProtocolError, match=f"{MAX_UNCLAIMED} messages .*'nobody'"):
         second.receive()
     nobody.close()
     first.close()
 
 
-@pytest.mark.parametrize("bound", [{"MAX_STRAYS": 3}, {"MAX_KEPT_NBYTES": 2000}], ids=["count", "bytes"])
+@pytest.mark.parametrize("bound", [{"MAX_UNCLAIMED": 3}, {"MAX_KEPT_NBYTES": 2000}], ids=["count", "bytes"])
 def test_what_is_kept_for_models_without_a_link_is_bounded_by_count_and_by_bytes(laid, ends, monkeypatch, bound):
     for name, value in bound.items():
         monkeypatch.setattr(mailbox, name, value)
@@ -187,7 +187,7 @@ def test_what_is_kept_for_models_without_a_link_is_bounded_by_count_and_by_bytes
     nobody.close()
 
 
-@pytest.mark.parametrize("bound", [{"MAX_FOREIGN": 3}, {"MAX_KEPT_NBYTES": 3000}], ids=["count", "bytes"])
+@pytest.mark.parametrize("bound", [{"MAX_USER_MESSAGES": 3}, {"MAX_KEPT_NBYTES": 3000}], ids=["count", "bytes"])
 def test_the_users_messages_that_nobody_reads_are_bounded_and_those_kept_still_come_out(laid, ends, monkeypatch, bound):
     for name, value in bound.items():
         monkeypatch.setattr(mailbox, name, value)
@@ -211,7 +211,7 @@ def test_frames_for_a_model_whose_link_was_closed_are_dropped(laid, ends):
     actor, critic = laid("actor", ends), laid("critic", ends)
     critic[1].close()
     buffer = Buffer(100_000, Storage.SEGMENTS)
-    for version in range(1, MAX_STRAYS + 2):
+    for version in range(1, MAX_UNCLAIMED + 2):
         update = Update(model_id="critic", incarnation=1, version=version, layout_digest=b"", nbytes=100_000)
         critic[0].send(update, buffer)
         assert versions(actor[1]) == []

@@ -14,10 +14,10 @@ from weightsync import ConfigurationError, ProtocolError, RPCWeightSyncScheme, T
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Waker, wait
-from weightsync.transports.calls.server import Door, Parcel, decoded
+from weightsync.transports.calls.server import CallServer, Parcel, decoded
 from weightsync.transports.calls.server_link import MAX_AHEAD
 from weightsync.transports.process import own_identity
-from weightsync.transports.rpc import door_of
+from weightsync.transports.rpc import call_server_of
 
 
 def ack(version: int) -> Ack:
@@ -32,9 +32,9 @@ def parcel(number: int, nbytes: int = 0, link: str = "a", payload: bytes | None 
 
 @pytest.fixture
 def opened() -> Any:
-    door, links = Door("m"), []
-    stop = door.open(links.append)
-    yield door, links
+    call_server, links = CallServer("m"), []
+    stop = call_server.open(links.append)
+    yield call_server, links
     stop()
     for link in links:
         link.close()
@@ -50,14 +50,14 @@ def answers(future: Any) -> list[Any]:
 
 
 def test_calls_are_delivered_in_the_order_in_which_they_were_begun(opened: Any) -> None:
-    door, links = opened
-    door.knock(parcel(0))
+    call_server, links = opened
+    call_server.submit(parcel(0))
     (link,) = links
-    door.knock(parcel(2, nbytes=3))
-    door.knock(parcel(3))
+    call_server.submit(parcel(2, nbytes=3))
+    call_server.submit(parcel(3))
     assert brought(link) == [0]
     assert wait(Waker(), [link], 0.0) == [] or brought(link) == []
-    door.knock(parcel(1))
+    call_server.submit(parcel(1))
 
     assert wait(Waker(), [link], 5.0) == [link]
     received = link.receive()
@@ -66,11 +66,11 @@ def test_calls_are_delivered_in_the_order_in_which_they_were_begun(opened: Any) 
 
 
 def test_calls_from_many_threads_all_arrive_once_and_in_order(opened: Any) -> None:
-    door, links = opened
+    call_server, links = opened
     numbers = list(range(200))
     random.Random(3).shuffle(numbers)
     threads = [
-        threading.Thread(target=lambda part=part: [door.knock(parcel(n)) for n in part])
+        threading.Thread(target=lambda part=part: [call_server.submit(parcel(n)) for n in part])
         for part in (numbers[0::4], numbers[1::4], numbers[2::4], numbers[3::4])
     ]
     for thread in threads:
@@ -83,8 +83,8 @@ def test_calls_from_many_threads_all_arrive_once_and_in_order(opened: Any) -> No
 
 
 def test_an_answer_goes_home_with_the_oldest_call_that_has_had_none(opened: Any) -> None:
-    door, links = opened
-    first, second = door.knock(parcel(0)), door.knock(parcel(1))
+    call_server, links = opened
+    first, second = call_server.submit(parcel(0)), call_server.submit(parcel(1))
     (link,) = links
     link.send(ack(1))
     assert (answers(first), second.done()) == ([ack(1)], False)
@@ -92,30 +92,30 @@ def test_an_answer_goes_home_with_the_oldest_call_that_has_had_none(opened: Any)
     link.send(ack(3))
 
     assert answers(second) == [ack(2)]
-    assert answers(door.knock(parcel(2))) == [ack(3)]
+    assert answers(call_server.submit(parcel(2))) == [ack(3)]
 
 
 def test_a_call_that_comes_again_gets_the_answer_of_its_first_time_and_is_delivered_once(opened: Any) -> None:
-    door, links = opened
-    waiting = door.knock(parcel(0))
-    again = door.knock(parcel(0))
+    call_server, links = opened
+    waiting = call_server.submit(parcel(0))
+    again = call_server.submit(parcel(0))
     (link,) = links
     assert brought(link) == [0]
     link.send(ack(1))
-    assert answers(waiting) == answers(again) == answers(door.knock(parcel(0))) == [ack(1)]
+    assert answers(waiting) == answers(again) == answers(call_server.submit(parcel(0))) == [ack(1)]
 
     assert brought(link) == []
-    assert not door.knock(parcel(1)).done()
+    assert not call_server.submit(parcel(1)).done()
 
 
 def test_a_malformed_call_fails_and_is_told_after_what_came_before_it(opened: Any) -> None:
-    door, links = opened
-    door.knock(parcel(0))
+    call_server, links = opened
+    call_server.submit(parcel(0))
     bad = Parcel("a", 2, b"nonsense" * 20)
     with pytest.raises(ProtocolError):
-        door.knock(bad)
-    door.knock(parcel(3))
-    door.knock(parcel(1))
+        call_server.submit(bad)
+    call_server.submit(parcel(3))
+    call_server.submit(parcel(1))
 
     (link,) = links
     assert brought(link) == [0, 1]
@@ -126,29 +126,29 @@ def test_a_malformed_call_fails_and_is_told_after_what_came_before_it(opened: An
 
 
 def test_an_update_that_comes_without_its_bytes_is_malformed(opened: Any) -> None:
-    door, links = opened
+    call_server, links = opened
     with pytest.raises(ProtocolError, match="without its 9 bytes"):
-        door.knock(parcel(0, nbytes=9, payload=b"short"))
+        call_server.submit(parcel(0, nbytes=9, payload=b"short"))
 
     with pytest.raises(ProtocolError, match="without its 9 bytes"):
         links[0].receive()
 
 
 def test_when_the_link_is_given_up_no_call_waits_for_an_answer_that_never_comes(opened: Any) -> None:
-    door, links = opened
-    calls = [door.knock(parcel(number)) for number in range(3)]
+    call_server, links = opened
+    calls = [call_server.submit(parcel(number)) for number in range(3)]
     links[0].close()
 
     for call in calls:
         with pytest.raises(TransportError, match="before it answered"):
             call.result(timeout=5)
     with pytest.raises(TransportError, match="closed"):
-        door.knock(parcel(3))
+        call_server.submit(parcel(3))
 
 
 def test_a_goodbye_goes_home_with_one_call_and_the_others_go_home_too(opened: Any) -> None:
-    door, links = opened
-    calls = [door.knock(parcel(number)) for number in range(3)]
+    call_server, links = opened
+    calls = [call_server.submit(parcel(number)) for number in range(3)]
     bye = Bye(model_id="m", incarnation=1)
     links[0].send(bye)
     links[0].close()
@@ -157,8 +157,8 @@ def test_a_goodbye_goes_home_with_one_call_and_the_others_go_home_too(opened: An
 
 
 def test_a_goodbye_that_no_call_took_home_answers_the_next(opened: Any) -> None:
-    door, links = opened
-    links_first = door.knock(parcel(0))
+    call_server, links = opened
+    links_first = call_server.submit(parcel(0))
     (link,) = links
     link.send(ack(1))
     assert answers(links_first) == [ack(1)]
@@ -166,44 +166,44 @@ def test_a_goodbye_that_no_call_took_home_answers_the_next(opened: Any) -> None:
     link.send(bye)
     link.close()
 
-    assert answers(door.knock(parcel(1))) == [bye]
+    assert answers(call_server.submit(parcel(1))) == [bye]
     with pytest.raises(TransportError):
-        door.knock(parcel(2))
+        call_server.submit(parcel(2))
 
 
 def test_a_released_call_goes_home_with_what_there_is_to_say(opened: Any) -> None:
-    door, links = opened
-    call = door.knock(parcel(0))
-    door.release(parcel(0))
+    call_server, links = opened
+    call = call_server.submit(parcel(0))
+    call_server.release(parcel(0))
     assert answers(call) == []
-    door.release(parcel(0))
+    call_server.release(parcel(0))
     links[0].send(ack(7))
 
-    assert answers(door.knock(parcel(1))) == [ack(7)]
+    assert answers(call_server.submit(parcel(1))) == [ack(7)]
 
 
 def test_after_a_senders_goodbye_no_call_of_its_link_waits_not_even_one_that_comes_later(opened: Any) -> None:
-    door, _ = opened
-    early = door.knock(parcel(0))
-    door.hang_up(Parcel("a", 2, codec.encode(Bye(model_id="m", incarnation=1))))
-    late = door.knock(parcel(1))
+    call_server, _ = opened
+    early = call_server.submit(parcel(0))
+    call_server.hang_up(Parcel("a", 2, codec.encode(Bye(model_id="m", incarnation=1))))
+    late = call_server.submit(parcel(1))
 
     assert [answers(early), answers(late)] == [[], []]
 
 
 def test_calls_that_come_before_anybody_listens_wait_behind_the_door() -> None:
-    door, links = Door("m"), []
-    early = door.knock(parcel(0)), door.knock(parcel(0, link="b"))
-    stop = door.open(links.append)
+    call_server, links = CallServer("m"), []
+    early = call_server.submit(parcel(0)), call_server.submit(parcel(0, link="b"))
+    stop = call_server.open(links.append)
     assert [brought(link) for link in links] == [[0], [0]]
     with pytest.raises(ConfigurationError, match="has a receiver"):
-        door.open(links.append)
+        call_server.open(links.append)
     links[1].send(ack(5))
     assert (early[0].done(), answers(early[1])) == (False, [ack(5)])
     stop()
-    door.knock(parcel(0, link="c"))
+    call_server.submit(parcel(0, link="c"))
     assert len(links) == 2
-    again = door.open(links.append)
+    again = call_server.open(links.append)
 
     assert len(links) == 3
     again()
@@ -212,38 +212,38 @@ def test_calls_that_come_before_anybody_listens_wait_behind_the_door() -> None:
 
 
 def test_a_call_that_will_never_come_is_waited_for_no_longer(opened: Any) -> None:
-    door, links = opened
-    door.knock(parcel(0))
-    door.knock(parcel(2))
+    call_server, links = opened
+    call_server.submit(parcel(0))
+    call_server.submit(parcel(2))
     assert brought(links[0]) == [0]
-    assert door.awaits_turn(parcel(2))
-    door.skip(parcel(2), [1])
+    assert call_server.awaits_turn(parcel(2))
+    call_server.skip(parcel(2), [1])
 
     assert brought(links[0]) == [2]
-    assert not door.awaits_turn(parcel(2))
+    assert not call_server.awaits_turn(parcel(2))
 
 
 def test_calls_far_ahead_of_those_before_them_are_refused_and_not_kept(opened: Any) -> None:
-    door, links = opened
-    door.knock(parcel(0))
+    call_server, links = opened
+    call_server.submit(parcel(0))
     with pytest.raises(ProtocolError, match="call 1 is awaited"):
-        door.knock(parcel(MAX_AHEAD + 1))
-    door.knock(parcel(1))
+        call_server.submit(parcel(MAX_AHEAD + 1))
+    call_server.submit(parcel(1))
 
     assert brought(links[0]) == [0, 1]
 
 
 def test_a_receivers_words_carry_no_payload(opened: Any) -> None:
-    door, links = opened
-    door.knock(parcel(0))
+    call_server, links = opened
+    call_server.submit(parcel(0))
 
     with pytest.raises(ConfigurationError):
         links[0].send(ack(1), object())
 
 
 def test_a_dead_sender_ends_the_link_after_its_last_words(opened: Any) -> None:
-    door, links = opened
-    door.knock(parcel(0))
+    call_server, links = opened
+    call_server.submit(parcel(0))
     pid, started = own_identity()
     links[0].watch(pid, started + 1)
 
@@ -253,8 +253,8 @@ def test_a_dead_sender_ends_the_link_after_its_last_words(opened: Any) -> None:
 
 
 def test_what_a_forked_child_inherits_is_closed_and_answers_nobody(opened: Any) -> None:
-    door, links = opened
-    call = door.knock(parcel(0))
+    call_server, links = opened
+    call = call_server.submit(parcel(0))
     pid = os.fork()
     if pid == 0:
         try:
@@ -270,30 +270,30 @@ def test_what_a_forked_child_inherits_is_closed_and_answers_nobody(opened: Any) 
 
 
 def test_a_malformed_call_that_waits_is_told_to_its_caller_and_no_receiver_meets_its_link() -> None:
-    door, links = Door("m"), []
-    early = door.knock(parcel(0)), door.knock(parcel(0, link="b"))
+    call_server, links = CallServer("m"), []
+    early = call_server.submit(parcel(0)), call_server.submit(parcel(0, link="b"))
     for bad in (Parcel("a", 1, b"nonsense" * 20), Parcel("c", 0, codec.encode(ack(1)))):
         with pytest.raises(ProtocolError):
-            door.knock(bad)
-    stop = door.open(links.append)
+            call_server.submit(bad)
+    stop = call_server.open(links.append)
 
     assert [brought(link) for link in links] == [[0]]
     assert not early[1].done()
     with pytest.raises(TransportError, match="broke the protocol"):
         early[0].result(timeout=5)
     with pytest.raises(TransportError, match="closed"):
-        door.knock(parcel(2))
+        call_server.submit(parcel(2))
     stop()
     links[0].close()
 
 
 def test_a_receiver_connects_past_a_malformed_call_that_has_waited_for_it() -> None:
-    door, scheme = door_of("past a malformed call"), RPCWeightSyncScheme()
+    call_server, scheme = call_server_of("past a malformed call"), RPCWeightSyncScheme()
     with pytest.raises(ProtocolError):
-        door.knock(Parcel("bad", 0, b"nonsense" * 20))
-    answer = door.knock(Parcel("good", 0, codec.encode(Hello(model_id=door.model_id, incarnation=7))))
+        call_server.submit(Parcel("bad", 0, b"nonsense" * 20))
+    answer = call_server.submit(Parcel("good", 0, codec.encode(Hello(model_id=call_server.model_id, incarnation=7))))
     with scheme:
-        scheme.init_on_receiver(model_id=door.model_id, model=torch.nn.Linear(1, 1))
+        scheme.init_on_receiver(model_id=call_server.model_id, model=torch.nn.Linear(1, 1))
         scheme.connect(worker_idx=0, timeout=5)
 
         assert [type(message) for message in answers(answer)] == [Hello]

@@ -15,7 +15,7 @@ from weightsync.protocol.messages import Bye, Hello, Update
 from weightsync.transports import queues
 from weightsync.transports.base import Received
 from weightsync.transports.calls import gates, server, server_link
-from weightsync.transports.calls.server import Door, Parcel
+from weightsync.transports.calls.server import CallServer, Parcel
 from weightsync.transports.queues import QueueChannel, QueueLink
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal
 
@@ -39,8 +39,8 @@ def parcel(link: str, number: int, nbytes: int = 0) -> Parcel:
 
 
 @pytest.fixture
-def door() -> Iterator[tuple[Door, list[Any]]]:
-    made, links = Door("m"), []
+def call_server() -> Iterator[tuple[CallServer, list[Any]]]:
+    made, links = CallServer("m"), []
     stop = made.open(links.append)
     yield made, links
     stop()
@@ -52,65 +52,65 @@ def door() -> Iterator[tuple[Door, list[Any]]]:
     ("bound", "most", "nbytes"), [("MAX_UNREAD", 5, 0), ("MAX_UNREAD_NBYTES", 50, 10)], ids=["messages", "bytes"]
 )
 def test_a_sender_that_floods_a_door_loses_its_own_link(
-    door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch, bound: str, most: int, nbytes: int
+    call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch, bound: str, most: int, nbytes: int
 ) -> None:
     monkeypatch.setattr(server_link, bound, most)
-    opened, links = door
-    opened.knock(parcel("good", 0))
+    opened, links = call_server
+    opened.submit(parcel("good", 0))
     for number in range(5):
-        opened.knock(parcel("flood", number, nbytes))
+        opened.submit(parcel("flood", number, nbytes))
 
     for number in (5, 6):
         with pytest.raises(ProtocolError, match=r"5 messages .* lie here unread"):
-            opened.knock(parcel("flood", number, nbytes))
+            opened.submit(parcel("flood", number, nbytes))
 
     good, flooded = links
     assert len(flooded.receive()) == 5
     with pytest.raises(ProtocolError, match="given up"):
         flooded.receive()
     assert [each.message.version for each in good.receive()] == [1]
-    opened.knock(parcel("good", 1))
+    opened.submit(parcel("good", 1))
     assert [each.message.version for each in good.receive()] == [2]
 
 
 def test_calls_ahead_of_their_turn_are_bounded_by_bytes_too(
-    door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch
+    call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_link, "MAX_UNREAD_NBYTES", 50)
-    opened, _ = door
+    opened, _ = call_server
     for number in range(1, 6):
-        opened.knock(parcel("a", number, 10))
+        opened.submit(parcel("a", number, 10))
     with pytest.raises(ProtocolError, match="50 bytes"):
-        opened.knock(parcel("a", 6, 10))
+        opened.submit(parcel("a", 6, 10))
 
 
-def test_what_is_read_makes_room(door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_makes_room(call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_link, "MAX_UNREAD_NBYTES", 10)
-    opened, links = door
+    opened, links = call_server
     for number in range(30):
-        opened.knock(parcel("a", number, 10))
+        opened.submit(parcel("a", number, 10))
         assert len(links[0].receive()) == 1
 
 
 def test_links_that_ended_are_forgotten_but_for_the_last_and_more_open_ones_are_refused(
-    door: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch
+    call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_LINKS", 4)
     monkeypatch.setattr(server, "_REMEMBERED", 2)
-    opened, links = door
-    opened.knock(parcel("stays", 0))
+    opened, links = call_server
+    opened.submit(parcel("stays", 0))
     for name in range(20):
-        opened.knock(parcel(f"{name}", 0))
+        opened.submit(parcel(f"{name}", 0))
         opened.hang_up(Parcel(f"{name}", 1, codec.encode(Bye(model_id="m", incarnation=1))))
         links[-1].close()
     assert set(opened._links) == {"stays", "17", "18", "19"}
     assert opened.knows("stays")
 
     for name in "abc":
-        opened.knock(parcel(name, 0))
+        opened.submit(parcel(name, 0))
     with pytest.raises(TransportError, match="4 senders of model 'm'"):
-        opened.knock(parcel("d", 0))
-    opened.knock(parcel("stays", 1))
+        opened.submit(parcel("d", 0))
+    opened.submit(parcel("stays", 1))
     assert len(links[0].receive()) == 2
 
 
@@ -119,12 +119,12 @@ def test_what_waits_for_a_receiver_is_bounded_and_what_came_first_stays(
     monkeypatch: pytest.MonkeyPatch, keyed: bool
 ) -> None:
     monkeypatch.setattr(server, "MAX_UNMET", 3)
-    made, links = Door("m"), []
+    made, links = CallServer("m"), []
     frame = KeyedSeal(KEY, Identity("calls", "m", "", "0"), "w").frame(0, codec.decode(hello()), None)
     for name in range(3):
-        made.knock(Parcel(f"{name}", 0, frame if keyed else hello()))
+        made.submit(Parcel(f"{name}", 0, frame if keyed else hello()))
     with pytest.raises(TransportError, match="3 others wait"):
-        made.knock(Parcel("3", 0, frame if keyed else hello()))
+        made.submit(Parcel("3", 0, frame if keyed else hello()))
 
     stop = made.open(links.append, KEY if keyed else None)
     assert (made.knows("0"), made.knows("3")) == (True, False)
@@ -136,34 +136,34 @@ def test_what_waits_for_a_receiver_is_bounded_and_what_came_first_stays(
 
 def test_the_bytes_that_wait_for_a_receiver_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_UNMET_NBYTES", 20)
-    made = Door("m")
+    made = CallServer("m")
     for number in range(2):
-        made.knock(parcel("a", number, 10))
+        made.submit(parcel("a", number, 10))
     for flood in (parcel("a", 2, 10), parcel("b", 0, 10)):
         with pytest.raises(TransportError, match="20 bytes"):
-            made.knock(flood)
+            made.submit(flood)
 
 
 class Sender:
     """A sender's end with the key, whose calls can be recorded."""
 
-    def __init__(self, opened: Door, name: str) -> None:
-        self.door = opened
+    def __init__(self, opened: CallServer, name: str) -> None:
+        self.call_server = opened
         self.name = name
         self.seal = KeyedSeal(KEY, Identity("calls", "m", "", name), "the worker")
         self.early = Parcel(name, 0, self.seal.frame(0, codec.decode(hello()), None))
 
     def call(self) -> None:
         with pytest.raises(Challenged):
-            self.seal.brought(self.door.knock(self.early).result(timeout=0))
+            self.seal.brought(self.call_server.submit(self.early).result(timeout=0))
 
     def prove(self) -> Any:
-        return self.door.knock(Parcel(self.name, 0, self.seal.again(0)))
+        return self.call_server.submit(Parcel(self.name, 0, self.seal.again(0)))
 
 
 @pytest.fixture
-def keyed() -> Iterator[tuple[Door, list[Any]]]:
-    made, links = Door("m"), []
+def keyed() -> Iterator[tuple[CallServer, list[Any]]]:
+    made, links = CallServer("m"), []
     stop = made.open(links.append, KEY)
     yield made, links
     stop()
@@ -172,16 +172,16 @@ def keyed() -> Iterator[tuple[Door, list[Any]]]:
 
 
 def test_recordings_that_are_kept_are_bounded_and_the_oldest_goes_first(
-    keyed: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch
+    keyed: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gates, "MAX_UNPROVEN", 3)
     opened, links = keyed
     for name in range(10):
-        opened.knock(Sender(opened, f"{name}").early)
+        opened.submit(Sender(opened, f"{name}").early)
     lives = Sender(opened, "lives")
     lives.call()
     for name in range(2):
-        opened.knock(Sender(opened, f"{name}").early)
+        opened.submit(Sender(opened, f"{name}").early)
     assert [name for name in ("9", "lives", "0", "1") if opened.knows(name)] == ["lives", "0", "1"]
 
     lives.prove()
@@ -189,7 +189,7 @@ def test_recordings_that_are_kept_are_bounded_and_the_oldest_goes_first(
     assert len(link.receive()) == 1
 
 
-def test_a_stranger_hangs_no_kept_call_up(keyed: tuple[Door, list[Any]]) -> None:
+def test_a_stranger_hangs_no_kept_call_up(keyed: tuple[CallServer, list[Any]]) -> None:
     opened, links = keyed
     lives = Sender(opened, "lives")
     lives.call()
@@ -201,13 +201,13 @@ def test_a_stranger_hangs_no_kept_call_up(keyed: tuple[Door, list[Any]]) -> None
 
 
 def test_a_proof_of_a_sender_that_was_let_go_is_refused(
-    keyed: tuple[Door, list[Any]], monkeypatch: pytest.MonkeyPatch
+    keyed: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gates, "MAX_UNPROVEN", 1)
     opened, links = keyed
     first = Sender(opened, "first")
     first.call()
-    opened.knock(Sender(opened, "second").early)
+    opened.submit(Sender(opened, "second").early)
 
     with pytest.raises(AuthenticationError):
         first.seal.brought(first.prove().result(timeout=0))
@@ -281,10 +281,10 @@ def test_a_model_that_floods_a_queue_loses_its_own_link(
 def test_messages_for_models_without_a_link_are_bounded(
     inbox: Inbox, open_link: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queues, "MAX_STRAYS", 4)
+    monkeypatch.setattr(queues, "MAX_UNCLAIMED", 4)
     channel = inbox()
     inbox.items = [hello(f"{name}") for name in range(9)]
-    assert channel.strays() == ("0", "1", "2", "3")
+    assert channel.unclaimed() == ("0", "1", "2", "3")
     assert len(inbox.items) == 5
 
     link = open_link(channel, "good")
@@ -294,7 +294,7 @@ def test_messages_for_models_without_a_link_are_bounded(
 
 
 def test_objects_that_are_not_ours_are_bounded(inbox: Inbox, open_link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "MAX_FOREIGN", 4)
+    monkeypatch.setattr(queues, "MAX_USER_MESSAGES", 4)
     link = open_link(inbox(), "m")
     inbox.items = ["an object"] * 5
 

@@ -15,7 +15,7 @@ from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Message, Update
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.calls.client import CallLink
-from weightsync.transports.calls.server_link import DoorLink, Parcel, opened
+from weightsync.transports.calls.server_link import CallServerLink, Parcel, opened
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.process import ProcessWatch, own_identity
 from weightsync.transports.queues import QueueChannel, QueueLink
@@ -41,14 +41,14 @@ def over_a_pipe() -> Iterator[Scene]:
 def over_calls() -> Iterator[Scene]:
     call: Future[Any] = Future()
 
-    class Courier:
+    class CallClient:
         def start(self, *_: object) -> Future[Any]:
             return call
 
         def close(self) -> None:
             return None
 
-    link = CallLink(Courier(), "the worker")
+    link = CallLink(CallClient(), "the worker")
     link.send(UPDATE)
     yield link, ACK, lambda: call.set_result([ACK])
     link.close()
@@ -56,7 +56,7 @@ def over_calls() -> Iterator[Scene]:
 
 @contextlib.contextmanager
 def behind_a_door() -> Iterator[Scene]:
-    link = DoorLink("the sender")
+    link = CallServerLink("the sender")
     yield link, UPDATE, lambda: link.bring(0, opened(Parcel("a", 0, codec.encode(UPDATE))))
     link.close()
 

@@ -34,7 +34,7 @@ class Session:
         return ray
 
 
-class Vigil:
+class ActorWatch:
     """Nobody shuts Ray down here."""
 
     def attend(self, call: Future[Any], peer: str) -> None:
@@ -74,25 +74,25 @@ class Actor:
 
 
 def with_our_receiver(actor: Actor) -> Any:
-    return module.ActorCourier(actor, "m", "worker 0", Row())  # type: ignore[arg-type]
+    return module.ActorCallClient(actor, "m", "worker 0", Row())  # type: ignore[arg-type]
 
 
 def without(actor: Actor) -> Any:
-    return module.PlainCourier(actor.remote, "worker 0", Row())  # type: ignore[arg-type]
+    return module.PlainActorCallClient(actor.remote, "worker 0", Row())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("courier", [with_our_receiver, without])
 @pytest.mark.parametrize("died", ["ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError"])
 def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
-    courier: Callable[[Actor], Any], died: str, monkeypatch: pytest.MonkeyPatch
+    call_client: Callable[[Actor], Any], died: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if ray is None:
         not_tested("RAY", "ray is not installed")
     monkeypatch.setattr(module, "Session", Session)
-    monkeypatch.setattr(module, "VIGIL", Vigil())
+    monkeypatch.setattr(module, "ACTOR_WATCH", ActorWatch())
     monkeypatch.setattr(module, "put_away", lambda row: None)
     actor, buffer = Actor(), Buffer(3)
-    link = CallLink(courier(actor), "worker 0")
+    link = CallLink(call_client(actor), "worker 0")
     link.send(UPDATE, buffer)
     (call,) = actor.calls
     assert link.receive() == []

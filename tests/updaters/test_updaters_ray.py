@@ -254,7 +254,7 @@ def test_an_actor_killed_in_the_middle_of_a_push_is_lost_until_another_takes_its
     timer.join()
     assert failure.value.lost.keys() == {0}
     assert kinds(failure.value.report) == [LOST, APPLIED]
-    assert failure.value.report.transferring < PATIENCE / 2
+    assert failure.value.report.transfer_s < PATIENCE / 2
     assert seen(pool[:1]) == [15.0]
 
     with pytest.raises(WorkerLostError) as failure:

@@ -103,7 +103,7 @@ def plain_line(state: RunState) -> str:
         behind = _behind(state, worker)
         words = worker.state if behind is None else f"{worker.state} v{worker.version} ({behind} behind)"
         workers.append(f"worker {index} " + ("LOST" if _link(state, index) == "lost" else words))
-    transfer = state.report.transferring if state.report else 0.0
+    transfer = state.report.transfer_s if state.report else 0.0
     return (
         f"{state.elapsed:6.1f} s  {state.phase.value}  mean return {_number(state.last_mean)}  {state.steps:,} steps  "
         f"trainer {name} v{version}  {', '.join(workers)}  sync {_ms(transfer)}"
@@ -121,8 +121,8 @@ def _behind(state: RunState, worker: WorkerState) -> int | None:
 
 
 def _link(state: RunState, index: int) -> str:
-    entry = state.sender.roll.get(index) if state.sender else None
-    return entry.standing.value if entry else "none"
+    entry = state.sender.workers.get(index) if state.sender else None
+    return entry.link_state.value if entry else "none"
 
 
 # ------------------------------------------------------------------------------------------------- live
@@ -206,8 +206,8 @@ def _syncs(state: RunState) -> Table:
     report = state.report
     last, size = "none yet", 0
     if report:
-        last = f"prepared in {_ms(report.preparing)}, answered after {_ms(report.transferring)}"
-        last, size = f"{last}, applied in {_ms(report.applying)}", report.nbytes
+        last = f"prepared in {_ms(report.pack_s)}, answered after {_ms(report.transfer_s)}"
+        last, size = f"{last}, applied in {_ms(report.apply_s)}", report.nbytes
     grid = Table.grid(padding=(0, 2))
     for label, words in (
         ("last sync", last),

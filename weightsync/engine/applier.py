@@ -31,7 +31,7 @@ class Ready:
     seconds: float
 
 
-class Swapping(Listening):
+class Applier(Listening):
     """A receiver that makes live what is pending, or refuses it."""
 
     def _begin(self) -> None:
@@ -46,7 +46,7 @@ class Swapping(Listening):
         super()._drop_target()
         self._staged = None
 
-    def take_in(self, target: Target) -> bool | None:
+    def receive_and_apply(self, target: Target) -> bool | None:
         """Read, stage, and make live what is pending unless somebody holds the version served.
 
         The serving lock comes before the driver's and is held until `version` names what is live.
@@ -66,8 +66,8 @@ class Swapping(Listening):
                 self.check_links()
             return applied
 
-    def take_in_here(self) -> bool | None:
-        """`take_in` into the registered model. What stands at its path by now may be no model: what comes is refused.
+    def receive_and_apply_here(self) -> bool | None:
+        """Receive and apply to the registered model. An update is refused if its path leads to no model any more.
 
         Raises:
             ConfigurationError, ModelPathError: no model is registered, or there was never one at its path.
@@ -78,7 +78,7 @@ class Swapping(Listening):
             if self._model is None or isinstance(self._model, str):
                 raise
             return self._turn_down(error)
-        return self.take_in(target)
+        return self.receive_and_apply(target)
 
     def _turn_down(self, error: WeightSyncError) -> bool | None:
         """Refuse what is pending, since there is nothing that it could be applied to."""

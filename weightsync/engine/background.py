@@ -179,7 +179,7 @@ class Background:
 
     def _attend(self) -> None:
         receiver = self._receiver
-        receiver.take_in_here()
+        receiver.receive_and_apply_here()
         if receiver.driver.deferring:
             self._hand_over()
         self._news_of()

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.engine.wiring import Wiring
+from weightsync.engine.services import SchemeServices
 from weightsync.errors import ConfigurationError
 from weightsync.protocol._tables import State
 from weightsync.transports.process import forget_after_fork
@@ -31,7 +31,7 @@ class Side(abc.ABC):
 
     _driver: SenderDriver | ReceiverDriver
 
-    def __init__(self, scheme: Wiring) -> None:
+    def __init__(self, scheme: SchemeServices) -> None:
         self._scheme = scheme
         self._model_id = "policy"
         self._start_over()

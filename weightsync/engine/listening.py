@@ -21,7 +21,7 @@ from weightsync.weights.relay import Relay, RelayTarget
 from weightsync.weights.target import Target
 
 
-class Attendant(Protocol):
+class BackgroundReader(Protocol):
     """Reads a receiver's links for it, on a thread of its own."""
 
     def receive(self, timeout: float | None) -> bool:
@@ -57,7 +57,7 @@ class Listening(Side):
         self._driver = receiver_driver(self._model_id)
         self._target: Target | None = None
         self._serving = ServingLock()
-        self._attendant: Attendant | None = None
+        self._attendant: BackgroundReader | None = None
 
     # ------------------------------------------------------------------------------------------- wiring
 
@@ -135,9 +135,9 @@ class Listening(Side):
     _register_model = register_model
     _register_worker_transport = register_worker_transport
 
-    def attend(self, attendant: Attendant | None) -> None:
-        """From now on ``attendant`` is the only one who reads our links; None: `receive` does again."""
-        self._attendant = attendant
+    def attend(self, background_reader: BackgroundReader | None) -> None:
+        """From now on ``background_reader`` is the only one who reads our links; None: `receive` does again."""
+        self._attendant = background_reader
 
     def check_links(self) -> None:
         """Check that there is somebody to receive from, or will be.

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.applier import Swapping
+from weightsync.engine.applier import Applier
 from weightsync.engine.receiver_driver import Pending
 from weightsync.engine.signals import Shield
+from weightsync.errors import warn_renamed
 from weightsync.protocol import receiver as pure
 from weightsync.protocol.messages import Ack
 from weightsync.protocol.report import Evidence
@@ -28,17 +29,17 @@ class Handed:
     digest: bytes
 
 
-class ByHand(Swapping):
+class ManualAck(Applier):
     """A receiver whose updates may be handed out as weights; each stays pending until it is answered."""
 
     def _begin(self) -> None:
         super()._begin()
         self._handed: Handed | None = None
 
-    def hand_out(self, timeout: float | None = 0.0) -> Any:
+    def take_update(self, timeout: float | None = 0.0) -> Any:
         """The weights of an update that has arrived and was not handed out yet; needs no registered model.
 
-        The update stays pending until `acknowledge`, or `apply_weights` with these weights.
+        The update stays pending until `ack`, or `apply_weights` with these weights.
 
         Args:
             timeout: seconds to wait for one; 0: do not wait; None: until one comes or the sender is gone.
@@ -52,7 +53,7 @@ class ByHand(Swapping):
             TransportError: the sender is gone.
             ProtocolError: the peer broke the protocol; its link is down.
         """
-        self._require_unattended("hand_out")
+        self._require_no_background_reader("take_update")
         deadline = Deadline(timeout)
         with Shield(self._driver.waker.fire) as shield:
             while True:
@@ -70,12 +71,12 @@ class ByHand(Swapping):
             StateError: a thread receives in the background.
             ProtocolError: the peer broke the protocol; its link is down.
         """
-        self._require_unattended("has_update")
+        self._require_no_background_reader("has_update")
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
             return self._driver.pending is not None and self._out is None
 
-    def _require_unattended(self, asked: str) -> None:
+    def _require_no_background_reader(self, asked: str) -> None:
         """Refuse what would take updates away from the thread that receives in the background."""
         if self._attendant is not None:
             raise self._driver.refused(
@@ -116,7 +117,7 @@ class ByHand(Swapping):
         with self._driver.lock:
             return self._out is not None
 
-    def acknowledge(self, message: str = UPDATED, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+    def ack(self, message: str = UPDATED, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
         """Answer by hand for the update that was handed out: the outcome's evidence is `CALL`.
 
         Args:
@@ -129,13 +130,13 @@ class ByHand(Swapping):
             StateError: no update that was handed out is pending: it was answered, overtaken, or its link went down.
         """
         deadline = Deadline(timeout)
-        with self._serving.alone(deadline, "acknowledge"), Shield(self._driver.waker.fire), self._driver.lock:
+        with self._serving.alone(deadline, "ack"), Shield(self._driver.waker.fire), self._driver.lock:
             handed = self._handed
             if handed is None or self._out is None:
                 raise self._driver.refused(
-                    "acknowledge",
+                    "ack",
                     "no update that was handed out is pending: none was, it is answered already, a newer one overtook "
-                    "it, or its sender is gone. hand_out() gives the next one.",
+                    "it, or its sender is gone. take_update() gives the next one.",
                 )
             self._handed = None
             if message == UPDATED:
@@ -143,22 +144,37 @@ class ByHand(Swapping):
             else:
                 self._driver.take(pure.Refused(self._refusal(handed.pending, other_text(message), "", Evidence.CALL)))
 
-    def refuse(self, error: BaseException, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+    def nack(self, error: BaseException, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
         """Answer by hand that the update that was handed out could not be applied; nothing happens if none is pending.
 
         Args:
             error: why; the sender is told its text and its traceback.
-            timeout: as for `acknowledge`.
+            timeout: as for `ack`.
 
         Raises:
-            ModelBusyError: as `acknowledge`.
+            ModelBusyError: as `ack`.
         """
         deadline = Deadline(timeout)
-        with self._serving.alone(deadline, "refuse"), Shield(self._driver.waker.fire), self._driver.lock:
+        with self._serving.alone(deadline, "nack"), Shield(self._driver.waker.fire), self._driver.lock:
             pending, self._handed = self._out, None
             if pending is not None:
                 told = "".join(traceback.format_exception(error))
                 self._driver.take(pure.Refused(self._refusal(pending, str(error), told, Evidence.CALL)))
+
+    def hand_out(self, timeout: float | None = 0.0) -> Any:
+        """The former name of `take_update`."""
+        warn_renamed("WeightReceiver.hand_out()", "take_update()")
+        return self.take_update(timeout)
+
+    def acknowledge(self, message: str = UPDATED, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+        """The former name of `ack`."""
+        warn_renamed("WeightReceiver.acknowledge()", "ack()")
+        self.ack(message, timeout=timeout)
+
+    def refuse(self, error: BaseException, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+        """The former name of `nack`."""
+        warn_renamed("WeightReceiver.refuse()", "nack()")
+        self.nack(error, timeout=timeout)
 
     def _acked_by_hand(self, handed: Handed) -> Ack:
         update = handed.pending.update
@@ -173,4 +189,4 @@ class ByHand(Swapping):
 
 def other_text(message: str) -> str:
     """The reason of a refusal that stands for an ack by hand with another text."""
-    return f"acknowledged by hand with {message!r}, not {UPDATED!r}"
+    return f"answered by hand with {message!r}, not {UPDATED!r}"

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.manual_ack import ByHand
+from weightsync.engine.manual_ack import ManualAck
 from weightsync.engine.receiver_driver import Pending
 from weightsync.engine.serving_lock import PATIENCE
 from weightsync.engine.signals import Shield
@@ -21,7 +21,7 @@ from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.target import SwapBroken, Target
 
 
-class WeightReceiver(ByHand):
+class WeightReceiver(ManualAck):
     """Takes in the weights of one model in a worker.
 
     A strict state machine (`state`). Versions are applied in the thread that calls `receive`, whole or not at all;
@@ -55,7 +55,7 @@ class WeightReceiver(ByHand):
         with Shield(self._driver.waker.fire) as shield:
             while True:
                 seen = self._driver.waker.fired
-                applied = self.take_in_here()
+                applied = self.receive_and_apply_here()
                 if applied is not None:
                     return applied
                 if deadline.passed:

@@ -51,9 +51,7 @@ class TracedSenderDriver(SenderDriver):
     def told(self, report: SyncReport) -> None:
         """A caller is told this."""
         with self.lock:
-            spoken = replace(
-                report, nbytes=0, preparing=0.0, connect_s=0.0, transferring=0.0, applying=0.0, previous=None
-            )
+            spoken = replace(report, nbytes=0, pack_s=0.0, connect_s=0.0, transfer_s=0.0, apply_s=0.0, previous=None)
             if spoken == self._last_told:
                 return
             self._last_told = spoken

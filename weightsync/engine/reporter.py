@@ -10,7 +10,7 @@ from weightsync.engine.refusal_hints import workers_text
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.errors import RefusedError, WorkerLostError
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
-from weightsync.protocol.sender import Standing, ended
+from weightsync.protocol.sender import LinkState, ended
 
 
 class Reporter:
@@ -33,9 +33,9 @@ class Reporter:
         """The next update was made to wait for that of ``previous``: the next report tells of both."""
         self._previous = previous
 
-    def dispatched(self, preparing: float, nbytes: int) -> None:
-        """A version of ``nbytes`` bytes has just been dispatched, after ``preparing`` seconds of packing."""
-        self._preparing = preparing
+    def dispatched(self, pack_s: float, nbytes: int) -> None:
+        """A version of ``nbytes`` bytes has just been dispatched, after ``pack_s`` seconds of packing."""
+        self._preparing = pack_s
         self._nbytes = nbytes
         self._dispatched = Stopwatch()
 
@@ -79,7 +79,7 @@ class Reporter:
         assert self._previous is not None
         before, owing = self._previous.version, self._previous.of(OutcomeKind.TIMED_OUT)
         reason = f"not sent: time was up while version {before} still awaited {workers_text(owing)}"
-        chosen = self._driver.data.roll if targets is None else targets
+        chosen = self._driver.data.workers if targets is None else targets
         outcomes = {worker: Outcome(kind=OutcomeKind.TIMED_OUT, reason=reason) for worker in chosen}
         return replace(self.empty(), outcomes=outcomes)
 
@@ -89,8 +89,8 @@ class Reporter:
 
     def all_ended(self, error: WorkerLostError | RefusedError) -> WorkerLostError | RefusedError:
         """``error``, which refused a send since every target is lost or has refused, with the report of that."""
-        roll, told = self._driver.data.roll, error.lost if isinstance(error, WorkerLostError) else error.refused
-        outcomes = {worker: ended(roll[worker]) for worker in told if worker in roll}
+        workers, told = self._driver.data.workers, error.lost if isinstance(error, WorkerLostError) else error.refused
+        outcomes = {worker: ended(workers[worker]) for worker in told if worker in workers}
         error.report = replace(self.empty(), outcomes=outcomes)
         self._driver.told(error.report)
         return error
@@ -98,10 +98,10 @@ class Reporter:
     def _owing(self, owing: OutcomeKind, worker: int) -> Outcome:
         if owing is OutcomeKind.PENDING:
             return Outcome(kind=owing)
-        entry = self._driver.data.roll[worker]
+        entry = self._driver.data.workers[worker]
         silent = self._driver.hearing.silent_for(worker)
         parts = [
-            "never connected" if entry.standing is Standing.EXPECTED else "connected, but has not answered",
+            "never connected" if entry.link_state is LinkState.EXPECTED else "connected, but has not answered",
             f"it last served version {entry.served}" if entry.served else "no version of ours is known to be served",
             "it was never heard from" if silent is None else f"it was last heard from {silent:.1f} s ago",
             _READ[self._driver.has_read(worker)],
@@ -123,10 +123,10 @@ class Reporter:
             incarnation=self._driver.data.incarnation,
             outcomes=dict(sorted(outcomes.items())),
             nbytes=self._nbytes,
-            preparing=self._preparing,
+            pack_s=self._preparing,
             connect_s=min(connecting, seconds),
-            transferring=max(0.0, seconds - connecting),
-            applying=max((outcome.seconds for outcome in outcomes.values()), default=0.0),
+            transfer_s=max(0.0, seconds - connecting),
+            apply_s=max((outcome.seconds for outcome in outcomes.values()), default=0.0),
             superseded={w: versions for w, versions in self._given_up.items() if w in outcomes},
             not_caught_up=not_caught_up,
             previous=self._tell_previous(),
@@ -137,12 +137,14 @@ class Reporter:
 
     def _connecting(self, outcomes: Mapping[int, Outcome]) -> float:
         """Seconds from the dispatch until all targets that are not lost had connected."""
-        roll, hearing = self._driver.data.roll, self._driver.hearing
-        links = [roll[worker].link for worker in outcomes if worker in roll and roll[worker].standing in _LIVE]
+        workers, hearing = self._driver.data.workers, self._driver.hearing
+        links = [
+            workers[worker].link for worker in outcomes if worker in workers and workers[worker].link_state in _LIVE
+        ]
         return max((hearing.connected_after(link, self._dispatched) for link in links), default=0.0)
 
 
-_LIVE = frozenset({Standing.EXPECTED, Standing.UP})
+_LIVE = frozenset({LinkState.EXPECTED, LinkState.UP})
 _READ = {
     True: "it has read the update",
     False: "it has not read all that was sent to it",

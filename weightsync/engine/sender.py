@@ -256,13 +256,14 @@ class WeightSender(Roster):
         """
         data, expected = self._driver.data, expected_number(wanted.expected)
         expected = expected_number(self.expected_workers) if expected is None else expected
-        if expected is not None and len(data.roll) < expected:
+        if expected is not None and len(data.workers) < expected:
             left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
             raise ConfigurationError(
-                f"{expected} workers are expected, and {len(data.roll)} are on the roll: {sorted(data.roll)}.{left} "
+                f"{expected} workers are expected, and {len(data.workers)} have been added: "
+                f"{sorted(data.workers)}.{left} "
                 "Nothing was sent, no version was used. add_worker() puts a worker on the roll."
             )
-        return wanted.targets is None and not data.roll and wanted.allow_empty
+        return wanted.targets is None and not data.workers and wanted.allow_empty
 
     def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
         blocking = self._driver.blocking(targets)
@@ -290,13 +291,13 @@ class WeightSender(Roster):
             raise
         return packed
 
-    def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, preparing: float) -> int:
+    def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, pack_s: float) -> int:
         try:
             with self._reported():
                 version = self._driver.dispatch(event, packed)
         finally:
             self._packer.handed_over(packed)
-        self._reporter.dispatched(preparing, packed.nbytes)
+        self._reporter.dispatched(pack_s, packed.nbytes)
         return version
 
     @contextlib.contextmanager

@@ -245,8 +245,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def has_read(self, worker: int) -> bool | None:
         """Whether a worker has read all that was sent to it; None: that is not known."""
         with self.lock:
-            entry = self.data.roll[worker]
-            if entry.standing is pure.Standing.EXPECTED or self._backlogs[entry.link].waits:
+            entry = self.data.workers[worker]
+            if entry.link_state is pure.LinkState.EXPECTED or self._backlogs[entry.link].waits:
                 return False
             _, link = self._links[entry.link]
             return link.all_read() if isinstance(link, TellsWhatIsRead) else None
@@ -254,7 +254,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def remark(self, worker: int) -> str:
         """Why a worker does not answer, where its link was told; empty: it was not."""
         with self.lock:
-            entry = self.data.roll[worker]
+            entry = self.data.workers[worker]
             link = self._links[entry.link][1] if entry.link in self._links else None
             return link.remark if isinstance(link, Remarks) else ""
 
@@ -327,7 +327,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def _listens(self, worker: int, number: int) -> bool:
         """Whether a link is in force. One that is lost amid a step is closed behind it."""
-        entry = self.data.roll.get(worker)
+        entry = self.data.workers.get(worker)
         return entry is not None and entry.link == number and entry.open
 
     def _last_words(self, worker: int, number: int, reason: str) -> Iterator[pure.Event]:
@@ -377,7 +377,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def _forget(self) -> None:
         """Release the versions that are due to nobody any more."""
-        due = {self.data.due_all, *(entry.due for entry in self.data.roll.values())}
+        due = {self.data.due_all, *(entry.due for entry in self.data.workers.values())}
         if self.data.outstanding is not None:
             due.add(self.data.outstanding.version)
         if self.machine.state is State.CLOSED:

@@ -15,7 +15,7 @@ from weightsync.protocol.report import SyncReport
 logger = logging.getLogger("weightsync")
 
 
-class Successive:
+class SequentialSends:
     """Sends by one sender that is never asked to wait or to abandon by anybody else.
 
     A send first abandons an update whose failure was already reported, and first waits for one that nobody was told

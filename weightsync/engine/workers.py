@@ -10,7 +10,14 @@ from weightsync.engine.copies import Side, pipes_travel, require_whole, require_
 from weightsync.engine.recorded_drivers import sender_driver
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.engine.signals import Shield
-from weightsync.errors import AckTimeoutError, ConfigurationError, LayoutError, RefusedError, WorkerLostError
+from weightsync.errors import (
+    AckTimeoutError,
+    ConfigurationError,
+    LayoutError,
+    RefusedError,
+    WorkerLostError,
+    warn_renamed,
+)
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput
 from weightsync.transports.base import Link
@@ -109,7 +116,7 @@ class Roster(Side):
                 seen = self._driver.waker.fired
                 self._driver.require(SenderInput.SEND, "connect")
                 self._driver.pump()
-                awaited = self._standing(pure.Standing.EXPECTED)
+                awaited = self._standing(pure.LinkState.EXPECTED)
                 if not awaited:
                     break
                 if deadline.passed:
@@ -124,18 +131,18 @@ class Roster(Side):
                     )
                 shield.deliver()
                 self._driver.wait(deadline.nap, seen)
-        lost, refused = self._reasons(pure.Standing.LOST), self._reasons(pure.Standing.REFUSED)
+        lost, refused = self._reasons(pure.LinkState.LOST), self._reasons(pure.LinkState.REFUSED)
         told = "; ".join(f"worker {worker}: {reason}" for worker, reason in sorted({**lost, **refused}.items()))
         if lost:
             raise WorkerLostError(f"{told}. add_worker() brings one back, remove_worker() takes it off.", lost=lost)
         if refused:
             raise RefusedError(f"{told}. Give it the trainer's model and add_worker() it again.", refused=refused)
 
-    def _reasons(self, standing: pure.Standing) -> dict[int, str]:
-        return {worker: entry.reason for worker, entry in self._standing(standing).items()}
+    def _reasons(self, link_state: pure.LinkState) -> dict[int, str]:
+        return {worker: entry.reason for worker, entry in self._standing(link_state).items()}
 
-    def _standing(self, standing: pure.Standing) -> dict[int, pure.Entry]:
-        return {worker: entry for worker, entry in self.roll.items() if entry.standing is standing}
+    def _standing(self, link_state: pure.LinkState) -> dict[int, pure.Entry]:
+        return {worker: entry for worker, entry in self.workers.items() if entry.link_state is link_state}
 
     def transports(self) -> dict[int, Link]:
         """Each worker's link, while it is up or expected."""
@@ -183,14 +190,20 @@ class Roster(Side):
         return self._driver.data.incarnation
 
     @property
-    def roll(self) -> Mapping[int, pure.Entry]:
+    def workers(self) -> Mapping[int, pure.Entry]:
         """Each worker's entry: how its link stands, which version it last acked."""
-        return dict(self._driver.data.roll)
+        return dict(self._driver.data.workers)
+
+    @property
+    def roll(self) -> Mapping[int, pure.Entry]:
+        """The former name of `workers`."""
+        warn_renamed("WeightSender.roll", "workers")
+        return self.workers
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The ids on the roll."""
-        return tuple(self._driver.data.roll)
+        return tuple(self._driver.data.workers)
 
     @property
     def stale_answers(self) -> int:

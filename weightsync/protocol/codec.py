@@ -126,10 +126,10 @@ def _read(told: dict[str, Any], depth: int) -> SyncReport:
         },
         not_caught_up=_read_all(told["not_caught_up"], depth),
         left={_worker(worker): _text(goodbye) for worker, goodbye in told["left"].items()},
-        preparing=_seconds(told["preparing"]),
+        pack_s=_seconds(told["preparing"]),
         connect_s=_seconds(told["connect_s"]),
-        transferring=_seconds(told["transferring"]),
-        applying=_seconds(told["applying"]),
+        transfer_s=_seconds(told["transferring"]),
+        apply_s=_seconds(told["applying"]),
     )
 
 

@@ -36,8 +36,8 @@ SENDER_METHODS: Final[Mapping[SenderInput, str]] = {
 #: What a receiver's caller may do, state by state.
 RECEIVER_ALLOWS: Final[Mapping[State, tuple[str, ...]]] = {
     State.UNINITIALIZED: ("register_worker_transport", "register_model", "apply_weights", "close"),
-    State.READY: ("receive", "hand_out", "apply_weights", "register_worker_transport", "close"),
-    State.PENDING_ASYNC: ("receive", "hand_out", "apply_weights", "acknowledge", "close"),
+    State.READY: ("receive", "take_update", "apply_weights", "register_worker_transport", "close"),
+    State.PENDING_ASYNC: ("receive", "take_update", "apply_weights", "ack", "close"),
     State.AWAITING_ACK: ("receive", "apply_weights", "register_worker_transport", "close"),
     State.CLOSED: ("close",),
 }

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weightsync.errors import AckTimeoutError, RefusedError, SyncError, WorkerLostError
+from weightsync.errors import AckTimeoutError, RefusedError, SyncError, WorkerLostError, warn_renamed
 
 
 class OutcomeKind(enum.Enum):
@@ -91,14 +91,14 @@ class SyncReport:
     #: Size of the weights as they travel, in bytes.
     nbytes: int = 0
     #: Seconds spent extracting and packing.
-    preparing: float = 0.0
+    pack_s: float = 0.0
     #: Seconds from the dispatch until the last of the targets that were not connected yet had connected; until this
     #: report, if one of them has not.
     connect_s: float = 0.0
     #: Seconds from the dispatch to this report, less `connect_s`.
-    transferring: float = 0.0
+    transfer_s: float = 0.0
     #: The longest time, in seconds, that any worker spent applying.
-    applying: float = 0.0
+    apply_s: float = 0.0
     #: Worker id to the versions that were given up in favour of this one (``on_pending="supersede"``).
     superseded: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     #: Joiners that refused the version they were to catch up with, since the last report.
@@ -116,7 +116,7 @@ class SyncReport:
         # Who has answered and then left is named by its answer; `left` has them all.
         gone = {worker: goodbye for worker, goodbye in self.left.items() if worker not in self.outcomes}
         told += [f"worker {worker} left: {goodbye}" for worker, goodbye in gone.items()]
-        took = self.preparing + self.transferring
+        took = self.pack_s + self.transfer_s
         text = f"{sent} {self.model_id!r} [{', '.join(told)}] {self.nbytes} bytes in {took:.3f} s"
         if self.connect_s:
             text += f", after {self.connect_s:.3f} s of waiting for workers to connect"
@@ -134,6 +134,24 @@ class SyncReport:
     def of(self, *kinds: OutcomeKind) -> tuple[int, ...]:
         """The ids of the workers whose outcome is one of ``kinds``."""
         return tuple(worker for worker, outcome in self.outcomes.items() if outcome.kind in kinds)
+
+    @property
+    def preparing(self) -> float:
+        """The former name of `pack_s`."""
+        warn_renamed("SyncReport.preparing", "pack_s")
+        return self.pack_s
+
+    @property
+    def transferring(self) -> float:
+        """The former name of `transfer_s`."""
+        warn_renamed("SyncReport.transferring", "transfer_s")
+        return self.transfer_s
+
+    @property
+    def applying(self) -> float:
+        """The former name of `apply_s`."""
+        warn_renamed("SyncReport.applying", "apply_s")
+        return self.apply_s
 
     @property
     def ok(self) -> bool:

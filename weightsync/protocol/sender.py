@@ -18,7 +18,7 @@ from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol.report import Outcome, OutcomeKind
 
 
-class Standing(enum.Enum):
+class LinkState(enum.Enum):
     """How a worker's link stands on the roll."""
 
     #: Nobody has answered over it yet.
@@ -37,7 +37,7 @@ class Entry:
 
     #: The number of its newest link; never used twice by one sender.
     link: int
-    standing: Standing = Standing.EXPECTED
+    link_state: LinkState = LinkState.EXPECTED
     #: Why the link is lost or was refused.
     reason: str = ""
     #: The worker's own traceback, where it said that it failed and raised.
@@ -54,7 +54,7 @@ class Entry:
     @property
     def open(self) -> bool:
         """Whether its link is neither lost nor refused."""
-        return self.standing in (Standing.EXPECTED, Standing.UP)
+        return self.link_state in (LinkState.EXPECTED, LinkState.UP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class SenderData:
     version: int = 0
     #: The newest version dispatched to all.
     due_all: int = 0
-    roll: Mapping[int, Entry] = field(default_factory=dict)
+    workers: Mapping[int, Entry] = field(default_factory=dict)
     outstanding: Outstanding | None = None
     #: Joiners that did not catch up, to be told in the next report.
     not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)
@@ -263,10 +263,10 @@ def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput |
     message = event.message
     if not current(data, event.worker, event.link) or message.incarnation != data.incarnation:
         return SenderInput.STALE
-    entry = data.roll[event.worker]
+    entry = data.workers[event.worker]
     match message:
         case Hello():
-            return SenderInput.ARRIVED if entry.standing is Standing.EXPECTED else SenderInput.STALE
+            return SenderInput.ARRIVED if entry.link_state is LinkState.EXPECTED else SenderInput.STALE
         case Bye():
             return _settling(state, data, event.worker, event.link, SenderInput.LEFT)
         case Refusal() if ends_link(message):
@@ -289,7 +289,7 @@ def ends_link(refusal: Refusal) -> bool:
 
 def current(data: SenderData, worker: int, link: int) -> bool:
     """Whether that link is the worker's own, and not lost."""
-    entry = data.roll.get(worker)
+    entry = data.workers.get(worker)
     return entry is not None and entry.link == link and entry.open
 
 
@@ -310,12 +310,12 @@ def known(data: SenderData, worker: int) -> Entry:
     Raises:
         ConfigurationError: it is not on the roll.
     """
-    if worker not in data.roll:
+    if worker not in data.workers:
         raise ConfigurationError(
-            f"unknown worker id {worker!r}: on the roll are {sorted(data.roll)}. Nothing was sent or changed; "
+            f"unknown worker id {worker!r}: on the roll are {sorted(data.workers)}. Nothing was sent or changed; "
             "add_worker() puts a worker on the roll."
         )
-    return data.roll[worker]
+    return data.workers[worker]
 
 
 def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, Entry]:
@@ -326,7 +326,7 @@ def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, E
         WorkerLostError: every target is lost already.
         RefusedError: every target has refused the handshake.
     """
-    chosen = dict.fromkeys(data.roll if targets is None else targets)
+    chosen = dict.fromkeys(data.workers if targets is None else targets)
     if not chosen:
         raise _nobody(data, targets)
     entries = {worker: known(data, worker) for worker in chosen}
@@ -347,7 +347,7 @@ def _nobody(data: SenderData, targets: tuple[int, ...] | None) -> ConfigurationE
 
 def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
     told = {worker: entry.reason for worker, entry in ended.items()}
-    if all(entry.standing is Standing.REFUSED for entry in ended.values()):
+    if all(entry.link_state is LinkState.REFUSED for entry in ended.values()):
         return RefusedError(
             f"every target has refused the handshake: {told}. Nothing was sent, no version was used. Send weights of "
             "the layout that the workers' models have, or give the workers that model and add_worker() them again.",
@@ -399,22 +399,22 @@ _ENDS = frozenset({SenderInput.SETTLED, SenderInput.WAIT_SETTLED, SenderInput.AB
 def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[SenderData, tuple[Effect, ...]]:
     match event:
         case Connect(incarnation):
-            greetings = tuple(Greet(worker, entry.link, 0) for worker, entry in data.roll.items())
+            greetings = tuple(Greet(worker, entry.link, 0) for worker, entry in data.workers.items())
             return replace(data, incarnation=incarnation), greetings
         case Send(targets) | SendAsync(targets):
             return _dispatch(data, targets)
         case Join(worker, link):
             return _join(data, worker, link)
         case Remove(worker):
-            rest = {w: e for w, e in data.roll.items() if w != worker}
-            return replace(data, roll=rest), _closing(worker, known(data, worker))
+            rest = {w: e for w, e in data.workers.items() if w != worker}
+            return replace(data, workers=rest), _closing(worker, known(data, worker))
         case Close():
-            links = [CloseLink(w, e.link) for w, e in data.roll.items() if e.open]
+            links = [CloseLink(w, e.link) for w, e in data.workers.items() if e.open]
             return _abandon(data, "the sender was closed"), tuple(links)
         case Abandon():
             return _abandon(data, "given up by the caller"), ()
         case LinkLost(worker, link, reason):
-            return _lose(data, worker, link, replace(data.roll[worker], standing=Standing.LOST, reason=reason))
+            return _lose(data, worker, link, replace(data.workers[worker], link_state=LinkState.LOST, reason=reason))
         case Answer() if named is SenderInput.STALE:
             return replace(data, stale=data.stale + 1), ()
         case Answer():
@@ -428,12 +428,12 @@ def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[Sender
     closed = {worker: entry for worker, entry in entries.items() if not entry.open}
     version = data.version + 1
     owed = {worker: entry.link for worker, entry in entries.items() if worker not in closed}
-    roll = {w: replace(e, due=version) if w in entries else e for w, e in data.roll.items()}
+    workers = {w: replace(e, due=version) if w in entries else e for w, e in data.workers.items()}
     after = replace(
         data,
         version=version,
         due_all=version if targets is None else data.due_all,
-        roll=roll,
+        workers=workers,
         outstanding=Outstanding(version, owed, {worker: ended(entry) for worker, entry in closed.items()}),
     )
     return after, tuple(Dispatch(worker, link, version) for worker, link in owed.items())
@@ -442,7 +442,7 @@ def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[Sender
 def ended(entry: Entry) -> Outcome:
     """What a report says of a worker whose link is lost or was refused."""
     return Outcome(
-        kind=OutcomeKind.REFUSED if entry.standing is Standing.REFUSED else OutcomeKind.LOST,
+        kind=OutcomeKind.REFUSED if entry.link_state is LinkState.REFUSED else OutcomeKind.LOST,
         reason=entry.reason,
         remote_traceback=entry.remote_traceback,
         fence=entry.fence,
@@ -450,10 +450,10 @@ def ended(entry: Entry) -> Outcome:
 
 
 def _join(data: SenderData, worker: int, link: int) -> tuple[SenderData, tuple[Effect, ...]]:
-    before = data.roll.get(worker)
+    before = data.workers.get(worker)
     due = max(data.due_all, before.due if before else 0)
     entry = Entry(link, due=due, catching=due)
-    after = replace(data, roll={**data.roll, worker: entry})
+    after = replace(data, workers={**data.workers, worker: entry})
     return after, (Greet(worker, link, due),) if data.incarnation else _closing(worker, before)
 
 
@@ -470,7 +470,7 @@ def _abandon(data: SenderData, reason: str) -> SenderData:
 
 
 def _lose(data: SenderData, worker: int, link: int, entry: Entry) -> tuple[SenderData, tuple[Effect, ...]]:
-    after = replace(data, roll={**data.roll, worker: replace(entry, catching=0)})
+    after = replace(data, workers={**data.workers, worker: replace(entry, catching=0)})
     return _settle(after, worker, link, ended(entry)), (CloseLink(worker, link),)
 
 
@@ -487,15 +487,15 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
     if isinstance(message, Bye):
         return _left(data, worker, link, message.reason or "it gave no reason")
     if isinstance(message, Refusal) and ends_link(message):
-        return _lose(data, worker, link, _told_to_go(data.roll[worker], message))
-    entry = replace(data.roll[worker], standing=Standing.UP)
+        return _lose(data, worker, link, _told_to_go(data.workers[worker], message))
+    entry = replace(data.workers[worker], link_state=LinkState.UP)
     if isinstance(message, Hello):
-        return replace(data, roll={**data.roll, worker: entry}), ()
+        return replace(data, workers={**data.workers, worker: entry}), ()
     if message.version >= entry.catching:
         entry = replace(entry, catching=0)
     if isinstance(message, Ack):
         entry = replace(entry, served=message.version)
-    after = replace(data, roll={**data.roll, worker: entry})
+    after = replace(data, workers={**data.workers, worker: entry})
     outcome = _outcome(message)
     if named is not SenderInput.CAUGHT_UP:
         return _settle(after, worker, link, outcome), ()
@@ -506,10 +506,10 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
 
 def _left(data: SenderData, worker: int, link: int, goodbye: str) -> tuple[SenderData, tuple[Effect, ...]]:
     """A worker's goodbye: its link is lost, and the worker leaves the roll."""
-    lost = replace(data.roll[worker], standing=Standing.LOST, reason=f"said goodbye: {goodbye}")
+    lost = replace(data.workers[worker], link_state=LinkState.LOST, reason=f"said goodbye: {goodbye}")
     after, effects = _lose(data, worker, link, lost)
-    roll = {w: entry for w, entry in after.roll.items() if w != worker}
-    return replace(after, roll=roll, left={**data.left, worker: goodbye}), (*effects, Farewell(worker, goodbye))
+    workers = {w: entry for w, entry in after.workers.items() if w != worker}
+    return replace(after, workers=workers, left={**data.left, worker: goodbye}), (*effects, Farewell(worker, goodbye))
 
 
 def _told_to_go(entry: Entry, message: Refusal) -> Entry:
@@ -519,7 +519,7 @@ def _told_to_go(entry: Entry, message: Refusal) -> Entry:
     reason = message.reason or message.kind.name
     return replace(
         entry,
-        standing=Standing.REFUSED if refused else Standing.LOST,
+        link_state=LinkState.REFUSED if refused else LinkState.LOST,
         reason=_WORDS[message.kind].format(reason),
         remote_traceback=message.remote_traceback,
         fence=newer,
@@ -570,7 +570,7 @@ def removal(state: State, data: SenderData, worker: int, reason: str) -> tuple[E
 
 
 def _losing(state: State, data: SenderData, worker: int, reason: str) -> tuple[Event, ...]:
-    entry = data.roll.get(worker)
+    entry = data.workers.get(worker)
     if entry is None or not entry.open or state in (State.UNINITIALIZED, State.CLOSED):
         return ()
     return (LinkLost(worker, entry.link, reason),)

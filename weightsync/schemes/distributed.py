@@ -109,7 +109,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         base = base_of(store)
         self._store_info = {"host": base.host, "port": base.port}
         workers = sorted(given.get("params_map", range(count)))
-        return {worker: self._meeting_at(store, worker + 1) for worker in workers}
+        return {worker: self._store_end_at(store, worker + 1) for worker in workers}
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The model given or found; of a TorchRL collector, in memory of its own: see `unshare`."""
@@ -131,9 +131,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         store = _found(given, context, "store")
         if store is None:
             store = self._store = self._reach_store(given.get("store_info") or self._store_info)
-        return self._meeting_at(store, rank)
+        return self._store_end_at(store, rank)
 
-    def _meeting_at(self, store: Any, rank: Any) -> StoreEnd:
+    def _store_end_at(self, store: Any, rank: Any) -> StoreEnd:
         in_flight = 1 if self.sync else IN_FLIGHT
         return StoreEnd(store, rank, self.backend, in_flight, SharedKey.given(self._key), self._hints)
 
@@ -203,23 +203,23 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """
         if isinstance(endpoint, BareTransport):
             return super().lay_link(endpoint, model_id, peer)
-        return sender_link(self._meeting(endpoint), model_id, peer)
+        return sender_link(self._store_end(endpoint), model_id, peer)
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Take each link that a sender announces to this worker: see `lay_link`."""
         if isinstance(endpoint, BareTransport):
             return super().listen(endpoint, model_id, accept)
-        return listen(self._meeting(endpoint), model_id, accept)
+        return listen(self._store_end(endpoint), model_id, accept)
 
-    def _meeting(self, endpoint: Any) -> StoreEnd:
+    def _store_end(self, endpoint: Any) -> StoreEnd:
         if isinstance(endpoint, StoreEnd):
             return endpoint
         if isinstance(endpoint, tuple | list):
-            return self._meeting_at(*one_by_one(_PAIR, endpoint, {}).values())
+            return self._store_end_at(*one_by_one(_PAIR, endpoint, {}).values())
         store, rank = optional(endpoint, "store"), optional(endpoint, "rank")
         if store is MISSING or rank is MISSING:
             raise ConfigurationError(f"a worker is reached by (store, rank), not by a {type(endpoint).__name__}.")
-        return self._meeting_at(store, rank)
+        return self._store_end_at(store, rank)
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
         """Meet, without a word in TorchRL's own keys: a loop that waits on them would take it for an update."""

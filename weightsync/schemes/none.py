@@ -10,7 +10,7 @@ from torch import nn
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
-from weightsync.engine.sequential import Successive
+from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
@@ -112,7 +112,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
         """There is nobody to meet."""
-        self._successive = Successive(self.get_sender())
+        self._successive = SequentialSends(self.get_sender())
 
     def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
         """There is nobody to meet, and nothing to receive in the background."""

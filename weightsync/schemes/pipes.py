@@ -12,7 +12,7 @@ from typing import Any
 from weightsync.engine.copies import pipes_travel, require_worker_id
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify, switch
-from weightsync.protocol.sender import Standing
+from weightsync.protocol.sender import LinkState
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.link_transport import LinkTransport, connection_of, torchrl_transport
 from weightsync.schemes.peers.user_protocols import BareTransport
@@ -139,7 +139,7 @@ class PipeScheme(WeightSyncScheme):
     def _arrived(self) -> None:
         """Close what we kept of the ends of workers that have taken theirs."""
         if self._receiver is None:
-            up = {worker for worker, entry in self.get_sender().roll.items() if entry.standing is Standing.UP}
+            up = {worker for worker, entry in self.get_sender().workers.items() if entry.link_state is LinkState.UP}
             for worker in up & self._ends.keys():
                 self._ends.pop(worker).close()
 

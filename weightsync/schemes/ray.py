@@ -26,7 +26,7 @@ from weightsync.schemes.peers.ray_actors import (
     tensor_transport_of,
 )
 from weightsync.schemes.peers.user_protocols import BareTransport
-from weightsync.schemes.ray_server import ActorReceiver, ActorSender, desk_of
+from weightsync.schemes.ray_server import ActorReceiver, ActorSender, actor_server_of
 from weightsync.schemes.relay import is_torchrls
 from weightsync.transports.base import Link
 from weightsync.transports.ray.session import require_ray
@@ -136,7 +136,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """Give ``accept`` each sender's link, as its first call comes: see `WeightSyncScheme.listen`."""
         if is_transport(endpoint):
             return super().listen(endpoint, model_id, accept)
-        return desk_of(model_id).open(accept, SharedKey.given(self._key))
+        return actor_server_of(model_id).open(accept, SharedKey.given(self._key))
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
         """Nothing is waited for: the first weights come by a call, which an actor that waits would not take."""

@@ -9,7 +9,7 @@ from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError
 from weightsync.schemes.peers.ray_actors import CALL
 from weightsync.schemes.ray import RayWeightSyncScheme
-from weightsync.schemes.ray_server import Desk, desk_of
+from weightsync.schemes.ray_server import ActorServer, actor_server_of
 from weightsync.transports.calls.server import Frames
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -52,19 +52,19 @@ class WeightSyncActor:
             raise ConfigurationError(f"Model {model_id!r} is received by another scheme in this process: ask that.")
         return receiver
 
-    def _weightsync_desk(self, model_id: str) -> Desk:
-        desk = desk_of(model_id)
-        with desk.lock:
-            if not desk.attended:
+    def _weightsync_desk(self, model_id: str) -> ActorServer:
+        actor_server = actor_server_of(model_id)
+        with actor_server.lock:
+            if not actor_server.attended:
                 RayWeightSyncScheme(key=self.weight_key).init_on_worker(model_id, context=self)
-        return desk
+        return actor_server
 
     @_never_twice
     def _weightsync_call(  # noqa: PLR0917 - Ray carries what is positional at less cost
         self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:
-        """What senders call: see `weightsync.transports.ray.client.ActorCourier`."""
-        return self._weightsync_desk(model_id).take_in(link, number, frame, payload, lost)
+        """What senders call: see `weightsync.transports.ray.client.ActorCallClient`."""
+        return self._weightsync_desk(model_id).receive_and_apply(link, number, frame, payload, lost)
 
 
 assert CALL in vars(WeightSyncActor)

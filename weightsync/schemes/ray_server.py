@@ -17,7 +17,7 @@ from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, S
 from weightsync.keys import SharedKey
 from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
-from weightsync.transports.calls.server import Door, Frames, NotLetIn, Parcel
+from weightsync.transports.calls.server import CallServer, Frames, NotLetIn, Parcel
 from weightsync.transports.ray import server
 from weightsync.transports.ray.client import WAY
 from weightsync.transports.ray.session import own_actor
@@ -32,7 +32,7 @@ STEP: Final = 0.05
 Answer = concurrent.futures.Future[Frames]
 
 
-class Desk:
+class ActorServer:
     """Takes the calls for one model in this process to its receiver, and the answers home.
 
     Args:
@@ -45,7 +45,7 @@ class Desk:
         self.lock = threading.RLock()
         #: Who is driven by the calls; None: none yet, or one that a thread of its own reads for.
         self.receiver: WeightReceiver | None = None
-        self._door = Door(model_id, WAY, own_actor)
+        self._call_server = CallServer(model_id, WAY, own_actor)
         self._listening = False
         self._unanswered: dict[str, list[Answer]] = {}
 
@@ -55,10 +55,10 @@ class Desk:
         return self.receiver is not None or self._listening
 
     def open(self, accept: Callable[[Link], None], key: SharedKey | None = None) -> Callable[[], None]:
-        """Have ``accept`` called with each sender's link: see `Door.open`."""
-        shut = self._door.open(accept, key)
+        """Have ``accept`` called with each sender's link: see `CallServer.open`."""
+        shut = self._call_server.open(accept, key)
         self._listening = True
-        server.attend(self.model_id, self.take_in)
+        server.attend(self.model_id, self.receive_and_apply)
 
         def stop() -> None:
             self._listening = False
@@ -67,7 +67,9 @@ class Desk:
 
         return stop
 
-    def take_in(self, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()) -> Frames:
+    def receive_and_apply(
+        self, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
+    ) -> Frames:
         """Take a call in as Ray brings it: see `call`. The payload is a flat array, or a flat tensor if by NIXL."""
         found: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
         return self.call(Parcel(link, number, frame, None if payload is None else memoryview(found)), lost)
@@ -92,16 +94,16 @@ class Desk:
             return self._decided(parcel, lost)
         except BaseException:
             self._unanswered.pop(parcel.link, None)
-            self._door.drop(parcel)
+            self._call_server.drop(parcel)
             raise
 
     def _decided(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
         self._require_known(parcel)
-        answer = self._door.knock(parcel)
+        answer = self._call_server.submit(parcel)
         if isinstance(answer, NotLetIn):
             return answer.result()
         answers = [*self._unanswered.pop(parcel.link, []), answer]
-        self._door.skip(parcel, lost)
+        self._call_server.skip(parcel, lost)
         try:
             self._decide(parcel, answers[-1])
         except (ConfigurationError, ModelPathError, LayoutError):
@@ -116,7 +118,7 @@ class Desk:
     def _require_known(self, parcel: Parcel) -> None:
         """Refuse a link that begins in the middle: another life of this actor has met it."""
         patience = Deadline(0.0 if _in_order() else PATIENCE_FOR_ORDER)
-        while parcel.number and not self._door.knows(parcel.link):
+        while parcel.number and not self._call_server.knows(parcel.link):
             if patience.passed:
                 raise TransportError(
                     f"this actor has not met the sender that calls for {self.model_id!r}: it was restarted. "
@@ -132,7 +134,7 @@ class Desk:
             timeout = STEP
             if answer.done():
                 return
-            if self._door.awaits_turn(parcel):
+            if self._call_server.awaits_turn(parcel):
                 if ordered.passed:
                     raise TransportError(f"calls for {self.model_id!r} that were begun before this one have not come.")
             elif loop.passed:
@@ -169,13 +171,13 @@ def _in_order() -> bool:
 
 
 _lock = threading.Lock()
-_desks: dict[str, Desk] = {}
+_desks: dict[str, ActorServer] = {}
 
 
-def desk_of(model_id: str) -> Desk:
+def actor_server_of(model_id: str) -> ActorServer:
     """This process's desk for a model: a process holds one actor."""
     with _lock:
-        return _desks.setdefault(model_id, Desk(model_id))
+        return _desks.setdefault(model_id, ActorServer(model_id))
 
 
 class ActorSender(WeightSender):
@@ -204,6 +206,6 @@ class ActorReceiver(WeightReceiver):
             pipe: the same.
         """
         super().register_worker_transport(pipe_or_context, pipe=pipe)
-        desk_of(self.model_id).receiver = self
+        actor_server_of(self.model_id).receiver = self
 
     _register_worker_transport = register_worker_transport

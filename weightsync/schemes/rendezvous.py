@@ -16,7 +16,7 @@ from weightsync.engine.background import Background, HandOn
 from weightsync.engine.copies import require_worker_id
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender, worker_ids_of
-from weightsync.engine.sequential import Successive
+from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import AckTimeoutError, ConfigurationError, StateError, WeightSyncError
 from weightsync.options import OnFailure, option
 from weightsync.protocol._tables import State
@@ -85,7 +85,7 @@ class Sides:
 
     def _start_over(self) -> None:
         self._meetings = {"sender": Meeting.AHEAD, "receiver": Meeting.AHEAD}
-        self._successive: Successive | None = None
+        self._successive: SequentialSends | None = None
         self._background: Background | None = None
         self._worker_idx: int | None = None
         #: Whether the worker's model came without weights, and serves nothing before its first version.
@@ -129,7 +129,7 @@ class Sides:
             raise
         self._meetings[side] = Meeting.HELD
 
-    def _connected_sender(self, asked: str) -> Successive:
+    def _connected_sender(self, asked: str) -> SequentialSends:
         if self._sender is None:
             raise StateError("scheme", "uninitialized on the sender", asked, ["init_on_sender"])
         if self._successive is None or self._meetings["sender"] is not Meeting.HELD:
@@ -313,7 +313,7 @@ class Rendezvous(Sides):
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
         sender = self.get_sender()
-        successive = self._successive = self._successive or Successive(sender)
+        successive = self._successive = self._successive or SequentialSends(sender)
         first = self._first_weights(weights)
         if sender.state is State.UNINITIALIZED:
             sender.connect(fence=self._given.get("fence"), weights=first[0][0] if first else None)

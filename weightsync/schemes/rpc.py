@@ -17,7 +17,7 @@ from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.peers.collectors import COLLECTOR, Collector, Presenter, calling, collector_of, link_to
 from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.transports.base import Link
-from weightsync.transports.rpc import door_of, is_called, require_rpc, worker_named
+from weightsync.transports.rpc import call_server_of, is_called, require_rpc, worker_named
 from weightsync.weights.strategy import WeightStrategy
 
 
@@ -133,7 +133,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         """
         if isinstance(endpoint, BareTransport):
             return super().listen(endpoint, model_id, accept)
-        return door_of(model_id).open(accept, SharedKey.given(self._key))
+        return call_server_of(model_id).open(accept, SharedKey.given(self._key))
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
         """Wait for the first version, unless `connect` is being called by RPC.

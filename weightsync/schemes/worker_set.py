@@ -56,10 +56,10 @@ def together(reports: Sequence[SyncReport]) -> SyncReport:
         version=max(versions, default=None),
         outcomes=dict(sorted(outcomes.items())),
         nbytes=sum(report.nbytes for report in reports),
-        preparing=sum(report.preparing for report in reports),
+        pack_s=sum(report.pack_s for report in reports),
         connect_s=sum(report.connect_s for report in reports),
-        transferring=sum(report.transferring for report in reports),
-        applying=max(report.applying for report in reports),
+        transfer_s=sum(report.transfer_s for report in reports),
+        apply_s=max(report.apply_s for report in reports),
         superseded={w: versions for report in reports for w, versions in report.superseded.items()},
         not_caught_up={w: outcome for report in reports for w, outcome in report.not_caught_up.items()},
     )

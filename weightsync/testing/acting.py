@@ -9,14 +9,14 @@ from weightsync.protocol import sender as sending
 from weightsync.protocol._actions import Action
 from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal
-from weightsync.testing.cable import End
-from weightsync.testing.gate import Gate
+from weightsync.testing.link_pair import End
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
+from weightsync.testing.replay_actors import ReplayActors, letter, refusal
 from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.troupe import Troupe, letter, refusal
+from weightsync.testing.step_gate import StepGate
 
 
-class Acting(Troupe):
+class Acting(ReplayActors):
     """What the senders, the receivers and the network of a path can do."""
 
     def acts(self) -> Mapping[str, Callable[..., None]]:
@@ -65,8 +65,8 @@ class Acting(Troupe):
         self._dead.add(s)
         for version in list(player.driver._packed):
             player.driver._release(version)  # it died with its memory
-        for gate in player.gates.values():
-            gate.close()
+        for step_gate in player.step_gates.values():
+            step_gate.close()
 
     def _connect(self, s: int, _clock: int) -> None:
         assert self._step is not None
@@ -80,16 +80,18 @@ class Acting(Troupe):
     def _join(self, s: int, w: int) -> None:
         player = self._senders[s]
         k = self._laid[s, w] = self._laid.get((s, w), 0) + 1
-        ends = self.stage.lay("policy")
-        cable = self.stage.cable(ends, f"link {k} of sender {s} and worker {w}")
-        gate = Gate(ends.sender, cable, End.SENDER, (s, w, k))
-        player.gates[player.driver._last_link + 1] = player.of[w] = gate
+        ends = self.link_setup.lay("policy")
+        link_pair = self.link_setup.link_pair(ends, f"link {k} of sender {s} and worker {w}")
+        step_gate = StepGate(ends.sender, link_pair, End.SENDER, (s, w, k))
+        player.step_gates[player.driver._last_link + 1] = player.of[w] = step_gate
         if ends.cut is not None:
             self._cuts[s, w, k] = ends.cut
         place = (s, w, k)
         self._owners[place] = self._receivers[w]
-        self.stage.listen(ends, lambda link: self._owners[place].add(Gate(link, cable, End.RECEIVER, place)))
-        player.driver.join(w, gate)
+        self.link_setup.listen(
+            ends, lambda link: self._owners[place].add(StepGate(link, link_pair, End.RECEIVER, place))
+        )
+        player.driver.join(w, step_gate)
 
     def _remove(self, s: int, w: int) -> None:
         self._senders[s].driver.remove(w, "removed")
@@ -101,43 +103,43 @@ class Acting(Troupe):
 
     def _give_up(self, s: int, w: int) -> None:
         driver = self._senders[s].driver
-        driver.take(sending.LinkLost(w, driver.data.roll[w].link, "given up"))
+        driver.take(sending.LinkLost(w, driver.data.workers[w].link, "given up"))
 
     def _notice(self, s: int, w: int) -> None:
         player = self._senders[s]
-        gate = player.of[w]
-        self._await_end(gate, self._receivers[w].at(gate.place))
+        step_gate = player.of[w]
+        self._await_end(step_gate, self._receivers[w].at(step_gate.place))
         own = player.driver.data.incarnation
-        if any(isinstance(each.message, Bye) and each.message.incarnation == own for each in gate.waiting):
+        if any(isinstance(each.message, Bye) and each.message.incarnation == own for each in step_gate.waiting):
             raise Breach(Rule.STATE, f"worker {w} said goodbye, which takes it off the roll, and is only to be LOST")
-        gate.tell_end()
+        step_gate.tell_end()
         player.driver.pump()
 
     def _hear(self, place: tuple[int, ...], wanted: Callable[[Message], bool]) -> None:
         s, w, k = place
         player = self._senders[s]
-        gate = next(gate for gate in player.gates.values() if gate.place == (s, w, k))
-        gate.let_through(self._await(gate, self._receivers[w].at((s, w, k)), wanted))
+        step_gate = next(step_gate for step_gate in player.step_gates.values() if step_gate.place == (s, w, k))
+        step_gate.let_through(self._await(step_gate, self._receivers[w].at((s, w, k)), wanted))
         player.driver.pump()
 
     # ---------------------------------------------------------------------------------------- receivers
 
     def _read(self, place: tuple[int, int, int], version: int) -> None:
-        receiver, gate, other = self._far_end(place)
-        gate.let_through(self._await(gate, other, letter(version)))
+        receiver, step_gate, other = self._far_end(place)
+        step_gate.let_through(self._await(step_gate, other, letter(version)))
         receiver.driver.pump()
 
     def _link_down(self, w: int, s: int, k: int) -> None:
-        receiver, gate, other = self._far_end((s, w, k))
-        if not other.cable.closed and not other.cable.cut:
-            other.cable.cut = True
+        receiver, step_gate, other = self._far_end((s, w, k))
+        if not other.link_pair.closed and not other.link_pair.cut:
+            other.link_pair.cut = True
             self._cuts[s, w, k]()
-        owing = receiver.driver.machine.state is State.AWAITING_ACK and gate is receiver.in_force()
-        bye = self._await_end(gate, other, or_goodbye=not owing)
+        owing = receiver.driver.machine.state is State.AWAITING_ACK and step_gate is receiver.in_force()
+        bye = self._await_end(step_gate, other, or_goodbye=not owing)
         if bye is None:
-            gate.tell_end()
+            step_gate.tell_end()
         else:
-            gate.let_through(bye)
+            step_gate.let_through(bye)
         receiver.driver.pump()
 
     def _apply(self, w: int) -> None:
@@ -169,17 +171,17 @@ class Acting(Troupe):
         self._decide(receiver, receiving.Refused(answer))
 
     def _decide(self, receiver: ReceiverPlayer, event: receiving.Event) -> None:
-        gate = receiver.in_force()
-        if gate is not None:
-            gate.holding = True
+        step_gate = receiver.in_force()
+        if step_gate is not None:
+            step_gate.holding = True
         receiver.driver.take(event)
 
     def _answer(self, w: int) -> None:
         receiver = self._receivers[w]
-        gate = receiver.in_force()
-        assert gate is not None
-        gate.release()
-        self.stage.until(
+        step_gate = receiver.in_force()
+        assert step_gate is not None
+        step_gate.release()
+        self.link_setup.until(
             lambda: receiver.driver.machine.state is not State.AWAITING_ACK,
             receiver.driver.pump,
             Rule.NEVER_BLOCKS,
@@ -191,8 +193,8 @@ class Acting(Troupe):
         self._receivers[w].served = None
 
     def _link_failed(self, w: int, s: int, k: int) -> None:
-        receiver, gate, _ = self._far_end((s, w, k))
-        assert gate is receiver.in_force()
+        receiver, step_gate, _ = self._far_end((s, w, k))
+        assert step_gate is receiver.in_force()
         assert receiver.driver.data.link is not None
         receiver.driver.take(receiving.LinkDown(receiver.driver.data.link, "no memory"))
 
@@ -207,25 +209,27 @@ class Acting(Troupe):
         self._receivers[w] = new
         old.gone = True
         for place in [place for place in self._owners if place[1] == w]:
-            gate = old.at(place)
+            step_gate = old.at(place)
             if not self._senders[place[0]].driver.data.incarnation:
                 self._owners[place] = new  # nothing was said over it yet: who starts again finds it as it is
-                if gate is not None:
-                    new.add(gate)
-            elif gate is not None:
-                gate.close()
+                if step_gate is not None:
+                    new.add(step_gate)
+            elif step_gate is not None:
+                step_gate.close()
 
     # ------------------------------------------------------------------------------------------ the network
 
     def _lose_letter(self, s: int, w: int, k: int, version: int) -> None:
-        _, gate, other = self._far_end((s, w, k))
-        gate.lose(self._await(gate, other, letter(version)))
+        _, step_gate, other = self._far_end((s, w, k))
+        step_gate.lose(self._await(step_gate, other, letter(version)))
 
     def _lose_answer(self, s: int, w: int, k: int, version: int, kind: str) -> None:
-        gate = next(gate for gate in self._senders[s].gates.values() if gate.place == (s, w, k))
+        step_gate = next(
+            step_gate for step_gate in self._senders[s].step_gates.values() if step_gate.place == (s, w, k)
+        )
         wanted = {
             "HELLO": lambda m: isinstance(m, Hello),
             "ACK": lambda m: isinstance(m, Ack) and m.version == version,
             "BYE": lambda m: isinstance(m, Bye),
         }.get(kind, refusal(version, kind))
-        gate.lose(self._await(gate, self._receivers[w].at((s, w, k)), wanted))
+        step_gate.lose(self._await(step_gate, self._receivers[w].at((s, w, k)), wanted))

@@ -10,11 +10,11 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.messages import Ack, Refusal
-from weightsync.testing.cable import Cable, End
 from weightsync.testing.comparing import Comparing, Receiver, Sender
+from weightsync.testing.link_pair import End, LinkPair
+from weightsync.testing.link_recorder import LinkRecorder
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.stage import Stage
-from weightsync.testing.tap import Tap
 from weightsync.transports.base import Link
 
 
@@ -30,35 +30,35 @@ class Bench(Comparing):
         """A worker joins, or comes back, on a new link."""
         sender = sender or self.sender
         with self.step(f"worker {worker} joins {sender.name} on a new link"):
-            ends = self.stage.lay("policy")
-            cable = self.stage.cable(ends, f"the link of worker {worker}")
-            tap = Tap(ends.sender, cable, End.SENDER)
+            ends = self.link_setup.lay("policy")
+            link_pair = self.link_setup.link_pair(ends, f"the link of worker {worker}")
+            recorder = LinkRecorder(ends.sender, link_pair, End.SENDER)
             number = sender.driver._last_link + 1
-            sender.links[number] = sender.of[worker] = tap
-            self._laid[id(tap)] = ends
-            sender.oracle.join(worker, number, tap.delivery.loses)
+            sender.links[number] = sender.of[worker] = recorder
+            self._laid[id(recorder)] = ends
+            sender.oracle.join(worker, number, recorder.delivery.loses)
             receiver = self.receivers.get(worker)
             if receiver is None or receiver.over:
                 receiver = self.receivers[worker] = Receiver(worker)
                 self._all_receivers.append(receiver)
-            self.stage.listen(ends, partial(self._accept, receiver, cable))
-            sender.driver.join(worker, tap)
+            self.link_setup.listen(ends, partial(self._accept, receiver, link_pair))
+            sender.driver.join(worker, recorder)
             self._take_links()
 
-    def _accept(self, receiver: Receiver, cable: Cable, link: Link) -> None:
-        self._come_up.append((receiver, Tap(link, cable, End.RECEIVER)))
+    def _accept(self, receiver: Receiver, link_pair: LinkPair, link: Link) -> None:
+        self._come_up.append((receiver, LinkRecorder(link, link_pair, End.RECEIVER)))
 
     def _take_links(self) -> None:
         """Give each worker the links that came up for it; in this thread, since drivers belong to one."""
         while self._come_up:
-            receiver, tap = self._come_up.popleft()
+            receiver, recorder = self._come_up.popleft()
             if receiver.driver.machine.state is State.CLOSED:
-                tap.close()
+                recorder.close()
                 continue
             number = receiver.driver._last_link + 1
-            receiver.links[number] = tap
+            receiver.links[number] = recorder
             receiver.oracle.open.add(number)
-            receiver.driver.add_link(tap)
+            receiver.driver.add_link(recorder)
 
     def connect(self, sender: Sender | None = None, incarnation: int | None = None) -> None:
         """The sender lays its links."""
@@ -84,12 +84,12 @@ class Bench(Comparing):
 
     def repeat(self, worker: int, back: int = 1) -> None:
         """An update goes out once more, as a network that duplicates would have it."""
-        sender, tap = self.sender, self.sender.of[worker]
-        message = tap.updates[-back]
+        sender, recorder = self.sender, self.sender.of[worker]
+        message = recorder.updates[-back]
         with self.step(f"version {message.version} goes to worker {worker} once more"):
-            number = next(number for number, each in sender.links.items() if each is tap)
+            number = next(number for number, each in sender.links.items() if each is recorder)
             sender.oracle.said[number].append(("Update", message.incarnation, message.version))
-            tap.send(message, self.payloads.again(message.digest))
+            recorder.send(message, self.payloads.again(message.digest))
 
     def abandon(self) -> None:
         """The sender gives the outstanding version up."""
@@ -122,22 +122,24 @@ class Bench(Comparing):
         """The sender takes in all that its workers have said."""
         sender = sender or self.sender
         with self.step(f"{sender.name} takes in what has arrived"):
-            for tap in list(sender.links.values()):
-                self.stage.until_arrived(tap, lambda: self._pump_sender(sender), self._flush)
+            for recorder in list(sender.links.values()):
+                self.link_setup.until_arrived(recorder, lambda: self._pump_sender(sender), self._flush)
             self._pump_sender(sender)
 
     def _pump_sender(self, sender: Sender) -> None:
         sender.driver.pump()
-        self.stage.watch.check()
+        self.link_setup.watch.check()
 
     # ---------------------------------------------------------------------------------- the receivers' steps
 
-    def take_in(self, worker: int) -> None:
+    def receive_and_apply(self, worker: int) -> None:
         """A worker takes in all that was sent to it, and applies nothing yet."""
         receiver = self.receivers[worker]
         with self.step(f"worker {worker} takes in what has arrived"):
-            for cable in [tap.cable for sender in self.senders for w, tap in sender.of.items() if w == worker]:
-                self.stage.until_came(cable, End.RECEIVER, lambda: self._pump_receiver(receiver), self._flush)
+            for link_pair in [
+                recorder.link_pair for sender in self.senders for w, recorder in sender.of.items() if w == worker
+            ]:
+                self.link_setup.until_came(link_pair, End.RECEIVER, lambda: self._pump_receiver(receiver), self._flush)
             self._pump_receiver(receiver)
 
     def _pump_receiver(self, receiver: Receiver) -> None:
@@ -145,16 +147,16 @@ class Bench(Comparing):
         try:
             receiver.driver.pump()
         except ProtocolError as error:
-            self.stage.watch.check()
+            self.link_setup.watch.check()
             raise Breach(Rule.STATE, f"worker {receiver.worker} took its link down: {error}") from error
-        self.stage.watch.check()
+        self.link_setup.watch.check()
 
-    def _flush(self, cable: Cable) -> None:
+    def _flush(self, link_pair: LinkPair) -> None:
         owners: list[Sender | Receiver] = [*self.senders, *self._all_receivers]
         for owner in owners:
-            for tap in list(owner.links.values()):  # one that is flushed in vain is closed
-                if tap.cable is cable and not tap.dead and not owner.gone:
-                    self.stage.flush(tap)
+            for recorder in list(owner.links.values()):  # one that is flushed in vain is closed
+                if recorder.link_pair is link_pair and not recorder.dead and not owner.gone:
+                    self.link_setup.flush(recorder)
 
     def apply(self, worker: int) -> None:
         """A worker applies what is pending, and answers."""
@@ -193,7 +195,7 @@ class Bench(Comparing):
     def _decide(self, receiver: Receiver, event: receiving.Applied | receiving.Refused) -> None:
         receiver.oracle.take(event)
         receiver.driver.take(event)
-        self.stage.until(
+        self.link_setup.until(
             lambda: receiver.driver.machine.state is not State.AWAITING_ACK,
             receiver.driver.pump,
             Rule.NEVER_BLOCKS,
@@ -218,8 +220,8 @@ class Bench(Comparing):
         with self.step(f"worker {worker} is gone without a word"):
             self._take_links()
             receiver.gone = True
-            for tap in receiver.links.values():
-                tap.close()
+            for recorder in receiver.links.values():
+                recorder.close()
 
     def lose_sender(self, sender: Sender | None = None) -> None:
         """The sender is gone without a word."""
@@ -228,46 +230,46 @@ class Bench(Comparing):
             sender.gone = True
             for version in list(sender.driver._packed):
                 sender.driver._release(version)  # it died with its memory
-            for tap in sender.links.values():
-                tap.close()
+            for recorder in sender.links.values():
+                recorder.close()
 
     def cut(self, worker: int) -> None:
         """What lies between the sender and a worker breaks."""
-        tap = self.sender.of[worker]
+        recorder = self.sender.of[worker]
         with self.step(f"the link of worker {worker} is cut"):
-            cut = self._laid[id(tap)].cut
+            cut = self._laid[id(recorder)].cut
             assert cut is not None
-            tap.cable.cut = True
+            recorder.link_pair.cut = True
             cut()
 
     def sender_notices(self, worker: int) -> None:
         """The sender must notice that the link of a worker is dead."""
-        sender, tap = self.sender, self.sender.of[worker]
+        sender, recorder = self.sender, self.sender.of[worker]
         with self.step(f"{sender.name} notices that the link of worker {worker} is dead"):
-            self.stage.until_dead(tap, lambda: self._pump_sender(sender))
+            self.link_setup.until_dead(recorder, lambda: self._pump_sender(sender))
 
     def receiver_notices(self, worker: int) -> None:
         """A worker must notice that its link is dead."""
         receiver = self.receivers[worker]
         with self.step(f"worker {worker} notices that its link is dead"):
             self._take_links()
-            for tap in list(receiver.links.values()):
-                if not tap.dead:
-                    self.stage.until_dead(tap, lambda: self._pump_receiver(receiver))
+            for recorder in list(receiver.links.values()):
+                if not recorder.dead:
+                    self.link_setup.until_dead(recorder, lambda: self._pump_receiver(receiver))
 
     # --------------------------------------------------------------------------------------------------- ending
 
     def sync(self, *workers: int) -> None:
         """The workers take in and apply what was sent, and the sender hears of it."""
         for worker in workers:
-            self.take_in(worker)
+            self.receive_and_apply(worker)
             if self.receivers[worker].driver.pending is not None:
                 self.apply(worker)
         self.hear()
 
     def finish(self) -> None:
         """Close all that is left: every buffer must be free then."""
-        self.stage.watch.steps.append("everything is closed")
+        self.link_setup.watch.steps.append("everything is closed")
         self._take_links()
         for receiver in self.receivers.values():
             receiver.served = None
@@ -276,23 +278,23 @@ class Bench(Comparing):
         for sender in self.senders:
             if not sender.gone:
                 sender.driver.take(sending.Close())
-        self.stage.watch.check()
+        self.link_setup.watch.check()
         # A link may come up only now: whoever sends over it waits until it is closed.
-        self.payloads.all_free(self.stage, self._close_late_links)
+        self.payloads.all_free(self.link_setup, self._close_late_links)
 
     def _close_late_links(self) -> None:
         while self._come_up:
-            _, tap = self._come_up.popleft()
-            tap.close()
+            _, recorder = self._come_up.popleft()
+            recorder.close()
 
 
-def bench_of(stage: Stage, workers: int = 1) -> Bench:
+def bench_of(link_setup: LinkSetup, workers: int = 1) -> Bench:
     """A sender and its workers, their handshakes made."""
-    bench = Bench(stage)
+    bench = Bench(link_setup)
     for worker in range(workers):
         bench.join(worker)
     bench.connect()
     for worker in range(workers):
-        bench.take_in(worker)
+        bench.receive_and_apply(worker)
     bench.hear()
     return bench

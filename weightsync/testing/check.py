@@ -9,10 +9,10 @@ from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.testing.coverage import Coverage
 from weightsync.testing.ends import Ends, Factory
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.rules import Breach, Broken, Conformance, Nonconforming, Rule
 from weightsync.testing.scenarios import SCENARIOS
 from weightsync.testing.script import Scenario
-from weightsync.testing.stage import Stage
 
 #: Seconds between two looks at a scenario that is being played.
 _LOOK = 0.02
@@ -56,8 +56,8 @@ def check_transport(
     for scenario in chosen:
         if scenario.name in declared or scenario.name in beside:
             continue
-        stage = Stage(factory, patience, unreachable=declared, coverage=coverage)
-        found = _undeclared(scenario, probe) or _played(scenario, stage)
+        link_setup = LinkSetup(factory, patience, unreachable=declared, coverage=coverage)
+        found = _undeclared(scenario, probe) or _played(scenario, link_setup)
         broken += [found] if found else []
         passed += [] if found else [scenario.name]
     _dispose(probe)
@@ -102,49 +102,51 @@ def _dispose(ends: Ends) -> None:
     ends.dispose()
 
 
-def _played(scenario: Scenario, stage: Stage) -> Broken | None:
+def _played(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
     """Play it in a thread; what it broke, or None."""
     raised: list[BaseException] = []
-    thread = threading.Thread(target=_play, args=(scenario, stage, raised), name=f"kit: {scenario.name}", daemon=True)
+    thread = threading.Thread(
+        target=_play, args=(scenario, link_setup, raised), name=f"kit: {scenario.name}", daemon=True
+    )
     thread.start()
-    blocked = _watched(thread, stage)
-    unclosed = _struck(scenario, stage)
-    thread.join(stage.patience)
+    blocked = _watched(thread, link_setup)
+    unclosed = _struck(scenario, link_setup)
+    thread.join(link_setup.patience)
     if blocked:
-        return Broken(Rule.NEVER_BLOCKS, scenario.name, tuple(stage.watch.steps), blocked)
+        return Broken(Rule.NEVER_BLOCKS, scenario.name, tuple(link_setup.watch.steps), blocked)
     if not raised:
         return unclosed
-    error = stage.watch.breach or raised[0]
+    error = link_setup.watch.breach or raised[0]
     if isinstance(error, Breach):
-        return Broken(error.rule, scenario.name, tuple(stage.watch.steps), error.what)
+        return Broken(error.rule, scenario.name, tuple(link_setup.watch.steps), error.what)
     if isinstance(error, TransportError | ProtocolError | ConfigurationError):
         what = f"{error!r} was raised where the contract has no error"
-        return Broken(Rule.OWN_ERRORS, scenario.name, tuple(stage.watch.steps), what)
+        return Broken(Rule.OWN_ERRORS, scenario.name, tuple(link_setup.watch.steps), what)
     raise error
 
 
-def _struck(scenario: Scenario, stage: Stage) -> Broken | None:
+def _struck(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
     """Take the scenario down: every link is closed, whoever closed it before."""
     try:
-        stage.strike()
+        link_setup.strike()
     except Exception as error:  # noqa: BLE001 - whatever an adapter raises here is told
         what = f"behind the scenario, closing all links raised {error!r}"
-        return Broken(Rule.CLOSED, scenario.name, tuple(stage.watch.steps), what)
+        return Broken(Rule.CLOSED, scenario.name, tuple(link_setup.watch.steps), what)
     return None
 
 
-def _play(scenario: Scenario, stage: Stage, raised: list[BaseException]) -> None:
+def _play(scenario: Scenario, link_setup: LinkSetup, raised: list[BaseException]) -> None:
     try:
-        scenario.play(stage)
+        scenario.play(link_setup)
     except BaseException as error:  # noqa: BLE001 - raised again by who asked
         raised.append(error)
 
 
-def _watched(thread: threading.Thread, stage: Stage) -> str:
+def _watched(thread: threading.Thread, link_setup: LinkSetup) -> str:
     """Look on while it plays; what has blocked, or nothing."""
     while thread.is_alive():
         thread.join(_LOOK)
-        call = stage.watch.call
-        if call and stage.watch.since.seconds > stage.patience:
-            return f"{call} has not returned for {stage.patience:g} seconds"
+        call = link_setup.watch.call
+        if call and link_setup.watch.since.seconds > link_setup.patience:
+            return f"{call} has not returned for {link_setup.patience:g} seconds"
     return ""

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.protocol._tables import State
-from weightsync.testing.cable import Happening
 from weightsync.testing.ends import Ends
+from weightsync.testing.link_pair import Happening
+from weightsync.testing.link_recorder import LinkRecorder
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.oracle import ReceiverOracle, SenderOracle
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.stage import Stage
-from weightsync.testing.tap import Tap
 
 
 class Sender:
@@ -26,8 +26,8 @@ class Sender:
         self.driver = SenderDriver("policy")
         self.oracle = SenderOracle()
         #: Its links by number, and the newest of each worker.
-        self.links: dict[int, Tap] = {}
-        self.of: dict[int, Tap] = {}
+        self.links: dict[int, LinkRecorder] = {}
+        self.of: dict[int, LinkRecorder] = {}
         self.gone = False
 
 
@@ -38,7 +38,7 @@ class Receiver:
         self.worker = worker
         self.driver = ReceiverDriver("policy")
         self.oracle = ReceiverOracle(lambda link, index: index in self.links[link].failures)
-        self.links: dict[int, Tap] = {}
+        self.links: dict[int, LinkRecorder] = {}
         #: What it serves, as it arrived, and must stay.
         self.served: tuple[memoryview, bytes] | None = None
         self.gone = False
@@ -57,15 +57,15 @@ class Comparing:
         nbytes: size of each version's weights.
     """
 
-    def __init__(self, stage: Stage, nbytes: int = 1000) -> None:
-        self.stage = stage
-        self.payloads = Payloads(nbytes, stage.storage)
+    def __init__(self, link_setup: LinkSetup, nbytes: int = 1000) -> None:
+        self.link_setup = link_setup
+        self.payloads = Payloads(nbytes, link_setup.storage)
         self.senders: list[Sender] = []
         self.receivers: dict[int, Receiver] = {}
         self._all_receivers: list[Receiver] = []
         self._laid: dict[int, Ends] = {}
         #: Links that came up for a worker, perhaps in a thread of the adapter's, and are not its own yet.
-        self._come_up: deque[tuple[Receiver, Tap]] = deque()
+        self._come_up: deque[tuple[Receiver, LinkRecorder]] = deque()
         self.new_sender()
 
     @property
@@ -80,7 +80,7 @@ class Comparing:
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[None]:
         """Do something, and compare."""
-        self.stage.watch.steps.append(what)
+        self.link_setup.watch.steps.append(what)
         yield
         self.compare()
 
@@ -88,7 +88,7 @@ class Comparing:
 
     def compare(self) -> None:
         """Have the oracles follow what was seen, and compare everything with them."""
-        self.stage.watch.check()
+        self.link_setup.watch.check()
         self._follow()
         for sender in self.senders:
             if not sender.gone:
@@ -102,9 +102,9 @@ class Comparing:
         self._still_served()
 
     def _follow(self) -> None:
-        log, self.stage.watch.log = self.stage.watch.log, []
+        log, self.link_setup.watch.log = self.link_setup.watch.log, []
         for seen in log:
-            oracle, number = self._owner(seen.tap)
+            oracle, number = self._owner(seen.recorder)
             if seen.happening is Happening.CAME and seen.message is not None:
                 oracle.came(number, seen.message)
             else:
@@ -112,18 +112,20 @@ class Comparing:
         for sender in self.senders:
             sender.oracle.settle()
 
-    def _owner(self, tap: object) -> tuple[SenderOracle | ReceiverOracle, int]:
+    def _owner(self, recorder: object) -> tuple[SenderOracle | ReceiverOracle, int]:
         owners: list[Sender | Receiver] = [*self.senders, *self._all_receivers]
-        return next((o.oracle, number) for o in owners for number, each in o.links.items() if each is tap)
+        return next((o.oracle, number) for o in owners for number, each in o.links.items() if each is recorder)
 
     def _agree(self, who: str, difference: str) -> None:
         if difference:
             raise Breach(Rule.STATE, f"of {who}, {difference}")
 
-    def _spoken(self, who: str, links: dict[int, Tap], said: dict[int, list[tuple[str, int, int]]]) -> None:
-        for number, tap in links.items():
-            if tap.attempts != said[number]:
-                raise Breach(Rule.STATE, f"{who} said {tap.attempts} over link {number}, and must say {said[number]}")
+    def _spoken(self, who: str, links: dict[int, LinkRecorder], said: dict[int, list[tuple[str, int, int]]]) -> None:
+        for number, recorder in links.items():
+            if recorder.attempts != said[number]:
+                raise Breach(
+                    Rule.STATE, f"{who} said {recorder.attempts} over link {number}, and must say {said[number]}"
+                )
 
     def _still_served(self) -> None:
         for receiver in self.receivers.values():

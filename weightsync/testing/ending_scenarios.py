@@ -10,10 +10,10 @@ from functools import partial
 
 from weightsync.errors import TransportError
 from weightsync.testing.line import Line, must_raise
+from weightsync.testing.link_recorder import LinkRecorder
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.script import Ability, Scenario
-from weightsync.testing.stage import Stage
-from weightsync.testing.tap import Tap
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Storage
 
@@ -28,56 +28,56 @@ _OPENED: Mapping[str, Callable[[], int]] = {
 }
 
 
-def closing(stage: Stage) -> None:
+def closing(link_setup: LinkSetup) -> None:
     """Closed is closed: at once, for good, and twice."""
-    line = Line(stage)
+    line = Line(link_setup)
     line.greet()
-    for tap in (line.sender, line.receiver):
-        stage.watch.steps.append(f"{tap.end.value} is closed, twice")
-        tap.close()
-        tap.close()
-        must_raise("send() on a closed link", partial(_unheard, line, tap), Rule.CLOSED)
-        must_raise("flush() on a closed link", tap.flush, Rule.CLOSED)
-        must_raise("receive() on a closed link", tap.receive, Rule.CLOSED)
-        if tap.waitables() or tap.wants_write() is not None:
-            raise Breach(Rule.CLOSED, f"{tap.end.value} is closed and still has descriptors to wait for")
+    for recorder in (line.sender, line.receiver):
+        link_setup.watch.steps.append(f"{recorder.end.value} is closed, twice")
+        recorder.close()
+        recorder.close()
+        must_raise("send() on a closed link", partial(_unheard, line, recorder), Rule.CLOSED)
+        must_raise("flush() on a closed link", recorder.flush, Rule.CLOSED)
+        must_raise("receive() on a closed link", recorder.receive, Rule.CLOSED)
+        if recorder.waitables() or recorder.wants_write() is not None:
+            raise Breach(Rule.CLOSED, f"{recorder.end.value} is closed and still has descriptors to wait for")
 
 
-def _unheard(line: Line, tap: Tap) -> None:
-    tap.send(line.ack(99))
+def _unheard(line: Line, recorder: LinkRecorder) -> None:
+    recorder.send(line.ack(99))
 
 
-def many_connections(stage: Stage) -> None:
+def many_connections(link_setup: LinkSetup) -> None:
     """What a link opens it closes, and does not leave to the collector: its ends are still held here."""
-    held = [*_used(stage)]
+    held = [*_used(link_setup)]
     gc.collect()
     before = {what: count() for what, count in _OPENED.items()}
     for _ in range(_CONNECTIONS):
-        held += _used(stage)
-    stage.watch.steps.append(f"{_CONNECTIONS} connections have been used and closed")
+        held += _used(link_setup)
+    link_setup.watch.steps.append(f"{_CONNECTIONS} connections have been used and closed")
     for what, count in before.items():
         left = f"{_CONNECTIONS} connections were closed, and left one of their {what} each, or more"
-        stage.until(partial(_fewer, what, count + _CONNECTIONS), lambda: None, Rule.FREED, left)
+        link_setup.until(partial(_fewer, what, count + _CONNECTIONS), lambda: None, Rule.FREED, left)
 
 
 def _fewer(what: str, bound: int) -> bool:
     return _OPENED[what]() < bound
 
 
-def _used(stage: Stage) -> tuple[Link, Link]:
-    line = Line(stage)
+def _used(link_setup: LinkSetup) -> tuple[Link, Link]:
+    line = Line(link_setup)
     line.greet()
     line.tell(*line.update(1, nbytes=100_000))
     line.receive(line.receiver)
     line.answer(line.ack(1))
     line.receive(line.sender)
-    stage.clear()
+    link_setup.clear()
     return line.sender.link, line.receiver.link
 
 
-def the_senders_last_words(stage: Stage) -> None:
+def the_senders_last_words(link_setup: LinkSetup) -> None:
     """What had left the sender's end before it was closed is delivered, then the death is told."""
-    line = Line(stage)
+    line = Line(link_setup)
     line.greet()
     for version in range(1, 11):
         line.tell(*line.update(version, nbytes=500 * (version % 2)))
@@ -86,9 +86,9 @@ def the_senders_last_words(stage: Stage) -> None:
     line.ends_at(line.receiver)
 
 
-def the_receivers_last_words(stage: Stage) -> None:
+def the_receivers_last_words(link_setup: LinkSetup) -> None:
     """What had left the receiver's end before it was closed is delivered."""
-    line = Line(stage)
+    line = Line(link_setup)
     line.greet()
     for version in range(1, 11):
         line.tell(line.update(version)[0])
@@ -100,28 +100,28 @@ def the_receivers_last_words(stage: Stage) -> None:
     line.receive_until_told(line.sender)
 
 
-def an_update_that_is_cut_off(stage: Stage) -> None:
+def an_update_that_is_cut_off(link_setup: LinkSetup) -> None:
     """The sender's end is closed while a large update is on its way: it comes out whole, or not at all."""
-    stage.storage = Storage.HEAP
-    line = Line(stage)
+    link_setup.storage = Storage.HEAP
+    line = Line(link_setup)
     line.greet()
     line.tell(*line.update(1, nbytes=_LARGE))
-    stage.watch.steps.append("the sender's end is closed before all of it can have left")
+    link_setup.watch.steps.append("the sender's end is closed before all of it can have left")
     line.sender.close()
     line.ends_at(line.receiver)
 
 
-def a_receiver_that_is_gone(stage: Stage) -> None:
+def a_receiver_that_is_gone(link_setup: LinkSetup) -> None:
     """The receiver's end is closed while nothing is on its way: the sender's end tells so by itself."""
-    line = Line(stage)
+    line = Line(link_setup)
     line.greet()
     line.receiver.close()
     line.ends_at(line.sender)
 
 
-def a_send_to_one_that_is_gone(stage: Stage) -> None:
+def a_send_to_one_that_is_gone(link_setup: LinkSetup) -> None:
     """The receiver's end is closed: a message that is sent then is refused, or the death is told soon after."""
-    line = Line(stage)
+    line = Line(link_setup)
     line.greet()
     line.receiver.close()
     try:
@@ -131,18 +131,18 @@ def a_send_to_one_that_is_gone(stage: Stage) -> None:
     line.ends_at(line.sender)
 
 
-def a_cut(stage: Stage) -> None:
+def a_cut(link_setup: LinkSetup) -> None:
     """The connection breaks: both ends tell so."""
-    line = Line(stage)
+    line = Line(link_setup)
     line.greet()
     line.tell(*line.update(1, nbytes=100_000))
-    stage.watch.steps.append("the connection is cut")
-    line.cable.cut = True
+    link_setup.watch.steps.append("the connection is cut")
+    line.link_pair.cut = True
     assert line.ends.cut is not None
     line.ends.cut()
-    for tap in (line.sender, line.receiver):
-        line.ends_at(tap)
-        must_raise("send() on a link that told that it is dead", partial(_unheard, line, tap), Rule.DEATH_TOLD)
+    for recorder in (line.sender, line.receiver):
+        line.ends_at(recorder)
+        must_raise("send() on a link that told that it is dead", partial(_unheard, line, recorder), Rule.DEATH_TOLD)
 
 
 ENDING_SCENARIOS = (

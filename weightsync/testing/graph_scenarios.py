@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from weightsync.protocol._tables import Delivery
+from weightsync.testing.link_setup import LinkSetup
+from weightsync.testing.replay_actors import Strayed
 from weightsync.testing.replay_data import Configuration, Step, graphs
 from weightsync.testing.replaying import Replay
 from weightsync.testing.script import Scenario
-from weightsync.testing.stage import Stage
-from weightsync.testing.troupe import Strayed
 
 STRAYED = "the adapter lost a message on the way there, as it may"
 
@@ -34,29 +34,29 @@ class GraphScenario(Scenario):
         return ""
 
 
-def replayed(stage: Stage, name: str) -> None:
+def replayed(link_setup: LinkSetup, name: str) -> None:
     """Walk all paths of a configuration."""
     configuration = graphs().configurations[name]
-    stage.coverage.edges |= configuration.edges
+    link_setup.coverage.edges |= configuration.edges
     tried: set[str] = set()
     for number, path in enumerate(configuration.paths, 1):
-        stage.watch.steps[:] = [f"path {number} of {len(configuration.paths)} in the model's graph {name!r}"]
-        _walk(stage, configuration, path, tried)
-        stage.clear()
+        link_setup.watch.steps[:] = [f"path {number} of {len(configuration.paths)} in the model's graph {name!r}"]
+        _walk(link_setup, configuration, path, tried)
+        link_setup.clear()
 
 
-def _walk(stage: Stage, configuration: Configuration, path: Sequence[Step], tried: set[str]) -> None:
-    replay = Replay(stage, configuration, tried)
+def _walk(link_setup: LinkSetup, configuration: Configuration, path: Sequence[Step], tried: set[str]) -> None:
+    replay = Replay(link_setup, configuration, tried)
     for place, step in enumerate(path):
-        if step.needs in stage.unreachable:
-            stage.coverage.stop(path[place:], stage.unreachable[step.needs])
+        if step.needs in link_setup.unreachable:
+            link_setup.coverage.stop(path[place:], link_setup.unreachable[step.needs])
             break
         try:
             replay.take(step)
         except Strayed:
-            stage.coverage.stop(path[place:], STRAYED)
+            link_setup.coverage.stop(path[place:], STRAYED)
             break
-        stage.coverage.take(step)
+        link_setup.coverage.take(step)
     replay.finish()
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from weightsync.clock import Deadline
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import Ack, Bye, Hello, Message, Update
-from weightsync.testing.cable import End, words
 from weightsync.testing.ends import Ends
+from weightsync.testing.link_pair import End, words
+from weightsync.testing.link_recorder import LinkRecorder
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.payloads import fill
 from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.stage import Stage
-from weightsync.testing.tap import Tap
 from weightsync.transports.base import Link, Received
 from weightsync.transports.buffers import Buffer
 
@@ -30,23 +30,23 @@ class Line:
         ends: its ends; None: fresh ones.
     """
 
-    def __init__(self, stage: Stage, model_id: str = "policy", ends: Ends | None = None) -> None:
-        self.stage = stage
+    def __init__(self, link_setup: LinkSetup, model_id: str = "policy", ends: Ends | None = None) -> None:
+        self.link_setup = link_setup
         self.model_id = model_id
-        self.ends = stage.lay(model_id) if ends is None else stage.adopt(ends)
-        self.cable = stage.cable(self.ends, f"the link of {model_id!r}")
-        self.cable.patient = True
-        self.sender = Tap(self.ends.sender, self.cable, End.SENDER)
-        self._receiver: list[Tap] = []
-        stage.listen(self.ends, self._accept)
+        self.ends = link_setup.lay(model_id) if ends is None else link_setup.adopt(ends)
+        self.link_pair = link_setup.link_pair(self.ends, f"the link of {model_id!r}")
+        self.link_pair.patient = True
+        self.sender = LinkRecorder(self.ends.sender, self.link_pair, End.SENDER)
+        self._receiver: list[LinkRecorder] = []
+        link_setup.listen(self.ends, self._accept)
 
     def _accept(self, link: Link) -> None:
-        self._receiver.append(Tap(link, self.cable, End.RECEIVER))
+        self._receiver.append(LinkRecorder(link, self.link_pair, End.RECEIVER))
 
     @property
-    def receiver(self) -> Tap:
+    def receiver(self) -> LinkRecorder:
         """The receiver's end, which may have to be waited for."""
-        self.stage.until(
+        self.link_setup.until(
             lambda: bool(self._receiver),
             lambda: self._write(self.sender),
             Rule.ARRIVES,
@@ -63,22 +63,22 @@ class Line:
 
     def tell(self, message: Message, payload: Buffer | None = None) -> None:
         """Say something at the sender's end."""
-        self.stage.watch.steps.append(f"the sender's end sends {words(message)}")
+        self.link_setup.watch.steps.append(f"the sender's end sends {words(message)}")
         self.sender.send(message, payload)
-        self.stage.watch.check()
+        self.link_setup.watch.check()
 
     def answer(self, message: Message) -> None:
         """Say something at the receiver's end."""
-        self.stage.watch.steps.append(f"the receiver's end sends {words(message)}")
+        self.link_setup.watch.steps.append(f"the receiver's end sends {words(message)}")
         self.receiver.send(message)
-        self.stage.watch.check()
+        self.link_setup.watch.check()
 
     def update(self, version: int, nbytes: int = 0) -> tuple[Update, Buffer | None]:
         """An update, and its payload's buffer."""
         message = Update(
             model_id=self.model_id, incarnation=INCARNATION, version=version, layout_digest=b"l" * 16, nbytes=nbytes
         )
-        buffer = Buffer(nbytes, self.stage.storage) if nbytes else None
+        buffer = Buffer(nbytes, self.link_setup.storage) if nbytes else None
         if buffer is not None:
             fill(buffer, nbytes, version)
         return message, buffer
@@ -91,51 +91,53 @@ class Line:
         """A goodbye."""
         return Bye(model_id=self.model_id, incarnation=INCARNATION, reason="the kit is done")
 
-    def receive(self, tap: Tap) -> list[Received]:
+    def receive(self, recorder: LinkRecorder) -> list[Received]:
         """Take in all that was sent to that end; messages out of order or missing are told at the end."""
-        self.stage.watch.steps.append(f"{tap.end.value} takes in what has arrived")
-        other = self.sender if tap.end is End.RECEIVER else self.receiver
+        self.link_setup.watch.steps.append(f"{recorder.end.value} takes in what has arrived")
+        other = self.sender if recorder.end is End.RECEIVER else self.receiver
         received: list[Received] = []
-        deadline = Deadline(self.stage.patience if not self.cable.delivery.loses else 0.05)
-        while self.cable.flying[tap.end]:
+        deadline = Deadline(self.link_setup.patience if not self.link_pair.delivery.loses else 0.05)
+        while self.link_pair.flying[recorder.end]:
             self._write(other)
-            woken = self.stage.readable(tap, min(deadline.remaining or 0.0, 0.05))
+            woken = self.link_setup.readable(recorder, min(deadline.remaining or 0.0, 0.05))
             if not woken and not deadline.passed:
                 continue
-            found = tap.receive()
+            found = recorder.receive()
             received += found
             if deadline.passed and not (woken and found):
-                self._judge(tap, bool(found))
+                self._judge(recorder, bool(found))
                 break
         return received
 
-    def _judge(self, tap: Tap, found: bool) -> None:
+    def _judge(self, recorder: LinkRecorder, found: bool) -> None:
         if found:
-            raise Breach(Rule.WAKES, f"at {tap.end.value} a message lay unread, and no waitable said so")
-        if not self.cable.delivery.loses:
-            missing = ", ".join(words(each.message) for each in self.cable.flying[tap.end])
-            raise Breach(Rule.ARRIVES, f"{missing} never came out at {tap.end.value}")
+            raise Breach(Rule.WAKES, f"at {recorder.end.value} a message lay unread, and no waitable said so")
+        if not self.link_pair.delivery.loses:
+            missing = ", ".join(words(each.message) for each in self.link_pair.flying[recorder.end])
+            raise Breach(Rule.ARRIVES, f"{missing} never came out at {recorder.end.value}")
 
-    def _write(self, tap: Tap) -> None:
-        if not tap.dead:
-            self.stage.flush(tap)
+    def _write(self, recorder: LinkRecorder) -> None:
+        if not recorder.dead:
+            self.link_setup.flush(recorder)
 
-    def receive_until_told(self, tap: Tap) -> None:
+    def receive_until_told(self, recorder: LinkRecorder) -> None:
         """Take in all that was sent to that end; it may tell that it is dead, but not before."""
         try:
-            self.receive(tap)
+            self.receive(recorder)
         except TransportError:
             return
 
-    def drained(self, tap: Tap) -> None:
+    def drained(self, recorder: LinkRecorder) -> None:
         """Have an end write until nothing is left, while the other reads nothing."""
-        self.stage.until(tap.flush, lambda: self.stage.readable(tap, 0.01), Rule.ARRIVES, "what was sent never left")
+        self.link_setup.until(
+            recorder.flush, lambda: self.link_setup.readable(recorder, 0.01), Rule.ARRIVES, "what was sent never left"
+        )
 
-    def ends_at(self, tap: Tap) -> None:
+    def ends_at(self, recorder: LinkRecorder) -> None:
         """That end must tell that the link is dead."""
-        self.stage.watch.steps.append(f"{tap.end.value} must tell that the link is dead")
-        self.stage.until_dead(tap, lambda: _swallow(tap.receive))
-        must_raise("receive() on a link that told that it is dead", tap.receive, Rule.DEATH_TOLD)
+        self.link_setup.watch.steps.append(f"{recorder.end.value} must tell that the link is dead")
+        self.link_setup.until_dead(recorder, lambda: _swallow(recorder.receive))
+        must_raise("receive() on a link that told that it is dead", recorder.receive, Rule.DEATH_TOLD)
 
 
 def _swallow(receive: Callable[[], list[Received]]) -> None:

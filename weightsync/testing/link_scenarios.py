@@ -9,10 +9,10 @@ from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Hello, Refusal, WeightsForm
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 from weightsync.testing.line import INCARNATION, Line
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.rules import Breach, Rule
 from weightsync.testing.script import Ability, Scenario
-from weightsync.testing.stage import Stage
 from weightsync.transports.buffers import Buffer, Storage
 
 _MIB = 2**20
@@ -20,9 +20,9 @@ _MANY = 100
 SIZES = (0, 1, 3, 7, 63, 4095, 65_535, 65_536, 65_537, _MIB)
 
 
-def messages(stage: Stage) -> None:
+def messages(link_setup: LinkSetup) -> None:
     """Many small messages, there and back."""
-    line = Line(stage)
+    line = Line(link_setup)
     line.greet()
     for version in range(1, _MANY + 1):
         line.tell(*line.update(version, nbytes=version % 3))
@@ -32,9 +32,9 @@ def messages(stage: Stage) -> None:
     line.receive(line.sender)
 
 
-def fields(stage: Stage) -> None:
+def fields(link_setup: LinkSetup) -> None:
     """Every field of every message travels."""
-    line = Line(stage)
+    line = Line(link_setup)
     hello = Hello(
         model_id=line.model_id,
         incarnation=2**128 - 1,
@@ -75,10 +75,10 @@ def fields(stage: Stage) -> None:
     line.receive(line.receiver)
 
 
-def payloads(stage: Stage, sizes: tuple[int, ...], storage: Storage) -> None:
+def payloads(link_setup: LinkSetup, sizes: tuple[int, ...], storage: Storage) -> None:
     """Payloads of every size, one after another; what was delivered stays as it is until a newer one is acked."""
-    stage.storage = storage
-    line, guard = Line(stage), Payloads(1, storage)
+    link_setup.storage = storage
+    line, guard = Line(link_setup), Payloads(1, storage)
     line.greet()
     held: tuple[memoryview, bytes] | None = None
     for version, nbytes in enumerate(sizes, 1):
@@ -96,9 +96,9 @@ def payloads(stage: Stage, sizes: tuple[int, ...], storage: Storage) -> None:
         guard.scribble()
 
 
-def a_peer_that_does_not_read(stage: Stage) -> None:
+def a_peer_that_does_not_read(link_setup: LinkSetup) -> None:
     """Much is sent, and nobody reads; then all of it is read."""
-    line = Line(stage)
+    line = Line(link_setup)
     line.greet()
     for version in range(1, 13):
         line.tell(*line.update(version, nbytes=3 * _MIB if version % 2 else 0))
@@ -109,37 +109,37 @@ def a_peer_that_does_not_read(stage: Stage) -> None:
     line.receive(line.sender)
 
 
-def room_to_write(stage: Stage) -> None:
+def room_to_write(link_setup: LinkSetup) -> None:
     """What does not fit at once is written on when the link says that it can be: nobody asks unasked."""
-    line = Line(stage)
+    line = Line(link_setup)
     line.greet()
     line.tell(*line.update(1, nbytes=4 * _MIB))
-    stage.watch.steps.append("the sender's end writes whenever it says that it can")
-    stage.until_written(line.sender, line.receiver.receive)
+    link_setup.watch.steps.append("the sender's end writes whenever it says that it can")
+    link_setup.until_written(line.sender, line.receiver.receive)
     line.receive(line.receiver)
     line.answer(line.ack(1))
     line.receive(line.sender)
 
 
-def waitables(stage: Stage) -> None:
+def waitables(link_setup: LinkSetup) -> None:
     """Readable when there is something, and not for ever after."""
-    line = Line(stage)
+    line = Line(link_setup)
     line.greet()
-    for tap in (line.sender, line.receiver):
-        stage.quiet(tap)
+    for recorder in (line.sender, line.receiver):
+        link_setup.quiet(recorder)
     for version in (1, 2, 3):
         line.tell(*line.update(version, nbytes=100_000))
         line.receive(line.receiver)
-        stage.quiet(line.receiver)
+        link_setup.quiet(line.receiver)
         line.answer(line.ack(version))
         line.receive(line.sender)
-        stage.quiet(line.sender)
+        link_setup.quiet(line.sender)
 
 
-def buffers(stage: Stage, storage: Storage) -> None:
+def buffers(link_setup: LinkSetup, storage: Storage) -> None:
     """A buffer is free once the worker has acked a newer version; all are once both ends are closed."""
-    stage.storage = storage
-    line = Line(stage)
+    link_setup.storage = storage
+    line = Line(link_setup)
     line.greet()
     sent: list[Buffer] = []
     for version in (1, 2, 3, 4):
@@ -149,18 +149,18 @@ def buffers(stage: Stage, storage: Storage) -> None:
         line.receive(line.receiver)
         line.answer(line.ack(version))
         line.receive(line.sender)
-    stage.watch.steps.append("version 4 is acked")
-    stage.until_free(sent[:3], "are still pinned, though their worker acked a newer version")
+    link_setup.watch.steps.append("version 4 is acked")
+    link_setup.until_free(sent[:3], "are still pinned, though their worker acked a newer version")
     line.receiver.close()
     line.sender.close()
-    stage.until_free(sent, "are still pinned after both ends were closed")
+    link_setup.until_free(sent, "are still pinned after both ends were closed")
 
 
-def several_models(stage: Stage) -> None:
+def several_models(link_setup: LinkSetup) -> None:
     """Two models over one connection: each link has its own messages, and outlives the other."""
-    first = Line(stage, "policy")
+    first = Line(link_setup, "policy")
     assert first.ends.another is not None
-    second = Line(stage, "value", first.ends.another("value"))
+    second = Line(link_setup, "value", first.ends.another("value"))
     first.greet()
     second.greet()
     for version in (1, 2, 3):
@@ -171,7 +171,7 @@ def several_models(stage: Stage) -> None:
             line.answer(line.ack(version))
     for line in (first, second):
         line.receive(line.sender)
-    stage.watch.steps.append("the first model's links are closed")
+    link_setup.watch.steps.append("the first model's links are closed")
     first.sender.close()
     first.receiver.close()
     second.tell(*second.update(4, nbytes=50_000))

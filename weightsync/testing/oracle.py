@@ -22,12 +22,12 @@ def sender_projection(state: State, data: sending.SenderData) -> dict[str, Any]:
     out = data.outstanding
     owed = None if out is None else dict(out.owed)
     outcomes = None if out is None else {worker: outcome.kind.name for worker, outcome in out.outcomes.items()}
-    roll = {w: (e.link, e.standing.name, e.served, e.due, e.catching) for w, e in data.roll.items()}
+    workers = {w: (e.link, e.link_state.name, e.served, e.due, e.catching) for w, e in data.workers.items()}
     return {
         "state": state.value,
         "version": data.version,
         "due to all": data.due_all,
-        "roll": roll,
+        "roll": workers,
         "owed": owed,
         "outcomes": outcomes,
         "stale answers": data.stale,

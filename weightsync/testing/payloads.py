@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from weightsync.engine.packer import Packed
-from weightsync.testing.stage import Stage
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.transports.buffers import Buffer, Storage
 from weightsync.weights.packing import digest
 from weightsync.weights.reading import layout_of, read_weights
@@ -79,9 +79,9 @@ class Payloads:
         """Whether a payload still is what was sent."""
         return digest(payload, b"") == wanted
 
-    def all_free(self, stage: Stage, meanwhile: Callable[[], object] = lambda: None) -> None:
+    def all_free(self, link_setup: LinkSetup, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Every buffer is free, or soon will be."""
-        stage.until_free(self._buffers, "are still pinned after everything was closed", meanwhile)
+        link_setup.until_free(self._buffers, "are still pinned after everything was closed", meanwhile)
 
 
 def fill(buffer: Buffer, nbytes: int, seed: int) -> None:

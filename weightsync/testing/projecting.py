@@ -12,7 +12,7 @@ from weightsync.protocol.messages import Ack, Refusal
 from weightsync.protocol.receiver import Deferred, Key
 from weightsync.protocol.report import OutcomeKind
 from weightsync.protocol.sender import Outstanding
-from weightsync.testing.gate import Gate
+from weightsync.testing.step_gate import StepGate
 
 SENDER_FIELDS = ("state", "incarnation", "version", "due to all", "roll", "outstanding or last report")
 RECEIVER_FIELDS = ("state", "link", "fence", "decided", "pending", "served", "answer")
@@ -24,8 +24,8 @@ class SenderPlayer:
     def __init__(self) -> None:
         self.driver = SenderDriver("policy")
         #: By the driver's numbers; the newest of each worker.
-        self.gates: dict[int, Gate] = {}
-        self.of: dict[int, Gate] = {}
+        self.step_gates: dict[int, StepGate] = {}
+        self.of: dict[int, StepGate] = {}
         self._last: Outstanding | None = None
 
     def projected(self, workers: int, base: int) -> list[Any]:
@@ -33,14 +33,14 @@ class SenderPlayer:
         data = self.driver.data
         concluded = self.driver.concluded.get(data.version)
         self._last = data.outstanding or (concluded.outstanding if concluded else self._last)
-        roll: list[Any] = []
+        entries: list[Any] = []
         for worker in range(1, workers + 1):
-            entry = data.roll.get(worker)
-            roll.append(
+            entry = data.workers.get(worker)
+            entries.append(
                 entry
                 and [
-                    self.gates[entry.link].place[2],
-                    entry.standing.name,
+                    self.step_gates[entry.link].place[2],
+                    entry.link_state.name,
                     entry.served,
                     entry.due,
                     entry.catching,
@@ -53,7 +53,7 @@ class SenderPlayer:
             _number(data.incarnation, base),
             data.version,
             data.due_all,
-            roll,
+            entries,
             last,
         ]
 
@@ -61,7 +61,7 @@ class SenderPlayer:
         last = self._last or Outstanding(0, {}, {})
         outcomes = {worker: outcome.kind.name for worker, outcome in last.outcomes.items()}
         outcomes |= dict.fromkeys(last.owed, OutcomeKind.PENDING.name)
-        owed = {worker: self.gates[link].place[2] for worker, link in last.owed.items()}
+        owed = {worker: self.step_gates[link].place[2] for worker, link in last.owed.items()}
         every = range(1, workers + 1)
         return [last.version, [owed.get(w, 0) for w in every], [outcomes.get(w, "NONE") for w in every]]
 
@@ -71,35 +71,35 @@ class ReceiverPlayer:
 
     def __init__(self) -> None:
         self.driver = ReceiverDriver("policy")
-        self.gates: dict[int, Gate] = {}
+        self.step_gates: dict[int, StepGate] = {}
         #: What it serves, as it arrived, and must stay.
         self.served: tuple[memoryview, bytes] | None = None
         #: Whether its process is gone.
         self.gone = False
 
-    def add(self, gate: Gate) -> None:
+    def add(self, step_gate: StepGate) -> None:
         """Listen on one more link."""
         if self.gone or self.driver.machine.state is State.CLOSED:
-            gate.close()
+            step_gate.close()
             return
-        self.gates[self.driver._last_link + 1] = gate
-        self.driver.add_link(gate)
+        self.step_gates[self.driver._last_link + 1] = step_gate
+        self.driver.add_link(step_gate)
 
-    def at(self, place: tuple[int, int, int]) -> Gate | None:
+    def at(self, place: tuple[int, int, int]) -> StepGate | None:
         """Its end of that link, once it is there."""
-        return next((gate for gate in tuple(self.gates.values()) if gate.place == place), None)
+        return next((step_gate for step_gate in tuple(self.step_gates.values()) if step_gate.place == place), None)
 
-    def in_force(self) -> Gate | None:
+    def in_force(self) -> StepGate | None:
         """Its end of the link in force."""
         link = self.driver.data.link
-        return None if link is None else self.gates[link]
+        return None if link is None else self.step_gates[link]
 
     def projected(self, base: int) -> list[Any]:
         """Where it stands; incarnations count from ``base``."""
-        data, gate = self.driver.data, self.in_force()
+        data, step_gate = self.driver.data, self.in_force()
         keys = [_key(key, base) for key in (data.decided, data.pending, data.served)]
         answer = data.answer.kind.name if isinstance(data.answer, Refusal) else _ANSWERS[type(data.answer)]
-        link = [0, 0] if gate is None else [gate.place[0], gate.place[2]]
+        link = [0, 0] if step_gate is None else [step_gate.place[0], step_gate.place[2]]
         return [self.driver.machine.state.value, link, _number(data.fence, base), *keys, answer]
 
 

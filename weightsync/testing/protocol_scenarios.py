@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from weightsync.clock import new_incarnation
 from weightsync.testing.bench import Bench, bench_of
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.script import Ability, Scenario
-from weightsync.testing.stage import Stage
 
 
-def handshake(stage: Stage) -> None:
+def handshake(link_setup: LinkSetup) -> None:
     """Hello, and Hello back."""
-    bench_of(stage, workers=3).finish()
+    bench_of(link_setup, workers=3).finish()
 
 
-def updates(stage: Stage) -> None:
+def updates(link_setup: LinkSetup) -> None:
     """Versions, one after another, to all and to some."""
-    bench = bench_of(stage, workers=2)
+    bench = bench_of(link_setup, workers=2)
     for targets in (None, (0,), (1,), None, (0, 1)):
         bench.send(targets)
         bench.sync(*(targets or (0, 1)))
@@ -23,9 +23,9 @@ def updates(stage: Stage) -> None:
     bench.finish()
 
 
-def the_first_update_with_the_handshake(stage: Stage) -> None:
+def the_first_update_with_the_handshake(link_setup: LinkSetup) -> None:
     """Hello and update leave together, before the worker has read anything."""
-    bench = Bench(stage)
+    bench = Bench(link_setup)
     bench.join(0)
     bench.connect()
     bench.send()
@@ -34,11 +34,11 @@ def the_first_update_with_the_handshake(stage: Stage) -> None:
     bench.finish()
 
 
-def refusal(stage: Stage) -> None:
+def refusal(link_setup: LinkSetup) -> None:
     """A version is refused, the next one applied."""
-    bench = bench_of(stage)
+    bench = bench_of(link_setup)
     bench.send()
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.refuse(0)
     bench.hear()
     bench.wait()
@@ -48,30 +48,30 @@ def refusal(stage: Stage) -> None:
     bench.finish()
 
 
-def duplicate(stage: Stage) -> None:
+def duplicate(link_setup: LinkSetup) -> None:
     """An update comes again: while it is pending, and after it was applied."""
-    bench = bench_of(stage)
+    bench = bench_of(link_setup)
     bench.send()
     bench.repeat(0)
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.apply(0)
     bench.hear()
     bench.repeat(0)
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.hear()
     bench.wait()
     bench.finish()
 
 
-def stale(stage: Stage) -> None:
+def stale(link_setup: LinkSetup) -> None:
     """An older update comes again after a newer one was applied."""
-    bench = bench_of(stage)
+    bench = bench_of(link_setup)
     for _ in range(2):
         bench.send()
         bench.sync(0)
         bench.wait()
     bench.repeat(0, back=2)
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.hear()
     bench.send()
     bench.sync(0)
@@ -79,26 +79,26 @@ def stale(stage: Stage) -> None:
     bench.finish()
 
 
-def newer_overtakes(stage: Stage) -> None:
+def newer_overtakes(link_setup: LinkSetup) -> None:
     """A newer version arrives before the older one is applied, which is answered SUPERSEDED."""
-    bench = bench_of(stage)
+    bench = bench_of(link_setup)
     for _ in range(4):
         bench.send()
         bench.abandon()
-        bench.take_in(0)
+        bench.receive_and_apply(0)
     bench.send()
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.hear()
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.sync(0)
     bench.sync(0)
     bench.wait()
     bench.finish()
 
 
-def deadline(stage: Stage) -> None:
+def deadline(link_setup: LinkSetup) -> None:
     """Time is up before the answer comes, which still counts."""
-    bench = bench_of(stage)
+    bench = bench_of(link_setup)
     bench.send()
     bench.wait()
     bench.deadline()
@@ -107,26 +107,26 @@ def deadline(stage: Stage) -> None:
     bench.finish()
 
 
-def takeover(stage: Stage) -> None:
+def takeover(link_setup: LinkSetup) -> None:
     """A newer sender wins the worker, with a version pending; the older one is fenced."""
-    bench = bench_of(stage)
+    bench = bench_of(link_setup)
     bench.send()
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     older = bench.sender
     bench.new_sender()
     bench.join(0)
     bench.connect(incarnation=new_incarnation(older.driver.data.incarnation))
     bench.send()
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.hear(older)
     bench.sync(0)
     bench.wait()
     bench.finish()
 
 
-def fenced(stage: Stage) -> None:
+def fenced(link_setup: LinkSetup) -> None:
     """An older sender comes after a newer one: it is refused with the fence, and disturbs nobody."""
-    bench = bench_of(stage)
+    bench = bench_of(link_setup)
     newer = bench.sender
     bench.send()
     bench.sync(0)
@@ -135,19 +135,19 @@ def fenced(stage: Stage) -> None:
     bench.join(0)
     bench.connect(incarnation=newer.driver.data.incarnation - 1)
     bench.send()
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.hear()
     bench.wait()
     bench.send(sender=newer)
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.apply(0)
     bench.hear(newer)
     bench.finish()
 
 
-def the_sender_says_bye(stage: Stage) -> None:
+def the_sender_says_bye(link_setup: LinkSetup) -> None:
     """The sender closes, with an update on its way; a new one goes on."""
-    bench = bench_of(stage, workers=2)
+    bench = bench_of(link_setup, workers=2)
     bench.send()
     bench.sync(0)
     bench.close_sender()
@@ -168,11 +168,11 @@ def _another_sender_goes_on(bench: Bench) -> None:
     bench.finish()
 
 
-def a_worker_says_bye(stage: Stage) -> None:
+def a_worker_says_bye(link_setup: LinkSetup) -> None:
     """A worker closes while it owes: its goodbye takes it off the roll, the other is served."""
-    bench = bench_of(stage, workers=2)
+    bench = bench_of(link_setup, workers=2)
     bench.send()
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.close_receiver(0)
     bench.sync(1)
     bench.sender_notices(0)
@@ -183,9 +183,9 @@ def a_worker_says_bye(stage: Stage) -> None:
     bench.finish()
 
 
-def an_idle_worker_says_bye(stage: Stage) -> None:
+def an_idle_worker_says_bye(link_setup: LinkSetup) -> None:
     """A worker closes while nothing is on its way: its goodbye takes it off the roll."""
-    bench = bench_of(stage, workers=2)
+    bench = bench_of(link_setup, workers=2)
     bench.close_receiver(0)
     bench.sender_notices(0)
     bench.send()
@@ -194,11 +194,11 @@ def an_idle_worker_says_bye(stage: Stage) -> None:
     bench.finish()
 
 
-def a_worker_is_lost(stage: Stage) -> None:
+def a_worker_is_lost(link_setup: LinkSetup) -> None:
     """A worker that owes is gone without a word: LOST; it comes back on a new link, and catches up."""
-    bench = bench_of(stage, workers=2)
+    bench = bench_of(link_setup, workers=2)
     bench.send()
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.lose_receiver(0)
     bench.sync(1)
     bench.sender_notices(0)
@@ -211,16 +211,16 @@ def a_worker_is_lost(stage: Stage) -> None:
     bench.finish()
 
 
-def a_worker_comes_back(stage: Stage) -> None:
+def a_worker_comes_back(link_setup: LinkSetup) -> None:
     """A worker has a new link while its old one is in use, and catches up over it."""
-    bench = bench_of(stage)
+    bench = bench_of(link_setup)
     bench.send()
     bench.sync(0)
     bench.wait()
     bench.send()
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.join(0)
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.sync(0)
     bench.wait()
     bench.send()
@@ -229,20 +229,20 @@ def a_worker_comes_back(stage: Stage) -> None:
     bench.finish()
 
 
-def the_sender_is_lost(stage: Stage) -> None:
+def the_sender_is_lost(link_setup: LinkSetup) -> None:
     """The sender is gone without a word: its workers are told, and serve what they served."""
-    bench = bench_of(stage, workers=2)
+    bench = bench_of(link_setup, workers=2)
     bench.send()
     bench.sync(0)
     bench.lose_sender()
     _another_sender_goes_on(bench)
 
 
-def removal(stage: Stage) -> None:
+def removal(link_setup: LinkSetup) -> None:
     """A worker is taken off the roll while it owes; it is told, and may join again."""
-    bench = bench_of(stage, workers=2)
+    bench = bench_of(link_setup, workers=2)
     bench.send()
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.remove(0)
     bench.receiver_notices(0)
     bench.sync(1)
@@ -252,11 +252,11 @@ def removal(stage: Stage) -> None:
     bench.finish()
 
 
-def a_cut_with_an_update_outstanding(stage: Stage) -> None:
+def a_cut_with_an_update_outstanding(link_setup: LinkSetup) -> None:
     """The connection breaks, both live: the sender counts it lost, the worker makes a new handshake."""
-    bench = bench_of(stage, workers=2)
+    bench = bench_of(link_setup, workers=2)
     bench.send()
-    bench.take_in(0)
+    bench.receive_and_apply(0)
     bench.cut(0)
     bench.sync(1)
     bench.sender_notices(0)

@@ -11,10 +11,10 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInput, SenderInput, State
 from weightsync.protocol.messages import Ack
-from weightsync.testing.gate import Gate
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
 from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.step_gate import StepGate
 
 #: A worker that is on nobody's roll.
 _NOBODY = 99
@@ -31,7 +31,10 @@ def refusals_of_sender(player: SenderPlayer, payloads: Payloads, base: int) -> i
     """
     driver = player.driver
     return _refused(
-        "the sender", _sender_attempts(driver, payloads), lambda: player.projected(_NOBODY, base), player.gates.values()
+        "the sender",
+        _sender_attempts(driver, payloads),
+        lambda: player.projected(_NOBODY, base),
+        player.step_gates.values(),
     )
 
 
@@ -55,11 +58,11 @@ def refusals_of_receiver(player: ReceiverPlayer, base: int) -> int:
         for input, event in events.items()
         if (state, input) not in RECEIVER_ROWS
     ]
-    return _refused("the receiver", attempts, lambda: player.projected(base), player.gates.values())
+    return _refused("the receiver", attempts, lambda: player.projected(base), player.step_gates.values())
 
 
 def _sender_attempts(driver: SenderDriver, payloads: Payloads) -> Iterator[_Attempt]:
-    state, roll = driver.machine.state, driver.data.roll
+    state, workers = driver.machine.state, driver.data.workers
     calls: dict[SenderInput, Callable[[], object]] = {
         SenderInput.SEND: lambda: _dispatch(driver, payloads, sending.Send(None)),
         SenderInput.SEND_ASYNC: lambda: _dispatch(driver, payloads, sending.SendAsync(None)),
@@ -79,7 +82,7 @@ def _sender_attempts(driver: SenderDriver, payloads: Payloads) -> Iterator[_Atte
     if state is State.READY:
         yield "send to nobody", lambda: _dispatch(driver, payloads, sending.Send(())), ConfigurationError
         yield "send to one unknown", lambda: _dispatch(driver, payloads, sending.Send((_NOBODY,))), ConfigurationError
-        if roll and all(entry.standing is sending.Standing.LOST for entry in roll.values()):
+        if workers and all(entry.link_state is sending.LinkState.LOST for entry in workers.values()):
             yield "send to the lost", lambda: _dispatch(driver, payloads, sending.Send(None)), WorkerLostError
 
 
@@ -91,9 +94,9 @@ def _dispatch(driver: SenderDriver, payloads: Payloads, event: sending.Send | se
         payloads.handed_over(packed)
 
 
-def _refused(who: str, attempts: Any, look: Callable[[], Sequence[Any]], gates: Any) -> int:
+def _refused(who: str, attempts: Any, look: Callable[[], Sequence[Any]], step_gates: Any) -> int:
     count = 0
-    before, said = look(), [len(gate.attempts) for gate in _all(gates)]
+    before, said = look(), [len(step_gate.attempts) for step_gate in _all(step_gates)]
     for what, attempt, wanted in attempts:
         count += 1
         try:
@@ -104,10 +107,10 @@ def _refused(who: str, attempts: Any, look: Callable[[], Sequence[Any]], gates: 
             raise Breach(Rule.STATE, f"{who} must refuse in this state, and took: {what}")
         if look() != before:
             raise Breach(Rule.STATE, f"{who} refused {what!r}, and is not where it was: {before} -> {look()}")
-        if [len(gate.attempts) for gate in _all(gates)] != said:
+        if [len(step_gate.attempts) for step_gate in _all(step_gates)] != said:
             raise Breach(Rule.STATE, f"{who} refused {what!r}, and said something all the same")
     return count
 
 
-def _all(gates: Any) -> list[Gate]:
-    return list(gates)
+def _all(step_gates: Any) -> list[StepGate]:
+    return list(step_gates)

@@ -8,11 +8,11 @@ from weightsync.errors import ProtocolError
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import State
 from weightsync.testing.acting import Acting
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.projecting import RECEIVER_FIELDS, SENDER_FIELDS, difference
 from weightsync.testing.refusing import refusals_of_receiver, refusals_of_sender
 from weightsync.testing.replay_data import Configuration, Step
 from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.stage import Stage
 
 
 class Replay(Acting):
@@ -24,8 +24,8 @@ class Replay(Acting):
         tried: nodes at which what must be refused was tried before.
     """
 
-    def __init__(self, stage: Stage, configuration: Configuration, tried: set[str]) -> None:
-        super().__init__(stage, configuration)
+    def __init__(self, link_setup: LinkSetup, configuration: Configuration, tried: set[str]) -> None:
+        super().__init__(link_setup, configuration)
         self._tried = tried
 
     def take(self, step: Step) -> None:
@@ -36,13 +36,13 @@ class Replay(Acting):
             Strayed: the adapter lost a message, as it may.
         """
         name, *arguments = step.label
-        self.stage.watch.steps.append(f"{name}({', '.join(map(str, arguments))})")
+        self.link_setup.watch.steps.append(f"{name}({', '.join(map(str, arguments))})")
         self._step = step
         try:
             self.acts()[name](*arguments)
         except ProtocolError as error:
             raise Breach(Rule.STATE, f"a link was taken down: {error}") from error
-        self.stage.watch.check()
+        self.link_setup.watch.check()
         self._compare(step)
         self._refuse(step)
         self.payloads.scribble()
@@ -87,5 +87,5 @@ class Replay(Acting):
         for s, player in self._senders.items():
             if s not in self._dead:
                 player.driver.take(sending.Close())
-        self.stage.watch.check()
-        self.payloads.all_free(self.stage)
+        self.link_setup.watch.check()
+        self.payloads.all_free(self.link_setup)

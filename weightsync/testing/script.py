@@ -8,7 +8,7 @@ from enum import Enum
 
 from weightsync.protocol._tables import Delivery
 from weightsync.testing.ends import Ends
-from weightsync.testing.stage import Stage
+from weightsync.testing.link_setup import LinkSetup
 
 
 class Ability(Enum):
@@ -27,7 +27,7 @@ class Scenario:
     """Something that is played over an adapter's links."""
 
     name: str
-    play: Callable[[Stage], None]
+    play: Callable[[LinkSetup], None]
     needs: Ability | None = None
     #: Whether it can be played where messages may be lost.
     over_losses: bool = False

@@ -8,10 +8,10 @@ from functools import partial
 
 from weightsync.clock import new_incarnation
 from weightsync.protocol._tables import State
-from weightsync.protocol.sender import Standing
+from weightsync.protocol.sender import LinkState
 from weightsync.testing.bench import Bench
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.script import Scenario
-from weightsync.testing.stage import Stage
 
 #: How many walks there are, and of how many steps.
 COUNT = 12
@@ -21,10 +21,10 @@ _WORKERS = 2
 _Step = Callable[[], object]
 
 
-def walk(stage: Stage, seed: int) -> None:
+def walk(link_setup: LinkSetup, seed: int) -> None:
     """Do what may be done, drawn at random; the same for the same seed."""
     draw = random.Random(seed)
-    bench = Bench(stage, nbytes=draw.choice((1, 1000, 70_001)))
+    bench = Bench(link_setup, nbytes=draw.choice((1, 1000, 70_001)))
     for worker in range(_WORKERS):
         bench.join(worker)
     bench.connect()
@@ -42,7 +42,7 @@ def _allowed(bench: Bench, draw: random.Random) -> list[_Step]:
 
 def _of_the_sender(bench: Bench, draw: random.Random) -> list[_Step]:
     driver = bench.sender.driver
-    alive = [worker for worker, entry in driver.data.roll.items() if entry.standing is not Standing.LOST]
+    alive = [worker for worker, entry in driver.data.workers.items() if entry.link_state is not LinkState.LOST]
     if driver.machine.state is State.CLOSED:
         return [partial(_newer_sender, bench)]
     steps: list[_Step] = []
@@ -71,13 +71,13 @@ def _of_a_worker(bench: Bench, worker: int, draw: random.Random) -> list[_Step]:
     joinable = bench.sender.driver.machine.state is not State.CLOSED
     if receiver.over:
         return [rejoin] if joinable else []
-    steps: list[_Step] = [partial(bench.take_in, worker)] * 2
+    steps: list[_Step] = [partial(bench.receive_and_apply, worker)] * 2
     if receiver.driver.pending is not None:
         steps += [partial(bench.apply, worker)] * 2 + [partial(bench.refuse, worker)]
     if draw.random() < 0.15:
         steps += [partial(bench.lose_receiver, worker), partial(bench.close_receiver, worker)]
         steps += [rejoin] if joinable else []
-        steps += [partial(bench.remove, worker)] if joinable and worker in bench.sender.driver.data.roll else []
+        steps += [partial(bench.remove, worker)] if joinable and worker in bench.sender.driver.data.workers else []
     return steps
 
 

@@ -14,7 +14,7 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message, Update
 from weightsync.transports.base import Received, Waker
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.pipe.mailbox import MAX_FOREIGN, MAX_KEPT_NBYTES, MAX_STRAYS
+from weightsync.transports.pipe.mailbox import MAX_KEPT_NBYTES, MAX_UNCLAIMED, MAX_USER_MESSAGES
 from weightsync.transports.process import ProcessWatch, watching
 
 #: Messages of one model that are kept until its link reads them.
@@ -48,7 +48,7 @@ class QueueChannel:
         #: Of links: one may take in what is another's.
         self._wakers: dict[str, Waker] = {}
         #: What is not ours: kept, in order.
-        self.foreign: deque[Any] = deque()
+        self.user_messages: deque[Any] = deque()
 
     def put(self, frame: bytes) -> None:
         """Queue a frame.
@@ -63,7 +63,7 @@ class QueueChannel:
         except (queue.Full, ValueError, OSError, AssertionError) as error:
             raise TransportError(f"The queue takes nothing more: {error or 'it is full'}.") from error
 
-    def strays(self) -> tuple[str, ...]:
+    def unclaimed(self) -> tuple[str, ...]:
         """The models for which something is there."""
         self._read(None)
         with self._lock:
@@ -114,7 +114,7 @@ class QueueChannel:
 
     def _sort(self, item: Any) -> None:
         if not isinstance(item, bytes) or item[: len(codec.MAGIC)] != codec.MAGIC:
-            self._keep_foreign(item)
+            self._keep_user_message(item)
             return
         head = codec.peek(item)
         message = codec.decode_with(head, item[: head.control_nbytes])
@@ -124,20 +124,20 @@ class QueueChannel:
 
     def _has_room(self, reader: str | None) -> bool:
         if reader is None:
-            count, nbytes = self._strays()
-            return count < MAX_STRAYS and nbytes < MAX_KEPT_NBYTES
+            count, nbytes = self._unclaimed()
+            return count < MAX_UNCLAIMED and nbytes < MAX_KEPT_NBYTES
         box = self._boxes.get(reader, deque())
         return len(box) < MAX_UNREAD and _nbytes(box) < MAX_KEPT_NBYTES
 
-    def _strays(self) -> tuple[int, int]:
+    def _unclaimed(self) -> tuple[int, int]:
         """How many messages lie here for models without a link, and the bytes of their payloads."""
         boxes = [box for known, box in self._boxes.items() if known not in self._wakers]
         return sum(map(len, boxes)), sum(map(_nbytes, boxes))
 
     def _keep(self, model_id: str, received: Received) -> None:
         waker, box = self._wakers.get(model_id), self._boxes.get(model_id, deque())
-        count, nbytes = self._strays()
-        if waker is None and (count >= MAX_STRAYS or nbytes >= MAX_KEPT_NBYTES):
+        count, nbytes = self._unclaimed()
+        if waker is None and (count >= MAX_UNCLAIMED or nbytes >= MAX_KEPT_NBYTES):
             self._broken = ProtocolError(
                 f"{count} messages of {nbytes} bytes lie here for models without a link, and another came (for "
                 f"{model_id!r})."
@@ -153,13 +153,14 @@ class QueueChannel:
         if waker is not None:
             waker.fire()
 
-    def _keep_foreign(self, item: Any) -> None:
-        if len(self.foreign) >= MAX_FOREIGN:
+    def _keep_user_message(self, item: Any) -> None:
+        if len(self.user_messages) >= MAX_USER_MESSAGES:
             self._broken = TransportError(
-                f"{len(self.foreign)} objects that are no messages of ours came by this queue: give it to nobody else."
+                f"{len(self.user_messages)} objects that are no messages of ours came by this queue: "
+                "give it to nobody else."
             )
             raise self._broken
-        self.foreign.append(item)
+        self.user_messages.append(item)
 
     def waitables(self) -> list[int]:
         """Readable when something is in the queue."""

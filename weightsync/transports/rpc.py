@@ -18,7 +18,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, GivenUp
-from weightsync.transports.calls.server import Door, Frames, Parcel
+from weightsync.transports.calls.server import CallServer, Frames, Parcel
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
 
 #: torch exports, annotates and documents less than it offers.
@@ -50,24 +50,24 @@ class Delivered(NamedTuple):
 # ----------------------------------------------------------------------------------------------- the worker's end
 
 
-class _Doors:
+class _CallServers:
     """The doors of this process, one a model; there before anybody listens."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._doors: dict[str, Door] = {}
+        self._call_servers: dict[str, CallServer] = {}
         #: Whether RPC was running in the process that this one was forked from.
         self.inherited = False
         os.register_at_fork(after_in_child=self._forget)
 
-    def of(self, model_id: str) -> Door:
+    def of(self, model_id: str) -> CallServer:
         """The door of a model, made if it is not there yet."""
         with self._lock:
-            return self._doors.setdefault(model_id, Door(model_id, WAY, _own_name))
+            return self._call_servers.setdefault(model_id, CallServer(model_id, WAY, _own_name))
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
-        self._doors = {}
+        self._call_servers = {}
         self.inherited = self.inherited or is_initialised()
 
 
@@ -93,12 +93,12 @@ def is_called() -> bool:
     return isinstance(threading.current_thread(), threading._DummyThread) and is_initialised()
 
 
-_doors: Final = _Doors()
+_call_servers: Final = _CallServers()
 
 
-def door_of(model_id: str) -> Door:
+def call_server_of(model_id: str) -> CallServer:
     """The door of a model in this process; links that come before a receiver listens wait behind it."""
-    return _doors.of(model_id)
+    return _call_servers.of(model_id)
 
 
 @async_execution  # type: ignore[untyped-decorator]
@@ -109,7 +109,7 @@ def _deliver(
     over: torch.futures.Future[Delivered] = torch.futures.Future()
     parcel = Parcel(link, number, frame, None if payload is None else _bytes_of(payload))
     try:
-        answer = door_of(model_id).knock(parcel)
+        answer = call_server_of(model_id).submit(parcel)
     except WeightSyncError as error:
         over.set_result(Delivered((), str(error)))
         return over
@@ -138,7 +138,7 @@ class _Return:
 def _hang_up(model_id: str, link: str, number: int, frame: bytes) -> Delivered:
     """The sender's last call of a link: none of them waits for an answer any more, whether anybody listens or not."""
     try:
-        door_of(model_id).hang_up(Parcel(link, number, frame))
+        call_server_of(model_id).hang_up(Parcel(link, number, frame))
     except WeightSyncError as error:
         return Delivered((), str(error))
     return Delivered(())
@@ -146,7 +146,7 @@ def _hang_up(model_id: str, link: str, number: int, frame: bytes) -> Delivered:
 
 def _is_listening(model_id: str) -> bool:
     """Whether a receiver of ours listens for that model in this process."""
-    return door_of(model_id).listening
+    return call_server_of(model_id).listening
 
 
 # ----------------------------------------------------------------------------------------------- the sender's end
@@ -160,7 +160,7 @@ def require_rpc(peer: str) -> None:
     """
     if not rpc.is_available():
         raise ConfigurationError(f"{peer} cannot be called: this torch was built without torch.distributed.rpc.")
-    if _doors.inherited:
+    if _call_servers.inherited:
         raise ConfigurationError(
             f"{peer} cannot be called from here: RPC ran in the process that this one was forked from, and torch's RPC "
             "does not survive a fork. Start the process with spawn or forkserver, and call init_rpc() in it."
@@ -270,7 +270,7 @@ def _follow(
         answers.set_exception(error)
 
 
-class RpcCourier:
+class RpcCallClient:
     """Carries messages to a process with our receiver: what comes back is its own answer.
 
     Args:
@@ -290,7 +290,7 @@ class RpcCourier:
         self._closed = False
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call that carries a message: see `weightsync.transports.calls.client.Courier.start`."""
+        """Begin the call that carries a message: see `weightsync.transports.calls.client.CallClient.start`."""
         number = self._next
         frame = self._seal.frame(number, message, payload)
         if isinstance(message, Bye):

@@ -49,7 +49,7 @@ class AwaitedProcess:
         return None if pid is None else (pid, started_at(pid) or 0)
 
 
-class WokenLink:
+class WakeableLink:
     """The part of a link that does not depend on how its messages travel. Nothing is ever written by its driver.
 
     Args:

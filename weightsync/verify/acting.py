@@ -42,7 +42,7 @@ class SenderActs:
     def _sender_action(self, machine: Machine, s: int, moment: Moment) -> dict[str, Value]:
         match moment.event:
             case sending.Connect(incarnation):
-                if not moment.before.roll:  # type: ignore[union-attr]
+                if not moment.before.workers:  # type: ignore[union-attr]
                     raise BeyondTheModelError("a sender connects to nobody")
                 return {"a": Action.CONNECT, "s": s, "c": self._names.ranks[incarnation]}
             case sending.Send(targets):
@@ -67,7 +67,7 @@ class SenderActs:
     def _require_lost(self, moment: Moment, worker: int) -> None:
         data = moment.before
         assert isinstance(data, sending.SenderData)
-        entry = data.roll.get(worker)
+        entry = data.workers.get(worker)
         joins = isinstance(moment.event, sending.Join)
         if entry is not None and entry.open and (joins or data.incarnation):
             raise BeyondTheModelError("a link is replaced before the sender connects")
@@ -136,12 +136,12 @@ class SenderActs:
         }
 
     def _entry(self, machine: Machine, data: sending.SenderData, worker: int) -> tuple[Value, ...]:
-        entry = data.roll.get(worker)
+        entry = data.workers.get(worker)
         if entry is None:
             return ("NONE", 0, 0, 0, 0, 0)
         k = self._names.links[machine.name, entry.link][1]
         fence = self._names.ranks.get(entry.fence, 0)
-        return (entry.standing.name, k, entry.served, entry.due, entry.catching, fence)
+        return (entry.link_state.name, k, entry.served, entry.due, entry.catching, fence)
 
 
 class WorkerActs:

@@ -96,7 +96,7 @@ def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
             if before.outstanding is not None or after.version <= before.version:
                 yield _broken(moment, "G5 OneOutstanding", "a version is dispatched while another is outstanding")
             asked = moment.event.targets
-            targets[after.version] = tuple(before.roll) if asked is None else asked
+            targets[after.version] = tuple(before.workers) if asked is None else asked
         yield from _says(machine, moment, targets, digests)
         yield from _concludes(moment, targets)
         yield from _tells(moment, targets)

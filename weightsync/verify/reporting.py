@@ -97,5 +97,5 @@ def _reason(outcomes: Mapping[int, Outcome], worker: int, kind: OutcomeKind) -> 
 def _all_ended(outcomes: Mapping[int, Outcome], data: sending.SenderData) -> dict[int, Outcome]:
     """Of a send that was refused since no target has a link any more: just that, of workers that have none."""
     return {
-        worker: sending.ended(entry) for worker, entry in data.roll.items() if worker in outcomes and not entry.open
+        worker: sending.ended(entry) for worker, entry in data.workers.items() if worker in outcomes and not entry.open
     }

@@ -70,8 +70,8 @@ def answers_are_read(bounds: Bounds, step: Step) -> bool:
         return True
     gone, come = step.old.answers - step.new.answers, step.new.answers - step.old.answers
     for m in gone:
-        strays = any(n.inc == m.inc and n.s != m.s for n in come)
-        if _keeps(step, m.s) and not strays and not _heard(bounds, step, m, not come and gone == {m}):
+        unclaimed = any(n.inc == m.inc and n.s != m.s for n in come)
+        if _keeps(step, m.s) and not unclaimed and not _heard(bounds, step, m, not come and gone == {m}):
             return False
     return True
 
@@ -99,11 +99,11 @@ def network_keeps_its_word(bounds: Bounds, step: Step) -> bool:
     if len(gone) > 1 and "Loses" not in bounds.links and not _is_cut(bounds, step):
         return False
     from_where = step.old.answers if "Duplicates" in bounds.links else gone
-    strays = [n for n in come if n.inc != step.old.sender(n.s).incarnation]
+    unclaimed = [n for n in come if n.inc != step.old.sender(n.s).incarnation]
     return all(
         step.old.is_open(*_link(n))
         and any(m._replace(s=n.s) == n and m.inc == step.old.sender(m.s).incarnation for m in from_where)
-        for n in strays
+        for n in unclaimed
     )
 
 

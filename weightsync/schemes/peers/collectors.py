@@ -23,10 +23,10 @@ from weightsync.schemes.arguments import one_by_one
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
-from weightsync.transports.calls.handing_on import AskingCourier, hand_on
+from weightsync.transports.calls.forwarding import ForwardingClient, hand_on
 from weightsync.transports.rpc import (
     ENDLESS,
-    RpcCourier,
+    RpcCallClient,
     WorkerInfo,
     ask_listening,
     begin,
@@ -79,12 +79,12 @@ def link_to(collector: Collector, model_id: str, peer: str, presenter: Presenter
         ConfigurationError: it is not said who that is, RPC is not initialised, or it knows nobody of that name.
     """
     worker = worker_named(_worker_of(collector, peer), peer)
-    ours = RpcCourier(worker, model_id, peer, key)
+    ours = RpcCallClient(worker, model_id, peer, key)
     if collector.rref is None and collector.kind is None:
         return CallLink(ours, peer)
     kind = Kind(collector)
-    plain = CollectorCourier(calling(collector, worker, peer), peer, presenter, kind.form)
-    asking = AskingCourier(lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
+    plain = CollectorCallClient(calling(collector, worker, peer), peer, presenter, kind.form)
+    asking = ForwardingClient(lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
     return CallLink(asking, peer)
 
 
@@ -208,7 +208,7 @@ class Presenter:
             return made
 
 
-class CollectorCourier:
+class CollectorCallClient:
     """Carries versions to a collector without our receiver: that its method returned is all that is known.
 
     Args:
@@ -231,7 +231,7 @@ class CollectorCourier:
         self._presenter = presenter
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call that carries an update; a handshake is answered at once: see `Courier.start`."""
+        """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
         match message:
             case Hello():
                 return done(Hello(model_id=message.model_id, incarnation=message.incarnation))

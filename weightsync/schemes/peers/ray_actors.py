@@ -16,9 +16,9 @@ from weightsync.options import option
 from weightsync.protocol.messages import Update, WeightsForm
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import CallLink
-from weightsync.transports.calls.handing_on import AskingCourier, NoCourier
-from weightsync.transports.ray.client import ActorCourier, CalledThrough, PlainCourier, ask_attended
-from weightsync.transports.ray.object_store import Rows, Shelf
+from weightsync.transports.calls.forwarding import ForwardingClient, NoCallClient
+from weightsync.transports.ray.client import ActorCallClient, CalledThrough, PlainActorCallClient, ask_attended
+from weightsync.transports.ray.object_store import ObjectCache, ObjectCaches
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.context import MISSING, optional
 from weightsync.weights.layout import Layout
@@ -77,13 +77,13 @@ class ActorLinks:
 
     def __init__(self, transport: TensorTransport, key: SharedKey | None = None) -> None:
         self._key = key
-        shelf, present = Shelf(), _Presenter()
+        shelf, present = ObjectCache(), _Presenter()
         if transport is TensorTransport.NIXL:
-            self._flat = Rows(shelf, CALL, _tensor, _tensor_transport=transport.value)
+            self._flat = ObjectCaches(shelf, CALL, _tensor, _tensor_transport=transport.value)
         else:
-            self._flat = Rows(shelf, CALL, _array)
+            self._flat = ObjectCaches(shelf, CALL, _array)
         forms = (None, *WeightsForm)
-        self._plain = {form: Rows(shelf, f"as {form}", present.in_form(form)) for form in forms}
+        self._plain = {form: ObjectCaches(shelf, f"as {form}", present.in_form(form)) for form in forms}
 
     def lay(self, actor: Any, methods: Sequence[str], model_id: str, peer: str) -> Link:
         """A link to an actor: by the first of the methods that it has, unless a scheme of ours listens in it.
@@ -96,14 +96,14 @@ class ActorLinks:
         name, method = method_of(actor, methods, peer)
         handle, key = _handle_of(actor), SharedKey.given(self._key)
         if name == CALL:
-            return CallLink(ActorCourier(method, model_id, peer, self._flat, key, _id_of(handle)), peer)
+            return CallLink(ActorCallClient(method, model_id, peer, self._flat, key, _id_of(handle)), peer)
         form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
-        plain = PlainCourier(_calling(name, method), peer, self._plain[form])
+        plain = PlainActorCallClient(_calling(name, method), peer, self._plain[form])
         if handle is None:
             return CallLink(plain, peer)
-        ours = ActorCourier(CalledThrough(handle), model_id, peer, self._flat, key, _id_of(handle))
-        without = plain if name != RUN else NoCourier(_no_method(actor, methods, peer))
-        return CallLink(AskingCourier(lambda: ask_attended(handle, model_id, peer), ours, without), peer)
+        ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, _id_of(handle))
+        without = plain if name != RUN else NoCallClient(_no_method(actor, methods, peer))
+        return CallLink(ForwardingClient(lambda: ask_attended(handle, model_id, peer), ours, without), peer)
 
 
 def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, Any]:

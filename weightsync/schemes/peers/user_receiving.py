@@ -14,8 +14,8 @@ from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError, TransportError, WeightSyncError
 from weightsync.options import OnFailure
 from weightsync.protocol._tables import Delivery
+from weightsync.schemes.facade_services import FacadeServices
 from weightsync.schemes.peers.user_protocols import BareTransport
-from weightsync.schemes.wiring import FacadeWiring
 from weightsync.transports.base import Link, Payloads, Received
 from weightsync.transports.local import LocalLink, Network, Pace, Side
 from weightsync.transports.pipe.user_messages import UserMessages
@@ -74,7 +74,7 @@ class Relay:
         network = Network(Delivery.ORDERED, Pace.PROMPT)
         self._near, self._far = LocalLink(network, Side.FIRST, Payloads.INLINE), _FarEnd(network)
         self._over = threading.Event()
-        self._sender = WeightSender(FacadeWiring(self, strategy))
+        self._sender = WeightSender(FacadeServices(self, strategy))
         self._sender.set_context(None, model_id)
         self._sender.add_worker(0, None)
         name = f"weightsync transport of {model_id!r}"
@@ -132,11 +132,11 @@ class Relay:
     def _answer(self, told: str) -> None:
         if told != UPDATED and not self._over.is_set():
             logger.warning("model %r: weights that a transport of your own brought: %s", self._model_id, told)
-        acknowledge = optional(self._transport, "send_ack")
-        if acknowledge is MISSING or (told != UPDATED and self._over.is_set()):
+        ack = optional(self._transport, "send_ack")
+        if ack is MISSING or (told != UPDATED and self._over.is_set()):
             return
         try:
-            acknowledge(told)
+            ack(told)
         except Exception as error:  # noqa: BLE001 - as in _run
             self._fail(error)
 
@@ -149,7 +149,7 @@ class Relay:
         self._far.fail(lost)
         self._sender.close()
 
-    # ------------------------------------------------------------------------------------- for FacadeWiring
+    # ------------------------------------------------------------------------------------- for FacadeServices
 
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return self._near

@@ -31,10 +31,10 @@ def user_link(transport: BareTransport, peer: str) -> BlockingLink:
     Raises:
         ConfigurationError: its ``evidence`` is none.
     """
-    return BlockingLink(UserCourier(transport, peer), peer)
+    return BlockingLink(UserTransportClient(transport, peer), peer)
 
 
-class UserCourier:
+class UserTransportClient:
     """Calls ``transport.send_weights`` in a daemon thread, one call after the other.
 
     A call that never returns ends neither `close` nor the process: its thread stays behind, as a daemon, until the

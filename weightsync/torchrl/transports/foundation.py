@@ -14,8 +14,8 @@ from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.schemes.arguments import POLICY, Form
+from weightsync.schemes.facade_services import FacadeServices
 from weightsync.schemes.link_transport import LinkTransport
-from weightsync.schemes.wiring import FacadeWiring
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
@@ -53,7 +53,7 @@ class Foundation(LinkTransport):
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
-        self._wiring = FacadeWiring(self, self._strategy)
+        self._services = FacadeServices(self, self._strategy)
         self._senders: dict[str, WeightSender] = {}
         self._receivers: dict[str, WeightReceiver] = {}
         # Models whose update is outstanding, oldest first; and those of them whose failure was told.

@@ -204,19 +204,19 @@ class MPTransport(TransportFacade):
 
     # ----------------------------------------------------------------------------------------- the inbox
 
-    def _strays(self) -> Sequence[str]:
+    def _unclaimed(self) -> Sequence[str]:
         """The models for which something came that have no receiver here."""
-        strays = self._queue("receiver").strays() if self._form is Form.B else self._open_channel().strays()
-        return [model_id for model_id in strays if model_id not in self._receivers]
+        unclaimed = self._queue("receiver").unclaimed() if self._form is Form.B else self._open_channel().unclaimed()
+        return [model_id for model_id in unclaimed if model_id not in self._receivers]
 
     def _arrived(self) -> Sequence[str]:
         """The models that have an update here; whoever sends a model first gets a receiver."""
-        for model_id in self._strays():
+        for model_id in self._unclaimed():
             self._receiver(model_id)
         return [model_id for model_id, receiver in list(self._receivers.items()) if receiver.has_update()]
 
     def _hand_out(self, model_id: str) -> Any:
-        weights = self._receivers[model_id].hand_out(0.0)
+        weights = self._receivers[model_id].take_update(0.0)
         if weights is not None:
             self._last = model_id
         return weights

@@ -73,7 +73,7 @@ class ReferencePipe:
             update = self.next_update(in_turn=True)
             if update is not None:
                 return update, UPDATE_WEIGHTS
-            if self._channel.has_foreign():
+            if self._channel.has_user_message():
                 return self._user.recv()
 
     def send(self, obj: Any) -> None:
@@ -98,7 +98,7 @@ class ReferencePipe:
     def next_update(self, *, in_turn: bool) -> tuple[str, Any] | None:
         """The next update, unless the user's own messages came before it and that counts."""
         for model_id in self._inbox._arrived():
-            if in_turn and self._channel.foreign_comes_first(model_id):
+            if in_turn and self._channel.user_message_is_first(model_id):
                 continue
             weights = self._inbox._hand_out(model_id)
             if weights is not None:
@@ -128,7 +128,7 @@ class ReferencePipe:
             waker = self._channel.user_waker()
             seen = waker.fired
             # What had come before the end is found after it was noticed.
-            if self._channel.has_foreign() or self._inbox._arrived():
+            if self._channel.has_user_message() or self._inbox._arrived():
                 return True
             if deadline.passed:
                 return False

@@ -48,11 +48,11 @@ class ReceivingHalf(Foundation):
         model_id, given = found
         try:
             if weights is not None:
-                (strategy or self._wiring.strategy).apply_weights(weights, given)
+                (strategy or self._services.strategy).apply_weights(weights, given)
             if model is not None and strategy is not None:
                 strategy.apply_weights(model, given)
         except Exception as error:
-            self._receivers[model_id].refuse(error)
+            self._receivers[model_id].nack(error)
             raise
         return (model_id, given) if self._form is Form.A else given
 
@@ -70,7 +70,7 @@ class ReceivingHalf(Foundation):
             if self._last is None:
                 raise StateError(type(self).__name__, "ready", "send_ack", ["receive_weights"])
             receiver = self._receivers[self._last]
-        receiver.acknowledge(message)
+        receiver.ack(message)
 
     def _default_wait(self) -> float | None:
         return 1.0 if self._form is Form.A else None
@@ -78,7 +78,7 @@ class ReceivingHalf(Foundation):
     def _next(self, deadline: Deadline) -> tuple[str, Any] | None:
         """The next update that arrives for any model."""
         receiver = self._receiver(POLICY)
-        weights = receiver.hand_out(deadline.remaining)
+        weights = receiver.take_update(deadline.remaining)
         if weights is None:
             return None
         self._last = POLICY
@@ -88,7 +88,7 @@ class ReceivingHalf(Foundation):
         with self._lock:
             self._require_open("receive_weights")
             if model_id not in self._receivers:
-                receiver = WeightReceiver(self._wiring)
+                receiver = WeightReceiver(self._services)
                 receiver.set_context(None, model_id)
                 receiver.register_worker_transport(None)
                 self._receivers[model_id] = receiver

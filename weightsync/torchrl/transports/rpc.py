@@ -12,7 +12,7 @@ from weightsync.schemes.arguments import UNSET, Form, Unset
 from weightsync.schemes.peers.collectors import Collector, Presenter, link_to
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.transports.base import Link
-from weightsync.transports.rpc import door_of, is_initialised
+from weightsync.transports.rpc import call_server_of, is_initialised
 from weightsync.weights.strategy import WeightStrategy
 
 
@@ -96,4 +96,4 @@ class RPCTransport(TransportFacade):
         return link_to(self._collector, model_id, peer, self._presenter, SharedKey.given(self._key))
 
     def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        return door_of(model_id).open(accept, SharedKey.given(self._key))
+        return call_server_of(model_id).open(accept, SharedKey.given(self._key))

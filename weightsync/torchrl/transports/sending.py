@@ -106,7 +106,7 @@ class SendingHalf(Foundation):
         with self._lock:
             self._require_open("send_weights")
             if model_id not in self._senders:
-                sender = WeightSender(self._wiring)
+                sender = WeightSender(self._services)
                 sender.set_context(None, model_id)
                 for worker_id, endpoint in self._endpoints().items():
                     sender.add_worker(worker_id, endpoint)

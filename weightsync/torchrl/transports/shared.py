@@ -213,7 +213,7 @@ class SharedMemTransport(MPTransport):
         model_id, weights = model_and_weights(model_id, weights)
         if not self.auto_register:
             require_registered(model_id, self._policy_weights)
-        return model_id, self._wiring.prepare_weights(weights, model_id, self._wiring.strategy)
+        return model_id, self._services.prepare_weights(weights, model_id, self._services.strategy)
 
     def _just_fill(self, model_id: str, weights: Any) -> SyncReport:
         with self._lock:
@@ -232,7 +232,7 @@ class SharedMemTransport(MPTransport):
             self._require_buffers(worker_ids)
         chosen = self._params_map if worker_ids is None else {id_: self._params_map[id_] for id_ in worker_ids}
         for target in {id(target): target for target in chosen.values()}.values():
-            self._wiring.strategy.apply_weights(target, weights)
+            self._services.strategy.apply_weights(target, weights)
         return _nobody(POLICY)
 
     def _require_buffers(self, worker_ids: Sequence[int]) -> None:
@@ -260,7 +260,7 @@ class SharedMemTransport(MPTransport):
             LayoutError: it does not fit.
         """
         if model_id in self._policy_weights:
-            self._wiring.strategy.apply_weights(self._policy_weights[model_id], weights)
+            self._services.strategy.apply_weights(self._policy_weights[model_id], weights)
         else:
             self._policy_weights[model_id] = shared_copy(weights)
 

@@ -133,7 +133,7 @@ class WeightUpdaterBase(abc.ABC):
         skipped = Outcome(kind=OutcomeKind.SKIPPED, reason=self._why_skipped)
         outcomes = {key_of(worker): told.get(key_of(worker), skipped) for worker in targets}
         report = report or self._pushes.empty()
-        return replace(report, outcomes=outcomes, preparing=seconds, nbytes=_nbytes(weights))
+        return replace(report, outcomes=outcomes, pack_s=seconds, nbytes=_nbytes(weights))
 
     def _skips(self, worker: WorkerId) -> bool:
         return worker is not None and self._skip_update(worker)

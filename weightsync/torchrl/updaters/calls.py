@@ -125,8 +125,8 @@ class Calls:
         self.take: Callable[[Call], None] = Call.superseded
 
 
-class CallCourier:
-    """Brings the updates for one worker as calls. See `weightsync.transports.calls.client.Courier` for its contract.
+class WorkerCallClient:
+    """Brings the updates for one worker as calls. See `weightsync.transports.calls.client.CallClient` for its contract.
 
     Args:
         worker: whose they are.
@@ -189,7 +189,7 @@ class CallWiring:
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link to the worker whose id is ``endpoint``."""
-        return CallLink(CallCourier(endpoint, self._calls), f"worker {endpoint}")
+        return CallLink(WorkerCallClient(endpoint, self._calls), f"worker {endpoint}")
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Never:
         """Nobody listens here.

@@ -14,7 +14,7 @@ from weightsync.engine.sender import WeightSender
 from weightsync.errors import StateError
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
-from weightsync.protocol.sender import Standing
+from weightsync.protocol.sender import LinkState
 from weightsync.torchrl.updaters.calls import Begin, Call, Calls, CallWiring, WorkerId
 from weightsync.transports.process import forget_after_fork
 
@@ -108,14 +108,14 @@ class Pushes:
                 self._sender.abandon()
             else:
                 self._waited(deadline).raise_on_failure(ADVICE)
-        for number, entry in self._sender.roll.items():
-            if entry.standing is Standing.LOST:
+        for number, entry in self._sender.workers.items():
+            if entry.link_state is LinkState.LOST:
                 self._sender.remove_worker(number)
                 self._numbers = {worker: known for worker, known in self._numbers.items() if known != number}
 
     def _number(self, worker: WorkerId) -> int:
         if worker not in self._numbers:
-            taken = self._sender.roll
+            taken = self._sender.workers
             free = next(number for number in range(len(taken) + 1) if number not in taken)
             self._numbers[worker] = worker if isinstance(worker, int) and worker not in taken else free
             self._sender.add_worker(self._numbers[worker], worker)

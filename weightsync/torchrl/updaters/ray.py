@@ -15,7 +15,7 @@ from weightsync.protocol.report import OutcomeKind, SyncReport
 from weightsync.torchrl.updaters.base import WeightUpdaterBase
 from weightsync.torchrl.updaters.calls import Raised
 from weightsync.torchrl.updaters.local import got
-from weightsync.transports.ray.session import VIGIL, Session, plain, put_away, require_ray, settle
+from weightsync.transports.ray.session import ACTOR_WATCH, Session, plain, put_away, require_ray, settle
 from weightsync.weights.portable_pickle import portable
 
 
@@ -106,7 +106,7 @@ def _at_home(weights: Any) -> Any:
 def _followed(reference: Any, peer: str) -> Future[None]:
     """A future of a call's end, which ends with Ray, too."""
     end: Future[None] = Future()
-    VIGIL.attend(end, peer)
+    ACTOR_WATCH.attend(end, peer)
     reference.future().add_done_callback(lambda over: _over(end, over, peer))
     return end
 

@@ -12,7 +12,7 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.wakeup import WokenLink
+from weightsync.transports.wakeup import WakeableLink
 
 #: What a call gives once it is over: what the worker had to say by then. Fails with TransportError if the worker is
 #: gone, with ProtocolError if it answered nonsense; any other exception counts as the first.
@@ -23,7 +23,7 @@ class GivenUp(TransportError):
     """The other end's own word that it has given the link up: with it, every call of that link comes home."""
 
 
-class Courier(Protocol):
+class CallClient(Protocol):
     """Carries messages to one worker: the part of a transport that `CallLink` does not know."""
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
@@ -39,8 +39,8 @@ class Courier(Protocol):
         """No further call will be begun; those on their way are not waited for."""
 
 
-class CallLink(WokenLink):
-    """A link over the calls of a `Courier`. See `weightsync.transports.base.Link` for its contract.
+class CallLink(WakeableLink):
+    """A link over the calls of a `CallClient`. See `weightsync.transports.base.Link` for its contract.
 
     Args:
         courier: begins the calls.
@@ -49,9 +49,9 @@ class CallLink(WokenLink):
 
     delivery = Delivery.ORDERED
 
-    def __init__(self, courier: Courier, peer: str) -> None:
+    def __init__(self, call_client: CallClient, peer: str) -> None:
         super().__init__(peer)
-        self._courier = courier
+        self._call_client = call_client
         self._calls: list[Answers] = []
         self._failed: TransportError | ProtocolError | None = None
 
@@ -65,7 +65,7 @@ class CallLink(WokenLink):
         if payload is not None:
             payload.pin(token)
         try:
-            answers = self._courier.start(message, payload)
+            answers = self._call_client.start(message, payload)
         except BaseException:
             if payload is not None:
                 payload.unpin(token)
@@ -124,7 +124,7 @@ class CallLink(WokenLink):
         if self._closed:
             return
         self._closed = True
-        self._courier.close()
+        self._call_client.close()
         self._calls.clear()
         self._let_go()
 

@@ -13,12 +13,12 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Hello
 from weightsync.transports.base import Link, Received
 from weightsync.transports.calls.gates import Gate, Kept, TurnedAway
-from weightsync.transports.calls.server_link import DoorLink, Frames, Parcel, opened
+from weightsync.transports.calls.server_link import CallServerLink, Frames, Parcel, opened
 from weightsync.transports.exposure import tell
 from weightsync.transports.process import own_host
 from weightsync.transports.sealing import decoded, is_envelope
 
-__all__ = ["Door", "DoorLink", "Frames", "NotLetIn", "Parcel", "decoded"]
+__all__ = ["CallServer", "CallServerLink", "Frames", "NotLetIn", "Parcel", "decoded"]
 
 #: Links of one model that may be open in a process, and how many are remembered once they are closed.
 MAX_LINKS: Final = 256
@@ -32,7 +32,7 @@ class NotLetIn(Future[Frames]):
     """The answer to a call of somebody who is not believed: it has had no effect."""
 
 
-class Door:
+class CallServer:
     """Where the calls for one model arrive in this process. Calls that come before anybody listens wait behind it.
 
     Args:
@@ -49,12 +49,12 @@ class Door:
         self._gate: Gate | None = None
         self._sealed: list[tuple[Parcel, Future[Frames]]] = []
         self._lock = threading.Lock()
-        self._links: dict[str, DoorLink] = {}
-        self._unmet: list[DoorLink] = []
+        self._links: dict[str, CallServerLink] = {}
+        self._unmet: list[CallServerLink] = []
         self._accept: Callable[[Link], None] | None = None
 
-    def knock(self, parcel: Parcel) -> Future[Frames]:
-        """Take a call in, from whichever thread: see `DoorLink.bring`.
+    def submit(self, parcel: Parcel) -> Future[Frames]:
+        """Take a call in, from whichever thread: see `CallServerLink.bring`.
 
         A link that breaks the protocol while nobody listens is closed: its sender is told, and no receiver meets it.
 
@@ -113,7 +113,7 @@ class Door:
             if accept is not None:
                 accept(link)
 
-    def _new_link(self, name: str) -> DoorLink:
+    def _new_link(self, name: str) -> CallServerLink:
         closed = [each for each, link in self._links.items() if link.is_closed]
         for each in closed[:-_REMEMBERED]:
             del self._links[each]
@@ -122,7 +122,7 @@ class Door:
         count = len(self._links) - len(closed[-_REMEMBERED:])
         if count >= MAX_LINKS:
             raise TransportError(f"{count} senders of model {self.model_id!r} have links here, and another called.")
-        link = self._links[name] = DoorLink("the sender")
+        link = self._links[name] = CallServerLink("the sender")
         return link
 
     @property
@@ -140,7 +140,7 @@ class Door:
         """Take a link's last call in: none of its calls waits for an answer any more, whether or not anybody listens.
 
         Raises:
-            ProtocolError, TransportError: as `knock`; its calls go home all the same.
+            ProtocolError, TransportError: as `submit`; its calls go home all the same.
         """
         gate = self._gate
         if gate is None and is_envelope(parcel.frame):
@@ -185,7 +185,7 @@ class Door:
         return link is not None and link.awaits_turn(parcel.number)
 
     def skip(self, parcel: Parcel, numbers: Sequence[int]) -> None:
-        """Those calls of the parcel's link will never come: see `DoorLink.skip`."""
+        """Those calls of the parcel's link will never come: see `CallServerLink.skip`."""
         with self._lock:
             link, gate = self._links.get(parcel.link), self._gate
         for number in numbers:
@@ -235,7 +235,7 @@ class Door:
             else:
                 link.close("these calls came under another key than the receiver's, or under none.")
         for parcel, waiting in sealed:
-            self.knock(parcel).add_done_callback(partial(_hand_on, waiting))
+            self.submit(parcel).add_done_callback(partial(_hand_on, waiting))
         return self._shut
 
     def _shut(self) -> None:

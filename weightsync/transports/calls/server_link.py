@@ -15,7 +15,7 @@ from weightsync.protocol.messages import Ack, Bye, Message, Refusal, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import GivenUp
-from weightsync.transports.wakeup import WokenLink
+from weightsync.transports.wakeup import WakeableLink
 
 #: Frames of answers, each as `wire.encode` makes it.
 Frames = list[bytes]
@@ -42,7 +42,7 @@ class Parcel:
     payload: memoryview | None = None
 
 
-class DoorLink(WokenLink):
+class CallServerLink(WakeableLink):
     """One sender's calls as a link. See `weightsync.transports.base.Link` for its contract.
 
     Calls may come from any thread, and in any order: they are delivered in the order in which they were begun. An

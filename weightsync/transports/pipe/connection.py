@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError
 from weightsync.transports.base import Waker
 from weightsync.transports.exposure import AUTHKEY, leaves_host, tell
-from weightsync.transports.pipe.framing import Foreign, Frame, Inflow, Outflow, Outgoing, framed
+from weightsync.transports.pipe.framing import Frame, Inflow, Outflow, Outgoing, UserMessage, framed
 from weightsync.transports.pipe.mailbox import Mailbox, Sorter
 from weightsync.transports.process import ProcessWatch, forget_after_fork, watching
 
@@ -258,12 +258,12 @@ class Channel:
         with self._lock:
             return self._sorter.user_waker()
 
-    def has_foreign(self) -> bool:
+    def has_user_message(self) -> bool:
         """Read what can be read: is a message of the user's own there, or can none come any more?"""
         with self._lock:
-            if not self._sorter.foreign:
+            if not self._sorter.user_messages:
                 self._read(None)
-            return bool(self._sorter.foreign) or self._deaf is not None
+            return bool(self._sorter.user_messages) or self._deaf is not None
 
     def has_ended(self) -> bool:
         """Read what can be read: can nothing come any more?"""
@@ -271,7 +271,7 @@ class Channel:
             self._read(None)
             return self._deaf is not None
 
-    def take_foreign(self) -> Foreign | None:
+    def take_user_message(self) -> UserMessage | None:
         """The next message of the user's own; None if another thread has just taken it.
 
         Raises:
@@ -279,19 +279,19 @@ class Channel:
             ProtocolError: none is left, and what follows is malformed.
         """
         with self._lock:
-            if not self._sorter.foreign and self._deaf is not None:
+            if not self._sorter.user_messages and self._deaf is not None:
                 raise self._deaf("the peer")
-            return self._sorter.take_foreign()
+            return self._sorter.take_user_message()
 
-    def strays(self) -> tuple[str, ...]:
+    def unclaimed(self) -> tuple[str, ...]:
         """The models for which something has come that no link here is of."""
         with self._lock:
-            return self._sorter.strays()
+            return self._sorter.unclaimed()
 
-    def foreign_comes_first(self, model_id: str) -> bool:
+    def user_message_is_first(self, model_id: str) -> bool:
         """Whether the next message of the user's own came before the model's newest update."""
         with self._lock:
-            return self._sorter.foreign_comes_first(model_id)
+            return self._sorter.user_message_is_first(model_id)
 
     def _read(self, reader: Mailbox | None) -> None:
         if self._deaf is None and (self._socket is None or self.connection.closed):

@@ -77,7 +77,7 @@ class Frame(NamedTuple):
     untaken: str = ""
 
 
-class Foreign(NamedTuple):
+class UserMessage(NamedTuple):
     """A frame of the user's own, whole and unread."""
 
     data: bytearray
@@ -189,7 +189,7 @@ class Inflow:
             raise EOFError
         return nbytes
 
-    def next(self) -> Frame | Foreign | None:
+    def next(self) -> Frame | UserMessage | None:
         """The next whole frame of what was read; None if there is none.
 
         Raises:
@@ -210,7 +210,7 @@ class Inflow:
                 return whole
         return None
 
-    def _whole(self) -> Frame | Foreign | None:
+    def _whole(self) -> Frame | UserMessage | None:
         """The frame at the head of the chunk, if it lies there whole: most do."""
         content = self._start + _SHORT.size
         if content > self._end:
@@ -224,7 +224,7 @@ class Inflow:
             self._start = self._end = 0
         start = start_of_ours(frame)
         if start is None:
-            return Foreign(bytearray(frame))
+            return UserMessage(bytearray(frame))
         frame = frame[start:]
         head = _checked(frame, nbytes - start)
         message = codec.decode_with(head, frame[: head.control_nbytes])
@@ -257,11 +257,11 @@ class Inflow:
         self._filling = _Filling(nbytes)
         return True
 
-    def _advance(self, filled: _Filling) -> Frame | Foreign | None:
+    def _advance(self, filled: _Filling) -> Frame | UserMessage | None:
         """What a part that is whole now makes: a frame, or the wait for its payload."""
         self._filling = None
         if self._head is None:
-            return Foreign(filled.grown)
+            return UserMessage(filled.grown)
         if self._message is None:
             self._message = codec.decode_with(self._head, filled.grown)
             if self._head.payload_nbytes:

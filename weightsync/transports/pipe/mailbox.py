@@ -10,13 +10,13 @@ from typing import Final
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Refusal, Update
 from weightsync.transports.base import Waker
-from weightsync.transports.pipe.framing import Foreign, Frame
+from weightsync.transports.pipe.framing import Frame, UserMessage
 from weightsync.transports.unmet import answer, is_from_sender
 
 #: Frames kept for models that nobody has registered yet.
-MAX_STRAYS: Final = 64
+MAX_UNCLAIMED: Final = 64
 #: Messages of the user's own that are kept until somebody reads them.
-MAX_FOREIGN: Final = 65_536
+MAX_USER_MESSAGES: Final = 65_536
 #: Bytes of each of the two, over which nothing more is kept. A single message may be larger.
 MAX_KEPT_NBYTES: Final = 2**30
 
@@ -56,17 +56,17 @@ class Sorter:
 
     def __init__(self) -> None:
         self._boxes: dict[str, Mailbox] = {}
-        self._strays: deque[Frame] = deque()
+        self._unclaimed: deque[Frame] = deque()
         self._left: set[str] = set()
         #: Models that nobody has registered, and of which no sender was told so yet.
         self.unmet: list[str] = []
-        self._strays_nbytes = 0
-        self.foreign: deque[Foreign] = deque()
-        self._foreign_nbytes = 0
+        self._unclaimed_nbytes = 0
+        self.user_messages: deque[UserMessage] = deque()
+        self._user_nbytes = 0
         self._user_waker: Waker | None = None
         # In which order the user's own messages came, and each model's newest update among them.
         self._sorted = 0
-        self._foreign_at: deque[int] = deque()
+        self._user_at: deque[int] = deque()
         self._updated_at: dict[str, int] = {}
 
     def __bool__(self) -> bool:
@@ -91,9 +91,9 @@ class Sorter:
         box = self._boxes[model_id] = Mailbox(model_id, peer)
         self._left.discard(model_id)
         self.unmet = [each for each in self.unmet if each != model_id]
-        box.frames.extend(frame for frame in self._strays if frame.message.model_id == model_id)
-        self._strays = deque(frame for frame in self._strays if frame.message.model_id != model_id)
-        self._strays_nbytes = sum(map(_nbytes, self._strays))
+        box.frames.extend(frame for frame in self._unclaimed if frame.message.model_id == model_id)
+        self._unclaimed = deque(frame for frame in self._unclaimed if frame.message.model_id != model_id)
+        self._unclaimed_nbytes = sum(map(_nbytes, self._unclaimed))
         if box.frames:
             box.signal()
         return box
@@ -116,24 +116,24 @@ class Sorter:
         unmet, self.unmet = self.unmet, []
         return [answer(model_id, self._boxes) for model_id in unmet]
 
-    def strays(self) -> tuple[str, ...]:
+    def unclaimed(self) -> tuple[str, ...]:
         """The models for which something has come that nobody has registered."""
-        return tuple(dict.fromkeys(frame.message.model_id for frame in self._strays))
+        return tuple(dict.fromkeys(frame.message.model_id for frame in self._unclaimed))
 
-    def take_foreign(self) -> Foreign | None:
+    def take_user_message(self) -> UserMessage | None:
         """The next message of the user's own, if there is one."""
-        if not self.foreign:
+        if not self.user_messages:
             return None
-        self._foreign_at.popleft()
-        taken = self.foreign.popleft()
-        self._foreign_nbytes -= len(taken.data)
+        self._user_at.popleft()
+        taken = self.user_messages.popleft()
+        self._user_nbytes -= len(taken.data)
         return taken
 
-    def foreign_comes_first(self, model_id: str) -> bool:
+    def user_message_is_first(self, model_id: str) -> bool:
         """Whether the next message of the user's own came before the model's newest update."""
-        return bool(self.foreign) and self._foreign_at[0] < self._updated_at.get(model_id, 0)
+        return bool(self.user_messages) and self._user_at[0] < self._updated_at.get(model_id, 0)
 
-    def sort(self, frame: Frame | Foreign, reader: Mailbox | None) -> None:
+    def sort(self, frame: Frame | UserMessage, reader: Mailbox | None) -> None:
         """Put a frame where it belongs, and wake its owner unless that is who reads.
 
         Raises:
@@ -141,8 +141,8 @@ class Sorter:
             TransportError: too many messages of the user's own that nobody has read.
         """
         self._sorted += 1
-        if isinstance(frame, Foreign):
-            self._keep_foreign(frame)
+        if isinstance(frame, UserMessage):
+            self._keep_user_message(frame)
             return
         model_id = frame.message.model_id
         if isinstance(frame.message, Update):
@@ -156,29 +156,29 @@ class Sorter:
                 box.signal()
         elif model_id in self._left:
             discard([frame])
-        elif len(self._strays) < MAX_STRAYS and self._strays_nbytes < MAX_KEPT_NBYTES:
-            self._strays.append(frame)
+        elif len(self._unclaimed) < MAX_UNCLAIMED and self._unclaimed_nbytes < MAX_KEPT_NBYTES:
+            self._unclaimed.append(frame)
             if is_from_sender(frame.message) and model_id not in self.unmet:
                 self.unmet.append(model_id)
-            self._strays_nbytes += _nbytes(frame)
+            self._unclaimed_nbytes += _nbytes(frame)
             if self._user_waker is not None:
                 self._user_waker.fire()
         else:
             discard([frame])
             raise ProtocolError(
-                f"{len(self._strays)} messages of {self._strays_nbytes} bytes lie here for models without a link, and "
-                f"another came (for {model_id!r})."
+                f"{len(self._unclaimed)} messages of {self._unclaimed_nbytes} bytes are for models without a link, "
+                f"and another came (for {model_id!r})."
             )
 
-    def _keep_foreign(self, frame: Foreign) -> None:
-        if len(self.foreign) >= MAX_FOREIGN or self._foreign_nbytes >= MAX_KEPT_NBYTES:
+    def _keep_user_message(self, frame: UserMessage) -> None:
+        if len(self.user_messages) >= MAX_USER_MESSAGES or self._user_nbytes >= MAX_KEPT_NBYTES:
             raise TransportError(
-                f"{len(self.foreign)} messages of your own ({self._foreign_nbytes} bytes) lie here unread: read them "
+                f"{len(self.user_messages)} messages of your own ({self._user_nbytes} bytes) are unread: read them "
                 "from receiver.pipe or sender.pipe(worker_id)"
             )
-        self.foreign.append(frame)
-        self._foreign_nbytes += len(frame.data)
-        self._foreign_at.append(self._sorted)
+        self.user_messages.append(frame)
+        self._user_nbytes += len(frame.data)
+        self._user_at.append(self._sorted)
         if self._user_waker is not None:
             self._user_waker.fire()
 
@@ -193,9 +193,9 @@ class Sorter:
         """Drop all mailboxes and what lies in them; the user's own messages stay."""
         for box in list(self._boxes.values()):
             self.leave(box)
-        discard(self._strays)
-        self._strays.clear()
-        self._strays_nbytes = 0
+        discard(self._unclaimed)
+        self._unclaimed.clear()
+        self._unclaimed_nbytes = 0
         if self._user_waker is not None:
             self._user_waker.close()
 

@@ -27,7 +27,7 @@ class UserMessages:
     def poll(self, timeout: float | None = 0.0) -> bool:
         """Whether `recv` has something to return, or to raise, within ``timeout`` seconds (None: ever)."""
         deadline = Deadline(timeout)
-        while not self._channel.has_foreign():
+        while not self._channel.has_user_message():
             if deadline.passed:
                 return False
             self._await(deadline.nap)
@@ -39,7 +39,7 @@ class UserMessages:
         if fd is None:
             return
         try:
-            if not self._channel.has_foreign():
+            if not self._channel.has_user_message():
                 _poll([fd, *self._channel.waitables()], select.POLLIN, timeout)
         finally:
             waker.leave()
@@ -65,7 +65,7 @@ class UserMessages:
         while True:
             self.poll(None)
             try:
-                taken = self._channel.take_foreign()
+                taken = self._channel.take_user_message()
             except TransportError as error:
                 raise EOFError(error.message) from error
             if taken is not None:

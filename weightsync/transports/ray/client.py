@@ -15,15 +15,15 @@ from weightsync.protocol.report import Evidence
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, GivenUp
 from weightsync.transports.ray import server
-from weightsync.transports.ray.object_store import Row, Rows
-from weightsync.transports.ray.session import VIGIL, Session, plain, put_away, require_ray, settle
+from weightsync.transports.ray.object_store import CachedObject, ObjectCaches
+from weightsync.transports.ray.session import ACTOR_WATCH, Session, plain, put_away, require_ray, settle
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
 
 #: Links over Ray, in the identities of those under a key.
 WAY: Final = "ray"
 
 
-class _Courier:
+class _RayCallClient:
     """What the couriers to actors have in common: one put a version, the session's end, how a call ends.
 
     Args:
@@ -31,20 +31,20 @@ class _Courier:
         rows: where its sender's row is found.
     """
 
-    def __init__(self, peer: str, rows: Rows) -> None:
+    def __init__(self, peer: str, rows: ObjectCaches) -> None:
         self._peer = peer
         self._rows = rows
-        self._row: Row | None = None
+        self._row: CachedObject | None = None
         self._session = Session(peer)
         self._calls: set[Answers] = set()
 
     def close(self) -> None:
-        """No further call will be begun: see `Courier.close`."""
+        """No further call will be begun: see `CallClient.close`."""
         if self._row is not None:
             put_away(self._row)
             self._row = None
         for call in tuple(self._calls):
-            VIGIL.leave(call)
+            ACTOR_WATCH.leave(call)
 
     def _put(self, update: Update, payload: Buffer | None) -> Any:
         if self._row is None:
@@ -65,7 +65,7 @@ class _Courier:
             raise TransportError(f"Ray took no call for {self._peer}: {plain(str(error))}") from error
         self._calls.add(answers)
         answers.add_done_callback(self._calls.discard)
-        VIGIL.attend(answers, self._peer)
+        ACTOR_WATCH.attend(answers, self._peer)
         raw.add_done_callback(lambda over: self._ended(answers, over, said, again))
         return answers
 
@@ -173,7 +173,7 @@ def _refusal(update: Update, reason: str, trace: str = "", evidence: Evidence = 
     )
 
 
-class ActorCourier(_Courier):
+class ActorCallClient(_RayCallClient):
     """Carries messages to an actor that has our receiver: what comes back is its own answer.
 
     Args:
@@ -186,7 +186,7 @@ class ActorCourier(_Courier):
     """
 
     def __init__(  # noqa: PLR0917 - all by name, but those that every courier takes
-        self, call: Any, model_id: str, peer: str, rows: Rows, key: SharedKey | None = None, actor: str = ""
+        self, call: Any, model_id: str, peer: str, rows: ObjectCaches, key: SharedKey | None = None, actor: str = ""
     ) -> None:
         super().__init__(peer, rows)
         self._call = call
@@ -199,7 +199,7 @@ class ActorCourier(_Courier):
         self._untold = b""
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call that carries a message: see `Courier.start`."""
+        """Begin the call that carries a message: see `CallClient.start`."""
         ray = self._session.require()
         carried = None
         if isinstance(message, Update):
@@ -228,7 +228,7 @@ class ActorCourier(_Courier):
         return self._call.remote(self._model_id, self._link, number, self._seal.again(number), None, ())
 
     def close(self) -> None:
-        """No further call will be begun: see `Courier.close`."""
+        """No further call will be begun: see `CallClient.close`."""
         self._closed = True
         super().close()
 
@@ -247,7 +247,7 @@ class ActorCourier(_Courier):
         return [_refusal(message, reason)]
 
 
-class PlainCourier(_Courier):
+class PlainActorCallClient(_RayCallClient):
     """Carries versions to an actor without our receiver: that its method returned is all that is known.
 
     Args:
@@ -256,12 +256,12 @@ class PlainCourier(_Courier):
         rows: where its sender's row is found; it presents weights as the method takes them.
     """
 
-    def __init__(self, call: Callable[[Any], Any], peer: str, rows: Rows) -> None:
+    def __init__(self, call: Callable[[Any], Any], peer: str, rows: ObjectCaches) -> None:
         super().__init__(peer, rows)
         self._call = call
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call that carries an update; a handshake is answered at once: see `Courier.start`."""
+        """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
         ray = self._session.require()
         match message:
             case Hello():
@@ -310,7 +310,7 @@ def ask_attended(actor: Any, model_id: str, peer: str) -> Future[bool]:
         raw = actor.__ray_call__.remote(server.is_attended, model_id).future()
     except Exception as error:
         raise TransportError(f"Ray took no call for {peer}: {plain(str(error))}") from error
-    VIGIL.attend(found, peer)
+    ACTOR_WATCH.attend(found, peer)
     raw.add_done_callback(lambda over: _conclude(Future(), over, said))
     return found
 

@@ -15,7 +15,7 @@ from weightsync.transports.ray.session import require_ray
 Present = Callable[[Update, memoryview], Any]
 
 
-class Row:
+class CachedObject:
     """What one sender keeps in the object store: its newest version.
 
     Args:
@@ -49,14 +49,14 @@ class Row:
                 self._ref = None
 
 
-class Shelf:
+class ObjectCache:
     """The rows of all senders of one scheme. A row lives while a courier of its sender is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rows: weakref.WeakValueDictionary[tuple[str, int], Row] = weakref.WeakValueDictionary()
+        self._rows: weakref.WeakValueDictionary[tuple[str, int], CachedObject] = weakref.WeakValueDictionary()
 
-    def row(self, kind: str, incarnation: int, make: Callable[[], Row]) -> Row:
+    def row(self, kind: str, incarnation: int, make: Callable[[], CachedObject]) -> CachedObject:
         """The row for one kind of object of the sender with that incarnation."""
         with self._lock:
             found = self._rows.get((kind, incarnation))
@@ -65,7 +65,7 @@ class Shelf:
             return found
 
 
-class Rows:
+class ObjectCaches:
     """One kind of row on a shelf: what the couriers of a scheme are given.
 
     Args:
@@ -75,11 +75,11 @@ class Rows:
         options: for `ray.put`.
     """
 
-    def __init__(self, shelf: Shelf, kind: str, present: Present, **options: Any) -> None:
+    def __init__(self, shelf: ObjectCache, kind: str, present: Present, **options: Any) -> None:
         self._shelf = shelf
         self._kind = kind
-        self._make = lambda: Row(present, **options)
+        self._make = lambda: CachedObject(present, **options)
 
-    def of(self, incarnation: int) -> Row:
+    def of(self, incarnation: int) -> CachedObject:
         """The row of one sender."""
         return self._shelf.row(self._kind, incarnation, self._make)

@@ -79,7 +79,7 @@ def _current(ray: Any) -> tuple[str, str] | None:
     return context.get_job_id(), context.get_node_id()
 
 
-class Vigil:
+class ActorWatch:
     """Ends the calls on their way once Ray is shut down here. Its thread lives while there are any."""
 
     def __init__(self) -> None:
@@ -147,4 +147,4 @@ def put_away(holder: Any) -> None:
 
 
 #: Of this process.
-VIGIL: Final = Vigil()
+ACTOR_WATCH: Final = ActorWatch()

@@ -66,27 +66,30 @@ class _UnderWay:
 _under_way = _UnderWay()
 
 
-def sender_link(meeting: StoreEnd, model_id: str, peer: str) -> StoreLink:
+def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
     """The sender's end of a new link, announced to the worker.
 
     Raises:
         ConfigurationError: the backend is not to be had here.
         TransportError: no descriptor or thread is left.
     """
-    meeting.tell_if_exposed()
+    rendezvous.tell_if_exposed()
     name = new_name()
-    key, identity = meeting.key, _identity(meeting, model_id, name)
+    key, identity = rendezvous.key, _identity(rendezvous, model_id, name)
     announced = name if key is None else f"{name} {announcement(key, identity)}"
-    base = base_key(model_id, meeting.rank)
-    store = base_of(meeting.store)
+    base = base_key(model_id, rendezvous.rank)
+    store = base_of(rendezvous.store)
     where = store.host, store.port, base
     made = _under_way.begin(where)
 
     def announce(client: Client) -> None:
         # No counter: between counting and writing a sender may die, and the worker would wait for ever. No hint at
         # the newest either: anybody could write there, and the worker passes all doors in turn, too.
-        doors = (f"{base}/door/{number}" for number in itertools.count())
-        while client.value(door := next(doors)) is not None or client.claim(door, announced) != announced:
+        call_servers = (f"{base}/door/{number}" for number in itertools.count())
+        while (
+            client.value(call_server := next(call_servers)) is not None
+            or client.claim(call_server, announced) != announced
+        ):
             continue
         made.set()
 
@@ -99,13 +102,13 @@ def sender_link(meeting: StoreEnd, model_id: str, peer: str) -> StoreLink:
 
     guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, identity, peer)
     try:
-        return StoreLink(meeting, name, Side(0, "down", "up", peer, announce, withdraw, wait_for_others), guard)
+        return StoreLink(rendezvous, name, Side(0, "down", "up", peer, announce, withdraw, wait_for_others), guard)
     except BaseException:
         made.set()
         raise
 
 
-def worker_link(meeting: StoreEnd, model_id: str, name: str, before_end: Callable[[Client], None]) -> StoreLink:
+def worker_link(rendezvous: StoreEnd, model_id: str, name: str, before_end: Callable[[Client], None]) -> StoreLink:
     """The worker's end of a link that it has taken.
 
     Args:
@@ -118,9 +121,9 @@ def worker_link(meeting: StoreEnd, model_id: str, name: str, before_end: Callabl
         TransportError: no descriptor or thread is left.
     """
     side = Side(1, "up", "down", "the sender", _nothing, _nothing, before_end=before_end)
-    key, identity = meeting.key, _identity(meeting, model_id, name)
+    key, identity = rendezvous.key, _identity(rendezvous, model_id, name)
     guard: Guard = NoGuard("the sender") if key is None else WorkerGuard(key, identity)
-    return StoreLink(meeting, name, side, guard)
+    return StoreLink(rendezvous, name, side, guard)
 
 
 def decline(client: Client, name: str) -> None:
@@ -146,13 +149,13 @@ class Announced:
         name, _, proof = written.partition(" ")
         return cls(name, proof) if _NAME.fullmatch(name) else None
 
-    def why_refused(self, meeting: StoreEnd, model_id: str) -> Reason | None:
+    def why_refused(self, rendezvous: StoreEnd, model_id: str) -> Reason | None:
         """Why whoever wrote it is not let in; None: it may be."""
-        if meeting.key is None:
+        if rendezvous.key is None:
             return Reason.WORKER_HAS_NONE if self.proof else None
         if not self.proof:
             return Reason.SENDER_HAS_NONE
-        wanted = announcement(meeting.key, _identity(meeting, model_id, self.name))
+        wanted = announcement(rendezvous.key, _identity(rendezvous, model_id, self.name))
         # Of bytes: a stranger's text may be anything.
         fits = hmac.compare_digest(self.proof.encode(errors="replace"), wanted.encode())
         return None if fits else Reason.OTHER_KEY
@@ -166,8 +169,8 @@ class Announced:
         Outbox(client, f"weightsync/link/{self.name}/up").put(refusal(reason))
 
 
-def _identity(meeting: StoreEnd, model_id: str, name: str) -> Identity:
-    return Identity("store", model_id, str(meeting.rank), name)
+def _identity(rendezvous: StoreEnd, model_id: str, name: str) -> Identity:
+    return Identity("store", model_id, str(rendezvous.rank), name)
 
 
 def taken(client: Client, name: str) -> bool:

@@ -31,7 +31,7 @@ _CONNECT: Final = "connect"
 _GIVEN_UP: Final = "given up"
 
 
-class Meeting(Store):
+class Rendezvous(Store):
     """The store by which two ranks find each other; unlike a plain one it can be given up.
 
     A rank that has found the other connects, and waits for it in gloo, where nobody can reach it. So they agree before:
@@ -205,7 +205,7 @@ class Group:
         Raises:
             TransportError: the store is gone.
         """
-        Meeting(client, self._prefix, self._over).give_up()
+        Rendezvous(client, self._prefix, self._over).give_up()
 
     def stuck(self) -> bool:
         """Whether what is on its way will never end, as it was when last asked.
@@ -229,13 +229,13 @@ class Group:
 
     def _meet(self, client: Client) -> None:
         if self._group is None:
-            meeting = Meeting(client, self._prefix, self._over)
+            rendezvous = Rendezvous(client, self._prefix, self._over)
             with _told("could not be made"):
                 if self._over.is_set():
-                    meeting.give_up()
+                    rendezvous.give_up()
                     raise TransportError("the process group was aborted")
                 address = own_address(self.stays_on_host, client.own_address)
-                self._adopt(*watching(lambda: self._make(meeting, self._rank, address), meeting.told))
+                self._adopt(*watching(lambda: self._make(rendezvous, self._rank, address), rendezvous.told))
 
     def _adopt(self, group: Any, connection: Watched | None) -> None:
         with self._lock:

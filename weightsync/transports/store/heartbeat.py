@@ -45,7 +45,7 @@ class _Member:
     missed: int = 0
 
 
-class Pulse:
+class Heartbeat:
     """Beats while it has members; they are told of the death of whom they follow, or of the store's.
 
     Two threads: one beats and listens, the other sees to it that the first is not stuck in a silent store.
@@ -151,7 +151,7 @@ class Pulse:
             self._client.cut()
 
 
-class _Pulses:
+class _Heartbeats:
     """The pulses of this process, one a store."""
 
     def __init__(self) -> None:
@@ -161,52 +161,52 @@ class _Pulses:
     def forget(self) -> None:
         """In a forked child: another process, that has none."""
         self._lock = threading.Lock()
-        self._running: dict[tuple[str, int], Pulse] = {}
+        self._running: dict[tuple[str, int], Heartbeat] = {}
         self.name = uuid.uuid4().hex
         # Forgotten once, a holder is off the list: a child of the child is another process again.
         forget_after_fork(self)
 
-    def join(self, store: TCPStore, told: Told) -> Heart:
+    def join(self, store: TCPStore, told: Told) -> HeartbeatMember:
         where = store.host, store.port
         with self._lock:
-            pulse = self._running.get(where)
-            if pulse is None:
-                pulse = Pulse(store)
-                pulse.start()
-                self._running[where] = pulse
-            return Heart(pulse, pulse.add(told))
+            heartbeat = self._running.get(where)
+            if heartbeat is None:
+                heartbeat = Heartbeat(store)
+                heartbeat.start()
+                self._running[where] = heartbeat
+            return HeartbeatMember(heartbeat, heartbeat.add(told))
 
-    def leave(self, heart: Heart) -> None:
+    def leave(self, heartbeat_member: HeartbeatMember) -> None:
         with self._lock:
-            if heart.pulse.drop(heart.token):
-                self._remove(heart.pulse)
-                heart.pulse.close()
+            if heartbeat_member.heartbeat.drop(heartbeat_member.token):
+                self._remove(heartbeat_member.heartbeat)
+                heartbeat_member.heartbeat.close()
 
-    def forget_one(self, pulse: Pulse) -> None:
+    def forget_one(self, heartbeat: Heartbeat) -> None:
         with self._lock:
-            self._remove(pulse)
+            self._remove(heartbeat)
 
-    def _remove(self, pulse: Pulse) -> None:
-        self._running = {where: known for where, known in self._running.items() if known is not pulse}
+    def _remove(self, heartbeat: Heartbeat) -> None:
+        self._running = {where: known for where, known in self._running.items() if known is not heartbeat}
 
 
 @dataclass(frozen=True)
-class Heart:
+class HeartbeatMember:
     """One member of a pulse."""
 
-    pulse: Pulse
+    heartbeat: Heartbeat
     token: int
 
     def follow(self, process: str) -> None:
         """Be told when ``process`` is no longer heard."""
-        self.pulse.follow(self.token, process)
+        self.heartbeat.follow(self.token, process)
 
     def leave(self) -> None:
         """Be told nothing any more. The last to leave ends the pulse."""
         _pulses.leave(self)
 
 
-_pulses = _Pulses()
+_pulses = _Heartbeats()
 
 
 def process_name() -> str:
@@ -214,7 +214,7 @@ def process_name() -> str:
     return _pulses.name
 
 
-def join(store: Store, told: Told) -> Heart:
+def join(store: Store, told: Told) -> HeartbeatMember:
     """Have this process beat in a store.
 
     Args:

@@ -10,14 +10,14 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, sent_digest
-from weightsync.transports.store.exchange import Exchange
-from weightsync.transports.store.mailbox import Letter, Side
+from weightsync.transports.store.mailbox import Side, StoreMessage
 from weightsync.transports.store.seals import Guard
 from weightsync.transports.store.store import Client, StoreEnd
-from weightsync.transports.wakeup import WokenLink
+from weightsync.transports.store.worker import StoreWorker
+from weightsync.transports.wakeup import WakeableLink
 
 
-class StoreLink(WokenLink):
+class StoreLink(WakeableLink):
     """A link over a store. See `weightsync.transports.base.Link` for its contract.
 
     Args:
@@ -33,12 +33,12 @@ class StoreLink(WokenLink):
 
     delivery = Delivery.ORDERED
 
-    def __init__(self, meeting: StoreEnd, name: str, side: Side, guard: Guard) -> None:
+    def __init__(self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard) -> None:
         super().__init__(side.peer)
-        self._rank, self._hints = meeting.rank, meeting.hints
+        self._rank, self._hints = rendezvous.rank, rendezvous.hints
         self._side = side
         try:
-            self._exchange = Exchange(meeting, name, side, guard, self._waker)
+            self._exchange = StoreWorker(rendezvous, name, side, guard, self._waker)
         except BaseException:
             self._waker.close()
             raise
@@ -67,16 +67,16 @@ class StoreLink(WokenLink):
         if payload is None or not isinstance(message, Update):
             before = self._side.before_goodbye if isinstance(message, Bye) else _nothing_first
             hint = self._hints.of(message, self._rank)
-            self._exchange.post(Letter(frame, carried, hint, _nothing, before=before))
+            self._exchange.post(StoreMessage(frame, carried, hint, _nothing, before=before))
             return
         token = object()
         payload.pin(token)
-        letter = Letter(
+        store_message = StoreMessage(
             *(frame, carried, self._hints.of(message, self._rank)),
             done=lambda: payload.unpin(token),
             digest=lambda: sent_digest(message, payload),
         )
-        self._exchange.post(letter)
+        self._exchange.post(store_message)
 
     def flush(self) -> bool:
         """Whether the writing thread has written all; if not, a waitable tells once it has: see `Link.flush`."""

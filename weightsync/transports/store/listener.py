@@ -63,12 +63,12 @@ _listening = _Listening()
 class _Listener:
     """A thread that waits under the worker's key for the next link."""
 
-    def __init__(self, meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> None:
+        self._meeting = rendezvous
         self._model_id = model_id
-        store = base_of(meeting.store)
-        self.where = store.host, store.port, base_key(model_id, meeting.rank)
-        self._base = base_key(model_id, meeting.rank)
+        store = base_of(rendezvous.store)
+        self.where = store.host, store.port, base_key(model_id, rendezvous.rank)
+        self._base = base_key(model_id, rendezvous.rank)
         self._accept = accept
         self._over = threading.Event()
         self._client: Client | None = None
@@ -77,14 +77,14 @@ class _Listener:
         self._next = 0
         #: Links whose senders have not proved yet that they have the key.
         self._unproven: set[StoreLink] = set()
-        self._heart = heartbeat.join(meeting.store, heartbeat.Told(self._lose, self._lose))
+        self._heartbeat_member = heartbeat.join(rendezvous.store, heartbeat.Told(self._lose, self._lose))
         forget_after_fork(self)
         start(self, self._listen)
 
     def forget(self) -> None:
         """In a forked child: listen no longer. The thread is the parent's."""
         self._over.set()
-        keep_in_child(self._client, self._bell, self._heart, self._meeting)
+        keep_in_child(self._client, self._bell, self._heartbeat_member, self._meeting)
 
     def _listen(self) -> None:
         _listening.add(self)
@@ -92,7 +92,7 @@ class _Listener:
             self._bell = Client(self._meeting.store)
             client = self._client = Client(self._meeting.store)
             while not self._over.is_set():
-                announced = client.await_value(self._door).decode("ascii", "replace")
+                announced = client.await_value(self._call_server).decode("ascii", "replace")
                 if not self._over.is_set() and announced != _NOBODY:
                     self._meet(client, Announced.of(announced))
                 self._next += 1
@@ -101,20 +101,20 @@ class _Listener:
                 self._accept(LostLink(error))
         finally:
             _listening.drop(self)
-            self._heart.leave()
+            self._heartbeat_member.leave()
             for opened in (self._client, self._bell):
                 if opened is not None:
                     opened.close()
 
     @property
-    def _door(self) -> str:
+    def _call_server(self) -> str:
         """Where the next link will be announced."""
         return f"{self._base}/door/{self._next}"
 
     def _meet(self, client: Client, announced: Announced | None) -> None:
         """Take a link that was announced, unless it is another's, or turn it away: no receiver ever hears of that."""
         if announced is None:
-            logger.warning("the store's key %s names no link: it is passed over", self._door)
+            logger.warning("the store's key %s names no link: it is passed over", self._call_server)
             return
         refused = announced.why_refused(self._meeting, self._model_id)
         if refused is not None:
@@ -156,7 +156,7 @@ class _Listener:
 
     def is_behind(self, client: Client) -> bool:
         """Whether a link was announced that has not been met yet."""
-        return not self._over.is_set() and (bool(self._unproven) or client.present(self._door))
+        return not self._over.is_set() and (bool(self._unproven) or client.present(self._call_server))
 
     def _lose(self, _: str) -> None:
         self.cut()
@@ -179,7 +179,7 @@ class _Listener:
         # Without a bell the thread is not waiting yet: it looks first.
         try:
             if self._bell is not None:
-                self._bell.claim(self._door, _NOBODY)
+                self._bell.claim(self._call_server, _NOBODY)
         except TransportError:
             self.cut()
 
@@ -239,18 +239,18 @@ class _Ears:
         self._by_place: dict[Hashable, list[Callable[[Link], None]]] = {}
         forget_after_fork(self)
 
-    def open(self, meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+    def open(self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Note that somebody listens; what is returned notes that he listens no longer.
 
         Raises:
             ConfigurationError: somebody else does. The same may, once more.
         """
-        place = _where(meeting.store), meeting.rank, model_id
+        place = _where(rendezvous.store), rendezvous.rank, model_id
         with self._lock:
             there = self._by_place.setdefault(place, [])
             if any(other != accept for other in there):
                 raise ConfigurationError(
-                    f"Model {model_id!r} has a receiver for rank {meeting.rank} in this process: close that first."
+                    f"Model {model_id!r} has a receiver for rank {rendezvous.rank} in this process: close that first."
                 )
             there.append(accept)
 
@@ -289,7 +289,7 @@ class Ear:
         self.leave()
 
 
-def listen(meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Ear:
+def listen(rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Ear:
     """Have ``accept`` called, from a thread, with each link that a sender announces to this worker.
 
     Returns:
@@ -299,12 +299,12 @@ def listen(meeting: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> 
         ConfigurationError: this process has another receiver of that model for that rank.
         TransportError: there can be no more threads.
     """
-    meeting.tell_if_exposed()
-    leave = _ears.open(meeting, model_id, accept)
+    rendezvous.tell_if_exposed()
+    leave = _ears.open(rendezvous, model_id, accept)
     try:
-        listener = _Listener(meeting, model_id, accept)
+        listener = _Listener(rendezvous, model_id, accept)
     except BaseException:
         leave()
         raise
-    prefixed = id(meeting.store) if isinstance(meeting.store, PrefixStore) else 0
+    prefixed = id(rendezvous.store) if isinstance(rendezvous.store, PrefixStore) else 0
     return Ear(listener.where, prefixed, listener, leave)

@@ -52,7 +52,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class StoreMessage:
     """A message to be written."""
 
     frame: bytes
@@ -71,10 +71,10 @@ class Letter:
         """Whether its payload goes over the process group, where the peer has to take it."""
         return self.payload is not None and len(self.payload) > INLINE_NBYTES
 
-    def alone(self) -> Letter:
+    def alone(self) -> StoreMessage:
         """The same, with a copy of its payload that nobody has to be told of."""
         payload = None if self.payload is None else memoryview(bytes(self.payload))
-        return Letter(self.frame, payload, self.hint, _nothing, before=self.before)
+        return StoreMessage(self.frame, payload, self.hint, _nothing, before=self.before)
 
 
 def _nothing() -> None:
@@ -93,15 +93,15 @@ class Outbox:
         self._key = key
         self._number = 0
 
-    def put(self, letter: bytes | memoryview) -> None:
+    def put(self, store_message: bytes | memoryview) -> None:
         """Write a letter, in as many values as it takes: first of all the writer's name, then frames.
 
         Raises:
             TransportError: the store is gone.
         """
-        for start in range(0, max(len(letter), 1), PIECE_NBYTES):
-            piece = bytes(letter[start : start + PIECE_NBYTES])
-            self._write((_MORE if start + PIECE_NBYTES < len(letter) else _LAST) + piece)
+        for start in range(0, max(len(store_message), 1), PIECE_NBYTES):
+            piece = bytes(store_message[start : start + PIECE_NBYTES])
+            self._write((_MORE if start + PIECE_NBYTES < len(store_message) else _LAST) + piece)
 
     def shut(self) -> None:
         """Tell the reader that nothing more will come.
@@ -206,12 +206,12 @@ def _is_ours(value: bytes, fits: Fits) -> bool:
     return value in (_CLOSED, _END.encode()) or (value[:1] in (_LAST, _MORE) and fits(value[1:]))
 
 
-def _is_name(letter: bytes) -> bool:
-    return is_envelope(letter) or re.fullmatch(b"[0-9a-f]{32}( [0-9a-f]{32})?", letter) is not None
+def _is_name(store_message: bytes) -> bool:
+    return is_envelope(store_message) or re.fullmatch(b"[0-9a-f]{32}( [0-9a-f]{32})?", store_message) is not None
 
 
-def _is_frame(letter: bytes) -> bool:
-    return letter.startswith(codec.MAGIC) or is_envelope(letter)
+def _is_frame(store_message: bytes) -> bool:
+    return store_message.startswith(codec.MAGIC) or is_envelope(store_message)
 
 
 def _is_piece(_: bytes) -> bool:

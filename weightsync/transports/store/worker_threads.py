@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from weightsync.errors import TransportError
 from weightsync.transports.process import forget_after_fork
-from weightsync.transports.store.mailbox import Letter
+from weightsync.transports.store.mailbox import StoreMessage
 
 _PATIENCE: Final = 1.0
 
@@ -97,7 +97,7 @@ class Outgoing:
     """Letters in the order in which they leave. All its methods are called under the lock of its exchange."""
 
     def __init__(self) -> None:
-        self._queue: deque[Letter] = deque()
+        self._queue: deque[StoreMessage] = deque()
         self._writing = False
         self._awaited = False
         #: Whether a letter was given up: nobody may be told that all have left.
@@ -106,11 +106,11 @@ class Outgoing:
     def __bool__(self) -> bool:
         return bool(self._queue)
 
-    def add(self, letter: Letter) -> None:
+    def add(self, store_message: StoreMessage) -> None:
         """One more letter."""
-        self._queue.append(letter)
+        self._queue.append(store_message)
 
-    def take(self) -> Letter:
+    def take(self) -> StoreMessage:
         """The next letter, which is being written until `written`."""
         self._writing = True
         return self._queue.popleft()
@@ -130,7 +130,10 @@ class Outgoing:
 
         Those before it get bytes of their own: nobody waits for them.
         """
-        leaving = [each.alone() for each in itertools.takewhile(lambda letter: not letter.needs_the_peer, self._queue)]
+        leaving = [
+            each.alone()
+            for each in itertools.takewhile(lambda store_message: not store_message.needs_the_peer, self._queue)
+        ]
         self.cut_short |= self._writing or len(leaving) < len(self._queue)
         self._let_go()
         self._queue.extend(leaving)
@@ -141,6 +144,6 @@ class Outgoing:
         self._let_go()
 
     def _let_go(self) -> None:
-        for letter in self._queue:
-            letter.done()
+        for store_message in self._queue:
+            store_message.done()
         self._queue.clear()

@@ -29,8 +29,8 @@ class LinkLayer(Protocol):
     def _published(self, model_id: str, weights: Any) -> None: ...
 
 
-class FacadeWiring:
-    """What the senders and receivers behind a facade need of a scheme (see `weightsync.engine.wiring.Wiring`).
+class FacadeServices:
+    """What the senders and receivers behind a facade need of a scheme (see `weightsync.engine.services.Wiring`).
 
     Args:
         layer: the facade.

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from weightsync.clock import Deadline, new_incarnation
 from weightsync.protocol.messages import Bye, Hello, Message, Refusal, Update
-from weightsync.testing.gate import Gate
+from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
 from weightsync.testing.replay_data import Configuration, Step
 from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.stage import Stage
+from weightsync.testing.step_gate import StepGate
 from weightsync.transports.base import Received
 
 #: Size of each version's weights.
@@ -22,7 +22,7 @@ class Strayed(Exception):
     """The adapter lost what the path goes on with, as its delivery allows it to."""
 
 
-class Troupe:
+class ReplayActors:
     """One path's senders, receivers and links.
 
     Args:
@@ -30,9 +30,9 @@ class Troupe:
         configuration: whose path it is.
     """
 
-    def __init__(self, stage: Stage, configuration: Configuration) -> None:
-        self.stage = stage
-        self.payloads = Payloads(_NBYTES, stage.storage)
+    def __init__(self, link_setup: LinkSetup, configuration: Configuration) -> None:
+        self.link_setup = link_setup
+        self.payloads = Payloads(_NBYTES, link_setup.storage)
         self._base = new_incarnation(0)
         self._workers = configuration.workers
         self._senders: dict[int, SenderPlayer] = {1: SenderPlayer()}
@@ -44,59 +44,63 @@ class Troupe:
         self._cuts: dict[tuple[int, int, int], Callable[[], None]] = {}
         self._step: Step | None = None
 
-    def _far_end(self, place: tuple[int, int, int]) -> tuple[ReceiverPlayer, Gate, Gate]:
+    def _far_end(self, place: tuple[int, int, int]) -> tuple[ReceiverPlayer, StepGate, StepGate]:
         """The receiver of a link, its end, which may have to be waited for, and the sender's."""
         s, w, _ = place
-        other = next(gate for gate in self._senders[s].gates.values() if gate.place == place)
+        other = next(step_gate for step_gate in self._senders[s].step_gates.values() if step_gate.place == place)
         receiver = self._receivers[w]
-        self.stage.until(
+        self.link_setup.until(
             lambda: receiver.at(place) is not None,
             other.write if not other.dead else lambda: None,
             Rule.ARRIVES,
             "a message was sent, and the receiver's end never came to be",
         )
-        gate = receiver.at(place)
-        assert gate is not None
-        return receiver, gate, other
+        step_gate = receiver.at(place)
+        assert step_gate is not None
+        return receiver, step_gate, other
 
-    def _await(self, gate: Gate, other: Gate | None, wanted: Callable[[Message], bool]) -> Received:
+    def _await(self, step_gate: StepGate, other: StepGate | None, wanted: Callable[[Message], bool]) -> Received:
         """What is wanted, once it has come out at this end."""
-        deadline = Deadline(self.stage.grace if gate.delivery.loses else self.stage.patience)
-        while (found := gate.find(wanted)) is None:
-            self._wait(gate, other)
-            if deadline.passed and gate.find(wanted) is None:
-                if gate.delivery.loses:
+        deadline = Deadline(self.link_setup.grace if step_gate.delivery.loses else self.link_setup.patience)
+        while (found := step_gate.find(wanted)) is None:
+            self._wait(step_gate, other)
+            if deadline.passed and step_gate.find(wanted) is None:
+                if step_gate.delivery.loses:
                     raise Strayed
                 self._look_elsewhere()
-                came = [type(each.message).__name__ for each in gate.waiting]
+                came = [type(each.message).__name__ for each in step_gate.waiting]
                 raise Breach(
-                    Rule.ARRIVES, f"what the model has on its way never came out at {gate.cable.name}; there are {came}"
+                    Rule.ARRIVES,
+                    f"what the model has on its way never came out at {step_gate.link_pair.name}; there are {came}",
                 )
         return found
 
     def _look_elsewhere(self) -> None:
         """What came out at another end than it was sent to is told as that."""
         players: list[SenderPlayer | ReceiverPlayer] = [*self._senders.values(), *self._receivers.values()]
-        for gate in [gate for player in players for gate in tuple(player.gates.values())]:
-            gate.fetch()
+        for step_gate in [step_gate for player in players for step_gate in tuple(player.step_gates.values())]:
+            step_gate.fetch()
 
-    def _await_end(self, gate: Gate, other: Gate | None, or_goodbye: bool = False) -> Received | None:
+    def _await_end(self, step_gate: StepGate, other: StepGate | None, or_goodbye: bool = False) -> Received | None:
         """Wait until this end has told that the link is dead; the goodbye instead, where that will do."""
-        deadline = Deadline(self.stage.patience)
-        while gate.ended is None:
-            if or_goodbye and (bye := gate.find(lambda message: isinstance(message, Bye))) is not None:
+        deadline = Deadline(self.link_setup.patience)
+        while step_gate.ended is None:
+            if or_goodbye and (bye := step_gate.find(lambda message: isinstance(message, Bye))) is not None:
                 return bye
             if deadline.passed:
-                raise Breach(Rule.DEATH_TOLD, f"{gate.cable.name}, {gate.end.value}: it was not told of the link's end")
-            self._wait(gate, other)
-        return gate.find(lambda message: isinstance(message, Bye)) if or_goodbye else None
+                raise Breach(
+                    Rule.DEATH_TOLD,
+                    f"{step_gate.link_pair.name}, {step_gate.end.value}: it was not told of the link's end",
+                )
+            self._wait(step_gate, other)
+        return step_gate.find(lambda message: isinstance(message, Bye)) if or_goodbye else None
 
-    def _wait(self, gate: Gate, other: Gate | None) -> None:
-        gate.fetch()
-        self.stage.watch.check()
+    def _wait(self, step_gate: StepGate, other: StepGate | None) -> None:
+        step_gate.fetch()
+        self.link_setup.watch.check()
         if other is not None and not other.dead:
             other.write()
-        self.stage.readable(gate, 0.005)
+        self.link_setup.readable(step_gate, 0.005)
 
 
 def letter(version: int) -> Callable[[Message], bool]:

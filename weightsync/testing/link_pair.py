@@ -60,7 +60,7 @@ class Seen:
     """One entry of a watch's log."""
 
     happening: Happening
-    tap: object
+    recorder: object
     message: Message | None = None
 
 
@@ -112,7 +112,7 @@ class Flying:
 
 
 @dataclass
-class Cable:
+class LinkPair:
     """What lies between two taps: what was sent at one end and has not come out at the other."""
 
     watch: Watch

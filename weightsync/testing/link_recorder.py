@@ -6,18 +6,18 @@ import contextlib
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Bye, Message, Update
-from weightsync.testing.cable import Cable, End, Flying, Happening, Seen, Watch, words
+from weightsync.testing.link_pair import End, Flying, Happening, LinkPair, Seen, Watch, words
 from weightsync.transports.base import Link, Received
 from weightsync.transports.buffers import Buffer
 
 
-class Tap:
+class LinkRecorder:
     """One end of a cable: a link whose every call is watched. See `weightsync.transports.base.Link`."""
 
-    def __init__(self, link: Link, cable: Cable, end: End) -> None:
+    def __init__(self, link: Link, link_pair: LinkPair, end: End) -> None:
         self.link = link
-        self.cable = cable
-        cable.met = cable.met or end is End.RECEIVER
+        self.link_pair = link_pair
+        link_pair.met = link_pair.met or end is End.RECEIVER
         self.end = end
         self.delivery = link.delivery
         #: What was tried to be sent, as (kind, incarnation, version).
@@ -32,10 +32,10 @@ class Tap:
 
     @property
     def _watch(self) -> Watch:
-        return self.cable.watch
+        return self.link_pair.watch
 
     def _calling(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return self._watch.calling(f"{what} at {self.cable.name}, {self.end.value},")
+        return self._watch.calling(f"{what} at {self.link_pair.name}, {self.end.value},")
 
     @property
     def peer(self) -> str:
@@ -50,7 +50,7 @@ class Tap:
         if isinstance(message, Update):
             self.updates.append(message)
         # Before it is sent: where both ends share a process it may come out inside the call.
-        flown = self.cable.sent(self.end, message, payload)
+        flown = self.link_pair.sent(self.end, message, payload)
         self._queued.append(flown)
         try:
             with self._calling(f"send({words(message)})"):
@@ -58,7 +58,7 @@ class Tap:
         except (TransportError, ConfigurationError):
             self.failures.add(number)
             self._watch.log.append(Seen(Happening.FAILED, self))
-            self.cable.unsent(self.end, flown)
+            self.link_pair.unsent(self.end, flown)
             raise
 
     def flush(self) -> bool:
@@ -94,10 +94,10 @@ class Tap:
         except (TransportError, ProtocolError) as error:
             self.dead = True
             self._watch.log.append(Seen(Happening.ENDED, self))
-            self.cable.ended(self.end, error)
+            self.link_pair.ended(self.end, error)
             raise
         for received in arrived:
-            self.cable.came(self.end, received)
+            self.link_pair.came(self.end, received)
             self._watch.log.append(Seen(Happening.CAME, self, received.message))
         return arrived
 
@@ -120,7 +120,7 @@ class Tap:
         """See `Link.close`."""
         for flown in self._queued:
             flown.given_up = True
-        self.cable.closed.add(self.end)
+        self.link_pair.closed.add(self.end)
         self.dead = True
         with self._calling("close()"):
             self.link.close()

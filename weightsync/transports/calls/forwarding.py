@@ -12,10 +12,10 @@ from typing import Any
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import Message
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import Answers, Courier
+from weightsync.transports.calls.client import Answers, CallClient
 
 
-class AskingCourier:
+class ForwardingClient:
     """Finds out at the first message whether a receiver of ours listens, and carries all in that one's way.
 
     Args:
@@ -24,17 +24,17 @@ class AskingCourier:
         plain: for one without.
     """
 
-    def __init__(self, ask: Callable[[], Future[bool]], ours: Courier, plain: Courier) -> None:
+    def __init__(self, ask: Callable[[], Future[bool]], ours: CallClient, plain: CallClient) -> None:
         self._ask = ask
         self._ours, self._plain = ours, plain
         self._lock = threading.RLock()
         self._asked = False
-        self._chosen: Courier | None = None
+        self._chosen: CallClient | None = None
         self._failure: BaseException | None = None
         self._waiting: deque[tuple[Message, Buffer | None, Answers]] = deque()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call that carries a message, once it is known how: see `Courier.start`."""
+        """Begin the call that carries a message, once it is known how: see `CallClient.start`."""
         with self._lock:
             if self._failure is not None:
                 raise TransportError(str(self._failure)) from self._failure
@@ -66,12 +66,12 @@ class AskingCourier:
             return failed
 
     def close(self) -> None:
-        """No further call will be begun: see `Courier.close`."""
+        """No further call will be begun: see `CallClient.close`."""
         self._ours.close()
         self._plain.close()
 
 
-class NoCourier:
+class NoCallClient:
     """Carries nothing: there is no way to the worker.
 
     Args:
@@ -82,7 +82,7 @@ class NoCourier:
         self._reason = reason
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:  # noqa: ARG002 - nothing is carried
-        """Fail: see `Courier.start`."""
+        """Fail: see `CallClient.start`."""
         raise TransportError(self._reason)
 
     def close(self) -> None:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol.messages import Bye, Message
-from weightsync.testing.cable import Cable, End, words
+from weightsync.testing.link_pair import End, LinkPair, words
+from weightsync.testing.link_recorder import LinkRecorder
 from weightsync.testing.rules import Rule
-from weightsync.testing.tap import Tap
 from weightsync.transports.base import Link, Received
 from weightsync.transports.buffers import Buffer
 
 
-class Gate(Tap):
+class StepGate(LinkRecorder):
     """A tap behind which everything waits.
 
     What the link delivers waits until it is let through, its death until it is told, and, while `holding`, what the
@@ -23,8 +23,8 @@ class Gate(Tap):
         worker: of the link, and its number among that worker's links with this sender.
     """
 
-    def __init__(self, link: Link, cable: Cable, end: End, place: tuple[int, int, int]) -> None:
-        super().__init__(link, cable, end)
+    def __init__(self, link: Link, link_pair: LinkPair, end: End, place: tuple[int, int, int]) -> None:
+        super().__init__(link, link_pair, end)
         #: Sender, worker and number of the link, as the model counts.
         self.place = place
         #: What has come out of the link and was not let through; and what was, where links duplicate.
@@ -84,8 +84,8 @@ class Gate(Tap):
         try:
             super().send(message, payload)
         except TransportError as error:
-            if not self.cable.closed and not self.cable.cut:
-                raise self.cable.broke(Rule.LIVES, self.end, f"{words(message)} was refused: {error}") from error
+            if not self.link_pair.closed and not self.link_pair.cut:
+                raise self.link_pair.broke(Rule.LIVES, self.end, f"{words(message)} was refused: {error}") from error
 
     def flush(self) -> bool:
         """Write, unless the answer is held. Who owes an answer does not read: writing tells it of the end."""
@@ -94,7 +94,7 @@ class Gate(Tap):
         if self.holding:
             return False
         self.write()
-        return not self.queued or self.ended is not None or bool(self.cable.closed) or self.cable.cut
+        return not self.queued or self.ended is not None or bool(self.link_pair.closed) or self.link_pair.cut
 
     def receive(self) -> list[Received]:
         """What was let through."""

@@ -12,7 +12,7 @@ from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
 
 
-class Wiring(Protocol):
+class SchemeServices(Protocol):
     """A scheme, as its senders and receivers see it."""
 
     @property

@@ -17,7 +17,7 @@ from weightsync.transports.buffers import NoRoom, anonymous, digest_of
 from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.group import Group
-from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Letter, Outbox, Shut, Side, end
+from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.store.worker_threads import Outgoing, start
@@ -25,7 +25,7 @@ from weightsync.transports.store.worker_threads import Outgoing, start
 _SPARE: Final = 2
 
 
-class Landings:
+class ReceiveBuffers:
     """Memory for payloads: pages touched before, once nobody refers to them."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ _TRIES = 120
 _LOOK = 0.25
 
 
-class Exchange:
+class StoreWorker:
     """Letters out, letters in. Its methods never block; its threads end soon after `close`, or when it fails.
 
     Args:
@@ -73,8 +73,8 @@ class Exchange:
         TransportError: there can be no more threads.
     """
 
-    def __init__(self, meeting: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
+        self._meeting = rendezvous
         self._side = side
         self._guard = guard
         self._key = f"weightsync/link/{name}"
@@ -86,18 +86,20 @@ class Exchange:
         self._held: list[Received] = []
         #: Called once the peer is known to be who it says, or to be lost before that.
         self._admitted: Callable[[], None] | None = None
-        self._landings = Landings()
+        self._landings = ReceiveBuffers()
         self._met = threading.Event()
         self._cut = threading.Event()
         self._failed: TransportError | ProtocolError | None = None
         #: Why the reading thread is to end behind what has been written to it; empty: it is not.
         self._ending = ""
         self._closed = False
-        self._group = Group(meeting.backend, side.rank, self._key)
+        self._group = Group(rendezvous.backend, side.rank, self._key)
         self._writer: Client | None = None
         self._reader: Client | None = None
         self._inbox: Inbox | None = None
-        self._heart = heartbeat.join(meeting.store, heartbeat.Told(self._lose, self._lose_store, self._look))
+        self._heartbeat_member = heartbeat.join(
+            rendezvous.store, heartbeat.Told(self._lose, self._lose_store, self._look)
+        )
         try:
             start(self, self._write, self._read)
         except TransportError as error:
@@ -129,10 +131,10 @@ class Exchange:
                 return False  # what the peer has said before its end is heard first
             raise TransportError(str(self._failed)) from self._failed
 
-    def post(self, letter: Letter) -> None:
+    def post(self, store_message: StoreMessage) -> None:
         """Have a letter written."""
         with self._condition:
-            self._outgoing.add(letter)
+            self._outgoing.add(store_message)
             if self._failed is not None:
                 self._outgoing.drop()
             self._condition.notify_all()
@@ -177,7 +179,7 @@ class Exchange:
     def forget(self) -> None:
         """In a forked child: be nothing. The threads are the parent's, and so is what torch would take apart here."""
         self._condition = threading.Condition()
-        keep_in_child(self._group, self._writer, self._reader, self._heart, self._meeting)
+        keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._meeting)
 
     # --------------------------------------------------------------------------------- the writing thread
 
@@ -195,8 +197,8 @@ class Exchange:
             for challenge in self._guard.first():
                 outbox.put(challenge)
             outbox.put(self._guard.seal(f"{heartbeat.process_name()} {own_network()}".encode()))
-            while (letter := self._next(client)) is not None:
-                self._post(letter, client, outbox)
+            while (store_message := self._next(client)) is not None:
+                self._post(store_message, client, outbox)
                 self._written()
         except TransportError as error:
             self._fail(error)
@@ -222,7 +224,7 @@ class Exchange:
             client.close()
             return
 
-    def _next(self, client: Client) -> Letter | None:
+    def _next(self, client: Client) -> StoreMessage | None:
         """What to write next; None: nothing more."""
         while True:
             with self._condition:
@@ -236,21 +238,25 @@ class Exchange:
             with self._condition:
                 self._condition.wait_for(lambda: self._closed or self._failed)
 
-    def _post(self, letter: Letter, client: Client, outbox: Outbox) -> None:
+    def _post(self, store_message: StoreMessage, client: Client, outbox: Outbox) -> None:
         try:
-            letter.before(client)
-            if letter.hint is not None:
-                client.set(letter.hint[0], letter.hint[1].encode())
-            if not letter.needs_the_peer:
-                text = letter.frame if letter.payload is None else letter.frame + letter.payload
+            store_message.before(client)
+            if store_message.hint is not None:
+                client.set(store_message.hint[0], store_message.hint[1].encode())
+            if not store_message.needs_the_peer:
+                text = (
+                    store_message.frame
+                    if store_message.payload is None
+                    else store_message.frame + store_message.payload
+                )
                 outbox.put(self._guard.seal(text))
                 return
-            assert letter.payload is not None
-            outbox.put(self._guard.seal(letter.frame, letter.digest() if self._guard.keyed else b""))
+            assert store_message.payload is not None
+            outbox.put(self._guard.seal(store_message.frame, store_message.digest() if self._guard.keyed else b""))
             self._met.wait()
-            self._transfer(letter.payload, client)
+            self._transfer(store_message.payload, client)
         finally:
-            letter.done()
+            store_message.done()
 
     def _written(self) -> None:
         with self._condition:
@@ -336,7 +342,7 @@ class Exchange:
 
     def _take_in(self, inbox: Inbox, client: Client) -> None:
         process, _, network = bytes(self._next_text(inbox).text).decode("ascii", "replace").partition(" ")
-        self._heart.follow(process)
+        self._heartbeat_member.follow(process)
         self._group.stays_on_host = network == own_network()
         self._met.set()
         while True:
@@ -357,7 +363,7 @@ class Exchange:
             if opened is not None:
                 return opened
             if self._guard.replies:
-                self.post(Letter(b"", None, None, _nothing))
+                self.post(StoreMessage(b"", None, None, _nothing))
 
     def _admit(self) -> None:
         """Hand on what has come, once its author is known to live."""
@@ -380,12 +386,12 @@ class Exchange:
 
     def _opened(self, opened: Opened, client: Client) -> Received:
         """A message, whole, with its payload in memory of ours."""
-        letter = opened.text
-        control = codec.peek(letter).control_nbytes
-        message, inline = codec.decode(letter[:control]), letter[control:]
+        store_message = opened.text
+        control = codec.peek(store_message).control_nbytes
+        message, inline = codec.decode(store_message[:control]), store_message[control:]
         nbytes = message.nbytes if isinstance(message, Update) else 0
         if len(inline) != (nbytes if nbytes <= INLINE_NBYTES else 0):
-            raise codec.malformed(f"{nbytes} bytes were announced, and {len(inline)} came", letter)
+            raise codec.malformed(f"{nbytes} bytes were announced, and {len(inline)} came", store_message)
         if nbytes <= INLINE_NBYTES:
             return Received(message, inline if nbytes else None)
         try:
@@ -428,7 +434,7 @@ class Exchange:
         self._waker.fire()
 
     def _release(self) -> None:
-        self._heart.leave()
+        self._heartbeat_member.leave()
         self._met.set()
         self._group.abort()
 

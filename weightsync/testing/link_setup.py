@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from weightsync.clock import Deadline
 from weightsync.protocol.messages import Bye, Message
-from weightsync.testing.cable import Cable, End, Watch, words
 from weightsync.testing.coverage import Coverage
 from weightsync.testing.ends import Ends, Factory
+from weightsync.testing.link_pair import End, LinkPair, Watch, words
+from weightsync.testing.link_recorder import LinkRecorder
 from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.tap import Tap
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer, Storage
 
@@ -23,7 +23,7 @@ _GRACE = 0.02
 _SPURIOUS = 50
 
 
-class Stage:
+class LinkSetup:
     """Where one scenario plays.
 
     Args:
@@ -72,9 +72,9 @@ class Stage:
 
         self._stops.append(ends.listen(accepted))
 
-    def cable(self, ends: Ends, name: str) -> Cable:
+    def link_pair(self, ends: Ends, name: str) -> LinkPair:
         """What lies between the ends."""
-        return Cable(self.watch, name, ends.sender.delivery)
+        return LinkPair(self.watch, name, ends.sender.delivery)
 
     def clear(self) -> None:
         """Close every link, dispose of every connection."""
@@ -108,86 +108,97 @@ class Stage:
             self.watch.check()
             _breathe()
 
-    def until_arrived(self, tap: Tap, pump: Callable[[], None], flush: Callable[[Cable], None]) -> None:
+    def until_arrived(
+        self, recorder: LinkRecorder, pump: Callable[[], None], flush: Callable[[LinkPair], None]
+    ) -> None:
         """Pump until all that was sent to this end has come out at it."""
-        self._until_came(tap.cable, tap.end, tap, pump, lambda: flush(tap.cable))
+        self._until_came(recorder.link_pair, recorder.end, recorder, pump, lambda: flush(recorder.link_pair))
 
-    def until_came(self, cable: Cable, end: End, pump: Callable[[], None], flush: Callable[[Cable], None]) -> None:
+    def until_came(
+        self, link_pair: LinkPair, end: End, pump: Callable[[], None], flush: Callable[[LinkPair], None]
+    ) -> None:
         """Pump until all that was sent to that end has come out at it."""
-        self._until_came(cable, end, None, pump, lambda: flush(cable))
+        self._until_came(link_pair, end, None, pump, lambda: flush(link_pair))
 
     def _until_came(
-        self, cable: Cable, end: End, tap: Tap | None, pump: Callable[[], None], flush: Callable[[], None]
+        self,
+        link_pair: LinkPair,
+        end: End,
+        recorder: LinkRecorder | None,
+        pump: Callable[[], None],
+        flush: Callable[[], None],
     ) -> None:
-        deadline = Deadline(_GRACE if cable.delivery.loses else self.patience)
-        while self._expected(cable, end):
+        deadline = Deadline(_GRACE if link_pair.delivery.loses else self.patience)
+        while self._expected(link_pair, end):
             flush()
-            before = len(cable.arrived[end])
-            readable = tap is None or self.readable(tap, min(deadline.remaining or 0.0, 0.05))
+            before = len(link_pair.arrived[end])
+            readable = recorder is None or self.readable(recorder, min(deadline.remaining or 0.0, 0.05))
             pump()
-            if tap is None and self._expected(cable, end):
+            if recorder is None and self._expected(link_pair, end):
                 _breathe()
-            if len(cable.arrived[end]) > before and not readable and deadline.passed:
-                raise Breach(Rule.WAKES, f"at {cable.name}, {end.value}, a message lay unread, and no waitable said so")
-            if deadline.passed and self._expected(cable, end):
-                if cable.delivery.loses:
+            if len(link_pair.arrived[end]) > before and not readable and deadline.passed:
+                raise Breach(
+                    Rule.WAKES, f"at {link_pair.name}, {end.value}, a message lay unread, and no waitable said so"
+                )
+            if deadline.passed and self._expected(link_pair, end):
+                if link_pair.delivery.loses:
                     return
-                missing = ", ".join(words(each.message) for each in cable.flying[end])
-                raise Breach(Rule.ARRIVES, f"{missing} never came out at {cable.name}, {end.value}")
+                missing = ", ".join(words(each.message) for each in link_pair.flying[end])
+                raise Breach(Rule.ARRIVES, f"{missing} never came out at {link_pair.name}, {end.value}")
 
-    def _expected(self, cable: Cable, end: End) -> list[Message]:
+    def _expected(self, link_pair: LinkPair, end: End) -> list[Message]:
         """What must still come out at that end. A goodbye may be lost with its link."""
-        if cable.cut or end in cable.closed or end in cable.told:
+        if link_pair.cut or end in link_pair.closed or end in link_pair.told:
             return []
-        if cable.closed and not cable.met:
+        if link_pair.closed and not link_pair.met:
             return []
-        flying = [each.message for each in cable.flying[end] if not each.given_up]
-        return [message for message in flying if not isinstance(message, Bye)] if cable.closed else flying
+        flying = [each.message for each in link_pair.flying[end] if not each.given_up]
+        return [message for message in flying if not isinstance(message, Bye)] if link_pair.closed else flying
 
-    def until_dead(self, tap: Tap, pump: Callable[[], None]) -> None:
+    def until_dead(self, recorder: LinkRecorder, pump: Callable[[], None]) -> None:
         """Pump until this end has told that it is dead, woken by its waitables alone."""
         deadline = Deadline(self.patience)
-        while not tap.dead:
-            if not self.readable(tap, deadline.remaining or 0.0):
+        while not recorder.dead:
+            if not self.readable(recorder, deadline.remaining or 0.0):
                 pump()
-                if tap.dead:
-                    raise Breach(Rule.WAKES, f"{tap.end.value} was dead, and no waitable said so")
-                raise Breach(Rule.DEATH_TOLD, f"{tap.end.value} was not told within {self.patience:g} seconds")
+                if recorder.dead:
+                    raise Breach(Rule.WAKES, f"{recorder.end.value} was dead, and no waitable said so")
+                raise Breach(Rule.DEATH_TOLD, f"{recorder.end.value} was not told within {self.patience:g} seconds")
             pump()
             self.watch.check()
-            if deadline.passed and not tap.dead:
-                raise Breach(Rule.DEATH_TOLD, f"{tap.end.value} was not told within {self.patience:g} seconds")
+            if deadline.passed and not recorder.dead:
+                raise Breach(Rule.DEATH_TOLD, f"{recorder.end.value} was not told within {self.patience:g} seconds")
 
-    def until_written(self, tap: Tap, read: Callable[[], object]) -> None:
+    def until_written(self, recorder: LinkRecorder, read: Callable[[], object]) -> None:
         """Have it write whenever a descriptor of its own says so, while the other end is read."""
         deadline, asked = Deadline(self.patience), True
-        while not (asked and tap.flush()):
+        while not (asked and recorder.flush()):
             if deadline.passed:
                 what = "has something to write, and neither wants_write() nor a waitable says when it can"
-                raise Breach(Rule.WAKES, f"{tap.end.value} {what}")
+                raise Breach(Rule.WAKES, f"{recorder.end.value} {what}")
             read()
-            asked = bool(wait(self._waker, [tap], 0.02))
+            asked = bool(wait(self._waker, [recorder], 0.02))
 
-    def readable(self, tap: Tap, seconds: float) -> bool:
+    def readable(self, recorder: LinkRecorder, seconds: float) -> bool:
         """Whether one of its waitables becomes readable in that time."""
-        return bool(wait(self._waker, [tap], seconds)) if tap.waitables() else tap.dead
+        return bool(wait(self._waker, [recorder], seconds)) if recorder.waitables() else recorder.dead
 
-    def flush(self, tap: Tap) -> None:
+    def flush(self, recorder: LinkRecorder) -> None:
         """Have it write what it can; that it is dead is found when it is read."""
-        tap.write()
+        recorder.write()
 
-    def quiet(self, tap: Tap) -> None:
+    def quiet(self, recorder: LinkRecorder) -> None:
         """Once there is nothing to receive, no waitable may stay readable."""
         for _ in range(_SPURIOUS):
             poller = select.poll()
-            for fd in tap.waitables():
+            for fd in recorder.waitables():
                 poller.register(fd, select.POLLIN)
             if not poller.poll(0):
                 return
-            tap.flush()
-            if tap.receive():
+            recorder.flush()
+            if recorder.receive():
                 return
-        what = f"{tap.end.value} says that there is something to receive, and {_SPURIOUS} reads found nothing"
+        what = f"{recorder.end.value} says that there is something to receive, and {_SPURIOUS} reads found nothing"
         raise Breach(Rule.QUIET, what)
 
     def until_free(self, buffers: Sequence[Buffer], what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
