@@ -39,10 +39,10 @@ by hand, whatever has changed:
   tla/AckProtocol.tla      the guards, and an action for each new row or kind; for a new rule its revert (Without)
   weightsync/protocol/     the guards as pure functions; weightsync/protocol/messages.py a message's new fields
   spec/modelcheck/second/  the second reading; weightsync/checker/traces/ what a trace may tell
-  tests/graph/             senders.py, receivers.py and refusing.py: the events that the search tries
+  tests/protocol/graph/             senders.py, receivers.py and refusing.py: the events that the search tries
 afterwards, since they take long:
   python spec/check.py mutants --share 1/20 --pin     the model's new mutants; a person writes why one may live
-  pytest --trace-counts tests/tracing/recorded.json   how much of the suite is recorded, for docs/assurance.md
+  pytest --trace-counts tests/protocol/traces/recorded.json   how much of the suite is recorded, for docs/assurance.md
   make test verify-quick"""
 
 
@@ -52,8 +52,8 @@ def commands(quick: bool) -> Iterator[tuple[str, list[str]]]:
     small = ["--small"] if quick else []
     everything = [] if quick else ["--all"]
     yield "the tables and pages", [python, "spec/generate.py"]
-    yield "the frames of the wire", [python, "tests/transports/golden.py"]
-    yield "the graphs of the shipped machines", [python, "tests/graph/configurations.py", *small]
+    yield "the frames of the wire", [python, "tests/transports/pipe/golden.py"]
+    yield "the graphs of the shipped machines", [python, "tests/protocol/graph/configurations.py", *small]
     yield "the paths that adapters replay", [python, "spec/replay.py"]
     yield "TLC's counts", [python, "spec/check.py", "model", "--pin", *everything]
     yield "the charts", [python, "spec/charts.py"]

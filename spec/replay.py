@@ -1,7 +1,7 @@
 """Renders the paths that `weightsync.testing` replays over adapters, from the model's graph; `--check` compares.
 
-The graph is that of `tests/graph`: the shipped pure halves over a model network, which has exactly the nodes and
-labelled edges of TLC's graph of `tla/AckProtocol.tla`. Here its *role projections* are taken (what a sender, or a
+The graph is that of `tests/protocol/graph`: the shipped pure halves over a model network, which has exactly the nodes
+and labelled edges of TLC's graph of `tla/AckProtocol.tla`. Here its *role projections* are taken (what a sender, or a
 receiver, goes through) and covered by paths: every edge of both roles, in each configuration, and every edge at all of
 the smallest.
 """

@@ -34,7 +34,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("nightly", max_examples=5000, stateful_step_count=100, deadline=None, print_blob=True)
-# Asked about each of thousands of mutants (tests/mutation).
+# Asked about each of thousands of mutants (tests/protocol/mutation).
 settings.register_profile(
     "mutants", max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None
 )
@@ -99,7 +99,9 @@ class _ByWhatTheyShare(LoadScopeScheduling):
         path = nodeid.partition("::")[0]
         if re.search(r"(?<![a-z])(ray|actor)(?![a-z])", nodeid.lower()):
             return "ray"
-        return str(Path(path).parent) if path.startswith(("tests/graph/", "tests/stateful/")) else path
+        return (
+            str(Path(path).parent) if path.startswith(("tests/protocol/graph/", "tests/protocol/stateful/")) else path
+        )
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

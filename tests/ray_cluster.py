@@ -17,7 +17,7 @@ from missing import not_tested
 INSTALLED = find_spec("ray") is not None and find_spec("ray.actor") is not None
 OBJECT_STORE_NBYTES = 200 * 2**20
 #: Where what actors need is imported from.
-FOLDERS = [*sorted(path for path in Path(__file__).parent.iterdir() if path.is_dir()), *Path(__file__).parents[:2]]
+FOLDERS = [*sorted({path.parent for path in Path(__file__).parent.rglob("*.py")}), *Path(__file__).parents[:2]]
 #: Ray asks nobody on the network, and its actors import what the tests do.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -6,7 +6,7 @@
 (* is taken out of the promise allows its step, and TLC objects.           *)
 (*                                                                         *)
 (* The line above a step names the clause that refuses it, as it stands in *)
-(* WeightSync.tla; a test compares (tests/tla/test_promise.py).            *)
+(* WeightSync.tla; a test compares (tests/model/tlc/test_promise.py).            *)
 (***************************************************************************)
 EXTENDS WeightSync, Sequences
 

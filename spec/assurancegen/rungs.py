@@ -110,30 +110,30 @@ def _replayed(root: Path) -> tuple[str, str, str]:
 
 
 def _code_mutants(root: Path) -> tuple[str, str, str]:
-    kept = tomllib.loads((root / "tests" / "mutation" / "survivors.toml").read_text(encoding="utf-8"))
+    kept = tomllib.loads((root / "tests" / "protocol" / "mutation" / "survivors.toml").read_text(encoding="utf-8"))
     unhunted = kept["unhunted"]
     rest = f"; not hunted yet: {len(unhunted)} functions" if unhunted else ""
     page = "[code-mutants.md](code-mutants.md)"
     return (
-        "mutants of the code (`tests/mutation`)",
+        "mutants of the code (`tests/protocol/mutation`)",
         "a test or a graph that does not look at what the machines do",
         f"{kept['killed']} of {kept['mutants']} killed, the others explained ({page}){rest}",
     )
 
 
 def _driver_mutants(root: Path) -> tuple[str, str, str]:
-    kept = tomllib.loads((root / "tests" / "mutation" / "driven.toml").read_text(encoding="utf-8"))
+    kept = tomllib.loads((root / "tests" / "protocol" / "mutation" / "driven.toml").read_text(encoding="utf-8"))
     mutants, killed = (sum(score[what] for score in kept["scores"].values()) for what in ("mutants", "killed"))
     page = "[driver-mutants.md](driver-mutants.md)"
     return (
-        "mutants of the drivers and of the payload's path (`tests/mutation`)",
+        "mutants of the drivers and of the payload's path (`tests/protocol/mutation`)",
         "a test that does not look at what they do",
         f"{killed} of {mutants} killed, the others explained ({page})",
     )
 
 
 def _read_graphs(root: Path) -> dict[str, Any]:
-    return dict(json.loads((root / "tests" / "graph" / "digests.json").read_text(encoding="utf-8")))
+    return dict(json.loads((root / "tests" / "protocol" / "graph" / "digests.json").read_text(encoding="utf-8")))
 
 
 def graphs(root: Path) -> Iterator[str]:
@@ -159,7 +159,7 @@ def _graphs(root: Path) -> tuple[str, str, str]:
     graphs = _read_graphs(root).values()
     nodes, edges = (sum(each[what] for each in graphs) for what in ("nodes", "edges"))
     return (
-        "graph equality (`tests/graph`)",
+        "graph equality (`tests/protocol/graph`)",
         "code that is not the model: a transition missing, more or half done",
         f"{len(graphs)} configurations, {nodes:,} nodes and {edges:,} labelled edges, equal to TLC's",
     )

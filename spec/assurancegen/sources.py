@@ -14,7 +14,7 @@ from typing import Any
 from modelcheck.second.bounds import Bounds
 
 _NAMED = re.compile(r"test_(g\d+)[a-z]?_")
-_PLANTED = Path("tests/planted/test_planted.py")
+_PLANTED = Path("tests/protocol/planted/test_planted.py")
 
 
 class SourceError(Exception):

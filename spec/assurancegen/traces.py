@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-#: Written by ``pytest --trace-counts tests/tracing/recorded.json``: runs and events of each test.
-RECORDED = Path("tests/tracing/recorded.json")
+#: Written by ``pytest --trace-counts tests/protocol/traces/recorded.json``: runs and events of each test.
+RECORDED = Path("tests/protocol/traces/recorded.json")
 
 
 class Recorded:

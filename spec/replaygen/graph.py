@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "graph"))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "protocol" / "graph"))
 
 from machines import forget
 from modelcheck.second import Bounds

@@ -1,0 +1,103 @@
+"""`spec/check.py model --second`: what is asked of the second checker, and what it shows. TLC does not run here."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from pathlib import Path
+from typing import Any
+
+import check
+import pytest
+from modelcheck.second import SecondVerdict
+from modelcheck.second_display import second_line, second_summary
+from rich.console import Console
+from typer.testing import CliRunner
+
+from weightsync.model import Counts, Manifest, Tier, Verdict
+from weightsync.model.output import Findings
+from weightsync.model.process import Ending, Job, Outcome
+
+SPECS = Path(__file__).parents[1] / "tlc" / "specs"
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "120")
+    return CliRunner()
+
+
+@pytest.fixture
+def manifest() -> Manifest:
+    return Manifest.read(SPECS)
+
+
+def verdict(manifest: Manifest, name: str) -> Verdict:
+    [configuration] = manifest.select([name])
+    job = Job(SPECS, configuration.module, configuration.config.text)
+    return Verdict(
+        configuration, job, Outcome(Ending.EXITED, 0, Findings(counts=Counts(2003, 2002, 2002)), 1.25), (), ()
+    )
+
+
+def test_the_second_checker_has_a_line_for_each_and_says_what_it_left_out(manifest: Manifest) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    holds = SecondVerdict(verdict(manifest, "Holds"), Counts(6, 5, 5), 5, 6, seconds=1.25)
+    small = SecondVerdict(verdict(manifest, "TooSmall"), None, 4, 3, complaints=("TLC found another",), seconds=0.5)
+    large = SecondVerdict(verdict(manifest, "HoldsLarger"), left_out="too large")
+    for each in (holds, small, large):
+        console.print(second_line(each))
+    for line in second_summary([holds, small, large], 2.0):
+        console.print(line)
+
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "agrees  Holds  5 states, 6 edges  1.2 s  all holds",
+        "DISAGREES  TooSmall  4 states, 3 edges (as many as show it)  0.5 s  all holds",
+        "left out  HoldsLarger  too large",
+        "The second checker agrees with TLC on 1 of 2 configurations (9 edges), in 2 s.",
+        "  not examined: HoldsLarger: too large",
+    ]
+
+
+@pytest.fixture
+def examined(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Neither checker runs; this is what the second one was asked for."""
+    users, asked = importlib.import_module("weightsync.cli.check"), list[str]()
+
+    class First(users.Suite):
+        def run(self, configurations: Any) -> list[Verdict]:
+            return [verdict(manifest, found.name) for found in configurations]
+
+    class Second(check.SecondSuite):
+        def run(self, verdicts: Any) -> list[SecondVerdict]:
+            asked.extend(each.configuration.name for each in verdicts)
+            return [SecondVerdict(each, left_out="nobody looks") for each in verdicts]
+
+    monkeypatch.setattr(users, "find_toolchain", lambda: None)
+    monkeypatch.setattr(users, "Suite", First)
+    monkeypatch.setattr(check, "SecondSuite", Second)
+    return asked
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_the_second_checker_looks_at_those_of_its_tier(
+    runner: CliRunner, manifest: Manifest, examined: list[str], tier: Tier
+) -> None:
+    told = runner.invoke(check.app, ["model", "--all", "--second", tier.value, "--model", str(SPECS)])
+
+    assert told.exit_code == 0, told.output
+    assert examined == [found.name for found in manifest.tier(tier)]
+
+
+def test_a_second_checker_that_would_look_at_nothing_is_refused(
+    runner: CliRunner, manifest: Manifest, examined: list[str]
+) -> None:
+    larger = next(found.name for found in manifest.configurations if found.tier is Tier.ALL)
+
+    told = runner.invoke(check.app, ["model", larger, "--second", "quick", "--model", str(SPECS)])
+
+    assert told.exit_code == 2
+    assert "none of those to run is a quick one: --second all" in told.stderr
+    assert examined == []

@@ -1,0 +1,77 @@
+"""`make protocol`: every pin has its step, and what is new is looked for where others of its kind are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import follow
+import pytest
+
+TEXT = """
+[[refusal_kind]]
+name = "REFUSED"
+[[refusal_kind]]
+name = "STALE"
+[[refusal_kind]]
+name = "FENCED"
+[sender]
+[[sender.row]]
+input = "SEND"
+[receiver]
+[[receiver.row]]
+input = "UPDATE"
+"""
+
+
+def test_every_step_is_a_command_that_is_there(root: Path) -> None:
+    for _, command in follow.commands(quick=False):
+        script = next((word for word in command if word.endswith(".py")), "weightsync/__main__.py")
+        assert (root / script).is_file(), script
+
+
+@pytest.mark.parametrize("pinned", ["golden.json", "digests.json", "replay.json", "manifest.toml"])
+def test_every_file_of_pins_is_still_one_of_those_that_the_steps_write(root: Path, pinned: str) -> None:
+    homes = {
+        "golden.json": "tests/transports/pipe/golden.py",
+        "digests.json": "tests/protocol/graph/configurations.py",
+        "replay.json": "spec/replay.py",
+        "manifest.toml": "--pin",
+    }
+    words = [word for _, command in follow.commands(quick=False) for word in command]
+
+    assert homes[pinned] in words
+    assert list(root.glob(f"*/**/{pinned}"))
+
+
+def test_quick_leaves_out_what_takes_long() -> None:
+    words = [word for _, command in follow.commands(quick=True) for word in command]
+
+    assert "--all" not in words
+    assert "--small" in words
+
+
+def test_a_new_name_is_told_from_those_that_were_there() -> None:
+    later = TEXT + '[[refusal_kind]]\nname = "FAILED"\n[[sender.row]]\ninput = "HURRY"\n'
+
+    assert follow.fresh(follow.names(TEXT), follow.names(later)) == {
+        "refusal_kind": {"FAILED"},
+        "sender input": {"HURRY"},
+    }
+
+
+def test_files_that_name_others_of_its_kind_and_not_the_new_one_are_pointed_at() -> None:
+    texts = {
+        "both.py": "STALE, FENCED, FAILED",
+        "lacking.py": "RefusalKind.STALE and RefusalKind.FENCED",
+        "one.py": "only STALE",
+        "longer.py": "STALE, FENCED, FAILED_OVER",
+    }
+
+    assert follow.lacking("FAILED", {"STALE", "FENCED", "REFUSED"}, texts) == ["lacking.py", "longer.py"]
+
+
+def test_the_names_of_our_own_protocol_are_found(root: Path) -> None:
+    found = follow.names((root / follow.SOURCE).read_text(encoding="utf-8"))
+
+    assert all(found.values())
+    assert "STALE" in found["refusal_kind"]

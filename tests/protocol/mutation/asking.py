@@ -1,0 +1,223 @@
+"""Which tests are asked about a mutant of a driver or of the payload's path: those that reach the lines it changes.
+
+They are recorded once a hunt. Each file of tests runs in a forked child, so that nothing of it stays in the process
+that forks for the mutants: each test once traced, once timed. A test that fails there, or takes long, is asked about
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+ROOT = Path(__file__).parents[3]
+
+#: The files of tests that may be asked: of one process and its forked children, without a cluster.
+FILES = (
+    "unit/engine",
+    "transports/pipe",
+    "unit/weights",
+    "protocol/planted",
+    "protocol/traces/test_guarantees_told.py",
+    "protocol/stateful/test_directed.py",
+    "unit/schemes/test_sending.py",
+    "unit/schemes/test_names_a.py",
+    "unit/schemes/test_bounds.py",
+    "unit/schemes/test_odd_weights.py",
+    "unit/schemes/test_fake_clock.py",
+    "unit/schemes/test_verified_updates.py",
+    "unit/schemes/test_models_by_path.py",
+    "unit/schemes/test_weights_of_another_model.py",
+    "transports/faults/test_bad_input.py",
+    "transports/faults/test_wire_damage.py",
+    "transports/faults/test_bad_links.py",
+    "transports/faults/test_goodbyes.py",
+    "transports/faults/test_interrupts_and_states.py",
+    "transports/faults/test_no_descriptors.py",
+    "transports/faults/test_other_hosts.py",
+    "torchrl/generation_b/test_background.py",
+    "torchrl/generation_b/test_cascade.py",
+    "torchrl/generation_b/test_copies_b.py",
+    "transports/store/test_store_group.py",
+    "transports/store/test_store_sends.py",
+    "transports/store/test_store_faults.py",
+    "transports/store/test_store_exchange.py",
+    "transports/store/test_store_strangers.py",
+    "transports/store/test_store_key.py",
+    "transports/store/test_store_client.py",
+)
+#: Those of them that are about these modules alone, and asked first.
+OWN = ("tests/unit/engine/", "tests/transports/store/test_store_client.py")
+#: Seconds that a test may take of the processor, or four times that, to be asked at all; and until it is taken for one
+#: that hangs.
+LONGEST, HANGS = 0.6, 20
+#: Seconds that the tests of one mutant take together at most, and how many they are.
+ENOUGH, MOST = 1.0, 50
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was recorded.
+
+    Attributes:
+        seconds: what each test takes that passes.
+        breadth: how many lines it reaches.
+        reached: the tests that reach a line of a module.
+    """
+
+    seconds: dict[str, float]
+    breadth: dict[str, int]
+    reached: dict[tuple[str, int], set[str]]
+
+    def about(self, module: str, *spans: range) -> list[str]:
+        """The tests that reach the first of these spans of lines that any reaches, in the order to be asked in."""
+        for lines in spans:
+            tests = set().union(*(self.reached.get((module, line), ()) for line in lines))
+            if tests:
+                return list(self._chosen(sorted(tests)))
+        return []
+
+    def _chosen(self, tests: Sequence[str]) -> Iterator[str]:
+        spent = 0.0
+        for test in islice(self._ordered(tests), MOST):
+            if spent + self.seconds[test] <= ENOUGH:
+                spent += self.seconds[test]
+                yield test
+
+    def _ordered(self, tests: Sequence[str]) -> Iterator[str]:
+        """The modules' own tests, then in turn one that reaches little else and one that reaches much."""
+        met, weights = Counter[str](), {}
+        for test in sorted(tests, key=self.breadth.__getitem__):
+            name = test.partition("[")[0]
+            # Of one test with several parameters, the later ones come a little later.
+            weights[test] = self.breadth[test] * (10 + met[name])
+            met[name] += 1
+        others = deque(sorted(weights, key=weights.__getitem__))
+        own = [test for test in others if test.startswith(OWN)]
+        yield from own
+        for test in own:
+            others.remove(test)
+        while others:
+            yield others.popleft()
+            if others:
+                yield others.pop()
+
+
+def record(items: Sequence[pytest.Item], modules: Sequence[str], lines: Path) -> Asked:
+    """Run the tests in forked children, and see what they reach.
+
+    Args:
+        items: the tests.
+        modules: whose lines are of interest.
+        lines: a file for what the children have to tell; what it tells already is believed.
+    """
+    lines.touch()
+    files = {str(ROOT / f"{module.replace('.', '/')}.py"): module for module in modules}
+    for _, group in groupby((item for item in items if _in_process(item)), key=lambda item: item.path):
+        left = _untold(list(group), lines)
+        while left:
+            child = os.fork()
+            if child == 0:
+                os.setpgid(0, 0)
+                _record(left, files, lines)
+            os.waitpid(child, 0)
+            end(child)
+            left = _untold(left, lines)[1:]  # the first one hung, or there is none
+    return _read(lines)
+
+
+def _untold(items: Sequence[pytest.Item], lines: Path) -> list[pytest.Item]:
+    told = {json.loads(line)["test"] for line in lines.read_text(encoding="utf-8").splitlines()}
+    return [item for item in items if item.nodeid not in told]
+
+
+def _read(lines: Path) -> Asked:
+    told = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    asked = [each for each in told if each["passed"] and each["seconds"] <= LONGEST]
+    reached: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for each in asked:
+        for module, numbers in each["reached"].items():
+            for line in numbers:
+                reached[module, line].add(each["test"])
+    breadth = {each["test"]: sum(map(len, each["reached"].values())) for each in asked}
+    return Asked({each["test"]: each["seconds"] for each in asked}, breadth, reached)
+
+
+def _in_process(item: pytest.Item) -> bool:
+    # A server of forked processes takes seconds to start, and its children import what is shipped.
+    return not {"forkserver", "cluster"} & set(getattr(item, "fixturenames", ()))
+
+
+def _record(items: Sequence[pytest.Item], files: dict[str, str], lines: Path) -> NoReturn:
+    with lines.open("a", encoding="utf-8") as told:
+        for item in items:
+            tracer = Tracer(set(files))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(HANGS)
+            traced = run(item, None, tracer)
+            passed, taken = _timed(item)
+            each = {"test": item.nodeid, "passed": passed and traced, "seconds": round(taken, 4)}
+            reached = {module: sorted(tracer.reached[file]) for file, module in files.items() if tracer.reached[file]}
+            print(json.dumps({**each, "reached": reached}), file=told, flush=True)
+    os._exit(0)
+
+
+def _timed(item: pytest.Item) -> tuple[bool, float]:
+    """Whether a test passes, and what it takes: on a busy machine the clock goes too fast."""
+    clock, processor = time.monotonic(), time.process_time()
+    passed = run(item, None)
+    return passed, max((time.monotonic() - clock) / 4, time.process_time() - processor)
+
+
+class Tracer:
+    """Notes the lines of some files that any thread reaches."""
+
+    def __init__(self, files: set[str]) -> None:
+        self.reached: dict[str, set[int]] = {file: set() for file in files}
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Tracer | None:
+        lines = self.reached.get(frame.f_code.co_filename)
+        if lines is None:
+            return None
+        lines.add(frame.f_lineno)
+        return self
+
+    def __enter__(self) -> None:
+        threading.settrace(self)  # type: ignore[arg-type]
+        sys.settrace(self)  # type: ignore[arg-type]
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def run(item: pytest.Item, following: pytest.Item | None, tracer: Tracer | None = None) -> bool:
+    """Whether a test passes, or skips itself."""
+    if tracer is None:
+        reports = runtestprotocol(item, log=False, nextitem=following)
+    else:
+        with tracer:
+            reports = runtestprotocol(item, log=False, nextitem=following)
+    return not any(report.failed for report in reports)
+
+
+def end(group: int) -> None:
+    """End what a child has left running: its processes are of one group."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,169 @@
+"""Hunts the mutants of the drivers and of the payload's path.
+
+For each mutant this process forks; the child plants it, and runs the tests that reach what it changes (see `asking`),
+until one fails. A test that hangs is found out by an alarm. While children wait, others work.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from asking import Asked, end, record, run
+from making import Mutant, mutants
+from mutated import DRIVEN
+
+TESTS = Path(__file__).parents[2]
+SURVIVED, BY_LOADING, BY_TEST = 0, 11, 12
+HOW = {SURVIVED: "survived", BY_LOADING: "loading", BY_TEST: "test"}
+#: Seconds until a child that does nothing is taken for one that waits, and how many of those there may be.
+WAITS, MOST = 1.5, 8
+#: Seconds until a test is taken for one that hangs, beside twenty times what it takes otherwise.
+HANGS = 10
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which mutants are hunted: each has its place by what it is called.
+
+    Attributes:
+        index: which share of all.
+        of: how many shares there are.
+    """
+
+    index: int = 0
+    of: int = 1
+
+    def has(self, mutant: Mutant) -> bool:
+        """Whether it is among them."""
+        return zlib.crc32(repr(mutant.key).encode()) % self.of == self.index % self.of
+
+
+class DrivenHunt:
+    """The plugin that runs instead of the tests.
+
+    Args:
+        wanted: whether a function is, by its full name.
+        share: which of the mutants.
+        result: the file for what became of each.
+        recorded: the file for which tests reach which lines.
+        workers: how many children work at once.
+    """
+
+    def __init__(
+        self, wanted: Callable[[str], bool], share: Share, result: Path, recorded: Path, workers: int = 2
+    ) -> None:
+        self._wanted, self._share, self._workers = wanted, share, workers
+        self._result, self._recorded = result, recorded
+        self.failure = ""
+        self._under_way: dict[int, tuple[Mutant, float]] = {}
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """For each mutant a child."""
+        _settle(session)
+        asked = record(session.items, DRIVEN, self._recorded)
+        items = {item.nodeid: item for item in session.items}
+        found: list[list[object]] = []
+        self.failure = self._harmed(items, asked)
+        for mutant, how in () if self.failure else self._hunted(items, asked):
+            found.append([*mutant.key, how])
+            if len(found) % 20 == 0:
+                self._write(found)
+        self._write(found)
+        return True
+
+    def _harmed(self, items: dict[str, pytest.Item], asked: Asked) -> str:
+        """Which test fails of what is shipped; otherwise every mutant would be killed. Empty: none does."""
+        for module in filter(self._wanted, DRIVEN):
+            tests = [items[test] for test in asked.about(module, range(10_000)) if test in items]
+            child = _forked(None, tests, asked, self._result)
+            _, status = os.waitpid(child, 0)
+            end(child)
+            if os.waitstatus_to_exitcode(status) != SURVIVED:
+                return f"{self._result.read_text(encoding='utf-8')} fails of {module} as it is shipped"
+        return ""
+
+    def _write(self, found: list[list[object]]) -> None:
+        self._result.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+    def _hunted(self, items: dict[str, pytest.Item], asked: Asked) -> Iterator[tuple[Mutant, str]]:
+        for mutant in (mutant for module in DRIVEN for mutant in mutants(module, self._wanted)):
+            if not self._share.has(mutant):
+                continue
+            chosen = [items[test] for test in asked.about(mutant.module, *mutant.spans) if test in items]
+            while not self._has_room():
+                yield from self._ended()
+            self._under_way[_forked(mutant, chosen, asked)] = mutant, time.monotonic()
+        while self._under_way:
+            yield from self._ended()
+
+    def _has_room(self) -> bool:
+        now = time.monotonic()
+        busy = [child for child, (_, begun) in self._under_way.items() if now - begun < WAITS or _works(child)]
+        return len(busy) < self._workers and len(self._under_way) < MOST
+
+    def _ended(self) -> Iterator[tuple[Mutant, str]]:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child == 0:
+            time.sleep(0.02)
+            return
+        end(child)
+        mutant, _ = self._under_way.pop(child)
+        yield mutant, HOW.get(os.waitstatus_to_exitcode(status), "time")
+
+
+def _settle(session: pytest.Session) -> None:
+    """What is inherited by all children: one thread, one folder, and no name of another child's."""
+    torch.set_num_threads(1)
+    session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    conftest = session.config.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
+    assert conftest is not None
+    names = conftest._shared_names  # type: ignore[attr-defined]
+    conftest._shared_names = lambda: {name for name in names() if str(os.getpid()) in name}  # type: ignore[attr-defined]
+    gc.collect()
+    gc.freeze()
+
+
+def _works(child: int) -> bool:
+    try:
+        return Path(f"/proc/{child}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "R"
+    except FileNotFoundError:
+        return False
+
+
+def _forked(mutant: Mutant | None, items: Sequence[pytest.Item], asked: Asked, last: Path | None = None) -> int:
+    """A child that asks these tests about a mutant (None: the code as it is), and writes down which is the last."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        _try(mutant, items, asked, last)
+    return child
+
+
+def _try(mutant: Mutant | None, items: Sequence[pytest.Item], asked: Asked, last: Path | None) -> NoReturn:
+    how = BY_LOADING
+    try:
+        if mutant is not None:
+            mutant.plant()
+        how = BY_TEST
+        for item, after in zip_longest(items, items[1:]):
+            if last is not None:
+                last.write_text(item.nodeid, encoding="utf-8")
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(HANGS + 20 * asked.seconds[item.nodeid]))
+            if not run(item, after):
+                os._exit(how)
+    except BaseException:  # noqa: BLE001 - whatever a test raises, it has noticed
+        os._exit(how)
+    os._exit(SURVIVED)

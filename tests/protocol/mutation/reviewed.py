@@ -1,0 +1,103 @@
+"""The mutants that live, each reviewed, and the score that may not fall; docs/code-mutants.md shows both.
+
+`python tests/protocol/mutation/reviewed.py` renders the page. With a result of run.py it first takes that in: mutants
+that live no longer leave the file, new ones come in without a reason, and the score is that of the result.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = Path(__file__).with_name("survivors.toml")
+PAGE = Path(__file__).parents[3] / "docs/code-mutants.md"
+
+#: A mutant: its function, what was there, what stands there now, and how many before it read the same.
+Key = tuple[str, str, str, int]
+
+HEAD = """# Mutants of the code
+
+A mutant is one function of the machines or their pure halves, changed in one place by mutmut: an operator, an argument,
+a constant, a text, a case. An oracle kills it if it fails of it: the tests of `tests/protocol/machines` and
+`tests/protocol/pure`, then the small graphs of `tests/protocol/graph`, whose digests TLC agrees with. `make verify`
+hunts them all. It fails if one lives that is not on this page, if one on this page lives no longer, and if the share of
+the killed falls.
+
+Not mutated: what stands outside functions (the rows are generated, and the graphs are TLC's own), the drivers, and
+everything that sends, receives or applies.
+
+`python tests/protocol/mutation/run.py RESULT` hunts, `python tests/protocol/mutation/reviewed.py RESULT` takes that in
+and renders this page; then each new mutant wants its reason in `tests/protocol/mutation/survivors.toml`, or a test that
+kills it.
+"""
+
+
+@dataclass(frozen=True)
+class Reviewed:
+    """What is committed.
+
+    Attributes:
+        mutants: how many there are.
+        killed: how many of them are killed.
+        reasons: why each that lives may.
+        unhunted: functions whose mutants the score does not count yet; a run of all leaves none.
+    """
+
+    mutants: int
+    killed: int
+    reasons: dict[Key, str]
+    unhunted: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls) -> Reviewed:
+        """As the file says."""
+        told = tomllib.loads(FILE.read_text(encoding="utf-8"))
+        reasons = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in told.get("survivor", [])}
+        return cls(told["mutants"], told["killed"], reasons, tuple(told.get("unhunted", ())))
+
+    def after(self, result: list[list[str]]) -> Reviewed:
+        """With a result of all mutants taken in."""
+        living = [(function, was, now, int(twin)) for function, was, now, twin, how in result if how == "survived"]
+        reasons = {key: self.reasons.get(key, "") for key in sorted(living)}
+        return Reviewed(len(result), len(result) - len(living), reasons)
+
+    def write(self) -> None:
+        """Into the file."""
+        lines = ["# Rendered in docs/code-mutants.md, and kept by reviewed.py.", f"mutants = {self.mutants}"]
+        lines += [f"killed = {self.killed}", f"unhunted = {json.dumps(self.unhunted)}"]
+        for (function, was, now, twin), reason in self.reasons.items():
+            lines += ["", "[[survivor]]", f"function = {json.dumps(function)}", f"was = {json.dumps(was)}"]
+            lines += [f"now = {json.dumps(now)}", f"twin = {twin}", f"reason = {json.dumps(reason)}"]
+        FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    @property
+    def page(self) -> str:
+        """The page of the docs."""
+        share = 100 * self.killed / self.mutants if self.mutants else 0
+        lines = [HEAD, f"**{self.killed} of {self.mutants} are killed ({share:.1f} %).** Those that live:"]
+        if self.unhunted:
+            lines.insert(1, f"**Not hunted yet, and not counted:** {', '.join(self.unhunted)}.\n")
+        by_function = Counter(function for function, *_ in self.reasons)
+        for function in by_function:
+            lines += ["", f"## `{function.removeprefix('weightsync.')}`", ""]
+            for (where, was, now, _), reason in self.reasons.items():
+                if where == function:
+                    lines += [f"- ``{was}`` became ``{now}``" if now else f"- ``{was}`` is gone", f"  : {reason}"]
+        return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Take in a result, if one is named, and render the page."""
+    found = Reviewed.read()
+    for path in sys.argv[1:]:
+        found = found.after(json.loads(Path(path).read_text(encoding="utf-8")))
+        found.write()
+    PAGE.write_text(found.page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

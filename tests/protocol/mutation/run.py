@@ -1,0 +1,183 @@
+"""Hunts the mutants: `python tests/protocol/mutation/run.py RESULT [NAME...]` writes what became of each.
+
+With `--driven` those of the drivers and of the payload's path: see `driven`. Otherwise those of the pure halves:
+
+The tests are collected once. For each mutant this process forks; the child plants it, and asks the oracles in turn,
+the fastest first: the tests of its module, then the small graphs of tests/protocol/graph, whose committed digests TLC
+agrees with. The first that fails kills it. A child is given seconds of the processor, not of the clock: a busy machine
+kills nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+TESTS = Path(__file__).parents[2]
+sys.path[:0] = [str(TESTS / "protocol" / "graph"), str(TESTS / "protocol" / "mutation")]
+
+from asking import FILES  # noqa: E402
+from configurations import SMALL, committed  # noqa: E402
+from driven import DrivenHunt, Share  # noqa: E402
+from making import Mutant, mutants  # noqa: E402
+from mutated import PURE  # noqa: E402
+from search import digest, search  # noqa: E402
+
+#: The tests that are asked about the mutants of a module.
+ASKED = {
+    "weightsync.protocol.machine": ("machines",),
+    "weightsync.protocol.sender": ("test_sender.py", "test_words.py"),
+    "weightsync.protocol.receiver": ("test_receiver.py", "test_words.py"),
+}
+#: Larger graphs take longer than all others together.
+MOST_NODES = 10_000
+#: Seconds of the processor, and of the clock, that a mutant may take; all oracles together take about three.
+CPU_SECONDS, SECONDS = 20, 300
+WORKERS = 2
+SURVIVED, BY_LOADING, BY_TEST, BY_GRAPH = 0, 11, 12, 13
+HOW = {SURVIVED: "survived", BY_LOADING: "loading", BY_TEST: "test", BY_GRAPH: "graph"}
+
+
+class Hunt:
+    """The plugin that runs instead of the tests."""
+
+    def __init__(self, wanted: Callable[[str], bool], result: Path) -> None:
+        self._wanted, self._result = wanted, result
+        self.failure = ""
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """For each mutant a child."""
+        found: list[tuple[Mutant, str]] = []
+        if self._unharmed(session.items):
+            found = list(self._hunted(session.items))
+        told = [[*mutant.key, how] for mutant, how in found]
+        self._result.write_text(json.dumps(told, indent=1), encoding="utf-8")
+        return True
+
+    def _unharmed(self, items: list[pytest.Item]) -> bool:
+        """Whether the oracles let pass what is shipped; otherwise every mutant would be killed."""
+        for module in filter(self._wanted, PURE):
+            if os.waitstatus_to_exitcode(os.waitpid(_forked(module, None, items), 0)[1]) != SURVIVED:
+                self.failure = f"an oracle fails of {module} as it is shipped"
+                return False
+        return True
+
+    def _hunted(self, items: list[pytest.Item]) -> Iterator[tuple[Mutant, str]]:
+        todo = (mutant for module in PURE for mutant in mutants(module, self._wanted))
+        under_way: dict[int, Mutant] = {}
+        for mutant in todo:
+            under_way[_forked(mutant.module, mutant, items)] = mutant
+            if len(under_way) == WORKERS:
+                yield self._ended(under_way)
+        while under_way:
+            yield self._ended(under_way)
+
+    def _ended(self, under_way: dict[int, Mutant]) -> tuple[Mutant, str]:
+        child, status = os.wait()
+        return under_way.pop(child), HOW.get(os.waitstatus_to_exitcode(status), "time")
+
+
+def _forked(module: str, mutant: Mutant | None, items: list[pytest.Item]) -> int:
+    """A child that asks all oracles about a mutant (None: the code as it is)."""
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(SECONDS)
+        _try(module, mutant, items)
+    return child
+
+
+def _try(module: str, mutant: Mutant | None, items: list[pytest.Item]) -> NoReturn:
+    how = BY_LOADING
+    try:
+        if mutant is not None:
+            mutant.plant()
+        how = BY_TEST
+        if _tests_fail([item for item in items if set(ASKED[module]) & set(item.path.parts)]):
+            os._exit(how)
+        how = BY_GRAPH
+        # No machine acts on a sentence, and no graph has one.
+        sentence = mutant is not None and mutant.told
+        if module != "weightsync.protocol.machine" and not sentence and _graphs_differ():
+            os._exit(how)
+    except BaseException:  # noqa: BLE001 - whatever an oracle raises, it has noticed
+        os._exit(how)
+    os._exit(SURVIVED)
+
+
+def _tests_fail(items: list[pytest.Item]) -> bool:
+    assert items, "no test was collected"
+    following: list[pytest.Item | None] = [*items[1:], None]
+    return any(
+        report.failed
+        for item, after in zip(items, following, strict=True)
+        for report in runtestprotocol(item, log=False, nextitem=after)
+    )
+
+
+def _graphs_differ() -> bool:
+    told = committed()
+    small = sorted((name for name in SMALL if told[name]["nodes"] < MOST_NODES), key=lambda name: told[name]["nodes"])
+    return any(digest(search(SMALL[name]))["digest"] != told[name]["digest"] for name in small)
+
+
+def main() -> int:
+    """Hunt; 0: it is written what became of each."""
+    told = _arguments()
+
+    def wanted(function: str) -> bool:
+        return not told.names or any(name in function or function in name for name in told.names)
+
+    os.environ["HYPOTHESIS_PROFILE"] = "mutants"
+    # A signal that whoever started this ignores is none that tests can send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--no-traces"]
+    if told.driven:
+        return _driven(told, wanted, quiet)
+    hunt = Hunt(wanted, told.result)
+    chosen = [str(TESTS / "protocol" / name) for name in ("pure", "machines")]
+    chosen.append(f"--deselect={TESTS / 'protocol/machines/test_cost.py'}")
+    return _ended(hunt, pytest.main([*chosen, *quiet], plugins=[hunt]))
+
+
+def _ended(hunt: Hunt | DrivenHunt, code: int) -> int:
+    if hunt.failure:
+        print(hunt.failure, file=sys.stderr)
+    return 1 if hunt.failure else int(code)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Hunts the mutants of the code.")
+    parser.add_argument("result", type=Path, help="the file for what becomes of each")
+    parser.add_argument("names", nargs="*", help="of functions or modules; none: all")
+    parser.add_argument("--driven", action="store_true", help="those of the drivers and of the payload's path")
+    parser.add_argument("--share", default="0/1", help="which share of them, such as 3/20")
+    parser.add_argument("--recorded", type=Path, help="a file that keeps which tests enter what; it may be there")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="how many work at once")
+    return parser.parse_intermixed_args()
+
+
+def _driven(told: argparse.Namespace, wanted: Callable[[str], bool], quiet: list[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="weightsync-mutants-") as folder:
+        recorded = told.recorded or Path(folder, "recorded.jsonl")
+        index, _, of = told.share.partition("/")
+        hunt = DrivenHunt(wanted, Share(int(index), int(of)), told.result, recorded, told.workers)
+        chosen = [str(TESTS / name) for name in FILES]
+        kinds = "not slow and not tlc and not ray and not rpc and not gpu"
+        return _ended(hunt, pytest.main([*chosen, *quiet, "-m", kinds, f"--basetemp={folder}/tests"], plugins=[hunt]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""A change of a machine or a pure half is noticed: the mutants that live are reviewed, and do not grow in number."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driven_ledger import PAGE as DRIVEN_PAGE
+from driven_ledger import Ledger, Score, unknown
+from missing import installed
+from mutated import DRIVEN
+from reviewed import PAGE, Key, Reviewed
+
+RUN = Path(__file__).with_name("run.py")
+LEAST = 0.9
+#: Each night another one of so many shares of the drivers' mutants is hunted.
+SHARES = 20
+
+
+def hunted(tmp_path: Path, *names: str, timeout: float) -> list[list[Any]]:
+    """What became of the mutants of the functions of these names (none: of all)."""
+    installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE KILLED", extra="dev")
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(RUN), str(result), *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode in (0, 5), (
+        done.stdout + done.stderr
+    )  # 5: pytest ran no test, since the hunt took their place
+    found: list[list[Any]] = json.loads(result.read_text(encoding="utf-8"))
+    return found
+
+
+def test_the_share_of_the_killed_is_high_enough() -> None:
+    reviewed = Reviewed.read()
+
+    assert reviewed.killed + len(reviewed.reasons) == reviewed.mutants
+    assert reviewed.killed / reviewed.mutants >= LEAST
+
+
+def test_every_mutant_that_lives_has_its_reason() -> None:
+    assert [key for key, reason in Reviewed.read().reasons.items() if len(reason) < 10] == []
+
+
+def test_the_page_shows_what_is_committed() -> None:
+    assert PAGE.read_text(encoding="utf-8") == Reviewed.read().page
+
+
+def test_a_result_is_taken_in() -> None:
+    stale: Key = ("module.gone", "a", "b", 0)
+    kept: Key = ("module.kept", "a", "b", 1)
+    before = Reviewed(2, 0, {stale: "it is gone", kept: "it is the same"})
+    result = [
+        [*stale, "test"],
+        [*kept, "survived"],
+        ["module.new", "c", "", 0, "survived"],
+        ["module.slow", "", "", 0, "time"],
+    ]
+
+    after = before.after(result)
+
+    assert (after.mutants, after.killed) == (4, 2)
+    assert after.reasons == {kept: "it is the same", ("module.new", "c", "", 0): ""}
+    assert "``c`` is gone" in after.page
+    assert "**2 of 4 are killed (50.0 %).**" in after.page
+
+
+@pytest.mark.slow
+def test_a_mutant_takes_its_functions_place_and_is_killed(tmp_path: Path) -> None:
+    """The canary of the hunt; that the shipped code survives all oracles, the hunt makes sure of itself."""
+    found = hunted(
+        tmp_path, "weightsync.protocol.receiver._is_in_force", "weightsync.protocol.sender.owes", timeout=110
+    )
+
+    assert {where for where, *_ in found} == {
+        "weightsync.protocol.receiver._is_in_force",
+        "weightsync.protocol.sender.owes",
+    }
+    assert [each for each in found if each[-1] == "survived"] == []
+    assert len(found) >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_only_the_reviewed_mutants_live(tmp_path: Path) -> None:
+    reviewed = Reviewed.read()
+    found = reviewed.after(hunted(tmp_path, timeout=3500))
+
+    assert [key for key in found.reasons if key not in reviewed.reasons] == [], (
+        "they live, and nobody has reviewed them"
+    )
+    assert [key for key in reviewed.reasons if key not in found.reasons] == [], "they are killed now: take them off"
+    assert found.killed * reviewed.mutants >= reviewed.killed * found.mutants, "the share of the killed has fallen"
+
+
+def test_of_the_mutants_of_the_drivers_enough_are_killed() -> None:
+    ledger = Ledger.read()
+
+    assert set(ledger.scores) <= set(DRIVEN)
+    assert len(ledger.survivors) == ledger.whole.mutants - ledger.whole.killed
+    assert ledger.whole.share >= LEAST
+
+
+def test_every_mutant_of_a_driver_that_lives_has_its_reason() -> None:
+    ledger = Ledger.read()
+
+    assert [key for key, reason in ledger.survivors.items() if len(ledger.reasons.get(reason, "")) < 10] == []
+    assert set(ledger.reasons) == set(ledger.survivors.values()), "a reason that nothing lives for"
+
+
+def test_the_page_of_the_drivers_shows_what_is_committed() -> None:
+    assert DRIVEN_PAGE.read_text(encoding="utf-8") == Ledger.read().page
+
+
+def test_a_result_of_a_drivers_module_is_taken_in() -> None:
+    other: Key = ("weightsync.clock.seconds", "a", "b", 0)
+    stale: Key = ("weightsync.protocol.codec.peek", "a", "b", 0)
+    kept: Key = ("weightsync.protocol.codec.peek", "c", "d", 1)
+    scores = {"weightsync.protocol.codec": Score(2, 0), "weightsync.clock": Score(1, 0)}
+    before = Ledger(scores, {"equal": "it is the same"}, {other: "equal", stale: "equal", kept: "equal"})
+
+    after = before.after([[*kept, "survived"], ["weightsync.protocol.codec.malformed", "e", "", 0, "test"]])
+
+    assert after.scores == {"weightsync.protocol.codec": Score(2, 1), "weightsync.clock": Score(1, 0)}
+    assert after.survivors == {other: "equal", kept: "equal"}
+    assert after.without([kept]).survivors == {other: "equal"}
+    assert "1 of 2 (50.0 %)" in after.page
+    assert "- `clock.seconds`: ``a`` became ``b``" in after.page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_of_a_share_of_the_drivers_mutants_only_the_reviewed_live(tmp_path: Path) -> None:
+    share = datetime.date.today().toordinal() % SHARES
+    ledger = Ledger.read()
+    found = hunted(tmp_path, "--driven", f"--share={share}/{SHARES}", *ledger.scores, timeout=1750)
+
+    assert len(found) > ledger.whole.mutants / SHARES / 2
+    assert [key for *key, how in found if how == "survived" and tuple(key) not in ledger.survivors] == [], (
+        "they live, and nobody has reviewed them"
+    )
+
+
+@pytest.mark.slow
+def test_all_reviewed_mutants_of_the_drivers_are_mutants_of_the_code_as_it_is() -> None:
+    installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE KILLED", extra="dev")
+
+    assert unknown(Ledger.read()) == [], "take them off: python tests/protocol/mutation/driven_ledger.py --prune"

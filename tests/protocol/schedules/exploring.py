@@ -1,0 +1,307 @@
+"""Explores one scenario: `frontrun python tests/protocol/schedules/exploring.py NAME [FAULT]` prints a verdict as JSON.
+
+Threads call a sender's public methods at once. frontrun (DPOR) runs them under every schedule that differs in the order
+of conflicting accesses, with at most two preemptions, and asks after each whether it ended as it may. A lock that is
+missing shows as a schedule that does not; FAULT takes the locks away, to show that it would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import frontrun
+
+from weightsync.engine.driver import Driver
+from weightsync.engine.packer import Packed
+from weightsync.engine.sender import WeightSender
+from weightsync.protocol._tables import Delivery, State
+from weightsync.protocol.messages import Ack, Message, Update
+from weightsync.protocol.report import SyncReport
+from weightsync.transports.base import Received
+from weightsync.transports.buffers import Buffer
+from weightsync.weights.layout import Layout
+from weightsync.weights.strategy import WeightStrategy
+from weightsync.weights.target import Mode
+
+#: How long an exploration may take, and how many schedules it may try.
+SECONDS, SCHEDULES = 60.0, 400
+
+
+class Wire:
+    """A link to a worker that answers when it is told to."""
+
+    delivery = Delivery.ORDERED
+    peer = "a worker"
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.arrived: list[Received] = []
+        self.closed = False
+
+    def send(self, message: Message, payload: Buffer | None = None) -> None:
+        if isinstance(message, Update):
+            self.sent.append(message.version)
+
+    def receive(self) -> list[Received]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def flush(self) -> bool:
+        return True
+
+    def waitables(self) -> list[int]:
+        return []
+
+    def wants_write(self) -> int | None:
+        return None
+
+    def watch(self, pid: int, started: int) -> None:
+        return None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Weights:
+    """Packs nothing: what travels is no matter of schedules."""
+
+    def __init__(self) -> None:
+        self.packed = Packed(Layout(()), Buffer(1), b"", b"")
+
+    def layout_of(self, weights: Any) -> Layout:
+        return self.packed.layout
+
+    def pack(self, weights: Any) -> Packed:
+        return self.packed
+
+    def handed_over(self, packed: Packed) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class Scheme:
+    """Wires a sender to such links."""
+
+    apply_mode = Mode.COPY
+    strategy = WeightStrategy("tensordict")
+
+    @property
+    def packer(self) -> Any:
+        return Weights()
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
+        return endpoint
+
+    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+        return weights
+
+    def published(self, model_id: str, weights: Any) -> None:
+        return None
+
+
+class Stage:
+    """A sender that is ready, one worker, and what became of each call."""
+
+    def __init__(self) -> None:
+        self.wire = Wire()
+        self.sender = WeightSender(Scheme())  # type: ignore[arg-type]
+        self.sender.add_worker(0, self.wire)
+        self.sender.connect()
+        self.became: dict[str, Any] = {}
+
+    def answer(self) -> None:
+        """The worker's ack of version 1 has arrived."""
+        self.wire.arrived = [Received(Ack(model_id="policy", incarnation=self.sender.incarnation, version=1))]
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What became of each call, in a word."""
+        return {call: _word(became) for call, became in self.became.items()}
+
+
+def _word(became: Any) -> str:
+    if isinstance(became, SyncReport):
+        return became[0].kind.name
+    return "None" if became is None else type(became).__name__
+
+
+def call(name: str, does: Callable[[WeightSender], Any]) -> Callable[[Stage], None]:
+    """A thread that makes one call."""
+
+    def run(stage: Stage) -> None:
+        try:
+            stage.became[name] = does(stage.sender)
+        except Exception as error:  # noqa: BLE001 - what it may be is what the scenario's ends say
+            stage.became[name] = error
+
+    return run
+
+
+def ready() -> Stage:
+    return Stage()
+
+
+def sent() -> Stage:
+    stage = Stage()
+    stage.sender.send_async("weights")
+    return stage
+
+
+def answered() -> Stage:
+    stage = sent()
+    stage.answer()
+    return stage
+
+
+SEND = "send_async", lambda sender: sender.send_async("weights")
+WAIT = "wait_async", lambda sender: sender.wait_async(timeout=0)
+ABANDON = "abandon", lambda sender: sender.abandon()
+POLL = "poll", lambda sender: sender.poll()
+CLOSE = "close", lambda sender: sender.close()
+
+
+def again(verb: tuple[str, Any]) -> tuple[str, Any]:
+    """The same call once more, by another thread."""
+    return f"{verb[0]} again", verb[1]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is called at once, and all that may come of it.
+
+    Attributes:
+        setup: before.
+        calls: one a thread.
+        ends: every end that there may be: what each call gives, in the calls' order; versions sent; the state.
+    """
+
+    setup: Callable[[], Stage]
+    calls: tuple[tuple[str, Any], ...]
+    ends: frozenset[tuple[tuple[str, ...], int, State]]
+
+    def holds(self, stage: Stage) -> bool:
+        """Whether it ended as it may."""
+        words = stage.words
+        end = tuple(words.get(name, "-") for name, _ in self.calls), len(stage.wire.sent), stage.sender.state
+        closed = stage.sender.state is State.CLOSED
+        return end in self.ends and stage.wire.closed == closed and stage.sender.version == len(stage.wire.sent)
+
+
+def ends(*each: tuple[tuple[str, ...], int, State]) -> frozenset[tuple[tuple[str, ...], int, State]]:
+    return frozenset(each)
+
+
+SCENARIOS = {
+    "two sends": Scenario(
+        ready,
+        (SEND, again(SEND)),
+        ends(
+            (("PENDING", "StateError"), 1, State.PENDING_ASYNC),
+            (("StateError", "PENDING"), 1, State.PENDING_ASYNC),
+        ),
+    ),
+    "a send and a close": Scenario(
+        ready,
+        (SEND, CLOSE),
+        ends((("PENDING", "None"), 1, State.CLOSED), (("ABANDONED", "None"), 1, State.CLOSED))
+        | ends((("StateError", "None"), 0, State.CLOSED)),
+    ),
+    "two waits": Scenario(
+        sent,
+        (WAIT, again(WAIT)),
+        ends(
+            (("AckTimeoutError", "AckTimeoutError"), 1, State.PENDING_ASYNC),
+            (("AckTimeoutError", "StateError"), 1, State.PENDING_ASYNC),
+            (("StateError", "AckTimeoutError"), 1, State.PENDING_ASYNC),
+        ),
+    ),
+    "a wait and a close": Scenario(
+        sent,
+        (WAIT, CLOSE),
+        ends(
+            (("AckTimeoutError", "None"), 1, State.CLOSED),
+            (("SyncError", "None"), 1, State.CLOSED),
+            (("StateError", "None"), 1, State.CLOSED),
+        ),
+    ),
+    "two abandon": Scenario(
+        sent,
+        (ABANDON, again(ABANDON)),
+        ends((("ABANDONED", "StateError"), 1, State.READY), (("StateError", "ABANDONED"), 1, State.READY)),
+    ),
+    "an answer is polled and abandoned": Scenario(
+        answered,
+        (POLL, ABANDON),
+        ends((("APPLIED", "APPLIED"), 1, State.READY), (("None", "APPLIED"), 1, State.READY)),
+    ),
+    "an answer is waited for and abandoned": Scenario(
+        answered,
+        (WAIT, ABANDON),
+        ends(
+            (("APPLIED", "StateError"), 1, State.READY),
+            (("StateError", "APPLIED"), 1, State.READY),
+        ),
+    ),
+    "a send, a poll and a close": Scenario(
+        ready,
+        (SEND, POLL, CLOSE),
+        frozenset(
+            ((send, poll, "None"), int(send != "StateError"), State.CLOSED)
+            for send in ("PENDING", "ABANDONED", "StateError")
+            for poll in ("None", "PENDING", "ABANDONED", "StateError")
+        ),
+    ),
+}
+
+
+@contextlib.contextmanager
+def without_locks() -> Iterator[None]:
+    """The fault: a step is no step any more, for nobody holds the driver's lock or the machine's."""
+    made = Driver.__init__
+
+    def init(self: Any, *given: Any) -> None:
+        made(self, *given)
+        self.lock = self.machine.lock = contextlib.nullcontext()
+
+    Driver.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Driver.__init__ = made  # type: ignore[method-assign]
+
+
+FAULTS = {"none": contextlib.nullcontext, "without locks": without_locks}
+
+
+def explore(scenario: Scenario) -> Any:
+    """Every schedule of a scenario."""
+    return frontrun.explore(
+        scenario.setup,
+        [call(*each) for each in scenario.calls],
+        scenario.holds,
+        preemption_bound=2,
+        max_executions=SCHEDULES,
+        total_timeout=SECONDS,
+        detect_io=False,
+        reproduce_on_failure=0,
+        trace_packages=["weightsync*"],
+    )
+
+
+def main() -> None:
+    """The verdict of one scenario."""
+    scenario, fault = SCENARIOS[sys.argv[1]], sys.argv[2] if len(sys.argv) > 2 else "none"
+    with FAULTS[fault]():
+        result = explore(scenario)
+    print(json.dumps({"holds": result.property_holds, "schedules": result.num_explored, "why": result.explanation}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The pytest plugin records every test, names the one whose trace does not conform, and lets those be that say why."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+#: How many events the test that conforms leaves in its trace.
+EVENTS = 168
+
+TESTS = """
+import pytest
+from recorded import play
+from weightsync import tracing
+
+
+def test_that_conforms():
+    play()
+
+
+
+shipped = tracing.Life.tell
+
+
+def faulty(self, what, model_id, **said):
+    if what is tracing.What.STEP:
+        said["after"] = said["before"]
+    shipped(self, what, model_id, **said)
+
+
+def test_that_plants_a_fault(monkeypatch):
+    monkeypatch.setattr(tracing.Life, "tell", faulty)
+    play()
+
+
+@pytest.mark.untraced("its recorder is broken")
+def test_that_says_why(monkeypatch):
+    test_that_plants_a_fault(monkeypatch)
+"""
+
+
+def session(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_played.py").write_text(TESTS, encoding="utf-8")
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here)])}
+    environment.pop("WEIGHTSYNC_TRACE", None)
+    command = [sys.executable, "-m", "pytest", "-p", "weightsync.testing.pytest_plugin", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [*command, "--rootdir", str(folder), *options, str(folder)],
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+
+
+def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_one_that_says_why_is_left_out(
+    tmp_path: Path,
+) -> None:
+    """Each worker of xdist judges what it has recorded, and the session tells of all."""
+    counts, kept = tmp_path / "counts.json", tmp_path / "kept"
+    done = session(tmp_path, f"--traces={kept}", f"--trace-counts={counts}", "-n", "2")
+
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "3 passed" in done.stdout
+    assert "in test_played.py::test_that_plants_a_fault:" in done.stdout
+    assert "in test_played.py::test_that_conforms:" not in done.stdout
+    assert "in test_played.py::test_that_says_why:" not in done.stdout
+    assert "must be 'READY'" in done.stdout
+    assert f"1 traces of {EVENTS} events conform" in done.stdout
+    assert "1 untraced tests were not recorded" in done.stdout
+    assert list(kept.glob("gw?/trace-*.jsonl"))
+    assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, EVENTS]}

@@ -1,0 +1,110 @@
+"""TorchRL's collectors whose workers are reached over RPC and torch.distributed, on our schemes and updaters.
+
+What does not run with TorchRL's own schemes either is not asked of ours: a `DistributedCollector` whose workers have
+workers of their own never gives a batch. Weights as a dict, weights worker by worker and policies without weights fail
+with TorchRL's own over both; with ours they work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from collecting import MARKS
+
+pytestmark = [*MARKS, pytest.mark.slow]
+
+PROGRAM = Path(__file__).parents[2] / "far_collectors.py"
+PATIENCE = 240.0
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+KINDS = [pytest.param("rpc", marks=pytest.mark.rpc), pytest.param("distributed", marks=pytest.mark.gloo)]
+
+
+def told(kind: str, situation: str) -> list[Any]:
+    """What the program says step by step. All of its processes have ended with it."""
+    command = [sys.executable, str(PROGRAM), kind, situation, str(free_port())]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
+        start_new_session=True,
+    )
+    try:
+        said, errors = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, errors[-4000:]
+        left = ended(process.pid)
+    finally:
+        if not ended(process.pid, patience=0.0):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert left, "it left processes behind"
+    steps = [json.loads(line) for line in said.splitlines() if line.startswith("[")]
+    assert steps.pop() == ["over", []]
+    return steps
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def ended(group: int, patience: float = 30.0) -> bool:
+    """Whether no process of a group is left, multiprocessing's helpers included."""
+    given_up = time.monotonic() + patience
+    while True:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        if time.monotonic() >= given_up:
+            return False
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_act_by_weights_of_every_form_as_each_update_returns(kind: str) -> None:
+    assert told(kind, "a_policy") == [
+        ["first", [0]],
+        ["module", [1]],
+        ["tensordict", [0]],
+        ["dict", [1]],
+        ["own", [0]],
+        ["one worker", [[0], [1]]],
+        ["report", [True, ["ANSWER"]]],
+        ["in the end", [1]],
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_that_make_their_policies_are_given_weights_together_or_each_its_own(kind: str) -> None:
+    assert told(kind, "factories") == [
+        ["first", [0]],
+        ["module", [1]],
+        ["each its own", [[0], [1]]],
+        ["one left out", [0]],
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_without_weights_has_versions_and_acks_as_any_other(kind: str) -> None:
+    assert told(kind, "without_weights") == [["frames", 20], ["versions", [1, 1]], ["frames", 20]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_updater_pushes_to_a_collectors_workers(kind: str) -> None:
+    assert told(kind, "an_updater") == [["registered", True], ["first", [0]], ["module", [1]]]
+
+
+@pytest.mark.rpc
+def test_a_workers_own_workers_act_by_what_was_sent() -> None:
+    assert told("rpc", "workers_of_workers") == [["first", [0]], ["module", [1]]]

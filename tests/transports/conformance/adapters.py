@@ -1,0 +1,302 @@
+"""The one list of all adapters that are held to the contract: how each is laid, and what it cannot reach."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process_courier import DirectCourier, ThreadedCourier
+from ray_relay import ray_factory
+from world_adapters import conforms, rpc_factory, store_factory
+
+from weightsync.clock import Deadline
+from weightsync.protocol._tables import Delivery
+from weightsync.protocol.messages import Bye, Hello
+from weightsync.schemes.peers.user_transport import user_link
+from weightsync.testing import SCENARIOS, Conformance, Ends, Factory, FaultyTransport, Nonconforming, check_transport
+from weightsync.transports.base import Link, Payloads, Received
+from weightsync.transports.calls.client import BlockingLink, CallLink
+from weightsync.transports.calls.server import CallServer
+from weightsync.transports.local import LocalLink, local_pair
+from weightsync.transports.pipe.link import PipeLink
+from weightsync.transports.queues import QueueChannel, QueueLink
+
+ONE_MODEL = "each link here carries one model, and nothing of it is shared"
+ANSWERS_GO_HOME = (
+    "a worker's words go home with the sender's calls: one that is gone, and whose process lives, is noticed at the "
+    "next call"
+)
+WORDLESS = "a sender that says no goodbye is told by the end of its process alone, and here both ends are in one"
+#: Seconds; reached only by a failure.
+LONG = 900.0
+#: As all tests of Ray: its processes take long to start, and it leaves what it does not close to the collector.
+RAY = (pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::ResourceWarning"))
+NO_CABLE = "nothing lies between the ends of a call that could break while both live"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An entry of the list: both ends in this process, and nothing else needed."""
+
+    name: str
+    factory: Factory
+    unreachable: Mapping[str, str] = field(default_factory=dict)
+    marks: tuple[Any, ...] = ()
+
+    def param(self) -> Any:
+        return pytest.param(self, id=self.name, marks=self.marks)
+
+    def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
+        """What the kit says of it; in whichever process its ends have to be."""
+        try:
+            return check_transport(self.factory, unreachable=self.unreachable, **how)
+        except Nonconforming as refused:
+            return refused.conformance
+
+
+@dataclass(frozen=True)
+class Apart(Adapter):
+    """One whose threads and settings are the process's: a process of its own, given a folder, makes the factory."""
+
+    def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
+        (worker,) = request.getfixturevalue("crew").start(None)
+        folder = str(request.getfixturevalue("tmp_path"))
+        worker.tell(conforms, self.factory, folder, {"unreachable": self.unreachable, **how})
+        waited = Deadline(LONG)
+        while not worker.answered() and not waited.passed:
+            time.sleep(0.05)
+        found: Conformance = worker.answer()
+        worker.kill()
+        return found
+
+
+@dataclass(frozen=True)
+class OnRay(Adapter):
+    """One that needs a Ray cluster, whose factory lives in a context."""
+
+    def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
+        request.getfixturevalue("cluster")
+        with tempfile.TemporaryDirectory(prefix="ws") as folder, self.factory(folder) as lay:
+            return Adapter(self.name, lay, self.unreachable).check(request, **how)
+
+
+def local(delivery: Delivery, payloads: Payloads) -> Callable[[str], Ends]:
+    def lay(model_id: str) -> Ends:
+        first, second = local_pair(delivery, payloads=payloads)
+        return Ends(first, second, cut=first.network.cut)
+
+    return lay
+
+
+class GoodbyesFirst(LocalLink):
+    """What came with a goodbye comes behind it: as right as any other order, where links reorder."""
+
+    def receive(self) -> list[Received]:
+        return sorted(super().receive(), key=lambda each: _FIRST.get(type(each.message), len(_FIRST)))
+
+
+_FIRST = {Hello: 0, Bye: 1}
+
+
+def goodbyes_first(model_id: str) -> Ends:
+    pair = local_pair(Delivery.REORDERED, payloads=Payloads.SHARED)
+    first, second = (GoodbyesFirst(link.network, link.side, Payloads.SHARED) for link in pair)
+    return Ends(first, second, cut=first.network.cut)
+
+
+def pipe(payloads: Payloads) -> Callable[[str], Ends]:
+    def lay(model_id: str) -> Ends:
+        ours, theirs = multiprocessing.Pipe()
+
+        def over(model: str) -> Ends:
+            link = partial(PipeLink, model_id=model, payloads=payloads)
+            return Ends(link(ours), link(theirs), cut=cut, another=over, dispose=dispose)
+
+        def cut() -> None:
+            with socket.socket(fileno=ours.fileno()) as shared:
+                shared.shutdown(socket.SHUT_RDWR)
+                shared.detach()
+
+        def dispose() -> None:
+            ours.close()
+            theirs.close()
+
+        return over(model_id)
+
+    return lay
+
+
+def call_server(call_client: Callable[[CallServer], Any], over: type[CallLink] = CallLink) -> Callable[[str], Ends]:
+    def lay(model_id: str) -> Ends:
+        opened = CallServer(model_id)
+        link: Link = over(call_client(opened), "the worker")
+        return Ends(link, opened.open)
+
+    return lay
+
+
+def queues(model_id: str) -> Ends:
+    """Two queues, as a user of `MPTransport` gives them."""
+    there, back = multiprocessing.Queue(), multiprocessing.Queue()
+    ours, theirs = QueueChannel(there, back), QueueChannel(back, there)
+
+    def over(model: str) -> Ends:
+        return Ends(QueueLink(ours, model, "the worker"), QueueLink(theirs, model, "the sender"), another=over)
+
+    def dispose() -> None:
+        for each in (there, back):
+            each.close()
+            empty(each)
+
+    return replace(over(model_id), dispose=dispose)
+
+
+def empty(queue: Any) -> None:
+    """Read what nobody has read, so that the queue's own thread can end."""
+    with contextlib.suppress(OSError, EOFError, TypeError):  # closed by its own thread, just now
+        while queue._thread is not None and queue._thread.is_alive():
+            if queue._reader.poll(0.01):
+                queue._reader.recv_bytes()
+
+
+def example(model_id: str) -> Ends:
+    """The transport of docs/testing.md."""
+    path = Path(__file__).parents[3] / "docs" / "examples" / "queue_transport.py"
+    spec = importlib.util.spec_from_file_location("queue_transport", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ends: Ends = module.lay(model_id)
+    return ends
+
+
+class Deaf:
+    """A user's transport, as the reference's pages have it."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Take weights."""
+
+
+def users_own(model_id: str) -> Ends:
+    """What `WeightSender` lays over a user's own transport."""
+    return Ends(user_link(Deaf(), "the worker"), lambda accept: lambda: None)
+
+
+def wrapped(lay: Factory, delivery: Delivery, seed: int, **faults: float) -> Factory:
+    """The same, misbehaving as far as ``delivery`` allows."""
+
+    def over(model_id: str) -> Ends:
+        inner = lay(model_id)
+        near = FaultyTransport(inner.sender, delivery, seed=seed, **faults)
+
+        def far(link: Link) -> FaultyTransport:
+            return FaultyTransport(link, delivery, seed=seed + 1, **faults)
+
+        receiver: Any = inner.receiver
+        if callable(receiver):
+            return replace(
+                inner, sender=near, receiver=lambda accept: receiver(lambda link: accept(far(link))), another=None
+            )
+        ends = (near, far(receiver))
+
+        def cut() -> None:
+            # In the model what was said before a link broke still comes out.
+            for end in ends:
+                end.release()
+            (inner.cut or near.cut)()
+
+        return replace(inner, sender=near, receiver=ends[1], cut=cut, another=None)
+
+    return over
+
+
+CALLS = {
+    "a receiver that is gone": ANSWERS_GO_HOME,
+    "an idle worker says bye": ANSWERS_GO_HOME,
+    "the sender's last words": WORDLESS,
+    "an update that is cut off": WORDLESS,
+    "the sender is lost": WORDLESS,
+    "a cut": NO_CABLE,
+    "a cut with an update outstanding": NO_CABLE,
+    "several models": ONE_MODEL,
+}
+STORE = {"several models": ONE_MODEL, "a cut": NO_CABLE, "a cut with an update outstanding": NO_CABLE}
+ENDLESS = "a queue has no end: that its other side was given up is told by a goodbye, or by the end of a process"
+QUEUES = dict.fromkeys(
+    (
+        "the sender's last words",
+        "an update that is cut off",
+        "a receiver that is gone",
+        "a send to one that is gone",
+        "the sender is lost",
+        "a worker is lost",
+        "a cut",
+        "a cut with an update outstanding",
+    ),
+    ENDLESS,
+)
+HELD = "a goodbye that is held back goes with its link, and a queue has no end"
+LATE = "a handshake that is held back until its link closes is a call that may come after the next link's"
+WEIGHTS_ONLY = "a user's own transport takes weights, not messages: no link of ours is at its other end"
+
+#: What `FaultyTransport` does under each delivery.
+FAULTS = {
+    Delivery.ORDERED: {"delay": 0.3},
+    Delivery.REORDERED: {"delay": 0.4},
+    Delivery.AT_LEAST_ONCE: {"delay": 0.3, "duplicate": 0.3},
+    Delivery.BEST_EFFORT: {"delay": 0.2, "duplicate": 0.2, "drop": 0.2},
+}
+
+
+def faulty(name: str, lay: Factory, unreachable: Mapping[str, str], deliveries: Iterable[Delivery]) -> list[Adapter]:
+    """The same adapter, wrapped once a delivery."""
+    return [
+        Adapter(
+            f"{name}, faulty {delivery.name}",
+            wrapped(lay, delivery, 1, **FAULTS[delivery]),
+            {"several models": ONE_MODEL, **unreachable},
+            () if name == "pipe inline" else (pytest.mark.slow,),
+        )
+        for delivery in deliveries
+    ]
+
+
+ADAPTERS = [
+    *(
+        Adapter(f"local {delivery.name} {payloads.value}", local(delivery, payloads), {"several models": ONE_MODEL})
+        for delivery in Delivery
+        for payloads in Payloads
+    ),
+    Adapter("local REORDERED, goodbyes first", goodbyes_first, {"several models": ONE_MODEL}),
+    *(Adapter(f"pipe {payloads.value}", pipe(payloads)) for payloads in Payloads),
+    Adapter("queue", queues, QUEUES),
+    Adapter("calls in this process", call_server(DirectCourier), CALLS),
+    Adapter("calls in threads", call_server(ThreadedCourier), CALLS),
+    Adapter("blocking calls", call_server(ThreadedCourier, BlockingLink), CALLS),
+    Adapter("a user's own transport", users_own, dict.fromkeys(SCENARIOS, WEIGHTS_ONLY)),
+    Adapter("the example of the docs", example, {"several models": ONE_MODEL}),
+    Apart("RPC", rpc_factory, CALLS, (pytest.mark.rpc,)),
+    Apart("distributed", store_factory, STORE, (pytest.mark.gloo,)),
+    Apart("distributed, not in step", partial(store_factory, sync=False), STORE, (pytest.mark.gloo,)),
+    OnRay("Ray", ray_factory, CALLS, RAY),
+    *faulty("pipe inline", pipe(Payloads.INLINE), {}, Delivery),
+    *faulty("pipe shared", pipe(Payloads.SHARED), {}, Delivery),
+    *faulty(
+        "queue", queues, {**QUEUES, **dict.fromkeys(("a worker says bye", "an idle worker says bye"), HELD)}, Delivery
+    ),
+    # A call brings home one answer: one more would go with a call that is not its own.
+    *faulty(
+        "calls in threads", call_server(ThreadedCourier), CALLS | {"the graph of losses": LATE}, (Delivery.ORDERED,)
+    ),
+    *faulty("calls in threads", call_server(ThreadedCourier), CALLS, (Delivery.REORDERED,)),
+    *faulty("the example of the docs", example, {}, Delivery),
+]

@@ -1,0 +1,118 @@
+"""A real Ray actor that hands its calls to this process, where the kit drives the receiver, and the answers back.
+
+Everything of ours between the ends carries: `ActorCallClient`, Ray's calls, the object store, `CallServer`. What a
+serial actor adds, that the call itself drives the receiver, is the tests' in `tests/transports/ray`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from weightsync import RayWeightSyncScheme
+from weightsync.protocol.codec import decode
+from weightsync.protocol.messages import Bye
+from weightsync.testing import Ends
+from weightsync.transports.calls.server import CallServer, Frames, Parcel
+
+
+class Relay:
+    """The actor: each call waits for what the other process answers."""
+
+    def __init__(self, address: str) -> None:
+        self._connection = Client(address, "AF_UNIX")
+        self._numbers = itertools.count()
+        self._waiting: dict[int, concurrent.futures.Future[Frames]] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    async def _weightsync_call(  # noqa: PLR0917 - as the mixin's
+        self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
+    ) -> Frames:
+        answer: concurrent.futures.Future[Frames] = concurrent.futures.Future()
+        carried = None if payload is None else memoryview(payload).tobytes()
+        with self._lock:
+            call = next(self._numbers)
+            self._waiting[call] = answer
+            self._connection.send((call, model_id, link, number, frame, carried, lost))
+        return await asyncio.wrap_future(answer)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                call, frames, error = self._connection.recv()
+                answer = self._waiting.pop(call)
+                answer.set_result(frames) if error is None else answer.set_exception(error)
+
+
+class ActorServer:
+    """This process's end: takes each call to the door that it is for."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.call_servers: dict[str, CallServer] = {}
+        self._connection = connection
+        self._lock = threading.Lock()
+        self.thread = threading.Thread(target=self._listen, name="relay")
+        self.thread.start()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                call, *parcel = self._connection.recv()
+                self._take(call, *parcel)
+
+    def _take(  # noqa: PLR0917 - as an actor's method takes it
+        self, call: int, model_id: str, link: str, number: int, frame: bytes, carried: Any, lost: Any
+    ) -> None:
+        call_server = self.call_servers[model_id]
+        parcel = Parcel(link, number, frame, None if carried is None else memoryview(bytearray(carried)))
+        try:
+            if isinstance(decode(frame), Bye):
+                call_server.hang_up(parcel)
+                self._answer(call, [], None)
+                return
+            answer = call_server.submit(parcel)
+            call_server.skip(parcel, lost)
+        except Exception as error:  # noqa: BLE001 - as an actor's method raises it
+            self._answer(call, [], error)
+        else:
+            answer.add_done_callback(lambda over: self._go_home(call, over))
+
+    def _go_home(self, call: int, over: concurrent.futures.Future[Frames]) -> None:
+        error = over.exception()
+        self._answer(call, [] if error else over.result(), error)
+
+    def _answer(self, call: int, frames: Frames, error: BaseException | None) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send((call, frames, error))
+
+
+@contextlib.contextmanager
+def ray_factory(folder: str) -> Iterator[Callable[[str], Ends]]:
+    """Links to a real actor, the receivers' ends in this process."""
+    ray: Any = importlib.import_module("ray")
+    with Listener(f"{folder}/relay", "AF_UNIX") as listener:
+        actor = ray.remote(num_cpus=0, max_concurrency=1000)(Relay).remote(listener.address)
+        connection = listener.accept()
+    actor_server, scheme = ActorServer(connection), RayWeightSyncScheme()
+
+    def lay(model_id: str) -> Ends:
+        call_server = CallServer(model_id)
+        name = f"{model_id} {uuid.uuid4().hex}"
+        actor_server.call_servers[name] = call_server
+        return Ends(scheme.lay_link(actor, name, "the worker"), call_server.open)
+
+    try:
+        yield lay
+    finally:
+        ray.kill(actor)
+        actor_server.thread.join()
+        connection.close()

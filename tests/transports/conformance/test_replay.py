@@ -1,0 +1,130 @@
+"""The kit replays the model's graph: its paths are the graph's, take every edge, and see a driver that strays."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightsync import StateError
+from weightsync.engine.sender_driver import SenderDriver
+from weightsync.protocol import receiver as receiving
+from weightsync.protocol import sender as sending
+from weightsync.protocol._tables import Delivery
+from weightsync.testing import Ends, Nonconforming, Rule, check_transport
+from weightsync.testing.replay_data import graphs
+from weightsync.transports.local import local_pair
+
+ROOT = Path(__file__).parents[3]
+GRAPHS = [f"the graph of {name}" for name in graphs().configurations]
+ORDERED = ["one version", "two versions", "two workers", "crashes", "losses", "ends", "copies", "successors"]
+
+
+def lay(delivery: Delivery = Delivery.ORDERED) -> Any:
+    def over(model_id: str) -> Ends:
+        first, second = local_pair(delivery)
+        return Ends(first, second, cut=first.network.cut)
+
+    return over
+
+
+def test_the_paths_are_those_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python spec/replay.py` renders them anew, from the same search that is compared with TLC's graph."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "spec"), *sys.path])
+    spec = importlib.util.spec_from_file_location("spec_replay", ROOT / "spec" / "replay.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    assert module.rendered() == module.TARGET.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("configuration", graphs().configurations.values(), ids=lambda each: each.name)
+def test_the_paths_take_every_edge_of_both_roles(configuration: Any) -> None:
+    taken = {step.edge for path in configuration.paths for step in path if step.edge is not None}
+
+    assert taken == configuration.edges
+    assert {edge.role for edge in taken} == {"sender", "receiver"}
+
+
+def test_what_was_reached_is_told_and_what_was_not_with_its_reason() -> None:
+    whole = check_transport(lay(), only=["the graph of losses"], patience=5.0)
+    assert whole.unreached == {}
+    assert all(taken == of > 0 for taken, of in whole.covered.values())
+
+    declared = {"a cut with an update outstanding": "nothing can be cut", "a cut": "nothing can be cut"}
+    part = check_transport(
+        lambda model_id: Ends(*local_pair()), unreachable=declared, only=["the graph of losses"], patience=5.0
+    )
+    assert set(part.unreached.values()) == {"nothing can be cut"}
+    assert 0 < part.covered["receiver"][0] < part.covered["receiver"][1]
+    assert f"{len(part.unreached)} edges were not reached, since nothing can be cut" in str(part)
+
+
+def test_a_network_misbehaves_only_where_links_may() -> None:
+    found = check_transport(lay(), only=["the graph of duplicated"], patience=5.0)
+    assert "links of delivery ORDERED do not" in found.beside["the graph of duplicated"]
+
+    found = check_transport(lay(Delivery.BEST_EFFORT), only=GRAPHS, patience=5.0)
+    assert found.passed == ("the graph of lost",)
+
+
+# ------------------------------------------------------------------------------------- drivers that stray are seen
+
+
+def _a_broken_model_says_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "_fail", lambda data, link, *_: (receiving.Leave(link),))
+
+
+def _a_lost_worker_leaves_the_roll(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sending._lose
+
+    def forgetting(data: Any, worker: int, *rest: Any) -> Any:
+        after, effects = before(data, worker, *rest)
+        return replace(after, workers={w: e for w, e in after.workers.items() if w != worker}), effects
+
+    monkeypatch.setattr(sending, "_lose", forgetting)
+
+
+def _a_wait_for_nothing_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = SenderDriver.take
+
+    def lenient(self: Any, event: Any) -> Any:
+        nothing = isinstance(event, sending.Wait) and self.data.outstanding is None
+        return None if nothing else before(self, event)
+
+    monkeypatch.setattr(SenderDriver, "take", lenient)
+
+
+def _a_refused_send_uses_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = SenderDriver.dispatch
+
+    def wasteful(self: Any, event: Any, packed: Any) -> int:
+        try:
+            return before(self, event, packed)
+        except StateError:
+            self.data = replace(self.data, version=self.data.version + 1)
+            raise
+
+    monkeypatch.setattr(SenderDriver, "dispatch", wasteful)
+
+
+@pytest.mark.parametrize(
+    ("fault", "graph", "rule"),
+    [
+        (_a_broken_model_says_goodbye, "ends", Rule.ARRIVES),
+        (_a_lost_worker_leaves_the_roll, "losses", Rule.STATE),
+        (_a_wait_for_nothing_is_ignored, "one version", Rule.STATE),
+        (_a_refused_send_uses_a_version, "one version", Rule.STATE),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)).strip("_"),
+)
+def test_a_fault_in_a_driver_is_found(monkeypatch: pytest.MonkeyPatch, fault: Any, graph: str, rule: Rule) -> None:
+    fault(monkeypatch)
+    with pytest.raises(Nonconforming) as refused:
+        check_transport(lay(), only=[f"the graph of {graph}"], patience=2.0)
+
+    assert refused.value.rules == {rule}

@@ -1,0 +1,88 @@
+"""One frame of each kind of message, and of each member of each enum on the wire, byte by byte: golden.json keeps them.
+
+`python tests/transports/pipe/golden.py` pins them anew. It refuses to where a byte has changed under the protocol
+version that golden.json was written for, since a peer of that version would misread it: raise `version` in
+spec/protocol.toml first. `--unreleased` pins all the same: the version was raised since the last release, and nobody
+speaks it yet.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
+from weightsync.protocol.codec import encode
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
+from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
+
+GOLDEN = Path(__file__).with_name("golden.json")
+_DIGEST = bytes(range(16))
+_WHO: Any = {"model_id": "policy", "incarnation": 2**100 + 7}
+
+
+def messages() -> Iterator[tuple[str, Message]]:
+    """Each message by its name here. No field is as by default, so that none can be left out unseen."""
+    told: Any = {"layout_digest": _DIGEST, "layout": b"layout"}
+    yield "Hello", Hello(**_WHO, version=3, **told, host=_DIGEST, pid=11, started=13, fence=2**100, link=17)
+    for form in WeightsForm:
+        yield f"Update {form.name}", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, extras=b"x", form=form)
+    yield "Update in a slot", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, slot=SlotRef(segment=19))
+    for evidence in Evidence:
+        yield f"Ack {evidence.name}", Ack(**_WHO, version=3, digest=_DIGEST, seconds=0.5, evidence=evidence)
+        yield f"Refusal by {evidence.name}", _refusal(RefusalKind.REFUSED, evidence)
+    for kind in OutcomeKind:
+        yield f"Ack handed on, {kind.name}", Ack(**_WHO, version=3, digest=_DIGEST, nested=_report(kind))
+    for refusal in RefusalKind:
+        yield f"Refusal {refusal.name}", _refusal(refusal, Evidence.ANSWER)
+    for ending in Ending:
+        yield f"Bye {ending.name}", Bye(**_WHO, reason="it is over", ending=ending)
+
+
+def _refusal(kind: RefusalKind, evidence: Evidence) -> Refusal:
+    return Refusal(
+        **_WHO, version=3, kind=kind, reason="it does not fit", remote_traceback="line 1", fence=23, evidence=evidence
+    )
+
+
+def _report(kind: OutcomeKind) -> SyncReport:
+    outcome = Outcome(kind=kind, reason="why", remote_traceback="line 1", evidence=Evidence.CALL, fence=29, seconds=0.5)
+    return SyncReport(**_WHO, version=3, outcomes={0: outcome}, superseded={0: (1, 2)}, not_caught_up={1: outcome})
+
+
+def frames() -> dict[str, str]:
+    """The frames as they are now."""
+    return {name: encode(message).hex() for name, message in messages()}
+
+
+def committed() -> tuple[int, Mapping[str, str]]:
+    """The protocol version that the frames were pinned for, and the frames."""
+    told = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    return told["protocol"], told["frames"]
+
+
+def changed() -> list[str]:
+    """The frames that are not as they were pinned."""
+    _, before = committed()
+    now = frames()
+    return [name for name in {**before, **now} if before.get(name) != now.get(name)]
+
+
+def main(arguments: list[str]) -> int:
+    """Pin the frames; returns the exit status."""
+    if GOLDEN.is_file() and changed() and committed()[0] == PROTOCOL_VERSION and "--unreleased" not in arguments:
+        print(
+            f"{', '.join(changed())}: not the bytes of protocol {PROTOCOL_VERSION} any more. Its peers would misread "
+            "them: raise [protocol] version in spec/protocol.toml, or pass --unreleased if it was raised since the "
+            "last release."
+        )
+        return 1
+    GOLDEN.write_text(json.dumps({"protocol": PROTOCOL_VERSION, "frames": frames()}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

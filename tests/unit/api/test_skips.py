@@ -1,0 +1,58 @@
+"""No tool may be missing in silence: tests skip by `missing`, which fails in CI; what else skips is listed here."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import missing
+import pytest
+
+TESTS = Path(__file__).parents[2]
+#: Whose skips are of other things than a missing tool, and why.
+OTHERS = {
+    "missing.py": "it is how tests skip",
+    "unit/api/test_skips.py": "it tests that",
+    "unit/weights/test_devices.py": "GPUs",
+    "transports/store/test_store_nccl.py": "GPUs: what is said without one, where there is one",
+    "protocol/stateful/test_in_memory.py": "only a run of the whole folder has walked enough",
+    "model/tlc/test_canaries.py": "a fault of TLC's own that need not show",
+}
+
+
+def skips(path: Path) -> bool:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_pytests(node.value)}
+    return bool(names & {"skip", "skipif", "importorskip"})
+
+
+def is_pytests(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("pytest", "pytest.mark")
+
+
+def test_only_these_skip_for_other_reasons_than_a_missing_tool() -> None:
+    assert {str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if skips(path)} == set(OTHERS)
+
+
+def test_a_missing_tool_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="A THING WAS NOT TESTED: no tool"):
+        missing.not_tested("A THING", "no tool")
+    with pytest.raises(pytest.fail.Exception, match="no surely_no_such_module"):
+        missing.installed("pytest", "surely_no_such_module", what="A THING", extra="dev")
+
+
+def test_elsewhere_it_is_skipped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="A THING WAS NOT TESTED: no tool"):
+        missing.not_tested("A THING", "no tool")
+
+
+def test_gpus_may_be_missing_in_ci_too_unless_they_are_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.delenv("WEIGHTSYNC_GPUS", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="NCCL WAS NOT TESTED"):
+        missing.without_gpus("NCCL", "no GPU")
+    monkeypatch.setenv("WEIGHTSYNC_GPUS", "2")
+    with pytest.raises(pytest.fail.Exception, match="NCCL WAS NOT TESTED"):
+        missing.without_gpus("NCCL", "no GPU")
