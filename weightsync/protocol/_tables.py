@@ -18,17 +18,17 @@ PROTOCOL_VERSION: Final[int] = 3
 class State(Enum):
     """Is an update outstanding, and does somebody stand waiting for it?"""
 
-    #: Sender: no links yet: new, copied, unpickled, or in a forked child.
+    #: Sender: no links yet: the sender is new, copied, unpickled, or in a forked child.
     #: Receiver: no link.
     UNINITIALIZED = "uninitialized"
     #: Sender: nothing outstanding.
-    #: Receiver: nothing outstanding; the model serves a whole version (none yet before its first).
+    #: Receiver: nothing outstanding; the model serves one whole version, or none before its first.
     READY = "ready"
     #: Sender: an update is outstanding and no caller waits.
-    #: Receiver: an update has arrived, whole, and is not yet applied.
+    #: Receiver: an update has arrived whole and is not yet applied.
     PENDING_ASYNC = "pending_async"
     #: Sender: an update is outstanding and a caller is blocked on it.
-    #: Receiver: applied or refused; the sender still awaits our answer.
+    #: Receiver: the update is applied or refused; the sender still awaits the answer.
     AWAITING_ACK = "awaiting_ack"
     #: Final.
     CLOSED = "closed"
@@ -37,11 +37,11 @@ class State(Enum):
 class InputKind(Enum):
     """Where an input comes from."""
 
-    #: The user, or our own code on the user's behalf, asked for it.
+    #: The user asked for it, or the library on the user's behalf.
     CALL = "call"
-    #: The other end said something.
+    #: A message from the other end.
     MESSAGE = "message"
-    #: A link's fate, or what became of something given to it.
+    #: A change of the link, or the result of a message given to it.
     LINK = "link"
     #: A waiting caller stops waiting.
     TIME = "time"
@@ -50,7 +50,7 @@ class InputKind(Enum):
 class SenderInput(Enum):
     """What can happen to a sender."""
 
-    #: The links are laid: each holds our Hello where its worker will find it; never waits for a worker.
+    #: The sender puts a Hello on every link; it never waits for a worker.
     CONNECT = "CONNECT"
     #: A worker's first answer over its link: the handshake is complete.
     ARRIVED = "ARRIVED"
@@ -58,101 +58,103 @@ class SenderInput(Enum):
     SEND = "SEND"
     #: Dispatch the next version to the targets; the caller goes on.
     SEND_ASYNC = "SEND_ASYNC"
-    #: Somebody still owes: the caller now blocks, with a deadline of its own.
+    #: A target still owes an answer: the caller now blocks, with a deadline of its own.
     WAIT = "WAIT"
-    #: Nobody owes any more: no need to block.
+    #: No target owes an answer any more: the caller need not block.
     WAIT_SETTLED = "WAIT_SETTLED"
-    #: An ack or refusal of the outstanding version from a worker that owed it.
+    #: An ack or refusal of the outstanding version, from a worker that owed it.
     REPLY = "REPLY"
-    #: A link died, failed, was refused or was given up: it is closed at once, and owes nothing any more.
+    #: A link died, failed, was refused or was given up: it closes at once, and no answer is owed over it any more.
     LOST = "LOST"
-    #: The last that owed has answered, is lost or has left.
+    #: The last target that owed an answer has answered, is lost, or has left.
     SETTLED = "SETTLED"
-    #: Time is up: the update stays outstanding and can be waited for again.
+    #: The deadline has passed: the update stays outstanding and can be waited for again.
     DEADLINE = "DEADLINE"
-    #: An exception in the waiting caller: re-raised, the update stays outstanding.
+    #: An exception in the waiting caller: it is raised again, and the update stays outstanding.
     INTERRUPTED = "INTERRUPTED"
     #: The caller gives the update up.
     ABANDON = "ABANDON"
-    #: A worker joins or comes back on a new link; behind its Hello goes the newest version due to it.
+    #: A worker joins, or comes back, on a new link; the latest version addressed to it follows the Hello.
     JOIN = "JOIN"
-    #: A joiner's answer to the version that went behind its Hello.
+    #: A joiner's answer to the version that followed its Hello.
     CAUGHT_UP = "CAUGHT_UP"
-    #: A worker's goodbye over its link: the link closes and owes nothing any more, the worker leaves the roll.
+    #: A worker's goodbye: its link closes, no answer is owed over it any more, and the worker is no longer a member.
     LEFT = "LEFT"
-    #: The worker leaves the roll, as its user asked.
+    #: The user removes the worker: it is no longer a member.
     REMOVE = "REMOVE"
-    #: An answer that nobody is owed: counted, otherwise ignored.
+    #: An answer that was not owed: it is counted, and otherwise ignored.
     STALE = "STALE"
-    #: Links close, outstanding outcomes become ABANDONED, a caller who waits is woken.
+    #: All links close, outcomes still outstanding become ABANDONED, and a waiting caller is woken.
     CLOSE = "CLOSE"
 
 
 class ReceiverInput(Enum):
     """What can happen to a receiver."""
 
-    #: A handshake with an incarnation not below the fence.
+    #: A handshake whose incarnation is not below the fence.
     CONNECT = "CONNECT"
-    #: A handshake below the fence, or of another layout, protocol or key: answered with the reason and the fence, and
-    #: that link closes.
+    #: A handshake below the fence, or with another layout, protocol or key: it is answered with the reason and the
+    #: fence, and its link closes.
     REJECTED = "REJECTED"
-    #: A handshake not below the fence on a new link: the old link closes, what was pending is dropped; or a newer
-    #: sender's on the same link: what was pending is answered STALE; the version served stays.
+    #: A handshake not below the fence. On a new link, the old link closes and a pending update is dropped; on the same
+    #: link, from a newer sender, a pending update is answered STALE. The version served stays.
     TAKEOVER = "TAKEOVER"
     #: A newer version has arrived whole.
     UPDATE = "UPDATE"
-    #: The version decided last once more: the very same answer again; the pending one or a Hello once more: nothing to
-    #: do.
+    #: A repeat: the version decided last gets the same answer again; a repeat of the pending version or of a Hello
+    #: needs nothing.
     DUPLICATE = "DUPLICATE"
-    #: Below the version decided last or pending, or below the fence: answered STALE, never applied.
+    #: A version below the one decided last or pending, or below the fence: it is answered STALE and never applied.
     STALE = "STALE"
-    #: A newer version overtook the pending one, which is answered SUPERSEDED.
+    #: A newer version replaces the pending one, which is answered SUPERSEDED.
     NEWER = "NEWER"
-    #: All tensors of the version are live, none of the old remain.
+    #: All tensors of the version are live, and none of the old version remain.
     APPLIED = "APPLIED"
-    #: All tensors of the version are live; the worker hands it on to workers of its own before it answers.
+    #: All tensors of the version are live; the worker passes it on to its own workers before it answers.
     DEFERRED = "DEFERRED"
-    #: The version was handed on: the deferred answer leaves now, and says what became of it there.
+    #: The version was passed on: the deferred answer is sent now, with the outcome there.
     SEND_ACK = "SEND_ACK"
-    #: It did not fit: nothing was changed.
+    #: The update did not fit: nothing was changed.
     REFUSED = "REFUSED"
-    #: The swap failed half way and could not be undone: the link ends as failed, nothing is served.
+    #: The swap failed half way and could not be undone: the link ends as failed, and nothing is served.
     BROKEN = "BROKEN"
-    #: Other weights were written into the model by hand: it serves no version any more.
+    #: Other weights were written into the model by hand: it no longer serves a version.
     INVALIDATED = "INVALIDATED"
     #: The answer left.
     ANSWERED = "ANSWERED"
-    #: The link is gone or has failed, with whatever answer was owed; the version served stays.
+    #: The link is gone or has failed, and any owed answer with it; the version served stays.
     LINK_DOWN = "LINK_DOWN"
-    #: Closed, or left by an exception: says goodbye, or what failed; the model keeps the version it serves.
+    #: The receiver was closed, or its block was left by an exception: it says goodbye, or what failed; the model keeps
+    #: the version it serves.
     CLOSE = "CLOSE"
 
 
 class RefusalKind(Enum):
     """Why a receiver did not apply what it was sent."""
 
-    #: It did not fit, or could not be applied; nothing was changed.
+    #: The update did not fit, or could not be applied; nothing was changed.
     REFUSED = "REFUSED"
-    #: A newer version overtook it before it was applied.
+    #: A newer version replaced it before it was applied.
     SUPERSEDED = "SUPERSEDED"
-    #: A newer version was decided already, or a newer sender has been met.
+    #: The worker has already decided a newer version, or has met a newer sender.
     STALE = "STALE"
-    #: The sender is older than the newest this worker has met.
+    #: The sender is older than the newest sender that this worker has met.
     FENCED = "FENCED"
-    #: Something failed at the worker: it takes nothing more over this link.
+    #: Something failed at the worker: it takes no more updates over this link.
     FAILED = "FAILED"
 
 
 class Delivery(Enum):
     """What a transport promises of its links, and the model is checked under."""
 
-    #: In order, once, or the link breaks: a pipe.
+    #: Each message arrives once and in order, or the link breaks: a pipe.
     ORDERED = "ORDERED"
-    #: Once, in any order, or the link breaks: calls and futures.
+    #: Each message arrives once, in any order, or the link breaks: calls and futures.
     REORDERED = "REORDERED"
-    #: In any order, perhaps again: calls that are retried, keys of a store.
+    #: Messages arrive in any order, perhaps more than once: calls that are retried, keys of a store.
     AT_LEAST_ONCE = "AT_LEAST_ONCE"
-    #: In any order, perhaps again, perhaps never, and the link does not break: only a deadline ends a wait.
+    #: Messages arrive in any order, perhaps more than once, perhaps never, and the link does not break: only a deadline
+    #: ends a wait.
     BEST_EFFORT = "BEST_EFFORT"
 
     @property
@@ -337,26 +339,27 @@ GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
         ),
         "G6": Guarantee(
             "RefusalKeepsServing",
-            "an update that is refused, aborted or interrupted leaves the old version whole, or, where a half-done "
-            "swap cannot be undone, nothing is served",
+            "an update that is refused, aborted or interrupted leaves the old version whole; if a half-done swap "
+            "cannot be undone, nothing is served",
         ),
-        "G7": Guarantee("OnlyTargetsChange", "an update is dispatched to its targets and changes nobody else"),
+        "G7": Guarantee("OnlyTargetsChange", "an update is dispatched to its targets and changes no other worker"),
         "G8": Guarantee(
             "CopyOwesNothing",
-            "a copy is uninitialized, owes and is owed nothing, and leaves its original untouched",
+            "a copy is uninitialized, owes and is owed nothing, and does not affect its original",
         ),
-        "G9": Guarantee("ClosedIsFinal", "nothing leaves the state closed, and nothing is applied in it"),
+        "G9": Guarantee("ClosedIsFinal", "no input leads out of `closed`, and nothing is applied in it"),
         "G10": Guarantee(
             "EverySendEnds",
-            "each blocking call returns or raises by its deadline; with none, once every target answers or is lost",
+            "each blocking call returns or raises by its deadline; without one, once every target has answered or is "
+            "lost",
         ),
         "G11": Guarantee(
             "EverybodyIsToldTheTruth",
-            "a blocking send that returns means every target APPLIED; anything else is a typed outcome",
+            "a blocking send returns only if every target APPLIED; any other result is a typed outcome",
         ),
         "G12": Guarantee(
             "LateJoinerCatchesUp",
-            "a joiner serves nothing until its first version; it gets the newest that was due to it",
+            "a joiner serves nothing until its first version; it receives the latest version addressed to it",
         ),
     }
 )
