@@ -134,3 +134,31 @@ def test_the_index_names_every_page() -> None:
 
 def test_the_readme_leads_to_the_index() -> None:
     assert "docs/README.md" in links(ROOT / "README.md")
+
+
+# ---------------------------------------------------------------------------------------------------- glossary
+
+
+def defined() -> set[str]:
+    """Modules, classes, functions, and names that are assigned or annotated in the package; names of the table."""
+    package = ROOT / "weightsync"
+    found = {part for path in package.rglob("*.py") for part in path.relative_to(ROOT).with_suffix("").parts}
+    for path in package.rglob("*.py"):
+        for names in re.findall(
+            r"^\s*(?:class|def|async def) (\w+)|^\s*(?:self\.)?(\w+)(?:: | = )|(\w+): ",
+            path.read_text(encoding="utf-8"),
+            re.MULTILINE,
+        ):
+            found.update(names)
+    return found | set(re.findall(r'^name = "(\w+)"', (ROOT / "spec/protocol.toml").read_text("utf-8"), re.MULTILINE))
+
+
+def test_the_glossary_names_what_there_is() -> None:
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    known = defined() | {"get_extra_state", "torch", "distributed"}  # torch's own
+
+    named = {part for term in re.findall(r"`([\w.]+)`", text) for part in term.split(".")}
+
+    assert len(named) > 80
+    assert named - known == set()
+    assert "Courier" not in known
