@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -136,7 +138,27 @@ def test_the_readme_leads_to_the_index() -> None:
     assert "docs/README.md" in links(ROOT / "README.md")
 
 
-# ---------------------------------------------------------------------------------------------------- glossary
+# ------------------------------------------------------------------------------------------------- identifiers
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_page_imports_or_names_of_the_package_is_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    lines = re.findall(r"^from (weightsync[\w.]*) import ([\w, ]+)", text, re.MULTILINE)
+    named = {f"{module}.{name}" for module, names in lines for name in re.split(r", *", names.strip())}
+    named |= set(re.findall(r"\bweightsync(?:\.\w+)+", text))
+
+    assert [name for name in sorted(named) if not resolves(name)] == []
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module of the package, or an attribute of one."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            return False
+    return True
 
 
 def defined() -> set[str]:
