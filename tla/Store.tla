@@ -1,6 +1,6 @@
 ------------------------------- MODULE Store -------------------------------
 (***************************************************************************)
-(* Links over a store and private groups of two: transports/distributed.   *)
+(* Links over a store and private groups of two: transports/store.         *)
 (*                                                                         *)
 (* Each direction of a link is a row of numbered keys, under the link's    *)
 (* own name.  A value is written once and read once; its key is removed    *)

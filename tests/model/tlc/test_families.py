@@ -136,7 +136,7 @@ def test_the_files_that_a_family_is_the_model_of_are_there(model: Manifest, fami
     text = (model.folder / f"{family}.tla").read_text(encoding="utf-8")
     files = re.findall(r"([\w/]+\.py)", text[: text.index("EXTENDS")])
 
-    assert files or "transports/distributed" in text
+    assert files or "transports/store" in text
     for file in files:
         assert any((folder / file).is_file() for folder in FOLDERS), file
 

@@ -47,6 +47,7 @@ def test_importing_weightsync_imports_no_torch() -> None:
     [
         ("weightsync.messages", "weightsync.protocol.messages", "Update"),
         ("weightsync.transports.memory", "weightsync.transports.buffers", "Buffer"),
+        ("weightsync.tracing", "weightsync.engine.recorder", "record"),
         ("weightsync.updaters", "weightsync.torchrl.updaters", "WeightUpdaterBase"),
         ("weightsync.integrations.torchrl", "weightsync.torchrl.collectors", "accept"),
     ],
