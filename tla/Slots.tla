@@ -1,8 +1,8 @@
 ------------------------------- MODULE Slots -------------------------------
 (***************************************************************************)
-(* Payloads in shared memory: transports/buffers.py, and the packing of    *)
-(* engine/packer.py.  Messages travel over the pipe (Pipe.tla): an update  *)
-(* names the slot that holds its weights.                                  *)
+(* Payloads in shared memory: buffers.py, and the                          *)
+(* packing of engine/packer.py.  Messages go by the pipe (Pipe.tla): of    *)
+(* them an update names the slot where its weights lie.                    *)
 (*                                                                         *)
 (* A trainer writes a slot tensor by tensor, and a worker reads what it    *)
 (* serves where it lies, tensor by tensor, in a forward.  Nobody asks the  *)
