@@ -21,14 +21,14 @@ LONG = {
 #: Modules under 40 lines, and why each is a file of its own. The list may only shrink: write no new one.
 SHORT = {
     "__main__.py": "`python -m weightsync` looks for it",
-    "cli/_verify_display.py": "imports rich, without which `weightsync verify` works too",
+    "cli/_verify_display.py": "each command has its display in a file beside it",
     "model/record.py": "a verdict as JSON, which neither the runner nor the display needs",
     "testing/scenarios.py": "joins the lists of scenarios, which know nothing of each other",
     "testing/script.py": "what a scenario is: each list of scenarios imports it",
     "torchrl/collectors.py": "imported for its effect, so it holds nothing else",
     "torchrl/transports/facade.py": "joins the sending and the receiving half, which know nothing of each other",
-    "torchrl/updaters/introducing.py": "shared by updaters and transports, which know nothing of each other",
-    "transports/unmet.py": "shared by pipes and calls, which know nothing of each other",
+    "torchrl/updaters/introducing.py": "registers a class with any library, and knows nothing of updaters",
+    "transports/unmet.py": "shared by the link and the mailbox of a pipe",
 }
 
 
