@@ -29,7 +29,7 @@ help:
 	@echo 'make check-all  all of it'
 	@echo 'make lint       generated files, ruff, mypy, import-linter'
 	@echo 'make format     let ruff format and fix'
-	@echo 'make generate   render tables and docs from spec/protocol.toml'
+	@echo 'make generate   render tables and docs from spec/protocol.toml, and the module map'
 	@echo 'make protocol   and pin all that follows from it, and say what a person must still write (QUICK=1: without the long runs)'
 	@echo 'make install    only make .venv'
 	@echo 'make clean      remove .venv and caches'
@@ -72,6 +72,7 @@ check-all: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/python spec/generate.py --check
 	$(BIN)/python spec/assurance.py --check
+	$(BIN)/python spec/architecture.py --check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -84,6 +85,7 @@ format: $(INSTALLED)
 generate: $(INSTALLED)
 	$(BIN)/python spec/generate.py
 	$(BIN)/python spec/assurance.py
+	$(BIN)/python spec/architecture.py
 
 protocol: $(INSTALLED)
 	$(BIN)/python spec/follow.py $(if $(QUICK),--quick) $(if $(SINCE),--since $(SINCE))

@@ -33,17 +33,31 @@ _FOLLOW = frozenset(
 _TEXTS = frozenset({".py", ".tla", ".md"})
 #: The tables of protocol.toml whose names others repeat.
 _NAMED = ("refusal_kind", "state", "delivery")
+#: Records of what was: nobody adds a new name to them.
+_HISTORY = frozenset({"CHANGELOG.md", "docs/design.md"})
+#: By the table of protocol.toml: the enum whose members it names in Python. Of another enum a name counts for nothing.
+_ENUMS = {
+    "refusal_kind": "RefusalKind",
+    "state": "State",
+    "delivery": "Delivery",
+    "sender input": "SenderInput",
+    "receiver input": "ReceiverInput",
+}
+#: The order in which a change goes through them.
+_ORDER = ("tla/", "weightsync/protocol/", "weightsync/", "spec/modelcheck/", "spec/", "tests/")
 _BY_HAND = """\
-by hand, whatever has changed:
+written by hand, whatever has changed:
   spec/README.md           the guards in words
   tla/AckProtocol.tla      the guards, and an action for each new row or kind; for a new rule its revert (Without)
-  weightsync/protocol/     the guards as pure functions; weightsync/protocol/messages.py a message's new fields
-  spec/modelcheck/second/  the second reading; weightsync/checker/traces/ what a trace may tell
-  tests/protocol/graph/             senders.py, receivers.py and refusing.py: the events that the search tries
-afterwards, since they take long:
-  python spec/check.py mutants --share 1/20 --pin     the model's new mutants; a person writes why one may live
+  weightsync/protocol/     the guards as pure functions; a message's new fields in messages.py
+  spec/modelcheck/second/  the second reading of the properties
+  weightsync/verify/       what a trace may show
+  tests/protocol/graph/    senders.py, receivers.py and refusing.py: the events that the search tries
+at the end, since they take long:
+  python spec/check.py mutants --share 1/20 --pin     the model's new mutants; write why one may live
   pytest --trace-counts tests/protocol/traces/recorded.json   how much of the suite is recorded, for docs/assurance.md
-  make test verify-quick"""
+  make test verify-quick
+CONTRIBUTING.md goes through one such change, step by step."""
 
 
 def commands(quick: bool) -> Iterator[tuple[str, list[str]]]:
@@ -65,7 +79,7 @@ def run(quick: bool) -> bool:
     for what, command in commands(quick):
         print(f"== {what}: {' '.join(command[1:])}", flush=True)
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
-            print(f"{what}: refused. Mend what it says, and run `make protocol` again.")
+            print(f"{what}: it failed, for the reason above. Mend that, and run `make protocol` again.")
             return False
     if quick:
         print("left out: the large graphs and the long proofs. Run `make protocol` before a merge.")
@@ -86,28 +100,35 @@ def fresh(before: Mapping[str, set[str]], now: Mapping[str, set[str]]) -> dict[s
     return {what: added for what, all_names in now.items() if (added := all_names - before.get(what, set()))}
 
 
-def lacking(name: str, others: set[str], texts: Mapping[str, str]) -> list[str]:
-    """The files that name at least two of the others, and not this one."""
-    return [
-        path
-        for path, text in texts.items()
-        if sum(_says(text, other) for other in others) > 1 and not _says(text, name)
-    ]
+def lacking(what: str, name: str, others: set[str], texts: Mapping[str, str]) -> dict[str, int]:
+    """The files that name at least two of the others, and not this one, with the line that names most of them."""
+    found = {}
+    for path, text in texts.items():
+        lines = [sum(_says(line, other, _ENUMS[what]) for other in others) for line in text.splitlines()]
+        told = sum(_says(text, other, _ENUMS[what]) for other in others)
+        if told > 1 and not _says(text, name, _ENUMS[what]):
+            found[path] = lines.index(max(lines)) + 1
+    return dict(sorted(found.items(), key=lambda each: (_place(each[0]), each[0])))
 
 
-def _says(text: str, name: str) -> bool:
-    return re.search(rf"\b{re.escape(name)}\b", text) is not None
+def _says(text: str, name: str, enum: str) -> bool:
+    """Whether a text has that name, but not as a member of another enum."""
+    return re.search(rf"(?<![\w.]){re.escape(name)}\b|\b(?:{enum}|_\w)\.{re.escape(name)}\b", text) is not None
+
+
+def _place(path: str) -> int:
+    return next((place for place, folder in enumerate(_ORDER) if path.startswith(folder)), len(_ORDER))
 
 
 def written() -> dict[str, str]:
     """The files of this repository that people write, by path."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    paths = [path for path in listed.splitlines() if Path(path).suffix in _TEXTS and path not in _FOLLOW]
+    paths = [path for path in listed.splitlines() if Path(path).suffix in _TEXTS and path not in _FOLLOW | _HISTORY]
     return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths if (ROOT / path).is_file()}
 
 
 def still_to_write(since: str) -> Iterator[str]:
-    """What a person must look at, line by line."""
+    """What a person must look at, line by line, in the order in which a change goes through it."""
     old = subprocess.run(
         ["git", "show", f"{since}:{SOURCE}"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
@@ -115,8 +136,9 @@ def still_to_write(since: str) -> Iterator[str]:
     texts = written()
     for what, added in fresh(names(old), now).items():
         for name in sorted(added):
-            yield f"{what} {name} is new since {since}. These name others of its kind, and not it:"
-            yield from (f"  {path}" for path in lacking(name, now[what] - added, texts))
+            yield f"{what} {name} is new since {since}. These files name two or more of its kind, and not it:"
+            places = lacking(what, name, now[what] - added, texts)
+            yield from (f"  {path}:{line}" for path, line in places.items())
     yield _BY_HAND
 
 

@@ -64,10 +64,19 @@ def test_files_that_name_others_of_its_kind_and_not_the_new_one_are_pointed_at()
         "both.py": "STALE, FENCED, FAILED",
         "lacking.py": "RefusalKind.STALE and RefusalKind.FENCED",
         "one.py": "only STALE",
-        "longer.py": "STALE, FENCED, FAILED_OVER",
+        "tests/longer.py": "STALE, FENCED, FAILED_OVER",
+        "tla/last.tla": "STALE\nSTALE, FENCED",
+        "another_enum.py": "Ending.STALE, Ending.FENCED",
+        "other_enum_has_it.py": "RefusalKind.STALE, RefusalKind.FENCED, Ending.FAILED",
     }
+    found = follow.lacking("refusal_kind", "FAILED", {"STALE", "FENCED", "REFUSED"}, texts)
 
-    assert follow.lacking("FAILED", {"STALE", "FENCED", "REFUSED"}, texts) == ["lacking.py", "longer.py"]
+    assert list(found.items()) == [
+        ("tla/last.tla", 2),
+        ("tests/longer.py", 1),
+        ("lacking.py", 1),
+        ("other_enum_has_it.py", 1),
+    ]
 
 
 def test_the_names_of_our_own_protocol_are_found(root: Path) -> None:

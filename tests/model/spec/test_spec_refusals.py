@@ -6,6 +6,8 @@ import generate
 import pytest
 from protocolgen import actions, checks, source
 
+from weightsync.protocol._tables import PROTOCOL_VERSION
+
 #: A model of two actions.
 MODEL = r"""
 Next ==
@@ -170,7 +172,7 @@ PLANTED = {
         "sender.row 3: 'from' must be a list of names, at least one",
     ),
     "a version that is no number": (
-        "version = 3\n",
+        f"version = {PROTOCOL_VERSION}\n",
         'version = "1"\n',
         "protocol: 'version' must be a whole number from 1",
     ),

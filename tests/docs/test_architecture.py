@@ -1,0 +1,117 @@
+"""The house is as `docs/architecture.md` says: floors, packages, and the size of a module."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import architecture
+import pytest
+from architecture import Room
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "weightsync"
+PAGE = (ROOT / architecture.PAGE).read_text(encoding="utf-8")
+
+#: Modules over 500 lines, and why each is one file.
+LONG = {
+    "protocol/sender.py": "a role's values, guards and step are in one file",
+    "schemes/rendezvous.py": "how both sides find each other is in one file",
+}
+#: Modules under 40 lines, and why each is a file of its own. The list may only shrink: write no new one.
+SHORT = {
+    "__main__.py": "`python -m weightsync` looks for it",
+    "cli/_verify_display.py": "each command has its display in a file beside it",
+    "model/record.py": "a verdict as JSON, which neither the runner nor the display needs",
+    "testing/scenarios.py": "joins the lists of scenarios, which know nothing of each other",
+    "testing/script.py": "what a scenario is: each list of scenarios imports it",
+    "torchrl/collectors.py": "imported for its effect, so it holds nothing else",
+    "torchrl/transports/facade.py": "joins the sending and the receiving half, which know nothing of each other",
+    "torchrl/updaters/introducing.py": "registers a class with any library, and knows nothing of updaters",
+    "transports/unmet.py": "shared by the link and the mailbox of a pipe",
+}
+
+
+def sizes() -> dict[str, int]:
+    return {
+        path.relative_to(PACKAGE).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def test_no_module_is_over_500_lines_but_those_with_a_reason():
+    assert {name for name, lines in sizes().items() if lines > 500} <= set(LONG)
+
+
+def test_no_module_is_under_40_lines_but_those_with_a_reason():
+    short = {name for name, lines in sizes().items() if lines < 40 and not name.endswith("__init__.py")}
+    assert short <= set(SHORT), "a module of so few lines belongs in the one that uses it"
+
+
+def test_the_module_map_is_what_the_imports_give():
+    house = architecture.floors()
+    assert architecture.render(PAGE, house) == PAGE, "run `make generate`"
+    assert len(house) == 7
+
+
+def test_every_path_that_the_page_names_is_there():
+    named = {name for name in re.findall(r"`([\w/.]+)`", PAGE) if "/" in name}
+    assert "engine/sender.py" in named
+    assert [name for name in sorted(named) if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
+
+
+def test_every_command_that_the_page_names_is_there():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)`", PAGE)) <= targets
+    tested = {path for command in re.findall(r"`\.venv/bin/pytest ([^`]+)`", PAGE) for path in command.split()}
+    assert tested
+    assert [path for path in sorted(tested) if not list((ROOT / path).glob("**/test_*.py"))] == []
+
+
+# ---------------------------------------------------------------------------------------------- the picture
+
+
+def room(name: str, *imports: str, modules: tuple[str, ...] = ()) -> Room:
+    return Room(name, f"what {name} is", modules, frozenset(imports))
+
+
+HOUSE = [
+    (room("errors"), room("clock", "errors")),
+    (room("links", "clock", modules=("base", "pipe.link", "pipe.framing")),),
+    (room("schemes", "links", "errors"),),
+]
+
+
+def test_an_import_that_another_implies_is_in_the_table_and_has_no_arrow():
+    drawn = architecture.picture(HOUSE)
+    assert re.findall(r"floor\d --> floor\d", drawn) == ["floor3 --> floor2", "floor2 --> floor1"]
+    assert "| 3 | `schemes` | what schemes is | `errors`, `links` |" in architecture.table(HOUSE)
+
+
+def test_an_import_inside_a_floor_is_dotted_and_every_module_is_in_its_box():
+    drawn = architecture.picture(HOUSE)
+    assert re.findall(r"\w+ -\.-> \w+", drawn) == ["clock -.-> errors"]
+    assert 'links["<b>links</b><br>base<br><i>pipe:</i> link, framing"]' in drawn
+
+
+def test_an_import_that_skips_a_floor_has_its_own_arrow_where_nothing_implies_it():
+    house = [(room("errors"),), (room("links"),), (room("schemes", "links", "errors"),)]
+    assert re.findall(r"floor\d --> floor\d", architecture.picture(house)) == [
+        "floor3 --> floor2",
+        "floor3 --> floor1",
+    ]
+
+
+def test_a_page_that_differs_is_told_of_and_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / architecture.PAGE
+    page.write_text("<!-- generated: floors -->\nold\n<!-- /generated -->\n", encoding="utf-8")
+    monkeypatch.setattr(architecture, "ROOT", tmp_path)
+    monkeypatch.setattr(architecture, "floors", lambda: HOUSE)
+    assert architecture.main(["--check"]) == 1
+    assert "run `python spec/architecture.py`" in capsys.readouterr().out
+    assert "old" in page.read_text(encoding="utf-8")
+    assert architecture.main([]) == 0
+    assert architecture.main(["--check"]) == 0
