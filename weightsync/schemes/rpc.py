@@ -14,7 +14,7 @@ from weightsync.options import Verify
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.link_transport import torchrl_transport
-from weightsync.schemes.peers.collectors import COLLECTOR, Collector, Presenter, calling, collector_of, link_to
+from weightsync.schemes.peers.collectors import COLLECTOR, Collector, SharedPresenter, calling, collector_of, link_to
 from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.transports.base import Link
 from weightsync.transports.rpc import call_server_of, is_called, require_rpc, worker_named
@@ -51,7 +51,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     def _begin(self) -> None:
         super()._begin()
-        self._presenter = Presenter()
+        self._presenter = SharedPresenter()
 
     # ---------------------------------------------------------------------------------------- the sender
 

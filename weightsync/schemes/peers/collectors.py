@@ -16,14 +16,14 @@ from torch.distributed import rpc
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
-from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update, WeightsForm
-from weightsync.protocol.report import Evidence
+from weightsync.protocol.messages import Message, Update, WeightsForm
 from weightsync.schemes.arguments import one_by_one
+from weightsync.schemes.peers.base import Presenter, payload_of
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
 from weightsync.transports.calls.forwarding import ForwardingClient, hand_on
+from weightsync.transports.calls.without_receiver import ack, refusal, start_call
 from weightsync.transports.rpc import (
     ENDLESS,
     RpcCallClient,
@@ -35,8 +35,7 @@ from weightsync.transports.rpc import (
     worker_named,
 )
 from weightsync.weights.context import MISSING, optional
-from weightsync.weights.layout import Layout
-from weightsync.weights.unpacking import form_taken, present_as
+from weightsync.weights.unpacking import form_taken
 
 #: The method of a collector that takes weights.
 METHOD: Final = "update_policy_weights_"
@@ -72,7 +71,9 @@ def collector_of(endpoint: Any) -> Collector:
     return Collector(*one_by_one(COLLECTOR, endpoint, {}).values())
 
 
-def link_to(collector: Collector, model_id: str, peer: str, presenter: Presenter, key: SharedKey | None = None) -> Link:
+def link_to(
+    collector: Collector, model_id: str, peer: str, presenter: SharedPresenter, key: SharedKey | None = None
+) -> Link:
     """A link to a worker; ``key`` is shared with it.
 
     Raises:
@@ -173,56 +174,50 @@ def _passed_on(found: Future[bool], ask: Callable[[], Future[bool]]) -> None:
         found.set_exception(error)
 
 
-# ---------------------------------------------------------------------------------------- what is sent, and said
-
-
-class _Made:
-    """A version's weights, made once for all collectors and kept while some call carries them."""
+class _Shared:
+    """A version's weights, kept while some call carries them."""
 
     def __init__(self, weights: Any) -> None:
         self.weights = weights
 
 
-class Presenter:
-    """Makes weights of updates as their sender's caller gave them. Updates tell their layout once a link."""
+class SharedPresenter:
+    """Presents each version once for all collectors of a sender."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._layouts: dict[bytes, Layout] = {}
-        self._made: weakref.WeakValueDictionary[tuple[str, int, int, WeightsForm], _Made] = (
+        self._presenter = Presenter()
+        self._shared: weakref.WeakValueDictionary[tuple[str, int, int, WeightsForm], _Shared] = (
             weakref.WeakValueDictionary()
         )
 
-    def make(self, update: Update, payload: Buffer | None, form: WeightsForm | None) -> _Made:
-        """The weights of an update, in a form (None: as they were given). The payload may be written again then."""
-        form = form or update.form
-        key = update.model_id, update.incarnation, update.version, form
+    def present(self, update: Update, payload: Buffer | None, form: WeightsForm | None) -> _Shared:
+        """The weights of an update in a form (None: as they were given). The payload may be overwritten afterwards."""
+        key = update.model_id, update.incarnation, update.version, form or update.form
         with self._lock:
-            if update.layout:
-                self._layouts[update.layout_digest] = Layout.decode(update.layout)
-            made = self._made.get(key)
-            if made is None:
-                view = memoryview(b"") if payload is None else payload.view[: update.nbytes]
-                layout = self._layouts[update.layout_digest]
-                made = self._made[key] = _Made(present_as(form, layout, view, update.extras))
-            return made
+            self._presenter.read_layout(update)
+            shared = self._shared.get(key)
+            if shared is None:
+                weights = self._presenter.present(update, payload_of(update, payload), form)
+                shared = self._shared[key] = _Shared(weights)
+            return shared
 
 
 class CollectorCallClient:
-    """Carries versions to a collector without our receiver: that its method returned is all that is known.
+    """Carries versions to a collector without our receiver: all that is known is that its method returned.
 
     Args:
         call: calls the method with weights.
         peer: who is at the other end, for messages to people.
         presenter: makes the weights.
-        form: gives the form that the method takes; None: whatever is given.
+        form: gives the form that the method takes; None: the one in which the weights were given.
     """
 
     def __init__(
         self,
         call: Callable[[Any], torch.futures.Future[Any]],
         peer: str,
-        presenter: Presenter,
+        presenter: SharedPresenter,
         form: Callable[[], WeightsForm | None],
     ) -> None:
         self._call = call
@@ -232,44 +227,28 @@ class CollectorCallClient:
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
-        match message:
-            case Hello():
-                return done(Hello(model_id=message.model_id, incarnation=message.incarnation))
-            case Update():
-                made = self._presenter.make(message, payload, self._form())
-                return begin(self._peer, lambda: self._call(made.weights), lambda over: self._said(message, made, over))
-            case Bye():
-                return done()
-        raise TransportError(f"A sender says no {type(message).__name__} to {self._peer}.")
+        return start_call(message, self._peer, lambda update: self._deliver(update, payload))
 
-    def _said(self, update: Update, made: _Made, over: torch.futures.Future[Any]) -> Sequence[Message]:
-        named: dict[str, Any] = {
-            "model_id": update.model_id,
-            "incarnation": update.incarnation,
-            "version": update.version,
-            "evidence": Evidence.CALL,
-        }
+    def _deliver(self, update: Update, payload: Buffer | None) -> Answers:
+        shared = self._presenter.present(update, payload, self._form())
+        # The call keeps the weights alive for the links that present the same version.
+        return begin(self._peer, lambda: self._call(shared.weights), lambda over: self._answers(update, shared, over))
+
+    def _answers(self, update: Update, _: _Shared, over: torch.futures.Future[Any]) -> Sequence[Message]:
         try:
             over.value()
         except Exception as error:
             if not raised_there(error):
                 raise lost(self._peer, error) from error
             trace = str(error).strip()
-            return [Refusal(**named, kind=RefusalKind.REFUSED, reason=_reason(trace), remote_traceback=trace)]
-        return [Ack(**named, digest=update.digest)]
+            return [refusal(update, _reason(trace), trace)]
+        return [ack(update)]
 
     def close(self) -> None:
         """No further call will be begun."""
 
 
 def _reason(trace: str) -> str:
-    """What was raised, of torch's text: where, what, and the traceback that ends with it."""
+    """The error itself. torch's text has the place, the error, and a traceback that ends with it."""
     lines = trace.partition("\n\nAt:\n")[0].splitlines()
     return lines[-1] if lines else trace
-
-
-def done(*messages: Message) -> Answers:
-    """A call that is over."""
-    answers: Answers = Future()
-    answers.set_result(messages)
-    return answers

@@ -14,6 +14,7 @@ from weightsync.errors import ConfigurationError, MissingExtraError
 from weightsync.keys import SharedKey
 from weightsync.options import option
 from weightsync.protocol.messages import Update, WeightsForm
+from weightsync.schemes.peers.base import Presenter
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.calls.forwarding import ForwardingClient, NoCallClient
@@ -21,9 +22,8 @@ from weightsync.transports.ray.client import ActorCallClient, CalledThrough, Pla
 from weightsync.transports.ray.object_store import ObjectCache, ObjectCaches
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.context import MISSING, optional
-from weightsync.weights.layout import Layout
 from weightsync.weights.portable_pickle import portable
-from weightsync.weights.unpacking import form_taken, present_as
+from weightsync.weights.unpacking import form_taken
 
 #: The method of a `WeightSyncActor` that senders call.
 CALL: Final = "_weightsync_call"
@@ -77,13 +77,13 @@ class ActorLinks:
 
     def __init__(self, transport: TensorTransport, key: SharedKey | None = None) -> None:
         self._key = key
-        shelf, present = ObjectCache(), _Presenter()
+        shelf, presenter = ObjectCache(), Presenter()
         if transport is TensorTransport.NIXL:
             self._flat = ObjectCaches(shelf, CALL, _tensor, _tensor_transport=transport.value)
         else:
             self._flat = ObjectCaches(shelf, CALL, _array)
         forms = (None, *WeightsForm)
-        self._plain = {form: ObjectCaches(shelf, f"as {form}", present.in_form(form)) for form in forms}
+        self._plain = {form: ObjectCaches(shelf, f"as {form}", _portable(presenter, form)) for form in forms}
 
     def lay(self, actor: Any, methods: Sequence[str], model_id: str, peer: str) -> Link:
         """A link to an actor: by the first of the methods that it has, unless a scheme of ours listens in it.
@@ -165,17 +165,5 @@ def _tensor(_: Update, payload: memoryview) -> torch.Tensor:
     return torch.frombuffer(payload, dtype=torch.uint8).clone()
 
 
-class _Presenter:
-    """Makes weights of updates, which tell their layout once a link."""
-
-    def __init__(self) -> None:
-        self._layouts: dict[bytes, Layout] = {}
-
-    def in_form(self, form: WeightsForm | None) -> Callable[[Update, memoryview], Any]:
-        """In one form; None: as the sender's caller gave them."""
-        return lambda update, payload: self._weights(update, payload, form or update.form)
-
-    def _weights(self, update: Update, payload: memoryview, form: WeightsForm) -> Any:
-        if update.layout:
-            self._layouts[update.layout_digest] = Layout.decode(update.layout)
-        return portable(present_as(form, self._layouts[update.layout_digest], payload, update.extras))
+def _portable(presenter: Presenter, form: WeightsForm | None) -> Callable[[Update, memoryview], Any]:
+    return lambda update, payload: portable(presenter.present(update, payload, form))

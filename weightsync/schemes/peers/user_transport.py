@@ -1,26 +1,24 @@
-"""Transports of a user's own under `WeightSender`: each is called in a thread of its link's own."""
+"""Users' own transports under `WeightSender`: each link calls its transport in a thread of its own."""
 
 from __future__ import annotations
 
 import inspect
 import queue
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from weightsync.clock import Stopwatch
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
+from weightsync.protocol.messages import Message, Update
 from weightsync.protocol.report import Evidence
+from weightsync.schemes.peers.base import Presenter, payload_of
 from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, BlockingLink
+from weightsync.transports.calls.without_receiver import ack, raised, start_call
 from weightsync.weights.context import MISSING, optional
-from weightsync.weights.layout import Layout
-from weightsync.weights.unpacking import present_as
 
 _Job = Callable[[], None]
 
@@ -51,24 +49,19 @@ class UserTransportClient:
         self._peer = peer
         self._evidence = declared_evidence(transport)
         self._send = sending_call(transport)
-        self._layouts: dict[bytes, Layout] = {}
+        self._presenter = Presenter()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Answers = Future()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call; a handshake is answered here, since no user's transport knows any."""
-        answers: Answers = Future()
-        match message:
-            case Update():
-                layout = self._layout_of(message)
-                self._last = answers
-                view = payload.view[: message.nbytes] if payload is not None else memoryview(b"")
-                self._begin(lambda: self._deliver(message, layout, view, answers))
-            case Hello():
-                answers.set_result([Hello(model_id=message.model_id, incarnation=message.incarnation)])
-            case _:
-                answers.set_result([])
+        return start_call(message, self._peer, lambda update: self._call(update, payload_of(update, payload)))
+
+    def _call(self, update: Update, view: memoryview) -> Answers:
+        answers = self._last = Future()
+        self._presenter.read_layout(update)
+        self._begin(lambda: self._deliver(update, view, answers))
         return answers
 
     def close(self) -> None:
@@ -83,11 +76,6 @@ class UserTransportClient:
         if self._last.done() and thread is not threading.current_thread():
             thread.join()
 
-    def _layout_of(self, update: Update) -> Layout:
-        if update.layout:
-            self._layouts = {update.layout_digest: Layout.decode(update.layout)}
-        return self._layouts[update.layout_digest]
-
     def _begin(self, job: _Job) -> None:
         if self._thread is None:
             name = f"weightsync transport to {self._peer}"
@@ -95,42 +83,20 @@ class UserTransportClient:
             self._thread.start()
         self._jobs.put(job)
 
-    def _deliver(self, update: Update, layout: Layout, view: memoryview, answers: Answers) -> None:
+    def _deliver(self, update: Update, view: memoryview, answers: Answers) -> None:
         """Runs in the link's thread."""
         stopwatch = Stopwatch()
         try:
             check = optional(self._transport, "check_connection")
             if check is not MISSING and not check():
                 raise TransportError(f"The transport to {self._peer} says that it is not connected.")
-            weights = present_as(update.form, layout, view, update.extras)
-            self._send(update.model_id, weights)
+            self._send(update.model_id, self._presenter.present(update, view))
         except (TransportError, ProtocolError) as error:
             answers.set_exception(error)
         except BaseException as error:  # noqa: BLE001 - whatever a user's transport raises is told to the sender
-            answers.set_result([self._refusal(update, error)])
+            answers.set_result([raised(update, error, "its transport raised ")])
         else:
-            answers.set_result([self._ack(update, stopwatch.seconds)])
-
-    def _ack(self, update: Update, seconds: float) -> Ack:
-        return Ack(
-            model_id=update.model_id,
-            incarnation=update.incarnation,
-            version=update.version,
-            digest=update.digest,
-            seconds=seconds,
-            evidence=self._evidence,
-        )
-
-    def _refusal(self, update: Update, error: BaseException) -> Refusal:
-        return Refusal(
-            model_id=update.model_id,
-            incarnation=update.incarnation,
-            version=update.version,
-            kind=RefusalKind.REFUSED,
-            reason=f"its transport raised {type(error).__name__}: {error}",
-            remote_traceback="".join(traceback.format_exception(error)),
-            evidence=Evidence.CALL,
-        )
+            answers.set_result([ack(update, seconds=stopwatch.seconds, evidence=self._evidence)])
 
 
 def declared_evidence(transport: object) -> Evidence:

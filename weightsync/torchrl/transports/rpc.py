@@ -9,7 +9,7 @@ from weightsync.clock import Timeout
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
 from weightsync.schemes.arguments import UNSET, Form, Unset
-from weightsync.schemes.peers.collectors import Collector, Presenter, link_to
+from weightsync.schemes.peers.collectors import Collector, SharedPresenter, link_to
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.transports.base import Link
 from weightsync.transports.rpc import call_server_of, is_initialised
@@ -51,7 +51,7 @@ class RPCTransport(TransportFacade):
 
     def _begin(self) -> None:
         super()._begin()
-        self._presenter = Presenter()
+        self._presenter = SharedPresenter()
 
     @property
     def collector(self) -> Collector:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from weightsync.clock import Stopwatch
 from weightsync.engine.packer import Packed, Packer
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
-from weightsync.protocol.report import Evidence
+from weightsync.protocol.messages import Message, Update
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
+from weightsync.transports.calls.without_receiver import ack, raised, refusal, start_call
 from weightsync.weights.layout import Layout
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
@@ -71,7 +70,7 @@ class Call:
 
     def superseded(self) -> None:
         """Answer without making it: its push is over."""
-        self._refused(RefusalKind.SUPERSEDED, "its push is over")
+        self.answers.set_result([refusal(self.update, "its push is over", kind=RefusalKind.SUPERSEDED)])
 
     def _over(self, future: Future[Any], watch: Stopwatch) -> None:
         error = CancelledError("the call was cancelled") if future.cancelled() else future.exception()
@@ -81,19 +80,11 @@ class Call:
             self._failed(error)
 
     def _returned(self, watch: Stopwatch) -> None:
-        update = self.update
-        ack = Ack(
-            model_id=update.model_id,
-            incarnation=update.incarnation,
-            version=update.version,
-            seconds=watch.seconds,
-            evidence=Evidence.CALL,
-        )
-        self.answers.set_result([ack])
+        self.answers.set_result([ack(self.update, seconds=watch.seconds)])
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, Raised):
-            self._refused(RefusalKind.REFUSED, error.reason, error.remote_traceback)
+            self.answers.set_result([refusal(self.update, error.reason, error.remote_traceback)])
         elif isinstance(error, TransportError):
             self.answers.set_exception(error)
         elif isinstance(error, GONE):
@@ -101,21 +92,7 @@ class Call:
             lost.__cause__ = error
             self.answers.set_exception(lost)
         else:
-            told = "".join(traceback.format_exception(error))
-            self._refused(RefusalKind.REFUSED, f"{type(error).__name__}: {error}", told)
-
-    def _refused(self, kind: RefusalKind, reason: str, told: str = "") -> None:
-        update = self.update
-        refusal = Refusal(
-            model_id=update.model_id,
-            incarnation=update.incarnation,
-            version=update.version,
-            kind=kind,
-            reason=reason,
-            remote_traceback=told,
-            evidence=Evidence.CALL,
-        )
-        self.answers.set_result([refusal])
+            self.answers.set_result([raised(self.update, error)])
 
 
 class Calls:
@@ -139,14 +116,11 @@ class WorkerCallClient:
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Bring an update; answer everything else at once: there is nobody else to do it."""
+        return start_call(message, f"worker {self._worker}", self._bring)
+
+    def _bring(self, update: Update) -> Answers:
         answers: Answers = Future()
-        match message:
-            case Update():
-                self._calls.take(Call(self._worker, message, answers))
-            case Hello():
-                answers.set_result([Hello(model_id=message.model_id, incarnation=message.incarnation)])
-            case _:
-                answers.set_result([])
+        self._calls.take(Call(self._worker, update, answers))
         return answers
 
     def close(self) -> None:
