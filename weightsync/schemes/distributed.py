@@ -80,7 +80,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, verify=verify)
         self.sync = switch(sync, "sync")
 
-    _left_behind = (*WeightSyncScheme._left_behind, "_hints")
+    _not_copied = (*WeightSyncScheme._not_copied, "_hints")
 
     def _begin(self) -> None:
         super()._begin()

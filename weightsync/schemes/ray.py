@@ -72,7 +72,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         self._tensor_transport = tensor_transport_of(tensor_transport)
         super().__init__(strategy, verify=verify)
 
-    _left_behind = (*WeightSyncScheme._left_behind, "_links")
+    _not_copied = (*WeightSyncScheme._not_copied, "_links")
 
     def _begin(self) -> None:
         super()._begin()

@@ -33,7 +33,7 @@ PAUSE: Final = 0.005
 PATIENCE: Final = 1.0
 
 
-def hear(
+def listen_by(
     transport: BareTransport, model_id: str, strategy: WeightStrategy, accept: Callable[[Link], None]
 ) -> Callable[[], None]:
     """Have the receiver that ``accept`` belongs to receive by a user's own transport.
