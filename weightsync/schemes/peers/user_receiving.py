@@ -154,10 +154,20 @@ class Relay:
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return self._near
 
-    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+    def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Nothing is received here.
+
+        Raises:
+            ConfigurationError: always.
+        """
         raise ConfigurationError("This end sends.")
 
-    def _user_messages(self) -> UserMessages:
+    def user_messages(self) -> UserMessages:
+        """There are none.
+
+        Raises:
+            ConfigurationError: always.
+        """
         raise ConfigurationError("A transport of your own carries no messages beside weights.")
 
     def _published(self, model_id: str, weights: Any) -> None:

@@ -58,7 +58,7 @@ class DistributedTransport(TransportFacade):
         self._backend = backend
         self._key = None if key is None else SharedKey.given(key)
 
-    _live = (*TransportFacade._live, "_hints")
+    _not_copied = (*TransportFacade._not_copied, "_hints")
 
     def _begin(self) -> None:
         super()._begin()
@@ -79,7 +79,8 @@ class DistributedTransport(TransportFacade):
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return sender_link(endpoint, model_id, peer)
 
-    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+    def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Take each link by which a sender reaches us: see `TransportFacade.listen`."""
         return listen(self._meeting(), model_id, accept)
 
     def check_connection(self) -> bool:
@@ -96,7 +97,7 @@ class DistributedTransport(TransportFacade):
         model: Any = None,
         strategy: WeightStrategy | None = None,
     ) -> Any:
-        """The weights of the next update, which stays pending until `send_ack`: see `ReceivingHalf.receive_weights`.
+        """The weights of the next update, which stays pending until `send_ack`: see `TransportFacade.receive_weights`.
 
         Returns:
             Generation A: ``("policy", weights)``; B: what they were received into: ``weights``, else the transport's

@@ -29,7 +29,7 @@ from weightsync.weights.strategy import WeightStrategy
 class _ActorFacade(TransportFacade):
     """Sends to one Ray actor. Nothing is received by it: in the actor the calls do that."""
 
-    _live = (*TransportFacade._live, "_links")
+    _not_copied = (*TransportFacade._not_copied, "_links")
 
     def __init__(self, actor: Any, transport: TensorTransport | str, form: Form, key: Secret | None) -> None:
         require_ray(type(self).__name__)

@@ -31,7 +31,7 @@ class RPCTransport(TransportFacade):
         key: a secret shared with the other end: see `RPCWeightSyncScheme`.
     """
 
-    _live = (*TransportFacade._live, "_presenter")
+    _not_copied = (*TransportFacade._not_copied, "_presenter")
 
     def __init__(
         self,
@@ -95,5 +95,6 @@ class RPCTransport(TransportFacade):
             )
         return link_to(self._collector, model_id, peer, self._presenter, SharedKey.given(self._key))
 
-    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+    def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Take each link by which a sender reaches us: see `TransportFacade.listen`."""
         return call_server_of(model_id).open(accept, SharedKey.given(self._key))

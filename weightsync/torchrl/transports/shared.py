@@ -40,7 +40,7 @@ class SharedMemTransport(MPTransport):
         strategy: how modules are extracted.
     """
 
-    _live = (*MPTransport._live, "_init_queues")
+    _not_copied = (*MPTransport._not_copied, "_init_queues")
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class SharedMemTransport(MPTransport):
         model: Any = None,
         strategy: WeightStrategy | None = None,
     ) -> Any:
-        """The weights of the next update: see `ReceivingHalf.receive_weights`.
+        """The weights of the next update: see `TransportFacade.receive_weights`.
 
         Without a pipe nothing comes: then it applies ``weights``, a shared buffer, to the model if all three are given,
         and returns them; else None.
@@ -287,12 +287,12 @@ class SharedMemTransport(MPTransport):
         return weights
 
     def send_ack(self, message: str = UPDATED) -> None:
-        """Ack the update that was received last: see `ReceivingHalf.send_ack`. Without a pipe: nothing."""
+        """Ack the update that was received last: see `TransportFacade.send_ack`. Without a pipe: nothing."""
         if self._pipes:
             super().send_ack(message)
 
     def check_ack(self, message: str = UPDATED) -> SyncReport:
-        """Wait for the ack: see `SendingHalf.check_ack`. Without a pipe there is none: the report is empty."""
+        """Wait for the ack: see `TransportFacade.check_ack`. Without a pipe there is none: the report is empty."""
         return super().check_ack(message) if self._pipes else _nobody(POLICY)
 
     # ---------------------------------------------------------------------------------------- the facade
@@ -307,7 +307,8 @@ class SharedMemTransport(MPTransport):
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return PipeLink(endpoint, model_id, peer=peer)
 
-    def _connection(self) -> Any:
+    def pipe_end(self) -> Any:
+        """Our end of the one pipe that is registered."""
         if len(self._pipes) != 1:
             raise ConfigurationError(
                 f"SharedMemTransport receives over one pipe, but {len(self._pipes)} are registered: call "
