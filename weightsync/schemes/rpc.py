@@ -14,7 +14,8 @@ from weightsync.options import Verify
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.link_transport import torchrl_transport
-from weightsync.schemes.peers.collectors import COLLECTOR, Collector, SharedPresenter, calling, collector_of, link_to
+from weightsync.schemes.peers.base import SharedPresenter
+from weightsync.schemes.peers.collectors import COLLECTOR, Collector, calling, collector_of, link_to
 from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.transports.base import Link
 from weightsync.transports.rpc import call_server_of, is_called, require_rpc, worker_named
@@ -48,6 +49,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         self._key = None if key is None else SharedKey(key)
         super().__init__(strategy, verify=verify)
+
+    _not_copied = (*WeightSyncScheme._not_copied, "_presenter")
 
     def _begin(self) -> None:
         super()._begin()
@@ -145,13 +148,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             background.seen()
         else:
             super()._await_first(receiver, background, deadline)
-
-    # ---------------------------------------------------------------------------------------------- copies
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_presenter", None)
-        return state
 
 
 def _asked(given: Mapping[str, Any], context: Any) -> Any:

@@ -58,7 +58,7 @@ def test_a_scheme_with_pipes_of_its_own_copied_otherwise_carries_none() -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(model=small(), num_workers=1)
         copied = pickle.loads(pickle.dumps(scheme))
-        with pytest.raises(ConfigurationError, match="started with it after"):
+        with pytest.raises(ConfigurationError, match="started with the scheme after"):
             copied.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 from weightsync.protocol.messages import Update, WeightsForm
@@ -28,6 +29,35 @@ class Presenter:
         """The weights of an update as fresh tensors, in a form (None: the form in which the trainer gave them)."""
         self.read_layout(update)
         return present_as(form or update.form, self._layouts[update.layout_digest], payload, update.extras)
+
+
+class SharedWeights:
+    """A version's weights, kept while some call carries them."""
+
+    def __init__(self, weights: Any) -> None:
+        self.weights = weights
+
+
+class SharedPresenter:
+    """Presents each version once for all workers of a sender."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._presenter = Presenter()
+        self._shared: weakref.WeakValueDictionary[tuple[str, int, int, WeightsForm], SharedWeights] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def present(self, update: Update, payload: Buffer | None, form: WeightsForm | None) -> SharedWeights:
+        """The weights of an update in a form (None: as they were given). The payload may be overwritten afterwards."""
+        key = update.model_id, update.incarnation, update.version, form or update.form
+        with self._lock:
+            self._presenter.read_layout(update)
+            shared = self._shared.get(key)
+            if shared is None:
+                weights = self._presenter.present(update, payload_of(update, payload), form)
+                shared = self._shared[key] = SharedWeights(weights)
+            return shared
 
 
 def payload_of(update: Update, payload: Buffer | None) -> memoryview:

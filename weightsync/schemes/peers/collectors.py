@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Message, Update, WeightsForm
 from weightsync.schemes.arguments import one_by_one
-from weightsync.schemes.peers.base import Presenter, payload_of
+from weightsync.schemes.peers.base import SharedPresenter, SharedWeights
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
@@ -174,35 +172,6 @@ def _passed_on(found: Future[bool], ask: Callable[[], Future[bool]]) -> None:
         found.set_exception(error)
 
 
-class _Shared:
-    """A version's weights, kept while some call carries them."""
-
-    def __init__(self, weights: Any) -> None:
-        self.weights = weights
-
-
-class SharedPresenter:
-    """Presents each version once for all collectors of a sender."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._presenter = Presenter()
-        self._shared: weakref.WeakValueDictionary[tuple[str, int, int, WeightsForm], _Shared] = (
-            weakref.WeakValueDictionary()
-        )
-
-    def present(self, update: Update, payload: Buffer | None, form: WeightsForm | None) -> _Shared:
-        """The weights of an update in a form (None: as they were given). The payload may be overwritten afterwards."""
-        key = update.model_id, update.incarnation, update.version, form or update.form
-        with self._lock:
-            self._presenter.read_layout(update)
-            shared = self._shared.get(key)
-            if shared is None:
-                weights = self._presenter.present(update, payload_of(update, payload), form)
-                shared = self._shared[key] = _Shared(weights)
-            return shared
-
-
 class CollectorCallClient:
     """Carries versions to a collector without our receiver: all that is known is that its method returned.
 
@@ -234,7 +203,7 @@ class CollectorCallClient:
         # The call keeps the weights alive for the links that present the same version.
         return begin(self._peer, lambda: self._call(shared.weights), lambda over: self._answers(update, shared, over))
 
-    def _answers(self, update: Update, _: _Shared, over: torch.futures.Future[Any]) -> Sequence[Message]:
+    def _answers(self, update: Update, _: SharedWeights, over: torch.futures.Future[Any]) -> Sequence[Message]:
         try:
             over.value()
         except Exception as error:

@@ -9,7 +9,8 @@ from weightsync.clock import Timeout
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
 from weightsync.schemes.arguments import UNSET, Form, Unset
-from weightsync.schemes.peers.collectors import Collector, SharedPresenter, link_to
+from weightsync.schemes.peers.base import SharedPresenter
+from weightsync.schemes.peers.collectors import Collector, link_to
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.transports.base import Link
 from weightsync.transports.rpc import call_server_of, is_initialised
