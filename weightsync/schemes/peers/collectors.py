@@ -1,4 +1,4 @@
-"""Remote collectors over RPC: how one is addressed, and what is sent to one without a receiver of ours."""
+"""Remote collectors over RPC: how one is addressed, and how weights are sent to one without our receiver."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ COLLECTOR: Final = ("collector_info", "collector_rref", "collector_class")
 class Collector:
     """How a worker is reached over RPC.
 
-    The name alone means a process with our receiver: what is sent waits there until one listens. With ``rref`` or
-    ``kind`` it is asked at the handshake: if no receiver of ours listens there for the model, the collector's own
+    The name alone means a process with our receiver: messages wait there until it listens. With ``rref`` or ``kind``
+    the process is asked at the handshake: if no receiver of ours listens there for the model, the collector's own
     method is called.
     """
 
@@ -59,7 +59,7 @@ class Collector:
 
 
 def collector_of(endpoint: Any) -> Collector:
-    """How a worker is reached: a `Collector`, TorchRL's ``(collector_info, collector_rref, collector_class)``, or who.
+    """How a worker is reached, from a `Collector`, its name, or ``(collector_info, collector_rref, collector_class)``.
 
     Raises:
         ConfigurationError: a tuple of another length.
@@ -75,7 +75,7 @@ def link_to(
     """A link to a worker; ``key`` is shared with it.
 
     Raises:
-        ConfigurationError: it is not said who that is, RPC is not initialised, or it knows nobody of that name.
+        ConfigurationError: no worker is given, RPC is not initialised, or has no worker of that name.
     """
     worker = worker_named(_worker_of(collector, peer), peer)
     ours = RpcCallClient(worker, model_id, peer, key)
@@ -92,7 +92,7 @@ def _worker_of(collector: Collector, peer: str) -> Any:
         return collector.worker
     if collector.rref is None:
         raise ConfigurationError(
-            f"{peer} was given neither collector_info nor collector_rref: say which RPC worker it is. Nothing was sent."
+            f"{peer} was given neither collector_info nor collector_rref: give one of them. Nothing was sent."
         )
     return collector.rref.owner()
 
@@ -100,8 +100,8 @@ def _worker_of(collector: Collector, peer: str) -> Any:
 def calling(collector: Collector, worker: WorkerInfo, peer: str) -> Callable[[Any], torch.futures.Future[Any]]:
     """Calls a collector's own method with weights.
 
-    A function that takes the reference itself is called as TorchRL's first generation does, with ``(rref, weights)``; a
-    method of instances is called on the instance.
+    A function that takes the reference is called with ``(rref, weights)``, as TorchRL's first generation does; an
+    instance method is called on the instance.
 
     Raises:
         ConfigurationError: there is no reference to a collector.
@@ -119,7 +119,7 @@ def calling(collector: Collector, worker: WorkerInfo, peer: str) -> Callable[[An
 
 
 def _calling_the_instance(rref: Any) -> Callable[[Any], torch.futures.Future[Any]]:
-    # The proxy is for one call each: it finds out the instance's type without waiting.
+    # A new proxy for each call: it finds out the instance's type without waiting.
     def call(weights: Any) -> torch.futures.Future[Any]:
         over: torch.futures.Future[Any] = getattr(rref.rpc_async(timeout=ENDLESS), METHOD)(weights)
         return over
@@ -140,7 +140,7 @@ def _takes_self(kind: Any) -> bool:
 
 
 class Kind:
-    """A collector's class: the one that was given, or the one of what its reference leads to, which is asked there.
+    """A collector's class: the one given, or that of the object behind its reference, which RPC is asked for.
 
     Args:
         collector: the collector.
@@ -151,13 +151,13 @@ class Kind:
         self._asked: Any = None if collector.kind is not None else collector.rref._get_type(ENDLESS, blocking=False)
 
     def form(self) -> WeightsForm | None:
-        """The form in which its method takes weights; None: whatever is given."""
+        """The form in which its method takes weights; None: any."""
         kind = self._kind if self._asked is None else self._asked.value()
         method = optional(kind, METHOD)
         return None if method is MISSING else form_taken(inspect.signature(method).parameters)
 
     def before(self, ask: Callable[[], Future[bool]]) -> Future[bool]:
-        """Ask something else once the class is known."""
+        """Ask something once the class is known."""
         if self._asked is None:
             return ask()
         found: Future[bool] = Future()
@@ -177,7 +177,7 @@ class CollectorCallClient:
 
     Args:
         call: calls the method with weights.
-        peer: who is at the other end, for messages to people.
+        peer: the other end, for messages.
         presenter: makes the weights.
         form: gives the form that the method takes; None: the one in which the weights were given.
     """

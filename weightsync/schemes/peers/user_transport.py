@@ -35,13 +35,13 @@ def user_link(transport: BareTransport, peer: str) -> BlockingLink:
 class UserTransportClient:
     """Calls ``transport.send_weights`` in a daemon thread, one call after the other.
 
-    A call that never returns ends neither `close` nor the process: its thread stays behind, as a daemon, until the
-    call returns or the process ends, and what it returns is dropped. Until then the worker counts as owing, later
+    A call that never returns blocks neither `close` nor the end of the process: its thread remains, as a daemon, until
+    the call returns or the process ends, and its result is dropped. Until then the worker owes an answer, later
     versions wait behind it, and a send ends by its deadline.
 
     Args:
         transport: the user's.
-        peer: who is at its other end, for messages to people.
+        peer: its other end, for messages.
     """
 
     def __init__(self, transport: BareTransport, peer: str) -> None:
@@ -55,7 +55,7 @@ class UserTransportClient:
         self._last: Answers = Future()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call; a handshake is answered here, since no user's transport knows any."""
+        """Begin the call; a handshake is answered here, since no user's transport knows it."""
         return start_call(message, self._peer, lambda update: self._call(update, payload_of(update, payload)))
 
     def _call(self, update: Update, view: memoryview) -> Answers:
@@ -65,9 +65,9 @@ class UserTransportClient:
         return answers
 
     def close(self) -> None:
-        """Let the thread end after the call that it is in, and wait for it if it is in none.
+        """Let the thread end after its current call, and wait for it if it is in none.
 
-        A daemon that still lets go of tensors while the interpreter ends would take the process down with it.
+        A daemon thread that frees tensors while the interpreter ends would crash the process.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -89,11 +89,11 @@ class UserTransportClient:
         try:
             check = optional(self._transport, "check_connection")
             if check is not MISSING and not check():
-                raise TransportError(f"The transport to {self._peer} says that it is not connected.")
+                raise TransportError(f"The transport to {self._peer} is not connected, by its check_connection().")
             self._send(update.model_id, self._presenter.present(update, view))
         except (TransportError, ProtocolError) as error:
             answers.set_exception(error)
-        except BaseException as error:  # noqa: BLE001 - whatever a user's transport raises is told to the sender
+        except BaseException as error:  # noqa: BLE001 - whatever a user's transport raises is reported to the sender
             answers.set_result([raised(update, error, "its transport raised ")])
         else:
             answers.set_result([ack(update, seconds=stopwatch.seconds, evidence=self._evidence)])
@@ -103,7 +103,7 @@ def declared_evidence(transport: object) -> Evidence:
     """What the return of a user's ``send_weights`` means: its ``evidence``, CALL if it has none.
 
     Raises:
-        ConfigurationError: that is neither `Evidence.CALL` nor `Evidence.ANSWER`.
+        ConfigurationError: it is neither `Evidence.CALL` nor `Evidence.ANSWER`.
     """
     declared = optional(transport, "evidence")
     if declared is MISSING:
@@ -117,7 +117,7 @@ def declared_evidence(transport: object) -> Evidence:
 
 
 def sending_call(transport: BareTransport) -> Callable[[str, Any], Any]:
-    """The transport's ``send_weights`` as a function of model id and weights, whichever generation's it is."""
+    """The transport's ``send_weights``, of either generation, as a function of model id and weights."""
     parameters = inspect.signature(transport.send_weights).parameters.values()
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     names = [place.name for place in places]

@@ -211,8 +211,8 @@ def discard(frames: Iterable[Frame]) -> None:
             os.close(descriptor)
 
 
-# A handshake for a model without a receiver is answered by a Refusal under incarnation 0, which no sender has: it settles
-# nothing. The handshake is kept, and taken if the worker registers the model later.
+# A handshake for a model without a receiver is answered by a Refusal under incarnation 0, which no sender has: it
+# settles nothing. The handshake is kept, and taken if the worker registers the model later.
 
 
 def _is_from_sender(message: Message) -> bool:

@@ -1,4 +1,4 @@
-"""Couriers whose calls are those of Ray actors."""
+"""Call clients of Ray actors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ WAY: Final = "ray"
 
 
 class _RayCallClient:
-    """What the couriers to actors have in common: one put a version, the session's end, how a call ends.
+    """What the call clients of actors share: one put per version, the session's end, how a call ends.
 
     Args:
-        peer: who is at the other end, for messages to people.
+        peer: the other end, for messages.
         rows: where its sender's row is found.
     """
 
@@ -152,13 +152,13 @@ class ActorCallClient(_RayCallClient):
     Args:
         call: the actor's method that takes ``(model_id, link, number, frame, payload, lost)``.
         model_id: the model.
-        peer: who is at the other end, for messages to people.
+        peer: the other end, for messages.
         rows: where its sender's row is found.
         key: shared with the worker; None: its answers are believed as they come.
         actor: the actor's id, as it knows it itself: what is sealed for one actor is believed by no other.
     """
 
-    def __init__(  # noqa: PLR0917 - all by name, but those that every courier takes
+    def __init__(  # noqa: PLR0917 - the first four are those of every call client
         self, call: Any, model_id: str, peer: str, rows: ObjectCaches, key: SharedKey | None = None, actor: str = ""
     ) -> None:
         super().__init__(peer, rows)
@@ -221,11 +221,11 @@ class ActorCallClient(_RayCallClient):
 
 
 class PlainActorCallClient(_RayCallClient):
-    """Carries versions to an actor without our receiver: that its method returned is all that is known.
+    """Carries versions to an actor without our receiver: all that is known is that its method returned.
 
     Args:
         call: calls the actor's method with a reference to the weights.
-        peer: who is at the other end, for messages to people.
+        peer: the other end, for messages.
         rows: where its sender's row is found; it presents weights as the method takes them.
     """
 
