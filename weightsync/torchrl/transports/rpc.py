@@ -18,17 +18,17 @@ from weightsync.weights.strategy import WeightStrategy
 
 
 class RPCTransport(TransportFacade):
-    """Sends weights to one remote collector by RPC, or, given none, receives them in the collector's process.
+    """Sends weights to one remote collector by RPC; without a collector, receives them in the collector's process.
 
     Args:
-        collector_info: the worker, as its `WorkerInfo`, name or rank. Alone: a process with a receiver of ours.
+        collector_info: the worker, as its `WorkerInfo`, name or rank. Alone: a process with our receiver.
         collector_rref: a reference to its collector.
         collector_class: the collector's class, whose ``update_policy_weights_`` is called with ``(rref, weights)``
-            unless a receiver of ours listens in that process.
-        worker_rank: the worker's rank. It addresses nobody: if given, `receive_weights` has the second generation's
-            results.
+            unless our receiver listens in that process.
+        worker_rank: the worker's rank. It is not used as an address; if given, `receive_weights` returns the second
+            generation's results.
         timeout: seconds that `send_weights` and `wait_ack` wait.
-        strategy: how modules are extracted, and the format of weights handed out.
+        strategy: how modules are extracted, and the format of weights returned.
         key: a secret shared with the other end: see `RPCWeightSyncScheme`.
     """
 
@@ -77,12 +77,12 @@ class RPCTransport(TransportFacade):
         return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing is left to do: a link is laid with the first send."""
+        """Do nothing: a link is laid with the first send."""
 
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
     ) -> None:
-        """Nothing is left to do: the first weights come with a call."""
+        """Do nothing: the first weights arrive with a call."""
 
     @property
     def _sends(self) -> bool:

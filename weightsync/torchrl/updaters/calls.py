@@ -1,4 +1,4 @@
-"""A worker's call as a link of the sender's machines: an update begins it, its end is the answer."""
+"""A worker's call as a link of the sender's machines: an update begins the call, and its end is the answer."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from weightsync.weights.layout import Layout
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
 
-#: How a worker is named; None: the one that has no name, where an updater tells no workers apart.
+#: A worker's id; None: an updater's only worker, without an id.
 WorkerId = int | torch.device | None
-#: Makes a worker's call: returns once it is over, or gives a future of its end.
+#: Makes a worker's call: returns once it has ended, or returns a future of its end.
 Begin = Callable[[WorkerId], Any]
-#: Errors by which a call says that its worker is gone, and not that it refused.
+#: Errors of a call that mean that its worker is gone, not that it refused.
 GONE: Final = (ConnectionError, EOFError)
 
 
 class Raised(Exception):
-    """How a call's future says that the worker's own code raised.
+    """Set on a call's future when the worker's own code raised.
 
     Args:
         reason: the error, in a line.
@@ -53,11 +53,11 @@ class Call:
     answers: Answers
 
     def make(self, begin: Begin) -> None:
-        """Make it. An interrupt leaves what became of it unknown, and is raised."""
+        """Make the call. An interrupt leaves its outcome unknown, and is raised."""
         watch = Stopwatch()
         try:
             given = begin(self.worker)
-        except Exception as error:  # noqa: BLE001 - a user's hook may raise anything: its worker's outcome tells
+        except Exception as error:  # noqa: BLE001 - a user's hook may raise anything: its worker's outcome reports it
             self._failed(error)
         except BaseException:
             self.answers.set_exception(TransportError("the call was interrupted"))
@@ -69,7 +69,7 @@ class Call:
                 self._returned(watch)
 
     def superseded(self) -> None:
-        """Answer without making it: its push is over."""
+        """Answer without making the call: its push has ended."""
         self.answers.set_result([refusal(self.update, "its push is over", kind=RefusalKind.SUPERSEDED)])
 
     def _over(self, future: Future[Any], watch: Stopwatch) -> None:
@@ -96,18 +96,18 @@ class Call:
 
 
 class Calls:
-    """Where the couriers of one updater bring their calls. What is done with them depends on where a push is."""
+    """Takes the calls of one updater's call clients. What it does with them depends on the push in progress."""
 
     def __init__(self) -> None:
         self.take: Callable[[Call], None] = Call.superseded
 
 
 class WorkerCallClient:
-    """Brings the updates for one worker as calls. See `weightsync.transports.calls.client.CallClient` for its contract.
+    """Turns the updates for one worker into calls: a `weightsync.transports.calls.client.CallClient`.
 
     Args:
-        worker: whose they are.
-        calls: where to bring them.
+        worker: the worker.
+        calls: takes the calls.
     """
 
     def __init__(self, worker: WorkerId, calls: Calls) -> None:
@@ -115,7 +115,7 @@ class WorkerCallClient:
         self._calls = calls
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Bring an update; answer everything else at once: there is nobody else to do it."""
+        """Turn an update into a call; answer a handshake or goodbye at once."""
         return start_call(message, f"worker {self._worker}", self._bring)
 
     def _bring(self, update: Update) -> Answers:
@@ -124,7 +124,7 @@ class WorkerCallClient:
         return answers
 
     def close(self) -> None:
-        """Nothing to close: the calls are the updater's."""
+        """Do nothing: the calls are the updater's."""
 
 
 class NoPacker(Packer):
@@ -144,10 +144,10 @@ class NoPacker(Packer):
 
 
 class CallWiring:
-    """The wiring of an updater's sender: one link a worker, whose updates become calls.
+    """`SchemeServices` of an updater's sender: one link per worker, whose updates become calls.
 
     Args:
-        calls: where the couriers bring them.
+        calls: takes the calls.
     """
 
     apply_mode = Mode.COPY
@@ -166,7 +166,7 @@ class CallWiring:
         return CallLink(WorkerCallClient(endpoint, self._calls), f"worker {endpoint}")
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Never:
-        """Nobody listens here.
+        """Not supported: an updater only sends.
 
         Raises:
             ConfigurationError: always.
@@ -174,7 +174,7 @@ class CallWiring:
         raise ConfigurationError("An updater only sends: make receivers by a scheme.")
 
     def user_messages(self, endpoint: Any) -> Never:
-        """There are no pipes here.
+        """Not supported: an updater has no pipes.
 
         Raises:
             ConfigurationError: always.
@@ -182,7 +182,7 @@ class CallWiring:
         raise ConfigurationError("An updater has no pipes that could carry messages of your own.")
 
     def transport_of(self, receiver: Any, endpoint: Any) -> Never:
-        """There are no receivers here.
+        """Not supported: an updater has no receivers.
 
         Raises:
             ConfigurationError: always.
