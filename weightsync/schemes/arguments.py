@@ -1,4 +1,4 @@
-"""The two generations' argument forms, told apart."""
+"""Telling apart the argument forms of TorchRL's two generations."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from weightsync.errors import ConfigurationError
 
 
 class Form(enum.Enum):
-    """Which generation's results a transport gives; the form of its constructor decides."""
+    """Which generation's results a transport returns; its constructor's arguments decide."""
 
-    #: ``receive_weights`` gives ``(model_id, weights)``, and waits 1 s if not told otherwise.
+    #: ``receive_weights`` returns ``(model_id, weights)``, and waits 1 s by default.
     A = "A"
-    #: ``receive_weights`` gives the weights, and waits until some come if not told otherwise.
+    #: ``receive_weights`` returns the weights, and by default waits until some arrive.
     B = "B"
 
 
 class Unset(enum.Enum):
-    """The value of an argument that was not given, where None means something."""
+    """The value of an argument that was not given, where None has a meaning of its own."""
 
     UNSET = "unset"
 
 
 UNSET: Final = Unset.UNSET
-#: The model meant where none is named.
+#: The model if none is named.
 POLICY: Final = "policy"
 
 
 def model_and_weights(model_id: Any, weights: Any) -> tuple[str, Any]:
     """What ``send_weights(model_id, weights)``, ``(weights)`` or ``(weights, model_id)`` means.
 
-    The str among two is the model's id, wherever it stands; one alone is the weights, of the model "policy".
+    Of two arguments the str is the model's id, in either place; a single one is the weights of the model "policy".
 
     Raises:
-        ConfigurationError: no weights, or no str among two.
+        ConfigurationError: no weights, or two arguments of which none is a str.
     """
     if weights is UNSET:
         model_id, weights = POLICY, model_id
@@ -45,7 +45,7 @@ def model_and_weights(model_id: Any, weights: Any) -> tuple[str, Any]:
         model_id, weights = weights, model_id
     if weights is UNSET or weights is None or isinstance(weights, str):
         raise ConfigurationError(
-            f"a transport sends weights (a module, a TensorDict or a dict of tensors), not {_named(weights)}: it knows "
+            f"a transport sends weights (a module, a TensorDict or a dict of tensors), not {_named(weights)}: it has "
             "no model of its own. Nothing was sent."
         )
     if not isinstance(model_id, str):
@@ -57,20 +57,20 @@ def model_and_weights(model_id: Any, weights: Any) -> tuple[str, Any]:
 
 
 def one_by_one(names: Sequence[str], packed: Any, apart: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that TorchRL's first generation takes as one tuple, and its second one by one.
+    """Arguments that TorchRL's first generation takes as one tuple, and its second separately.
 
     Args:
-        names: theirs, in the tuple's order.
-        packed: the tuple, or the first of them alone, or None.
-        apart: those given by name; None: not given.
+        names: the arguments' names, in the tuple's order.
+        packed: the tuple, or its first element alone, or None.
+        apart: the keywords; None: not given.
 
     Raises:
-        ConfigurationError: the tuple has another length, or something is given twice.
+        ConfigurationError: the tuple has another length, or an argument is given twice.
     """
     whole = isinstance(packed, tuple | list)
     values = list(packed) if whole else [packed]
     if whole and len(values) != len(names):
-        raise ConfigurationError(f"({', '.join(names)}) is meant, but {len(values)} values were given.")
+        raise ConfigurationError(f"expected ({', '.join(names)}), but {len(values)} values were given.")
     found = {name: value for name, value in zip(names, values, strict=False) if value is not None}
     named = {name: value for name, value in apart.items() if value is not None}
     twice = sorted(found.keys() & named.keys())

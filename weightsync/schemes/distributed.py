@@ -1,4 +1,4 @@
-"""`DistributedWeightSyncScheme`: workers meet the trainer at a TCPStore; weights travel over process groups of ours."""
+"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights travel over process groups of our own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, switch
 from weightsync.schemes.arguments import one_by_one
-from weightsync.schemes.base import WeightSyncScheme
+from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.schemes.relay import is_torchrls
@@ -26,35 +26,34 @@ from weightsync.weights.context import MISSING, optional
 from weightsync.weights.meta_device import unshare
 from weightsync.weights.strategy import WeightStrategy
 
-#: Buckets of a payload that are on their way at once, with ``sync=False``.
+#: Buckets of a payload in flight at once, with ``sync=False``.
 IN_FLIGHT: Final = 4
 #: TorchRL's collectors use ``tcp_port`` and the one after it themselves.
 _PORT_OFFSET: Final = 2
-#: How TorchRL says where a worker is met.
+#: How TorchRL addresses a worker.
 _PAIR: Final = ("store", "rank")
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
-    """Over ``torch.distributed``: signals through a TCPStore, weights by a process group of ours for each worker.
+    """Over ``torch.distributed``: signals through a TCPStore, weights by our own process group for each worker.
 
     The user's own process group is neither needed nor touched. The trainer is rank 0, worker i is rank i + 1.
 
-    `init_on_sender` takes ``processes``, as those of pipes do, for workers on the trainer's host: one that dies before
-    it has reached the store is noticed at once.
+    `init_on_sender` takes ``processes``, as schemes over pipes do, for workers on the trainer's host: the death of one
+    that has not reached the store yet is then noticed at once.
 
     Args:
         backend: "gloo", or "nccl" where trainer and workers have a GPU each.
-        sync: whether a payload's buckets leave one after another. If not, several are on their way at once; all are
+        sync: whether a payload's buckets are sent one after another. If not, several are in flight at once; all are
             awaited in either case.
-        timeout: seconds after which a store that this scheme connects to, or makes, is given up.
+        timeout: seconds that this scheme waits for a store that it connects to, or makes.
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         verify: "digest" or "layout": see `WeightSyncScheme`.
         key: a secret (bytes or str) that the trainer and its workers share; default: the environment's
-            ``WEIGHTSYNC_KEY``, if it has one. With it nobody is believed who has not the same one. It travels with the
-            scheme when that is pickled.
+            ``WEIGHTSYNC_KEY``, if it is set. Messages without the same key are rejected. It is pickled with the scheme.
 
     Raises:
-        ConfigurationError: another backend, or one that is not to be had here; or an empty key.
+        ConfigurationError: another backend, or one that is not available here; or an empty key.
     """
 
     _sender_arguments = ("store", "processes")
@@ -74,20 +73,20 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self._key = None if key is None else SharedKey(key)
         self.backend = backend
         self.timeout = timeout
-        #: Where the store is that this scheme made: travels to the workers with it.
+        #: The address of the store that this scheme made; pickled with the scheme.
         self._store_info: dict[str, Any] | None = None
         self._store: Store | None = None
         super().__init__(strategy, verify=verify)
         self.sync = switch(sync, "sync")
 
-    _left_behind = (*WeightSyncScheme._left_behind, "_hints")
+    _not_copied = (*WeightSyncScheme._not_copied, "_hints")
 
     def _begin(self) -> None:
         super()._begin()
         self._hints = Hints()
 
     def get_store_info(self) -> dict[str, Any]:
-        """Host and port of the trainer's store: what workers take as ``store_info``.
+        """Host and port of the trainer's store: the workers' ``store_info``.
 
         Raises:
             ConfigurationError: there is no store yet.
@@ -99,11 +98,11 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     # ------------------------------------------------------------------------------------------ endpoints
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
-        """One meeting a worker, at ``store=`` or ``context.store``, else at a store that is made here."""
-        count = _found(given, context, "num_workers")
+        """One rendezvous per worker, at ``store=`` or ``context.store``, else at a store that is made here."""
+        count = given_or_found(given, context, "num_workers")
         if count is None:
             raise ConfigurationError("init_on_sender() needs num_workers=, or a context with .num_workers.")
-        store = _found(given, context, "store")
+        store = given_or_found(given, context, "store")
         if store is None:
             store = self._store = self._make_store(optional(context, "tcp_port"))
         base = base_of(store)
@@ -112,23 +111,23 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return {worker: self._store_end_at(store, worker + 1) for worker in workers}
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """The model given or found; of a TorchRL collector, in memory of its own: see `unshare`."""
+        """The model given or found; that of a TorchRL collector gets memory of its own: see `unshare`."""
         found = super()._worker_model(given, context, model_id)
         if is_torchrls(context) and isinstance(found, nn.Module):
             unshare(found)
         return found
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """The meeting at ``store=`` (or ``context.store``, or what ``store_info`` says) for our rank."""
-        rank = _found(given, context, "rank")
+        """The rendezvous for our rank, at ``store=``, ``context.store`` or the store of ``store_info``."""
+        rank = given_or_found(given, context, "rank")
         if rank is None:
-            rank = _found(given, context, "worker_idx")
+            rank = given_or_found(given, context, "worker_idx")
         if rank is None or rank == 0:
             raise ConfigurationError(
                 "init_on_worker() needs rank=, or a context with .rank: the trainer is rank 0, worker i is rank i + 1. "
                 "Here worker_idx= means the same, as in TorchRL."
             )
-        store = _found(given, context, "store")
+        store = given_or_found(given, context, "store")
         if store is None:
             store = self._store = self._reach_store(given.get("store_info") or self._store_info)
         return self._store_end_at(store, rank)
@@ -150,8 +149,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     def _reach_store(self, info: Mapping[str, Any] | None) -> TCPStore:
         if info is None:
             raise ConfigurationError(
-                "init_on_worker() needs store= (a TCPStore), store_info= (what the trainer's get_store_info() gives), "
-                "or a scheme that was sent here after init_on_sender()."
+                "init_on_worker() needs store= (a TCPStore), store_info= (from the trainer's get_store_info()), or a "
+                "scheme that was sent here after init_on_sender()."
             )
         try:
             return TCPStore(
@@ -176,7 +175,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         Args:
             pipe_or_context: the tuple ``(store, rank)``, or the store.
             rank: the worker's rank.
-            store: the store, by its name.
+            store: the store, by keyword.
             weights_buffer: see `DistributedTransport`.
             sync: see `DistributedTransport`; default: the scheme's.
 
@@ -196,7 +195,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         Args:
             endpoint: a `StoreEnd`, a tuple (store, rank), or an object with ``.store`` and ``.rank``.
             model_id: the model.
-            peer: who is at the other end, for messages to people.
+            peer: the other end, for messages.
 
         Raises:
             ConfigurationError: no store, or no rank.
@@ -218,23 +217,23 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             return self._store_end_at(*one_by_one(_PAIR, endpoint, {}).values())
         store, rank = optional(endpoint, "store"), optional(endpoint, "rank")
         if store is MISSING or rank is MISSING:
-            raise ConfigurationError(f"a worker is reached by (store, rank), not by a {type(endpoint).__name__}.")
+            raise ConfigurationError(f"a worker's address is (store, rank), not a {type(endpoint).__name__}.")
         return self._store_end_at(store, rank)
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
-        """Meet, without a word in TorchRL's own keys: a loop that waits on them would take it for an update."""
+        """Connect without writing TorchRL's own keys: a loop that waits on them would take that for an update."""
         with self._hints.withheld():
             super()._connect_sender(weights, deadline)
 
     def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
-        """Meet; the ack of the first version is not told in TorchRL's own keys either."""
+        """Connect; the ack of the first version is not written to TorchRL's own keys either."""
         self._hints.withhold_next()
         super()._connect_receiver(worker_idx, deadline)
         if self.get_receiver().version is None:
             self._hints.tell()
 
     def close(self) -> None:
-        """Close whichever sides were initialised, and let go of the store if it was made here."""
+        """Close whichever sides were initialised, and the store if it was made here."""
         super().close()
         self._store = None
 
@@ -248,13 +247,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return {**super().__getstate__(), "_store": None}
 
 
-def _found(given: Mapping[str, Any], context: Any, name: str) -> Any:
-    found = given[name] if name in given else optional(context, name)
-    return None if found is MISSING else found
-
-
 def _own_address() -> str:
-    """The address by which other hosts reach this one; the loopback's where it has no name."""
+    """This host's address for other hosts; the loopback's if the host has no name."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

@@ -1,4 +1,4 @@
-"""The small scheme behind a transport facade: one strategy, and links that the facade lays."""
+"""What a transport facade gives its senders and receivers: one strategy, and the links that it lays."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ class LinkLayer(Protocol):
 
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link: ...
 
-    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]: ...
+    def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Have ``accept`` called with each link by which a sender reaches us."""
 
-    def _user_messages(self) -> UserMessages: ...
+    def user_messages(self) -> UserMessages:
+        """The user's own messages."""
 
     def _published(self, model_id: str, weights: Any) -> None: ...
 
 
 class FacadeServices:
-    """What the senders and receivers behind a facade need of a scheme (see `weightsync.engine.services.Wiring`).
+    """Does for the senders and receivers of a facade what a scheme does for its own: `SchemeServices`.
 
     Args:
         layer: the facade.
-        strategy: how weights are extracted, and handed out.
+        strategy: how weights are extracted, and the format in which they are returned.
         verify: what a receiver compares.
     """
 
-    #: What a facade hands out is always a copy.
+    #: What a facade returns is always a copy.
     apply_mode = Mode.COPY
 
     def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str, verify: Verify = Verify.DIGEST) -> None:
-        # Weakly: with a transport that is let go of, all behind it goes at once, and not when cycles are looked for.
+        # Weakly: without a cycle, all behind a transport is freed as soon as the transport is.
         self._facade = weakref.ref(layer)
         self._verify = verify
         self.strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
@@ -65,11 +67,11 @@ class FacadeServices:
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """The facade's links to senders."""
-        return self._layer._listen(model_id, accept)
+        return self._layer.listen(model_id, accept)
 
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages, where the facade has a pipe."""
-        return self._layer._user_messages()
+        return self._layer.user_messages()
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
         """A module is extracted; anything else is taken as it is.
@@ -78,7 +80,7 @@ class FacadeServices:
             ConfigurationError: there are none.
         """
         if weights is None:
-            raise ConfigurationError("A transport knows no model of its own: give it weights. Nothing was sent.")
+            raise ConfigurationError("A transport has no model of its own: give it weights. Nothing was sent.")
         return strategy.extract_weights(weights) if isinstance(weights, nn.Module) else weights
 
     def published(self, model_id: str, weights: Any) -> None:

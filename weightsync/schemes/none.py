@@ -16,6 +16,7 @@ from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.sources import weights_of
+from weightsync.schemes.worker_set import Groups
 from weightsync.weights.meta_device import is_blank
 
 
@@ -23,7 +24,7 @@ class NoSender(WeightSender):
     """Its sends succeed with an empty report; weights are not looked at."""
 
     def _known_layout(self) -> None:
-        """There are no weights, and no layout of them."""
+        """There are no weights, so there is no layout."""
 
     def send(self, weights: Any = None, worker_ids: Any = None, **_: Any) -> SyncReport:
         """Send nothing.
@@ -67,7 +68,7 @@ class NoReceiver(WeightReceiver):
         inplace: bool = True,
         timeout: float | Timeout | None = Timeout.DEFAULT,
     ) -> None:
-        """Write weights into the registered model; there is nobody to answer to."""
+        """Write weights into the registered model; no sender is told."""
         if self._model is None:
             raise ConfigurationError("no model is registered: call register_model() first.")
         self._scheme.strategy.apply_weights(self._model, weights, inplace)
@@ -89,12 +90,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
         Raises:
             ConfigurationError: the model came without its weights (on the meta device, as a TorchRL collector sends a
-                policy to its workers), and nobody will bring any.
+                policy to its workers), and will never receive any.
         """
         model = kwargs.get("model")
         if isinstance(model, nn.Module) and is_blank(model):
             raise ConfigurationError(
-                f"the model {model_id!r} came without its weights (on the meta device), and NoWeightSyncScheme brings "
+                f"the model {model_id!r} came without its weights (on the meta device), and NoWeightSyncScheme sends "
                 "none. Give the collector policy_factory= instead of policy=, so that each worker makes its own, or "
                 "another scheme."
             )
@@ -108,21 +109,21 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._receiver.set_context(None, model_id)
         if kwargs.get("model") is not None:
             self._receiver.register_model(weights_of(kwargs["model"]))
-        self._arrive({}, None)
+        self._become_worker({}, None)
 
     def _connect_sender(self, weights: Any, deadline: Deadline) -> None:
-        """There is nobody to meet."""
-        self._successive = SequentialSends(self.get_sender())
+        """Wait for nobody."""
+        self._rendezvous.sends = SequentialSends(self.get_sender())
 
     def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
-        """There is nobody to meet, and nothing to receive in the background."""
+        """Wait for nobody, and receive nothing in the background."""
 
-    def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> list[tuple[Any, list[int] | None]]:
-        """Nobody looks at the weights."""
+    def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
+        """The weights are ignored."""
         return [(None, None)]
 
     def receive(self, timeout: float | None = None) -> None:
-        """None, at once: nothing ever comes, whichever side this is.
+        """Return None at once, on either side: nothing ever arrives.
 
         Raises:
             StateError: the receiver is closed.
@@ -139,7 +140,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return NoReceiver(self)
 
     def create_transport(self, pipe_or_context: Any = None) -> Any:
-        """A transport that swallows what it is given."""
+        """A transport that ignores what it is given."""
         return torchrl_transport("NoTransport")()
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Never:

@@ -1,4 +1,4 @@
-"""`MultiProcessWeightSyncScheme` and what schemes over multiprocessing pipes share."""
+"""`MultiProcessWeightSyncScheme`, and what all schemes over multiprocessing pipes share."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from weightsync.weights.strategy import WeightStrategy
 
 
 class PipeScheme(WeightSyncScheme):
-    """A scheme whose control path is one duplex `multiprocessing.Pipe` a worker.
+    """A scheme whose control path is one duplex `multiprocessing.Pipe` per worker.
 
-    Without ``pipes`` it makes them itself. The workers' ends then travel in the scheme while a process is spawned with
-    it, and are inherited by a forked one; each worker takes its own by its ``worker_idx`` and closes the others.
+    Without ``pipes`` it makes them itself. The workers' ends are then pickled with the scheme when a process is spawned
+    with it, and inherited by a forked one; each worker takes its own by its ``worker_idx`` and closes the others.
 
     `init_on_sender` takes ``processes``: the workers' processes, started or not yet, in the order of ``pipes`` or by
     worker id. A worker that dies before it has connected is then LOST at once; without them it is TIMED_OUT where
-    another process, as the trainer itself, still holds the worker's end of its pipe.
+    another process, such as the trainer, still holds the worker's end of its pipe.
 
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
-        sync: whether the scheme's own `send` waits for its answers. If not, the next `send`, or `shutdown`, tells.
+        sync: whether the scheme's own `send` waits for its answers. If not, the next `send`, or `shutdown`, reports
+            them.
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
     _sender_arguments = ("pipes", "processes")
     _worker_arguments = ("pipe",)
-    _left_behind = (*WeightSyncScheme._left_behind, "_own")
-    #: In a worker: its own of these.
+    _not_copied = (*WeightSyncScheme._not_copied, "_own")
+    #: In a worker: its own end.
     _own: Connection[Any, Any] | None
 
     def __init__(
@@ -55,7 +56,7 @@ class PipeScheme(WeightSyncScheme):
         per_worker_weights: bool = False,
         verify: Verify | str = Verify.DIGEST,
     ) -> None:
-        #: The workers' ends of pipes of ours, until they are taken.
+        #: The workers' ends of the pipes that we made, until the workers take them.
         self._ends: dict[int, Connection[Any, Any]] = {}
         super().__init__(strategy, verify=verify)
         self.sync = switch(sync, "sync")
@@ -64,14 +65,14 @@ class PipeScheme(WeightSyncScheme):
     # ---------------------------------------------------------------------------------------------- the pipes
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
-        """Our end of one pipe a worker, from ``pipes=`` or ``context.pipes``, or of pipes of our own."""
+        """Our end of one pipe per worker, from ``pipes=`` or ``context.pipes``, or of pipes of our own."""
         if self._lays_links_at_connect(given, context):
             return self._own_pipes(given)
         pipes = _listed(given_or_found(given, context, "pipes"))
         count = given_or_found(given, context, "num_workers")
         if count not in (None, len(pipes)):
             raise ConfigurationError(
-                f"num_workers is {count}, but there are {len(pipes)} pipes: give one pipe a worker."
+                f"num_workers is {count}, but there are {len(pipes)} pipes: give one pipe per worker."
             )
         _refuse_unusable(pipes)
         return dict(zip(sorted(given.get("params_map", range(len(pipes)))), pipes, strict=True))
@@ -83,27 +84,27 @@ class PipeScheme(WeightSyncScheme):
     def _own_pipes(self, given: Mapping[str, Any]) -> dict[int, Any]:
         if "num_workers" not in given:
             raise ConfigurationError(
-                "init_on_sender() needs pipes= (our end of one multiprocessing.Pipe() a worker), or to know how many "
-                "workers there are, to make them itself: num_workers=, params_map=, devices=, or a context with "
-                ".pipes or .num_workers."
+                "init_on_sender() needs pipes= (our end of one multiprocessing.Pipe() per worker), or the number of "
+                "workers, to make the pipes itself: num_workers=, params_map=, devices=, or a context with .pipes or "
+                ".num_workers."
             )
         ctx = given.get("ctx", multiprocessing)
         if not isinstance(ctx, BaseContext | ModuleType):
-            raise ConfigurationError(f"ctx= is {ctx!r}: give a multiprocessing context, as get_context() makes them.")
+            raise ConfigurationError(f"ctx= is {ctx!r}: give a multiprocessing context, as get_context() returns.")
         ours = {}
         for worker in sorted(given.get("params_map", range(given["num_workers"]))):
             ours[worker], self._ends[worker] = ctx.Pipe()
         return ours
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """This worker's end: ``pipe=``, or that of ``worker_idx`` that came along, or ``context.pipe``."""
+        """This worker's end: ``pipe=``, or that of ``worker_idx`` in this copy, or ``context.pipe``."""
         if "pipe" not in given and self._ends:
             return self._own_end(given_or_found(given, context, "worker_idx"))
         pipe = given_or_found(given, context, "pipe")
         if pipe is None:
             raise ConfigurationError(
                 "init_on_worker() needs pipe=, or a context with .pipe: this worker's end of a multiprocessing.Pipe(). "
-                "A scheme that makes its pipes itself brings it along to a process that is started with it after "
+                "A scheme that makes its pipes itself carries it to a process that is started with the scheme after "
                 "init_on_sender()."
             )
         return pipe
@@ -113,31 +114,32 @@ class PipeScheme(WeightSyncScheme):
             raise ConfigurationError(
                 f"init_on_receiver() needs worker_idx=, or a context with .worker_idx: which of {sorted(self._ends)}."
             )
-        told = self._worker_idx if worker_idx is None else worker_idx
-        worker = next(iter(self._ends)) if told is None else require_worker_id(told)
+        given = self._worker_idx if worker_idx is None else worker_idx
+        worker = next(iter(self._ends)) if given is None else require_worker_id(given)
         if worker not in self._ends:
             raise ConfigurationError(
-                f"worker {worker} has no pipe here: those of {sorted(self._ends)} came along. For a worker that comes "
-                "back give a new pipe to get_sender().add_worker() and its other end to init_on_receiver(pipe=...)."
+                f"worker {worker} has no pipe here: this scheme carries those of {sorted(self._ends)}. For a worker "
+                "that was restarted give a new pipe to get_sender().add_worker() and its other end to "
+                "init_on_receiver(pipe=...)."
             )
         own = self._own = self._ends[worker]
         return own
 
-    def _start_over(self) -> None:
-        super()._start_over()
+    def _begin(self) -> None:
+        super()._begin()
         self._own = None
 
-    def _arrive(self, given: Mapping[str, Any], context: Any) -> None:
-        """Close the ends that came along for other workers, unless this is the trainer's process too."""
-        super()._arrive(given, context)
+    def _become_worker(self, given: Mapping[str, Any], context: Any) -> None:
+        """Close other workers' ends, unless this is the trainer's process too."""
+        super()._become_worker(given, context)
         if self._sender is None:
             for end in self._ends.values():
                 if end is not self._own:
                     end.close()
             self._ends = {}
 
-    def _arrived(self) -> None:
-        """Close what we kept of the ends of workers that have taken theirs."""
+    def _workers_answered(self) -> None:
+        """Close our copies of the ends that workers have taken."""
         if self._receiver is None:
             up = {worker for worker, entry in self.get_sender().workers.items() if entry.link_state is LinkState.UP}
             for worker in up & self._ends.keys():
@@ -164,7 +166,7 @@ class PipeScheme(WeightSyncScheme):
             **queues: generation B's ``weight_queue``, ``ack_queue`` and ``timeout``.
 
         Raises:
-            ConfigurationError: nothing is wrong yet if it is incomplete: it raises at the first send.
+            ConfigurationError: never here: an incomplete transport raises at its first send.
         """
         given = pipe if pipe_or_context is None else pipe_or_context
         transport = torchrl_transport("MPTransport")
@@ -181,7 +183,7 @@ class PipeScheme(WeightSyncScheme):
         if self._goes_by_transport(endpoint):
             return super().listen(endpoint, model_id, accept)
         accept(self.lay_link(endpoint, model_id, "the sender"))
-        return _nothing
+        return lambda: None
 
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe."""
@@ -190,7 +192,7 @@ class PipeScheme(WeightSyncScheme):
         return UserMessages(Channel.of(connection_of(endpoint)))
 
     def _goes_by_transport(self, endpoint: Any) -> bool:
-        """Whether links come of a transport: ``endpoint`` is one, or a user's subclass makes its own."""
+        """Whether a transport lays the links: ``endpoint`` is one, or a user's subclass makes its own."""
         overridden = not type(self).create_transport.__module__.startswith("weightsync.schemes.")
         return overridden or isinstance(endpoint, BareTransport | LinkTransport)
 
@@ -201,9 +203,9 @@ class MultiProcessWeightSyncScheme(PipeScheme):
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         sync: whether the scheme's own `send` waits for its answers (default). If not, it returns what is PENDING, and
-            the next `send`, or `shutdown`, tells what became of it.
-        per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve. So
-            it is without this where a TorchRL collector has several policy factories.
+            the next `send`, or `shutdown`, reports the outcomes.
+        per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
+            Always so for a TorchRL collector with several policy factories.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
@@ -216,7 +218,7 @@ def _listed(pipes: Any) -> list[Any]:
     """
     if not isinstance(pipes, Iterable) or isinstance(pipes, str | bytes | Mapping):
         raise ConfigurationError(
-            f"pipes= is {pipes!r}: give a list with our end of one multiprocessing.Pipe() a worker. Nothing has "
+            f"pipes= is {pipes!r}: give a list with our end of one multiprocessing.Pipe() per worker. Nothing has "
             "changed."
         )
     return list(pipes)
@@ -226,13 +228,9 @@ def _refuse_unusable(pipes: Sequence[Any]) -> None:
     """Refuse pipes before a link is laid over any of them, so that the good ones can be given again."""
     connections = [connection_of(pipe) for pipe in pipes]
     if len({id(connection) for connection in connections}) < len(connections):
-        raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe a worker.")
+        raise ConfigurationError("A pipe occurs twice in pipes=: give one pipe per worker.")
     for index, connection in enumerate(connections):
         try:
             Channel.of(connection)
         except ConfigurationError as error:
             raise ConfigurationError(f"pipes= is no list of pipes: at {index}, {error} Nothing has changed.") from None
-
-
-def _nothing() -> None:
-    return None

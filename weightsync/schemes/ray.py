@@ -40,16 +40,16 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     Actors of a class that derives from `WeightSyncActor` answer for each version (evidence ``answer``). Plain actors
     with a method ``update_policy_weights_(policy_or_weights=)``, ``_update_weights_tensordict(params=)`` or
-    ``_update_weights_state_dict(state_dict=)`` work as they are: of those it is known that the call returned, no more
+    ``_update_weights_state_dict(state_dict=)`` work as they are: all that is known of them is that the call returned
     (evidence ``call``).
 
     Args:
-        strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`: the format that plain actors get, too.
-        backend: "gloo" or "nccl", as TorchRL has it; weights travel through Ray, so it changes nothing.
+        strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`: also the format that plain actors get.
+        backend: "gloo" or "nccl", for TorchRL's API; weights travel through Ray, so it has no effect.
         verify: "digest" or "layout": see `WeightSyncScheme`.
         tensor_transport: "object_store" (default), or "nixl": needs the package of that name.
         key: a secret shared with the actors: see `DistributedWeightSyncScheme`. A `WeightSyncActor` is given it as its
-            ``weight_key``; of plain actors it protects nothing.
+            ``weight_key``; it does not protect plain actors.
 
     Raises:
         MissingExtraError: ``tensor_transport="nixl"`` without what it needs.
@@ -72,7 +72,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         self._tensor_transport = tensor_transport_of(tensor_transport)
         super().__init__(strategy, verify=verify)
 
-    _left_behind = (*WeightSyncScheme._left_behind, "_links")
+    _not_copied = (*WeightSyncScheme._not_copied, "_links")
 
     def _begin(self) -> None:
         super()._begin()
@@ -81,21 +81,21 @@ class RayWeightSyncScheme(WeightSyncScheme):
     # ---------------------------------------------------------------------------------------- the sender
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
-        """One actor a worker, from ``remote_collectors=``, ``actor_refs=`` or ``actors=``, or the context's."""
+        """One actor per worker, from ``remote_collectors=``, ``actor_refs=`` or ``actors=``, or the context's."""
         require_ray(type(self).__name__)
         actors = self._actors(given, context)
         for name in ("num_collectors", "num_workers"):
             count = given_or_found(given, context, name)
             if count not in (None, len(actors)):
-                raise ConfigurationError(f"{name} is {count}, but there are {len(actors)} actors: give one a worker.")
+                raise ConfigurationError(f"{name} is {count}, but there are {len(actors)} actors: give one per worker.")
         for worker_id, actor in enumerate(actors):
             method_of(actor, methods_for(self.strategy), f"worker {worker_id}")
         return dict(enumerate(actors))
 
     def _lays_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
-        """For a TorchRL collector: it initialises the scheme in its actors after `init_on_sender`, before `connect`.
+        """For a TorchRL collector, which initialises the scheme in its actors between `init_on_sender` and `connect`.
 
-        Asked at `init_on_sender` whether a receiver of ours listens in them, they would say no.
+        At `init_on_sender` no receiver of ours would listen in them yet.
         """
         return is_torchrls(context)
 
@@ -105,7 +105,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             if actors is not None:
                 return list(actors) if isinstance(actors, Iterable) else [actors]
         raise ConfigurationError(
-            "init_on_sender() needs remote_collectors= or actor_refs=, or a context that has them: one Ray actor a "
+            "init_on_sender() needs remote_collectors= or actor_refs=, or a context that has them: one Ray actor per "
             "worker."
         )
 
@@ -123,13 +123,13 @@ class RayWeightSyncScheme(WeightSyncScheme):
     # ---------------------------------------------------------------------------------------- the worker
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """The actor that we are in: nothing of it is needed, since a process holds one."""
+        """The actor that we are in. It is not used, since a process holds only one."""
         return given.get("actor_ref", context)
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The model given, or found by ``get_model``, or at the path ``model_id``; for "policy", an actor's module."""
         found = super()._worker_model(given, context, model_id)
-        # Of another id only its own attribute is meant: a critic's weights would fit many a policy.
+        # Another id means its own attribute only: a critic's weights would fit many policies.
         return only_module(context, found) if found == "policy" else found
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
@@ -139,7 +139,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         return actor_server_of(model_id).open(accept, SharedKey.given(self._key))
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
-        """Nothing is waited for: the first weights come by a call, which an actor that waits would not take."""
+        """Return at once: the first weights arrive by a call, which an actor that waits could not take."""
 
     def create_transport(
         self,
@@ -154,7 +154,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
         Args:
             pipe_or_context: the actor; ``pipe``, ``remote_collector`` and ``remote_actor`` are other names for it.
-            worker_idx: which worker it is, for people.
+            worker_idx: the worker's id, for messages.
 
         Raises:
             ConfigurationError: several actors are given.
@@ -172,15 +172,15 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
 
 def is_transport(endpoint: Any) -> bool:
-    """Whether an endpoint is a transport, TorchRL's or of the user's own. An actor is none, whatever its methods."""
+    """Whether an endpoint is a transport, TorchRL's or the user's own. An actor is none, whatever methods it has."""
     return isinstance(endpoint, BareTransport) and optional(endpoint, RUN) is MISSING
 
 
 def only_actor(*names: Any) -> Any:
-    """The actor that was given by one of several names; None: by none.
+    """The actor given under one of several names; None: none was given.
 
     Raises:
-        ConfigurationError: by several.
+        ConfigurationError: several were given.
     """
     given = [each for each in names if each is not None]
     if len(given) > 1:
@@ -189,7 +189,7 @@ def only_actor(*names: Any) -> Any:
 
 
 def only_module(context: Any, path: str) -> Any:
-    """The module of an actor that holds just one, if the path does not resolve on it; else the path."""
+    """The path, if it resolves on an actor; else the actor's only module."""
     try:
         return _resolve_model(context, path)
     except ModelPathError:

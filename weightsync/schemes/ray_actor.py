@@ -16,7 +16,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _never_twice(function: _Function) -> _Function:
-    # As Ray's own decorator writes it: importing Ray for it would make every import of weightsync's wait for Ray.
+    # What Ray's own decorator sets: using that would import Ray with weightsync.
     function.__dict__["__ray_max_task_retries__"] = 0
     return function
 
@@ -29,14 +29,14 @@ class WeightSyncActor:
             def __init__(self):
                 self.policy = make_policy()
 
-    Weights are applied between two calls of a serial actor. Where forwards run in other threads (``max_concurrency``,
-    threads of your own) put them into ``with self.weight_receiver().serving():``. The model is what
-    ``self.get_model(model_id)`` gives, else ``self.<model_id>``, such as ``self.policy``. An actor that initialises a
-    `RayWeightSyncScheme` itself, by `init_on_worker`, is served by that.
+    Weights are applied between two calls of a serial actor. If forward passes run in other threads
+    (``max_concurrency``, your own threads), put them in ``with self.weight_receiver().serving():``. The model is what
+    ``self.get_model(model_id)`` returns, else ``self.<model_id>``, such as ``self.policy``. An actor may initialise a
+    `RayWeightSyncScheme` itself, by `init_on_worker`; that one is used then.
 
     Attributes:
-        weight_key: the key shared with the trainer, for an actor that sets it in ``__init__``: whoever has another, or
-            none, is turned away. None: the environment's ``WEIGHTSYNC_KEY``, if it has one.
+        weight_key: the key shared with the trainer, for an actor that sets it in ``__init__``: senders with another
+            key, or none, are rejected. None: the environment's ``WEIGHTSYNC_KEY``, if it is set.
     """
 
     weight_key: bytes | str | None = None
@@ -47,12 +47,14 @@ class WeightSyncActor:
         Raises:
             ConfigurationError: no model is found, or a scheme's background thread receives it.
         """
-        receiver = self._weightsync_desk(model_id).receiver
+        receiver = self._weightsync_server(model_id).receiver
         if receiver is None:
-            raise ConfigurationError(f"Model {model_id!r} is received by another scheme in this process: ask that.")
+            raise ConfigurationError(
+                f"Model {model_id!r} is received by another scheme in this process: use that scheme's receiver."
+            )
         return receiver
 
-    def _weightsync_desk(self, model_id: str) -> ActorServer:
+    def _weightsync_server(self, model_id: str) -> ActorServer:
         actor_server = actor_server_of(model_id)
         with actor_server.lock:
             if not actor_server.attended:
@@ -60,11 +62,11 @@ class WeightSyncActor:
         return actor_server
 
     @_never_twice
-    def _weightsync_call(  # noqa: PLR0917 - Ray carries what is positional at less cost
+    def _weightsync_call(  # noqa: PLR0917 - positional arguments cost Ray less
         self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:
         """What senders call: see `weightsync.transports.ray.client.ActorCallClient`."""
-        return self._weightsync_desk(model_id).receive_and_apply(link, number, frame, payload, lost)
+        return self._weightsync_server(model_id).receive_and_apply(link, number, frame, payload, lost)
 
 
 assert CALL in vars(WeightSyncActor)

@@ -15,28 +15,30 @@ from weightsync.schemes.peers.ray_actors import Backend, TensorTransport
 from weightsync.schemes.ray import RayWeightSyncScheme, methods_for, only_actor, only_module
 from weightsync.schemes.ray_server import ActorReceiver, ActorSender
 from weightsync.schemes.sources import registered
+from weightsync.schemes.worker_set import Groups
 from weightsync.weights.context import MISSING, optional
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.strategy import WeightStrategy
 
-#: The one actor's id on the roll.
+#: The worker id of the one actor.
 ONLY = 0
 
 
 class RayModuleTransformSender(ActorSender):
     """Sends to the one actor behind a transform, which is found when it is first needed.
 
-    It is sought, in this order, at the transform that was set, at the context, at the path ``model_id`` on the context
-    (each an actor, or an object whose ``._actor`` is one), and as the single entry of ``actor_refs``. Its id is 0.
+    It is looked for, in this order, in the transform that was set, in the context, at the path ``model_id`` on the
+    context (each an actor, or an object whose ``._actor`` is one), and as the only entry of ``actor_refs``. Its id is
+    0.
 
     Args:
-        scheme: the `RayModuleTransformScheme` that wires it.
+        scheme: the `RayModuleTransformScheme` that sets it up.
     """
 
     _scheme: RayModuleTransformScheme
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any = None) -> None:
-        """Nothing: there is one actor, whoever else is registered."""
+        """Do nothing: there is one actor, whatever is registered."""
 
     _register_worker = register_worker
 
@@ -59,7 +61,7 @@ class RayModuleTransformSender(ActorSender):
         Raises:
             ConfigurationError: (a ValueError) no actor is found, or another worker is named.
         """
-        self.meet()
+        self.find_actor()
         wanted: dict[str, Any] = {"allow_empty": allow_empty, "expected_workers": expected_workers}
         return super().send(
             weights, worker_ids, timeout=timeout, on_failure=on_failure, on_pending=on_pending, **wanted
@@ -83,12 +85,12 @@ class RayModuleTransformSender(ActorSender):
         Raises:
             ConfigurationError: (a ValueError) no actor is found, or another worker is named.
         """
-        self.meet()
+        self.find_actor()
         wanted: dict[str, Any] = {"allow_empty": allow_empty, "expected_workers": expected_workers}
         return super().send_async(weights, worker_ids, on_pending=on_pending, timeout=timeout, **wanted)
 
-    def meet(self) -> None:
-        """Find the actor, unless that was done.
+    def find_actor(self) -> None:
+        """Find the actor, unless it was found already.
 
         Raises:
             ConfigurationError: (a ValueError) no actor is found.
@@ -97,12 +99,8 @@ class RayModuleTransformSender(ActorSender):
             self.add_worker(ONLY, self._scheme.actor(self._context(), self._model_id))
 
 
-class RayModuleTransformReceiver(ActorReceiver):
-    """Receives in the actor, and applies there; the calls to the actor drive it.
-
-    Args:
-        scheme: the `RayModuleTransformScheme` that wires it.
-    """
+#: The receiver in the actor.
+RayModuleTransformReceiver = ActorReceiver
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
@@ -133,14 +131,14 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     ) -> None:
         super().__init__(strategy, backend, verify=verify, tensor_transport=tensor_transport, key=key)
 
-    _left_behind = (*RayWeightSyncScheme._left_behind, "_transform")
+    _not_copied = (*RayWeightSyncScheme._not_copied, "_transform")
 
     def _begin(self) -> None:
         super()._begin()
         self._transform: Any = None
 
     def set_transform(self, ray_transform: Any) -> None:
-        """Say whose actor is meant: TorchRL's ``RayModuleTransform`` does, when it is given the scheme."""
+        """Set the transform whose actor gets the weights; TorchRL's ``RayModuleTransform`` calls this."""
         self._transform = ray_transform
 
     _set_transform = set_transform
@@ -149,8 +147,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         """The one actor: see `RayModuleTransformSender`.
 
         Args:
-            context: where it is sought.
-            model_id: its path there.
+            context: where it is looked for.
+            model_id: its path on the context.
 
         Raises:
             ConfigurationError: (a ValueError) there is none, or there are several.
@@ -161,7 +159,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
                 return actor
         actors = self._single(context, model_id)
         if len(actors) != 1:
-            raise ConfigurationError(f"There are {len(actors)} actors, and a transform has one. Nothing was sent.")
+            raise ConfigurationError(f"There are {len(actors)} actors, but a transform has one. Nothing was sent.")
         return actors[0]
 
     def _single(self, context: Any, model_id: str) -> list[Any]:
@@ -169,12 +167,12 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             return self._actors(self._given, context)
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"no actor is found for {model_id!r}: the context has none, neither is there one at that path on it. "
-                "Give init_on_sender() a context, ray_transform= or actor_refs=. Nothing was sent."
+                f"no actor is found for {model_id!r}, neither as the context nor at that path on it. Give "
+                "init_on_sender() a context, ray_transform= or actor_refs=. Nothing was sent."
             ) from error
 
     def _actor_behind(self, found: Any) -> Any:
-        """The actor that something stands for: its ``_actor``, or itself if it takes weights; None: none."""
+        """The actor behind an object: its ``_actor``, or itself if it takes weights; None: there is none."""
         inner = optional(found, "_actor")
         if inner is not MISSING and inner is not None:
             return inner
@@ -182,18 +180,18 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         return found if any(optional(method, "remote") is not MISSING for method in taking) else None
 
     def _found(self, model_id: str, context: Any) -> Any:
-        """What a send without weights means: never the actor that the weights are for."""
+        """What a send without weights sends; never the actor that the weights are for."""
         return registered(self._given, context, model_id, lambda found: self._actor_behind(found) is not None)
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
-        """None yet: the actor is found when it is first needed."""
+        """Empty: the actor is found when it is first needed."""
         return {}
 
-    def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> list[tuple[Any, list[int] | None]]:
-        """As all schemes; whoever is given weights of its own must be on the roll by then."""
+    def _groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
+        """As in all schemes, once the actor is found: weights may be given for worker 0."""
         sender = self.get_sender()
         if isinstance(sender, RayModuleTransformSender):
-            sender.meet()
+            sender.find_actor()
         return super()._groups(weights, worker_ids)
 
     def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
@@ -215,7 +213,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Args:
             pipe_or_context: the actor, or an object whose ``._actor`` is that; ``pipe``, ``remote_collector`` and
                 ``remote_actor`` are other names for it.
-            worker_idx: without effect: there is one actor.
+            worker_idx: ignored: there is one actor.
 
         Raises:
             ConfigurationError: several actors are given.
@@ -227,13 +225,9 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         """A sender to the one actor."""
         return RayModuleTransformSender(self)
 
-    def create_receiver(self) -> RayModuleTransformReceiver:
-        """A receiver that the calls to this process's actor drive, once it listens."""
-        return RayModuleTransformReceiver(self)
-
 
 def _at(context: Any, path: str) -> Any:
-    """What stands at a path on a context; None: nothing."""
+    """The object at a path on a context; None: there is none."""
     if context is None:
         return None
     try:

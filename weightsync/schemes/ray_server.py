@@ -1,4 +1,4 @@
-"""Where a Ray actor's calls meet its receivers: one desk a model in each process; and the two sides on Ray."""
+"""The actor server, which passes a Ray actor's calls to its receiver; and both sides on Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Answer = concurrent.futures.Future[Frames]
 
 
 class ActorServer:
-    """Takes the calls for one model in this process to its receiver, and the answers home.
+    """Passes the calls for one model in this process to its receiver, and returns the answers.
 
     Args:
         model_id: the model.
@@ -43,7 +43,7 @@ class ActorServer:
         self.model_id = model_id
         #: Held while a receiver is made.
         self.lock = threading.RLock()
-        #: Who is driven by the calls; None: none yet, or one that a thread of its own reads for.
+        #: The receiver that the calls drive; None: none yet, or one that a background thread reads for.
         self.receiver: WeightReceiver | None = None
         self._call_server = CallServer(model_id, WAY, own_actor)
         self._listening = False
@@ -70,25 +70,25 @@ class ActorServer:
     def receive_and_apply(
         self, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:
-        """Take a call in as Ray brings it: see `call`. The payload is a flat array, or a flat tensor if by NIXL."""
+        """Take a call with Ray's arguments: see `call`. The payload is a flat array, or a flat tensor under NIXL."""
         found: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
         return self.call(Parcel(link, number, frame, None if payload is None else memoryview(found)), lost)
 
     def call(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
-        """Take a parcel in, have it decided, and bring the answers home.
+        """Take a parcel, have the receiver decide it, and return the answers.
 
-        It waits while the version served is held (`WeightReceiver.serving`), so that nothing is torn.
+        It waits while a forward pass serves the version (`WeightReceiver.serving`), so that none sees two versions.
 
         Args:
-            parcel: what the call brought.
-            lost: numbers of calls of the same link that will never come.
+            parcel: the call's message and payload.
+            lost: numbers of calls of the same link that will never arrive.
 
         Raises:
-            TransportError: its link is closed, or not known here though this is not its first call; or calls that
-                were begun before it have not come. Whatever is raised, the link is closed here.
+            TransportError: its link is closed, or unknown here though this is not its first call; or calls begun
+                before it have not arrived. Whatever is raised, the link is closed here.
             StateError: the receiver is closed.
-            ConfigurationError, ModelPathError: there is no model yet, and weights have come for it.
-            LayoutError: the model has no data yet (meta, uninitialised), and weights have come for it.
+            ConfigurationError, ModelPathError: weights have arrived, and there is no model yet.
+            LayoutError: weights have arrived, and the model has no data yet (meta, uninitialised).
         """
         try:
             return self._decided(parcel, lost)
@@ -107,8 +107,8 @@ class ActorServer:
         try:
             self._decide(parcel, answers[-1])
         except (ConfigurationError, ModelPathError, LayoutError):
-            # A model, or its data, may come into being after the trainer's handshake, which is every link's first call:
-            # that is answered with the first weights.
+            # A model, or its data, may be made after the trainer's handshake, which is every link's first call: the
+            # handshake is then answered with the first weights.
             if parcel.number:
                 raise
             self._unanswered[parcel.link] = answers
@@ -116,12 +116,12 @@ class ActorServer:
         return [frame for answer in answers if answer.done() for frame in answer.result()]
 
     def _require_known(self, parcel: Parcel) -> None:
-        """Refuse a link that begins in the middle: another life of this actor has met it."""
+        """Refuse a link whose first call this actor has not seen: it was restarted since."""
         patience = Deadline(0.0 if _in_order() else PATIENCE_FOR_ORDER)
         while parcel.number and not self._call_server.knows(parcel.link):
             if patience.passed:
                 raise TransportError(
-                    f"this actor has not met the sender that calls for {self.model_id!r}: it was restarted. "
+                    f"this actor does not know the sender that calls for {self.model_id!r}: the actor was restarted. "
                     "add_worker() makes a new handshake."
                 )
             threading.Event().wait(STEP)
@@ -136,7 +136,9 @@ class ActorServer:
                 return
             if self._call_server.awaits_turn(parcel):
                 if ordered.passed:
-                    raise TransportError(f"calls for {self.model_id!r} that were begun before this one have not come.")
+                    raise TransportError(
+                        f"calls for {self.model_id!r} that were begun before this one have not arrived."
+                    )
             elif loop.passed:
                 raise StateError(
                     "receiver", "serving", "an update on the event loop", [], "Leave serving() before you await."
@@ -149,7 +151,7 @@ class ActorServer:
         try:
             self.receiver.receive(timeout=timeout)
         except TransportError:
-            # The link is gone. Where that was the answer (a handshake that is refused, a goodbye), it has been given.
+            # The link is gone. If that was the answer (to a refused handshake, or a goodbye), it has been given.
             if not answer.done():
                 raise
         if self.receiver.state is State.CLOSED and not answer.done():
@@ -157,7 +159,7 @@ class ActorServer:
 
 
 def _on_a_loop() -> bool:
-    """Whether this is an async actor's event loop, which must not be held for long."""
+    """Whether this is an async actor's event loop, which must not be blocked for long."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -166,25 +168,25 @@ def _on_a_loop() -> bool:
 
 
 def _in_order() -> bool:
-    """Whether calls come in the order in which they were begun: Ray runs those of a serial actor in its main thread."""
+    """Whether calls arrive in the order in which they were begun: Ray runs a serial actor's in its main thread."""
     return threading.current_thread() is threading.main_thread() and not _on_a_loop()
 
 
 _lock = threading.Lock()
-_desks: dict[str, ActorServer] = {}
+_servers: dict[str, ActorServer] = {}
 
 
 def actor_server_of(model_id: str) -> ActorServer:
-    """This process's desk for a model: a process holds one actor."""
+    """This process's actor server for a model: a process holds one actor."""
     with _lock:
-        return _desks.setdefault(model_id, ActorServer(model_id))
+        return _servers.setdefault(model_id, ActorServer(model_id))
 
 
 class ActorSender(WeightSender):
-    """A sender to actors: a copy of it carries their handles, and makes handshakes of its own with its first send.
+    """A sender to actors: a copy carries their handles, and makes its own handshakes with its first send.
 
     Args:
-        scheme: the scheme that wires it.
+        scheme: the scheme that sets it up.
     """
 
     def _travelling(self) -> dict[int, Any]:
@@ -195,14 +197,14 @@ class ActorReceiver(WeightReceiver):
     """A receiver that the calls to this process's actor drive: nobody needs to call `receive`.
 
     Args:
-        scheme: the scheme that wires it.
+        scheme: the scheme that sets it up.
     """
 
     def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:
         """Listen for senders' calls: see `WeightReceiver.register_worker_transport`.
 
         Args:
-            pipe_or_context: the actor, or anything: a process holds one.
+            pipe_or_context: ignored: a process holds one actor.
             pipe: the same.
         """
         super().register_worker_transport(pipe_or_context, pipe=pipe)

@@ -15,7 +15,7 @@ WeightSyncBackend = Literal[
     "none", "direct", "shared", "thread", "process", "multiprocessing", "distributed", "rpc", "ray"
 ]
 
-#: Our own, imported when they are asked for: Ray and the others are not needed by whoever does not.
+#: Our own, imported on first use, so that nobody needs Ray who does not use it.
 _HOMES = {
     "none": ("weightsync.schemes.none", "NoWeightSyncScheme"),
     "shared": ("weightsync.schemes.shared", "SharedMemWeightSyncScheme"),
@@ -32,10 +32,10 @@ _registered: dict[str, type[Any]] = {}
 def register_weight_sync_backend(backend: str) -> Callable[[Scheme], Scheme]:
     """A class decorator: `WeightSyncScheme.from_backend` then makes this class for ``backend``.
 
-    It may take the place of one of ours.
+    It may replace one of ours.
 
     Raises:
-        ConfigurationError: the name is no name.
+        ConfigurationError: the name is empty, or no str.
     """
     if not isinstance(backend, str) or not backend:
         raise ConfigurationError(f"A backend's name is a str, not {backend!r}.")
@@ -48,7 +48,7 @@ def register_weight_sync_backend(backend: str) -> Callable[[Scheme], Scheme]:
 
 
 def scheme_of(backend: str) -> type[Any]:
-    """The class that was registered for a backend, or ours.
+    """The class registered for a backend, else ours.
 
     Raises:
         ConfigurationError: there is no such backend.

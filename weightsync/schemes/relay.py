@@ -1,4 +1,4 @@
-"""Handing a version on: a worker that has workers of its own updates them before it answers."""
+"""Passing a version on: a worker that has workers of its own updates them before it answers."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from weightsync.errors import SyncError
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.weights.context import MISSING, optional
 
-#: Told which version is live, and given a way to read its weights; says what became of it further on.
+#: Takes the live version and a function that reads its weights; returns the report of the worker's own workers.
 HandOn = Callable[[int | None, Callable[[], Any]], SyncReport | None]
 
-#: TorchRL's collectors keep the schemes that lead to their own workers under this name; None or empty: they have none.
+#: The attribute in which TorchRL's collectors keep the schemes to their own workers; None or empty: they have none.
 _SCHEMES = "_weight_sync_schemes"
-#: And here, what counts the versions that their trajectories are tagged with.
+#: The attribute that counts the versions with which their trajectories are tagged.
 _COUNTER = "policy_version_tracker"
 
 
 def is_torchrls(context: Any) -> bool:
-    """Whether this is a TorchRL collector that wires its workers' schemes: these take weights as a TensorDict."""
+    """Whether this is a TorchRL collector with schemes to its workers: these take weights as a TensorDict."""
     return context is not None and optional(context, _SCHEMES) is not MISSING
 
 
 def leads_on(context: Any, model_id: str) -> bool:
-    """Whether this is a TorchRL collector with a scheme that leads to its own workers' models of that name."""
+    """Whether this is a TorchRL collector with a scheme to its own workers for that model."""
     schemes = MISSING if context is None else optional(context, _SCHEMES)
     return schemes is not MISSING and bool(schemes) and model_id in schemes
 
 
 def handing_on(context: Any, model_id: str) -> HandOn | None:
-    """What is to be done with a version of this model once it is live, before we answer for it; None: nothing.
+    """What to do with a version of this model once it is live, before we answer for it; None: nothing.
 
-    A context that has ``update_policy_weights_`` is taken at its word: it has workers of its own. A TorchRL collector
-    always has that method: it hands on only if it has a scheme for the model. Without one it would write the weights
-    into its own policy, which serves them already; what is left to do is to count the version, if it counts.
+    A context that has ``update_policy_weights_`` has workers of its own. A TorchRL collector always has that method,
+    but passes weights on only if it has a scheme for the model. Without one it would write the weights into its own
+    policy, which serves them already; all that is left is to count the version, if it counts versions.
     """
     if context is None or optional(context, "update_policy_weights_") is MISSING:
         return None
@@ -51,7 +51,7 @@ def _update(context: Any, model_id: str, weights: Any) -> Any:
 
 
 def _guarded(model_id: str, version: int | None, call: Callable[[], Any]) -> SyncReport | None:
-    """What became of it.
+    """Call, and return the outcome.
 
     Returns:
         The report that the user's method returned, or that the error it raised carries; for any other error a report of

@@ -14,7 +14,8 @@ from weightsync.options import Verify
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.link_transport import torchrl_transport
-from weightsync.schemes.peers.collectors import COLLECTOR, Collector, Presenter, calling, collector_of, link_to
+from weightsync.schemes.peers.base import SharedPresenter
+from weightsync.schemes.peers.collectors import COLLECTOR, Collector, calling, collector_of, link_to
 from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.transports.base import Link
 from weightsync.transports.rpc import call_server_of, is_called, require_rpc, worker_named
@@ -22,19 +23,19 @@ from weightsync.weights.strategy import WeightStrategy
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
-    """Workers are processes of one `torch.distributed.rpc` world; each version travels as one flat tensor a worker.
+    """Workers are processes of one `torch.distributed.rpc` world; each version travels as one flat tensor per worker.
 
-    How a worker is given decides what its outcomes rest on. Given by name alone (``collector_infos=``) it has a
-    receiver of ours, which answers for each version (evidence ``answer``); what is sent before it listens waits. Given
-    with ``collector_rrefs=`` (and ``collector_class=``) it is asked at the handshake: where a receiver of ours listens
-    for the model, that is addressed; elsewhere the collector's own ``update_policy_weights_`` is called, and of that it
-    is known that the call returned, no more (evidence ``call``).
+    The way in which a worker is given determines the evidence of its outcomes. A worker given by name alone
+    (``collector_infos=``) has our receiver, which answers for each version (evidence ``answer``); what is sent before
+    it listens waits. A worker given with ``collector_rrefs=`` (and ``collector_class=``) is asked at the handshake
+    whether our receiver listens there for the model. If so, that gets the weights; if not, the collector's own
+    ``update_policy_weights_`` is called, and all that is known is that the call returned (evidence ``call``).
 
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         verify: "digest" or "layout": see `WeightSyncScheme`.
-        key: a secret shared with the workers: see `DistributedWeightSyncScheme`. Where a collector's own method is
-            called it protects nothing.
+        key: a secret shared with the workers: see `DistributedWeightSyncScheme`. It does not protect calls of
+            a collector's own method.
     """
 
     _sender_arguments = ("collector_infos", "collector_rrefs", "collector_class")
@@ -49,9 +50,11 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         self._key = None if key is None else SharedKey(key)
         super().__init__(strategy, verify=verify)
 
+    _not_copied = (*WeightSyncScheme._not_copied, "_presenter")
+
     def _begin(self) -> None:
         super()._begin()
-        self._presenter = Presenter()
+        self._presenter = SharedPresenter()
 
     # ---------------------------------------------------------------------------------------- the sender
 
@@ -66,11 +69,14 @@ class RPCWeightSyncScheme(WeightSyncScheme):
                 "and collector_class=; or a context that has them."
             )
         if kind is not None and rrefs is None:
-            raise ConfigurationError("collector_class= needs collector_rrefs=: one reference a worker.")
+            raise ConfigurationError("collector_class= needs collector_rrefs=: one reference per worker.")
         count = len(infos) if infos is not None else len(rrefs)
-        for name, many in (("collector_rrefs", rrefs and len(rrefs)), ("num_workers", _asked(given, context))):
+        for name, many in (
+            ("collector_rrefs", rrefs and len(rrefs)),
+            ("num_workers", given_or_found(given, context, "num_workers")),
+        ):
             if many not in (None, count):
-                raise ConfigurationError(f"{name}: {many}, but there are {count} workers: give one a worker.")
+                raise ConfigurationError(f"{name}: {many}, but there are {count} workers: give one per worker.")
         found = {worker: Collector(infos and infos[worker], rrefs and rrefs[worker], kind) for worker in range(count)}
         for worker, collector in found.items():
             _refuse_unreachable(collector, f"worker {worker}")
@@ -83,10 +89,10 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             endpoint: its name, rank or `WorkerInfo`; the tuple ``(collector_info, collector_rref, collector_class)``;
                 an `RPCTransport`; or what `init_on_sender` makes of these.
             model_id: the model.
-            peer: who is at the other end, for messages to people.
+            peer: the other end, for messages.
 
         Raises:
-            ConfigurationError: RPC is not initialised, or knows nobody of that name.
+            ConfigurationError: RPC is not initialised, or has no worker of that name.
         """
         if isinstance(endpoint, BareTransport):
             return super().lay_link(endpoint, model_id, peer)
@@ -122,11 +128,11 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     # ---------------------------------------------------------------------------------------- the worker
 
     def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        """Nothing: calls for a model arrive at one door a process, whether or not RPC is initialised yet."""
+        """None: each process has one call server per model, whether or not RPC is initialised yet."""
         return None
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Give ``accept`` each sender's link, those whose calls came before included: see `WeightSyncScheme.listen`.
+        """Give ``accept`` each sender's link, those whose calls arrived before included: see `WeightSyncScheme.listen`.
 
         Raises:
             ConfigurationError: this process has a receiver of that model already.
@@ -138,7 +144,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
         """Wait for the first version, unless `connect` is being called by RPC.
 
-        The caller would not come to its own `connect` before ours returned: then the first version goes live in the
+        The caller could not reach its own `connect` before ours returns. Then the first version goes live in the
         background.
         """
         if is_called():
@@ -146,20 +152,9 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         else:
             super()._await_first(receiver, background, deadline)
 
-    # ---------------------------------------------------------------------------------------------- copies
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_presenter", None)
-        return state
-
-
-def _asked(given: Mapping[str, Any], context: Any) -> Any:
-    return given_or_found(given, context, "num_workers")
-
 
 def _refuse_unreachable(collector: Collector, peer: str) -> None:
-    """Refuse before a link is laid to any, so that the good ones can be given again."""
+    """Refuse before any link is laid, so that the valid ones can be given again."""
     require_rpc(peer)
     worker = worker_named(collector.worker if collector.worker is not None else collector.rref.owner(), peer)
     if collector.rref is not None or collector.kind is not None:

@@ -14,7 +14,7 @@ from weightsync.weights.target import Mode
 
 
 class _DefaultTrue(int):
-    """True where it was not given: the third argument means another thing in either generation."""
+    """True, and not given: the third argument has another meaning in each generation."""
 
     def __repr__(self) -> str:
         return "True"
@@ -27,12 +27,12 @@ class SharedMemWeightSyncScheme(PipeScheme):
     """Over shared memory: the trainer writes a version into a slot once, and every worker on the host maps it.
 
     A slot is written again only when each worker that was given it has acked a newer version, or is known to be dead.
-    So no forward pass sees a torn model, and a worker changes version only in its own `receive()`. Parameters of a
+    So no forward pass sees a mix of versions, and a worker changes version only in its own `receive()`. Parameters of a
     module on the CPU become views of the slot; do not keep references to their memory across `receive()`. Buffers,
     and all destinations that are not modules, are copied out.
 
-    Both generations' arguments are taken. If the first is a strategy they are the second's, which may be given by
-    position: ``(strategy, sync, per_worker_weights)``.
+    Both generations' arguments are accepted. If the first is a strategy, they are the second's, which may be
+    positional: ``(strategy, sync, per_worker_weights)``.
 
     Args:
         policy_weights: model id to a TensorDict or dict that is to hold the newest version after each send. The
@@ -40,10 +40,10 @@ class SharedMemWeightSyncScheme(PipeScheme):
         strategy: "tensordict" (default) or "state_dict", or a `WeightStrategy`.
         auto_register: whether a model may be sent that was not registered.
         sync: whether the scheme's own `send` waits for its answers (default). If not, it returns what is PENDING, and
-            the next `send`, or `shutdown`, tells what became of it.
-        per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve. So
-            it is without this where a TorchRL collector has several policy factories. A send that names all workers
-            needs no preparation.
+            the next `send`, or `shutdown`, reports the outcomes.
+        per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
+            Always so for a TorchRL collector with several policy factories. A send that names all workers does not
+            need it.
         verify: "digest" or "layout": see `WeightSyncScheme`.
     """
 
@@ -101,7 +101,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         self._policy_weights[model_id] = weights
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """The weights that a send means: see `WeightSyncScheme.prepare_weights`.
+        """The weights that a send sends: see `WeightSyncScheme.prepare_weights`.
 
         Raises:
             LayoutError: (a KeyError) the model is not registered and ``auto_register`` is off.
@@ -118,10 +118,10 @@ class SharedMemWeightSyncScheme(PipeScheme):
 
 
 def require_registered(model_id: str, known: Mapping[str, Any]) -> None:
-    """Refuse a model that is not registered, where models are not registered by themselves.
+    """Refuse a model that is not registered.
 
     Raises:
-        LayoutError: (a KeyError) it lists the known models.
+        LayoutError: (a KeyError) the model is not registered.
     """
     if model_id not in known:
         raise LayoutError(

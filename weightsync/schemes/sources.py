@@ -1,4 +1,4 @@
-"""Where a scheme finds what it needs: what was given by keyword, and the context's attributes."""
+"""Where a scheme finds its arguments: keywords, and the context's attributes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightsync.weights.relay import Relay
 
 
 def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> dict[str, Any]:
-    """What was given by keyword, without what is None.
+    """The keywords given, without those that are None.
 
     Raises:
         ConfigurationError: a keyword that ``where`` does not take.
@@ -29,7 +29,7 @@ def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> di
 
 
 def given_or_found(given: Mapping[str, Any], context: Any, name: str) -> Any:
-    """What was given by keyword, else the context's attribute of that name; None: neither."""
+    """The keyword's value, else the context's attribute of that name; None: there is neither."""
     found = given[name] if name in given else optional(context, name)
     return None if found is MISSING else found
 
@@ -42,7 +42,7 @@ def processes_of(given: Any, workers: Collection[int]) -> dict[int, Any]:
         workers: the ids of the workers.
 
     Raises:
-        ConfigurationError: it is neither, is too long or too short, or names other workers.
+        ConfigurationError: it is of another type or length, or names unknown workers.
     """
     if given is None:
         return {}
@@ -66,7 +66,7 @@ def processes_of(given: Any, workers: Collection[int]) -> dict[int, Any]:
 def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     """What a worker's weights are applied to: a model, or a path on the context.
 
-    A TorchRL collector whose own workers make their policies has none itself: it keeps the weights to hand them on.
+    A TorchRL collector whose workers make their own policies has no model: it keeps the weights to pass them on.
 
     Raises:
         ConfigurationError: there is neither a model nor a context.
@@ -84,7 +84,7 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
 
 
 def weights_of(model: Any) -> Any:
-    """What is sent of a model, and applied to it: the model itself, or an empty dict where it has no weights.
+    """What is sent of a model, and applied to it: the model itself, or an empty dict if it has no weights.
 
     A policy may be any callable: TorchRL's `RandomPolicy` is one without weights.
     """
@@ -92,20 +92,20 @@ def weights_of(model: Any) -> Any:
 
 
 def is_weightless(model: Any) -> bool:
-    """Whether this is a policy without weights: a callable object that is no module, and no class of them."""
+    """Whether this is a policy without weights: a callable object that is neither a module nor a class."""
     return callable(model) and not isinstance(model, nn.Module | TensorDictBase | Mapping | type)
 
 
 def registered(
     given: Mapping[str, Any], context: Any, model_id: str, unfit: Callable[[Any], bool] = lambda _: False
 ) -> Any:
-    """What a send without weights means, the first that is found of the sources below; None: nothing.
+    """What a send without weights sends: the first that is found of the sources below; None: nothing.
 
     Args:
-        given: by keyword.
+        given: the keywords.
         context: the context.
         model_id: the model.
-        unfit: whether what was found is no weights, though it is found where weights are.
+        unfit: whether what was found there is something other than weights.
     """
     for source in _SOURCES:
         found = source(given, context, model_id)
@@ -127,7 +127,7 @@ def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> An
         return MISSING
     try:
         return get_model(model_id)
-    except ValueError:  # a TorchRL collector without a policy (it has a policy_factory) says so by this
+    except ValueError:  # raised by a TorchRL collector that has a policy_factory and no policy
         return MISSING
 
 

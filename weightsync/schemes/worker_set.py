@@ -1,4 +1,4 @@
-"""The workers that `init_on_sender` was told of: how many, their first weights, and sends to groups of them."""
+"""The workers that `init_on_sender` was given: how many, their first weights, and sends to groups of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def send_to_groups(
     """
     if len(groups) == 1:
         return send(*groups[0], timeout=deadline.remaining, on_failure=failing)
-    merged = together([_served(send, group, deadline) for group in groups])
+    merged = _merged([_served(send, group, deadline) for group in groups])
     if failing is OnFailure.RAISE:
         merged.raise_on_failure()
     return merged
@@ -47,8 +47,8 @@ def _served(send: Callable[..., SyncReport], group: tuple[Any, list[int] | None]
         return error.report
 
 
-def together(reports: Sequence[SyncReport]) -> SyncReport:
-    """One report of several: ``version`` is the newest of theirs."""
+def _merged(reports: Sequence[SyncReport]) -> SyncReport:
+    """One report of several, with their newest ``version``."""
     versions = [report.version for report in reports if report.version is not None]
     outcomes = {worker: outcome for report in reports for worker, outcome in report.outcomes.items()}
     return replace(
@@ -66,45 +66,45 @@ def together(reports: Sequence[SyncReport]) -> SyncReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """The workers, as far as `init_on_sender` was told of them."""
+class WorkerSet:
+    """The workers, as far as `init_on_sender` was given them."""
 
-    #: None: the scheme finds out by other means.
+    #: None: the scheme finds them by other means.
     ids: tuple[int, ...] | None = None
     #: Worker id to its own weights, where they were given one by one.
     weights: Mapping[int, Any] = field(default_factory=dict)
 
     def counted(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What was given, with the number of workers."""
+        """The keywords given, with the number of workers."""
         return dict(given) if self.ids is None else {**given, "num_workers": len(self.ids)}
 
 
-def fleet(given: Mapping[str, Any], context: Any, strategy: WeightStrategy) -> Fleet:
-    """Read the forms of `init_on_sender` that say who the workers are.
+def worker_set_of(given: Mapping[str, Any], context: Any, strategy: WeightStrategy) -> WorkerSet:
+    """Read the keywords of `init_on_sender` that define the workers.
 
     Raises:
-        ConfigurationError: they contradict one another, or one lacks its other half.
+        ConfigurationError: they contradict one another, or one needs another that is missing.
     """
     _refuse_contradictions(given)
     if "params_map" in given:
         weights = per_worker(given["params_map"], "params_map")
-        return _numbered(Fleet(tuple(sorted(weights)), weights), given)
+        return _numbered(WorkerSet(tuple(sorted(weights)), weights), given)
     if "devices" in given and (not isinstance(given["devices"], Sequence) or isinstance(given["devices"], str)):
-        raise ConfigurationError(f"devices= is {given['devices']!r}: give a list with one device a worker.")
+        raise ConfigurationError(f"devices= is {given['devices']!r}: give a list with one device per worker.")
     if "devices" in given:
-        return _numbered(Fleet(tuple(range(len(given["devices"])))), given)
+        return _numbered(WorkerSet(tuple(range(len(given["devices"])))), given)
     count = given.get("num_workers", optional(context, "num_workers"))
     if count is MISSING or count is None:
-        return Fleet()
+        return WorkerSet()
     ids = tuple(range(require_whole(count, "num_workers", "the number of workers")))
-    return Fleet(ids, _mapped(given, ids, strategy)) if "device_map_fn" in given else Fleet(ids)
+    return WorkerSet(ids, _mapped(given, ids, strategy)) if "device_map_fn" in given else WorkerSet(ids)
 
 
 def per_worker(weights: Any, where: str) -> dict[int, Any]:
     """Weights given for each worker.
 
     Raises:
-        ConfigurationError: this is no dict of worker ids, or an empty one.
+        ConfigurationError: this is no dict with worker ids as keys, or it is empty.
     """
     if not _is_dict(weights) or not weights:
         raise ConfigurationError(f"{where} is a dict of worker ids to weights, with an entry for each worker.")
@@ -127,12 +127,32 @@ def has_factories(context: Any) -> bool:
     return isinstance(factories, list | tuple) and len({id(factory) for factory in factories}) > 1
 
 
-def grouped(weights: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
+def groups_of(
+    own: Mapping[int, Any], wanted: Sequence[int], known: Sequence[int], prepare: Callable[[Any], Any]
+) -> Groups:
     """Weights and the workers that get them; workers whose weights are the same, or equal, share a version.
 
+    Args:
+        own: worker id to its weights.
+        wanted: the ids of the workers that get theirs.
+        known: the ids of all workers.
+        prepare: makes what is sent of a worker's weights.
+
     Raises:
-        ConfigurationError, LayoutError: weights cannot be sent.
+        ConfigurationError, LayoutError: weights are missing, are for an unknown worker, or cannot be sent.
     """
+    missing = sorted(set(wanted) - own.keys())
+    unknown = sorted(own.keys() - set(known))
+    if missing or unknown:
+        raise ConfigurationError(
+            f"weights were given per worker, but none for workers {missing}, and some for {unknown}, which are not "
+            "among this sender's workers. Nothing was sent. Name the workers by worker_ids=, or set the scheme's "
+            "per_worker_weights if a send may leave workers out."
+        )
+    return _grouped({worker: prepare(own[worker]) for worker in wanted})
+
+
+def _grouped(weights: Mapping[int, Any]) -> list[tuple[Any, list[int] | None]]:
     same: dict[int, list[int]] = {}
     for worker, own in weights.items():
         same.setdefault(id(own), []).append(worker)
@@ -151,13 +171,15 @@ def _refuse_contradictions(given: Mapping[str, Any]) -> None:
                 raise ConfigurationError(f"init_on_sender() takes {one}= or {other}=, not both. Nothing has changed.")
     for one in ("devices", "device_map_fn"):
         if one in given and not ("weights" in given or "model" in given):
-            raise ConfigurationError(f"init_on_sender({one}=...) needs weights= or model=: what is to be sent.")
+            raise ConfigurationError(f"init_on_sender({one}=...) needs weights= or model=: the weights to send.")
     if "device_map_fn" in given and not callable(given["device_map_fn"]):
         raise ConfigurationError(
             f"device_map_fn= is {given['device_map_fn']!r}: give a function of (worker_idx, weights)."
         )
     if "device_map_fn" in given and "num_workers" not in given:
-        raise ConfigurationError("init_on_sender(device_map_fn=...) needs num_workers=: how often it is to be called.")
+        raise ConfigurationError(
+            "init_on_sender(device_map_fn=...) needs num_workers=: the number of times to call it."
+        )
 
 
 _EXCLUSIVE: Mapping[str, Sequence[str]] = {
@@ -167,15 +189,17 @@ _EXCLUSIVE: Mapping[str, Sequence[str]] = {
 }
 
 
-def _numbered(found: Fleet, given: Mapping[str, Any]) -> Fleet:
+def _numbered(found: WorkerSet, given: Mapping[str, Any]) -> WorkerSet:
     count = given.get("num_workers")
     if found.ids is not None and count not in (None, len(found.ids)):
-        raise ConfigurationError(f"num_workers is {count}, but {len(found.ids)} workers were described.")
+        raise ConfigurationError(
+            f"num_workers is {count}, but weights or devices were given for {len(found.ids)} workers."
+        )
     return found
 
 
 def _mapped(given: Mapping[str, Any], ids: Sequence[int], strategy: WeightStrategy) -> dict[int, Any]:
-    """What the user's function makes of the weights for each worker."""
+    """What the user's function returns for each worker."""
     source = given.get("weights", given.get("model"))
     weights = strategy.extract_weights(source) if isinstance(source, torch.nn.Module) else source
     place: Callable[[int, Any], Any] = given["device_map_fn"]

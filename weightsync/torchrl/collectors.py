@@ -1,12 +1,14 @@
-"""TorchRL's collectors take our schemes and updaters as their own.
+"""Makes TorchRL's collectors accept our schemes and updaters as their own.
 
     import weightsync.torchrl.collectors  # or: from weightsync.torchrl.collectors import accept; accept()
 
     collector = MultiSyncCollector(..., weight_sync_schemes={"policy": SharedMemWeightSyncScheme()})
 
-A collector asks whether a scheme is a `torchrl.weight_update.WeightSyncScheme`, and whether an updater is a
+A collector checks that a scheme is a `torchrl.weight_update.WeightSyncScheme`, and that an updater is a
 `torchrl.collectors.WeightUpdaterBase`; `accept` registers ours as virtual subclasses of these abstract classes. Nothing
-of TorchRL is changed or replaced. An updater that is made after TorchRL's collectors were imported is taken without it.
+in TorchRL is changed or replaced.
+
+An updater that is made after TorchRL's collectors were imported is accepted without this module.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from weightsync.torchrl.updaters import WeightUpdaterBase
 
 
 def accept() -> type[WeightSyncScheme]:
-    """Have ``isinstance(scheme, torchrl.weight_update.WeightSyncScheme)`` say yes to all our schemes, and the same for
-    updaters. Twice is allowed.
+    """Make our schemes pass ``isinstance(scheme, torchrl.weight_update.WeightSyncScheme)``, and our updaters the same
+    check of TorchRL's. Calling it twice is allowed.
 
     Returns:
         The base of our schemes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, GivenUp
+from weightsync.transports.calls.forwarding import hand_on
 from weightsync.transports.calls.server import CallServer, Frames, Parcel
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
 
@@ -256,16 +258,8 @@ def _follow(
     said: Callable[[torch.futures.Future[Any]], Sequence[Message]],
 ) -> None:
     """Begin a call whose end is that of ``answers``."""
-
-    def over(followed: Answers) -> None:
-        error = followed.exception()
-        if error is None:
-            answers.set_result(followed.result())
-        else:
-            answers.set_exception(error)
-
     try:
-        begin(peer, call, said).add_done_callback(over)
+        begin(peer, call, said).add_done_callback(functools.partial(hand_on, answers))
     except TransportError as error:
         answers.set_exception(error)
 

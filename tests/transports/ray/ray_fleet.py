@@ -50,10 +50,10 @@ class Bench:
 
     def start_over(self) -> None:
         """Be as new: no receiver, fresh weights."""
-        for actor_server in list(ray_server._desks.values()):
+        for actor_server in list(ray_server._servers.values()):
             if actor_server.receiver is not None:
                 actor_server.receiver.close()  # its background thread, too
-        ray_server._desks.clear()
+        ray_server._servers.clear()
         self.kept: dict[str, Any] = {}
         self.policy: Any = small()
         self.module: Any = None

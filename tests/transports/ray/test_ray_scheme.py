@@ -106,7 +106,7 @@ def test_the_payload_is_read_in_place(setups: list[Any], trainer: Any) -> None:
 def _note_payloads(actor: Any) -> None:
     """Look at what Ray hands to the hidden method."""
     actor.policy = nn.Linear(300, 300)
-    actor_server = actor._weightsync_desk("policy")
+    actor_server = actor._weightsync_server("policy")
     inner = actor_server.call
 
     def call(parcel: Any, lost: Any) -> Any:
@@ -384,7 +384,7 @@ def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest
         assert scheme.get_receiver().state is State.UNINITIALIZED
     finally:
         scheme.close()
-        ray_server._desks.clear()
+        ray_server._servers.clear()
 
 
 def test_calls_that_were_lost_are_not_waited_for() -> None:
@@ -399,7 +399,7 @@ def test_calls_that_were_lost_are_not_waited_for() -> None:
         assert not answer.done()
     finally:
         scheme.close()
-        ray_server._desks.clear()
+        ray_server._servers.clear()
 
 
 def _has_key(_: Any, key: str | None) -> None:
@@ -485,4 +485,4 @@ def test_a_strangers_call_takes_no_answer_of_a_link_and_skips_none_of_its_calls(
         assert actor_server._call_server.awaits_turn(Parcel("a link", 1, b""))
     finally:
         scheme.close()
-        ray_server._desks.clear()
+        ray_server._servers.clear()

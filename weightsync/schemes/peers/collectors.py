@@ -1,11 +1,9 @@
-"""Remote collectors over RPC: how one is addressed, and what is sent to one without a receiver of ours."""
+"""Remote collectors over RPC: how one is addressed, and how weights are sent to one without our receiver."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,14 +14,14 @@ from torch.distributed import rpc
 
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
-from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update, WeightsForm
-from weightsync.protocol.report import Evidence
+from weightsync.protocol.messages import Message, Update, WeightsForm
 from weightsync.schemes.arguments import one_by_one
+from weightsync.schemes.peers.base import SharedPresenter, SharedWeights
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
 from weightsync.transports.calls.forwarding import ForwardingClient, hand_on
+from weightsync.transports.calls.without_receiver import ack, refusal, start_call
 from weightsync.transports.rpc import (
     ENDLESS,
     RpcCallClient,
@@ -35,8 +33,7 @@ from weightsync.transports.rpc import (
     worker_named,
 )
 from weightsync.weights.context import MISSING, optional
-from weightsync.weights.layout import Layout
-from weightsync.weights.unpacking import form_taken, present_as
+from weightsync.weights.unpacking import form_taken
 
 #: The method of a collector that takes weights.
 METHOD: Final = "update_policy_weights_"
@@ -48,8 +45,8 @@ COLLECTOR: Final = ("collector_info", "collector_rref", "collector_class")
 class Collector:
     """How a worker is reached over RPC.
 
-    The name alone means a process with our receiver: what is sent waits there until one listens. With ``rref`` or
-    ``kind`` it is asked at the handshake: if no receiver of ours listens there for the model, the collector's own
+    The name alone means a process with our receiver: messages wait there until it listens. With ``rref`` or ``kind``
+    the process is asked at the handshake: if no receiver of ours listens there for the model, the collector's own
     method is called.
     """
 
@@ -62,7 +59,7 @@ class Collector:
 
 
 def collector_of(endpoint: Any) -> Collector:
-    """How a worker is reached: a `Collector`, TorchRL's ``(collector_info, collector_rref, collector_class)``, or who.
+    """How a worker is reached, from a `Collector`, its name, or ``(collector_info, collector_rref, collector_class)``.
 
     Raises:
         ConfigurationError: a tuple of another length.
@@ -72,11 +69,13 @@ def collector_of(endpoint: Any) -> Collector:
     return Collector(*one_by_one(COLLECTOR, endpoint, {}).values())
 
 
-def link_to(collector: Collector, model_id: str, peer: str, presenter: Presenter, key: SharedKey | None = None) -> Link:
+def link_to(
+    collector: Collector, model_id: str, peer: str, presenter: SharedPresenter, key: SharedKey | None = None
+) -> Link:
     """A link to a worker; ``key`` is shared with it.
 
     Raises:
-        ConfigurationError: it is not said who that is, RPC is not initialised, or it knows nobody of that name.
+        ConfigurationError: no worker is given, RPC is not initialised, or has no worker of that name.
     """
     worker = worker_named(_worker_of(collector, peer), peer)
     ours = RpcCallClient(worker, model_id, peer, key)
@@ -93,7 +92,7 @@ def _worker_of(collector: Collector, peer: str) -> Any:
         return collector.worker
     if collector.rref is None:
         raise ConfigurationError(
-            f"{peer} was given neither collector_info nor collector_rref: say which RPC worker it is. Nothing was sent."
+            f"{peer} was given neither collector_info nor collector_rref: give one of them. Nothing was sent."
         )
     return collector.rref.owner()
 
@@ -101,8 +100,8 @@ def _worker_of(collector: Collector, peer: str) -> Any:
 def calling(collector: Collector, worker: WorkerInfo, peer: str) -> Callable[[Any], torch.futures.Future[Any]]:
     """Calls a collector's own method with weights.
 
-    A function that takes the reference itself is called as TorchRL's first generation does, with ``(rref, weights)``; a
-    method of instances is called on the instance.
+    A function that takes the reference is called with ``(rref, weights)``, as TorchRL's first generation does; an
+    instance method is called on the instance.
 
     Raises:
         ConfigurationError: there is no reference to a collector.
@@ -120,7 +119,7 @@ def calling(collector: Collector, worker: WorkerInfo, peer: str) -> Callable[[An
 
 
 def _calling_the_instance(rref: Any) -> Callable[[Any], torch.futures.Future[Any]]:
-    # The proxy is for one call each: it finds out the instance's type without waiting.
+    # A new proxy for each call: it finds out the instance's type without waiting.
     def call(weights: Any) -> torch.futures.Future[Any]:
         over: torch.futures.Future[Any] = getattr(rref.rpc_async(timeout=ENDLESS), METHOD)(weights)
         return over
@@ -141,7 +140,7 @@ def _takes_self(kind: Any) -> bool:
 
 
 class Kind:
-    """A collector's class: the one that was given, or the one of what its reference leads to, which is asked there.
+    """A collector's class: the one given, or that of the object behind its reference, which RPC is asked for.
 
     Args:
         collector: the collector.
@@ -152,13 +151,13 @@ class Kind:
         self._asked: Any = None if collector.kind is not None else collector.rref._get_type(ENDLESS, blocking=False)
 
     def form(self) -> WeightsForm | None:
-        """The form in which its method takes weights; None: whatever is given."""
+        """The form in which its method takes weights; None: any."""
         kind = self._kind if self._asked is None else self._asked.value()
         method = optional(kind, METHOD)
         return None if method is MISSING else form_taken(inspect.signature(method).parameters)
 
     def before(self, ask: Callable[[], Future[bool]]) -> Future[bool]:
-        """Ask something else once the class is known."""
+        """Ask something once the class is known."""
         if self._asked is None:
             return ask()
         found: Future[bool] = Future()
@@ -173,56 +172,21 @@ def _passed_on(found: Future[bool], ask: Callable[[], Future[bool]]) -> None:
         found.set_exception(error)
 
 
-# ---------------------------------------------------------------------------------------- what is sent, and said
-
-
-class _Made:
-    """A version's weights, made once for all collectors and kept while some call carries them."""
-
-    def __init__(self, weights: Any) -> None:
-        self.weights = weights
-
-
-class Presenter:
-    """Makes weights of updates as their sender's caller gave them. Updates tell their layout once a link."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._layouts: dict[bytes, Layout] = {}
-        self._made: weakref.WeakValueDictionary[tuple[str, int, int, WeightsForm], _Made] = (
-            weakref.WeakValueDictionary()
-        )
-
-    def make(self, update: Update, payload: Buffer | None, form: WeightsForm | None) -> _Made:
-        """The weights of an update, in a form (None: as they were given). The payload may be written again then."""
-        form = form or update.form
-        key = update.model_id, update.incarnation, update.version, form
-        with self._lock:
-            if update.layout:
-                self._layouts[update.layout_digest] = Layout.decode(update.layout)
-            made = self._made.get(key)
-            if made is None:
-                view = memoryview(b"") if payload is None else payload.view[: update.nbytes]
-                layout = self._layouts[update.layout_digest]
-                made = self._made[key] = _Made(present_as(form, layout, view, update.extras))
-            return made
-
-
 class CollectorCallClient:
-    """Carries versions to a collector without our receiver: that its method returned is all that is known.
+    """Carries versions to a collector without our receiver: all that is known is that its method returned.
 
     Args:
         call: calls the method with weights.
-        peer: who is at the other end, for messages to people.
+        peer: the other end, for messages.
         presenter: makes the weights.
-        form: gives the form that the method takes; None: whatever is given.
+        form: gives the form that the method takes; None: the one in which the weights were given.
     """
 
     def __init__(
         self,
         call: Callable[[Any], torch.futures.Future[Any]],
         peer: str,
-        presenter: Presenter,
+        presenter: SharedPresenter,
         form: Callable[[], WeightsForm | None],
     ) -> None:
         self._call = call
@@ -232,44 +196,28 @@ class CollectorCallClient:
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
-        match message:
-            case Hello():
-                return done(Hello(model_id=message.model_id, incarnation=message.incarnation))
-            case Update():
-                made = self._presenter.make(message, payload, self._form())
-                return begin(self._peer, lambda: self._call(made.weights), lambda over: self._said(message, made, over))
-            case Bye():
-                return done()
-        raise TransportError(f"A sender says no {type(message).__name__} to {self._peer}.")
+        return start_call(message, self._peer, lambda update: self._deliver(update, payload))
 
-    def _said(self, update: Update, made: _Made, over: torch.futures.Future[Any]) -> Sequence[Message]:
-        named: dict[str, Any] = {
-            "model_id": update.model_id,
-            "incarnation": update.incarnation,
-            "version": update.version,
-            "evidence": Evidence.CALL,
-        }
+    def _deliver(self, update: Update, payload: Buffer | None) -> Answers:
+        shared = self._presenter.present(update, payload, self._form())
+        # The call keeps the weights alive for the links that present the same version.
+        return begin(self._peer, lambda: self._call(shared.weights), lambda over: self._answers(update, shared, over))
+
+    def _answers(self, update: Update, _: SharedWeights, over: torch.futures.Future[Any]) -> Sequence[Message]:
         try:
             over.value()
         except Exception as error:
             if not raised_there(error):
                 raise lost(self._peer, error) from error
             trace = str(error).strip()
-            return [Refusal(**named, kind=RefusalKind.REFUSED, reason=_reason(trace), remote_traceback=trace)]
-        return [Ack(**named, digest=update.digest)]
+            return [refusal(update, _reason(trace), trace)]
+        return [ack(update)]
 
     def close(self) -> None:
         """No further call will be begun."""
 
 
 def _reason(trace: str) -> str:
-    """What was raised, of torch's text: where, what, and the traceback that ends with it."""
+    """The error itself. torch's text has the place, the error, and a traceback that ends with it."""
     lines = trace.partition("\n\nAt:\n")[0].splitlines()
     return lines[-1] if lines else trace
-
-
-def done(*messages: Message) -> Answers:
-    """A call that is over."""
-    answers: Answers = Future()
-    answers.set_result(messages)
-    return answers

@@ -1,4 +1,4 @@
-"""How weights reach Ray actors: which of its methods an actor takes them by, and what is put into the store for it."""
+"""How weights reach Ray actors: the method that takes them, and what is put into the object store for it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from weightsync.errors import ConfigurationError, MissingExtraError
 from weightsync.keys import SharedKey
 from weightsync.options import option
 from weightsync.protocol.messages import Update, WeightsForm
+from weightsync.schemes.peers.base import Presenter
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import CallLink
 from weightsync.transports.calls.forwarding import ForwardingClient, NoCallClient
@@ -21,44 +22,43 @@ from weightsync.transports.ray.client import ActorCallClient, CalledThrough, Pla
 from weightsync.transports.ray.object_store import ObjectCache, ObjectCaches
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.context import MISSING, optional
-from weightsync.weights.layout import Layout
 from weightsync.weights.portable_pickle import portable
-from weightsync.weights.unpacking import form_taken, present_as
+from weightsync.weights.unpacking import form_taken
 
 #: The method of a `WeightSyncActor` that senders call.
 CALL: Final = "_weightsync_call"
-#: Ray's own, of every actor: it runs a function there.
+#: Every actor's method, by Ray, that runs a function there.
 RUN: Final = "__ray_call__"
 POLICY_METHOD: Final = "update_policy_weights_"
 TENSORDICT_METHOD: Final = "_update_weights_tensordict"
 STATE_DICT_METHOD: Final = "_update_weights_state_dict"
-#: The methods of plain actors that are known, and the name under which each takes the weights.
+#: The methods of plain actors that we call, and the parameter by which each takes the weights.
 ARGUMENTS: Final = {POLICY_METHOD: "policy_or_weights", TENSORDICT_METHOD: "params", STATE_DICT_METHOD: "state_dict"}
-#: What those take that take one form only.
+#: The form of weights that a method takes, if it takes only one.
 _FORMS: Final = {TENSORDICT_METHOD: WeightsForm.TENSORDICT, STATE_DICT_METHOD: WeightsForm.FLAT}
 
 
 class TensorTransport(enum.Enum):
     """How Ray moves a payload."""
 
-    #: Through its object store: one copy a node, read in place.
+    #: Through its object store: one copy per node, read in place.
     OBJECT_STORE = "object_store"
     #: By NIXL, from memory to memory.
     NIXL = "nixl"
 
 
 class Backend(enum.Enum):
-    """TorchRL's name for the process group beside Ray. Ours needs none: accepted, and without effect."""
+    """TorchRL's name for the process group beside Ray. We need none: accepted, and ignored."""
 
     GLOO = "gloo"
     NCCL = "nccl"
 
 
 def tensor_transport_of(value: TensorTransport | str) -> TensorTransport:
-    """The tensor transport that is meant.
+    """The tensor transport of that name.
 
     Raises:
-        ConfigurationError: there is none of that name.
+        ConfigurationError: there is none.
         MissingExtraError: it needs a package that is not installed.
     """
     chosen = option(TensorTransport, value)
@@ -72,21 +72,21 @@ class ActorLinks:
 
     Args:
         transport: how payloads travel to our own receivers.
-        key: shared with these.
+        key: shared with those receivers.
     """
 
     def __init__(self, transport: TensorTransport, key: SharedKey | None = None) -> None:
         self._key = key
-        shelf, present = ObjectCache(), _Presenter()
+        shelf, presenter = ObjectCache(), Presenter()
         if transport is TensorTransport.NIXL:
             self._flat = ObjectCaches(shelf, CALL, _tensor, _tensor_transport=transport.value)
         else:
             self._flat = ObjectCaches(shelf, CALL, _array)
         forms = (None, *WeightsForm)
-        self._plain = {form: ObjectCaches(shelf, f"as {form}", present.in_form(form)) for form in forms}
+        self._plain = {form: ObjectCaches(shelf, f"as {form}", _portable(presenter, form)) for form in forms}
 
     def lay(self, actor: Any, methods: Sequence[str], model_id: str, peer: str) -> Link:
-        """A link to an actor: by the first of the methods that it has, unless a scheme of ours listens in it.
+        """A link to an actor: by the first of the methods that it has, unless one of our schemes listens in it.
 
         Raises:
             MissingExtraError: Ray is not installed.
@@ -107,14 +107,14 @@ class ActorLinks:
 
 
 def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, Any]:
-    """The first of the methods that an actor has, by what its handle knows of it: its name, and itself.
+    """The first of the methods that an actor's handle has: its name, and the method.
 
-    An actor that has none of them may have a scheme of ours in it: then it is called by Ray's own ``__ray_call__``.
+    An actor that has none of them may have initialised one of our schemes: it is called by Ray's ``__ray_call__``.
 
     Args:
         endpoint: the actor's handle, or an object whose ``._actor`` is that.
         methods: names, the best one first.
-        peer: who it is, for messages to people.
+        peer: the actor, for messages.
 
     Raises:
         ConfigurationError: it is no actor, and has none of them.
@@ -136,7 +136,7 @@ def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:
 
 
 def _handle_of(endpoint: Any) -> Any:
-    """The actor's handle; None: what is given is none of Ray's."""
+    """The actor's handle; None: the endpoint is no handle of Ray's."""
     handles = (each for each in (endpoint, optional(endpoint, "_actor")) if each is not MISSING)
     return next((handle for handle in handles if optional(handle, RUN) is not MISSING), None)
 
@@ -148,7 +148,7 @@ def _id_of(handle: Any) -> str:
 
 
 def _parameters(method: Any) -> set[str]:
-    """The names of a remote method's parameters, as far as its handle knows them."""
+    """The names of a remote method's parameters, if its handle has them."""
     known = optional(method, "_signature")
     return set() if known is MISSING else {parameter.name for parameter in known or ()}
 
@@ -165,17 +165,5 @@ def _tensor(_: Update, payload: memoryview) -> torch.Tensor:
     return torch.frombuffer(payload, dtype=torch.uint8).clone()
 
 
-class _Presenter:
-    """Makes weights of updates, which tell their layout once a link."""
-
-    def __init__(self) -> None:
-        self._layouts: dict[bytes, Layout] = {}
-
-    def in_form(self, form: WeightsForm | None) -> Callable[[Update, memoryview], Any]:
-        """In one form; None: as the sender's caller gave them."""
-        return lambda update, payload: self._weights(update, payload, form or update.form)
-
-    def _weights(self, update: Update, payload: memoryview, form: WeightsForm) -> Any:
-        if update.layout:
-            self._layouts[update.layout_digest] = Layout.decode(update.layout)
-        return portable(present_as(form, self._layouts[update.layout_digest], payload, update.extras))
+def _portable(presenter: Presenter, form: WeightsForm | None) -> Callable[[Update, memoryview], Any]:
+    return lambda update, payload: portable(presenter.present(update, payload, form))

@@ -1,4 +1,4 @@
-"""What a transport of a user's own is to offer: TorchRL's protocols."""
+"""What a user's own transport must offer: TorchRL's protocols."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from weightsync.weights.strategy import WeightStrategy
 
 @runtime_checkable
 class TransportBackend(Protocol):
-    """A transport of a user's own, to one worker. It works under `WeightSender.send`, which calls it in a thread.
+    """A user's own transport to one worker. `WeightSender.send` calls it in a thread.
 
-    Both generations' signatures are taken: ``send_weights(model_id, weights)`` and ``send_weights(weights)``. What it
-    raises is told as REFUSED, with its traceback. That it returns means APPLIED, on the evidence `Evidence.CALL`; one
-    whose ``send_weights`` returns only when the worker has applied the weights says so with the class attribute
-    ``evidence = Evidence.ANSWER``.
+    Both generations' signatures work: ``send_weights(model_id, weights)`` and ``send_weights(weights)``. An exception
+    is reported as REFUSED, with its traceback. A return is reported as APPLIED, with the evidence `Evidence.CALL`. A
+    transport whose ``send_weights`` returns only when the worker has applied the weights declares that with the class
+    attribute ``evidence = Evidence.ANSWER``.
     """
 
     def send_weights(self, model_id: str, weights: Any) -> Any:
@@ -29,7 +29,7 @@ class TransportBackend(Protocol):
 
 @runtime_checkable
 class BareTransport(Protocol):
-    """The least that a transport of a user's own offers: generation B's protocol, which has no ``check_connection``."""
+    """The minimum of a user's own transport: generation B's protocol, which has no ``check_connection``."""
 
     def send_weights(self, weights: Any) -> Any:
         """Send weights, and wait until they have arrived, or are applied."""
@@ -40,7 +40,7 @@ class BareTransport(Protocol):
 
 @runtime_checkable
 class InitialSyncTransport(Protocol):
-    """A transport that brings the first weights by a way of its own."""
+    """A transport that transfers the first weights in its own way."""
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Connect, and send the first weights."""
@@ -48,4 +48,4 @@ class InitialSyncTransport(Protocol):
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
     ) -> Any:
-        """Connect, and give the first weights."""
+        """Connect, and return the first weights."""

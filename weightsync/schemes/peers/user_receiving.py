@@ -1,4 +1,4 @@
-"""Transports of a user's own under `WeightReceiver`: a thread asks for weights, and brings them over a link of ours."""
+"""Users' own transports under `WeightReceiver`: a thread asks for weights, and passes them on over one of our links."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ logger = logging.getLogger("weightsync")
 STEP: Final = 0.1
 #: Seconds between two calls of one that does not wait.
 PAUSE: Final = 0.005
-#: Seconds that `close` waits for a call that waits longer than it was told.
+#: Seconds that `close` waits for a call that exceeds its timeout.
 PATIENCE: Final = 1.0
 
 
-def hear(
+def listen_by(
     transport: BareTransport, model_id: str, strategy: WeightStrategy, accept: Callable[[Link], None]
 ) -> Callable[[], None]:
-    """Have the receiver that ``accept`` belongs to receive by a user's own transport.
+    """Make the receiver that ``accept`` belongs to receive by a user's own transport.
 
     Args:
         transport: the user's.
@@ -45,7 +45,7 @@ def hear(
         accept: takes the link.
 
     Returns:
-        What ends it.
+        A function that ends it.
     """
     relay = Relay(transport, model_id, strategy, accept)
     relay.start()
@@ -53,10 +53,10 @@ def hear(
 
 
 class Relay:
-    """Sends on what a user's transport receives, to a receiver in this process: a version for each ``receive_weights``.
+    """Passes what a user's transport receives to a receiver in this process, each ``receive_weights`` as a version.
 
-    The next is asked for when the one before was answered. ``send_ack("updated")`` of the transport, if it has that,
-    is called once the weights are live; any other text says why they are not.
+    It asks for the next when the receiver has answered the one before. It calls the transport's
+    ``send_ack("updated")``, if there is one, once the weights are live; any other text says why they are not.
 
     Args:
         transport: the user's.
@@ -83,14 +83,14 @@ class Relay:
         accept(self._far)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Begin to ask for weights."""
         if self._thread is not None:
             self._thread.start()
 
     def close(self) -> None:
-        """Ask no more. Weights that were applied are still acked.
+        """Stop asking. Weights that were applied are still acked.
 
-        A call that does not return is not waited for: its thread is a daemon.
+        A call that does not return is not awaited: its thread is a daemon.
         """
         self._over.set()
         with contextlib.suppress(StateError):  # it is closed already if the transport has failed
@@ -109,7 +109,7 @@ class Relay:
         while not self._over.is_set():
             try:
                 found = self._receive(STEP)
-            except Exception as error:  # noqa: BLE001 - whatever a user's transport raises is told by receive()
+            except Exception as error:  # noqa: BLE001 - whatever a user's transport raises is raised by receive()
                 self._fail(error)
                 return
             if found is None:
@@ -118,7 +118,7 @@ class Relay:
                 self._answer(self._sent_on(found))
 
     def _sent_on(self, found: Any) -> str:
-        """What became of weights, as ``send_ack`` tells it."""
+        """The outcome of weights, as the text for ``send_ack``."""
         named = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)
         model_id, weights = found if named else (self._model_id, found)
         if model_id != self._model_id:
@@ -131,7 +131,7 @@ class Relay:
 
     def _answer(self, told: str) -> None:
         if told != UPDATED and not self._over.is_set():
-            logger.warning("model %r: weights that a transport of your own brought: %s", self._model_id, told)
+            logger.warning("model %r: weights from your own transport: %s", self._model_id, told)
         ack = optional(self._transport, "send_ack")
         if ack is MISSING or (told != UPDATED and self._over.is_set()):
             return
@@ -154,25 +154,35 @@ class Relay:
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return self._near
 
-    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+    def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Nothing is received here.
+
+        Raises:
+            ConfigurationError: always.
+        """
         raise ConfigurationError("This end sends.")
 
-    def _user_messages(self) -> UserMessages:
-        raise ConfigurationError("A transport of your own carries no messages beside weights.")
+    def user_messages(self) -> UserMessages:
+        """There are none.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("Your own transport carries no messages other than weights.")
 
     def _published(self, model_id: str, weights: Any) -> None:
-        """Nobody else wants them."""
+        """Nothing else uses them."""
 
 
 class _FarEnd(LocalLink):
-    """The receiver's end, which may fail."""
+    """The receiver's end, which can fail."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network, Side.SECOND, Payloads.INLINE)
         self._failure: TransportError | None = None
 
     def fail(self, failure: TransportError) -> None:
-        """Have whoever reads be told."""
+        """Raise this to whoever reads."""
         self._failure = failure
         self.network.waker(Side.SECOND).fire()
 
@@ -184,7 +194,7 @@ class _FarEnd(LocalLink):
 
 
 def receiving_call(transport: BareTransport) -> Callable[[float], Any]:
-    """The transport's ``receive_weights`` as a function of the seconds that it may wait, if it takes those."""
+    """The transport's ``receive_weights`` as a function of its timeout in seconds, if it takes one."""
     parameters = inspect.signature(transport.receive_weights).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if "timeout" in parameters or takes_any:

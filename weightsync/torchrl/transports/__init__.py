@@ -1,1 +1,1 @@
-"""TorchRL's transport classes as facades: a sender or a receiver with one link behind the old verbs."""
+"""TorchRL's transport classes as facades: each is a sender or a receiver behind TorchRL's methods."""

@@ -1,4 +1,4 @@
-"""`DistributedTransport`, TorchRL's transport class, over the machines."""
+"""`DistributedTransport`: TorchRL's transport over a TCPStore."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from weightsync.transports.store.store import HINT, Hints
 from weightsync.weights.strategy import WeightStrategy
 
 _IN_FLIGHT: Final = 4
-#: Seconds after which a wait without end looks for an instruction of another kind.
+#: Seconds between two checks for an instruction of another kind, in an endless wait.
 _LOOK: Final = 1.0
 
 
 class DistributedTransport(TransportFacade):
-    """One trainer and one worker that meet at a TCPStore.
+    """One trainer and one worker, with their rendezvous at a TCPStore.
 
-    ``weights_buffer`` makes it generation B's: `receive_weights` then gives the weights, written into that buffer, and
-    not ``("policy", weights)``. TorchRL's store keys ``NODE_{rank}_in`` and ``NODE_{rank}_out`` are written as hints
-    for loops that wait on them; nothing rests on them.
+    ``weights_buffer`` makes it generation B's: `receive_weights` then writes the weights into that buffer and returns
+    it, not ``("policy", weights)``. TorchRL's store keys ``NODE_{rank}_in`` and ``NODE_{rank}_out`` are written as
+    hints for loops that wait on them; the protocol does not use them.
 
     Args:
         store: a TCPStore, or a PrefixStore around one.
         rank: the worker's rank, at both ends: worker i is rank i + 1.
-        sync: whether a payload's buckets leave one after another.
-        weights_buffer: a TensorDict or dict that receives.
+        sync: whether a payload's buckets are sent one after another.
+        weights_buffer: a TensorDict or dict that receives the weights.
         backend: "gloo" or "nccl".
         key: a secret shared with the other end: see `DistributedWeightSyncScheme`.
         timeout: seconds that `send_weights` and `wait_ack` wait; default: `WEIGHTSYNC_TIMEOUT` or 60.
@@ -58,7 +58,7 @@ class DistributedTransport(TransportFacade):
         self._backend = backend
         self._key = None if key is None else SharedKey.given(key)
 
-    _live = (*TransportFacade._live, "_hints")
+    _not_copied = (*TransportFacade._not_copied, "_hints")
 
     def _begin(self) -> None:
         super()._begin()
@@ -67,7 +67,7 @@ class DistributedTransport(TransportFacade):
     def _meeting(self) -> StoreEnd:
         if self.store is None or self.rank is None:
             raise ConfigurationError(
-                "DistributedTransport was given no store or no rank: it reaches nobody. Nothing was sent."
+                "DistributedTransport was given no store or no rank: it reaches no worker. Nothing was sent."
             )
         in_flight = 1 if self.sync else _IN_FLIGHT
         return StoreEnd(self.store, self.rank, self._backend, in_flight, SharedKey.given(self._key), self._hints)
@@ -79,7 +79,8 @@ class DistributedTransport(TransportFacade):
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return sender_link(endpoint, model_id, peer)
 
-    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+    def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Take each link by which a sender reaches us: see `TransportFacade.listen`."""
         return listen(self._meeting(), model_id, accept)
 
     def check_connection(self) -> bool:
@@ -96,15 +97,15 @@ class DistributedTransport(TransportFacade):
         model: Any = None,
         strategy: WeightStrategy | None = None,
     ) -> Any:
-        """The weights of the next update, which stays pending until `send_ack`: see `ReceivingHalf.receive_weights`.
+        """The weights of the next update, which stays pending until `send_ack`: see `TransportFacade.receive_weights`.
 
         Returns:
             Generation A: ``("policy", weights)``; B: what they were received into: ``weights``, else the transport's
-            ``weights_buffer``, else fresh tensors. None: none came in time.
+            ``weights_buffer``, else fresh tensors. None: none arrived in time.
 
         Raises:
-            ConfigurationError: (a ValueError) generation A: the store's instruction for this rank is another than
-                "update_weights"; it has been taken out of the store.
+            ConfigurationError: (a ValueError) generation A: the store's instruction for this rank is not
+                "update_weights"; it was removed from the store.
             StateError, LayoutError, TransportError: as there.
         """
         into = weights if weights is not None else self._buffer
@@ -125,18 +126,18 @@ class DistributedTransport(TransportFacade):
         store, key = self._meeting().store, f"NODE_{self.rank}_in"
         if not store.check([key]):
             return
-        told = store.get(key)
+        found = store.get(key)
         store.delete_key(key)
-        if told != HINT.encode():
+        if found != HINT.encode():
             raise ConfigurationError(
-                f"the store's instruction for rank {self.rank} is {told!r}, which is not {HINT!r}: it was taken out of "
-                "the store, and no weights were received."
+                f"the store's instruction for rank {self.rank} is {found!r}, which is not {HINT!r}: it was removed "
+                "from the store, and no weights were received."
             )
 
     # -------------------------------------------------------------------------------------- initial weights
 
     def send_initial_weights(self, weights: Any) -> Any:
-        """Send the first weights: as `send_weights`, of "policy", but without a word in TorchRL's own keys."""
+        """Send the first weights of "policy", as `send_weights` does, but without writing TorchRL's own keys."""
         with self._hints.withheld():
             return self.send_weights(POLICY, weights)
 
@@ -157,16 +158,16 @@ class DistributedTransport(TransportFacade):
         return found[1] if self._form is Form.A else found
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing: the scheme's `connect` does it."""
+        """Do nothing: the scheme's `connect` does it."""
 
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
     ) -> None:
-        """Nothing: the scheme's `connect` does it."""
+        """Do nothing: the scheme's `connect` does it."""
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        # A store travels as its address.
+        # A store is pickled as its address.
         state["store"] = None if self.store is None else StoreEnd(self.store, self.rank or 1)
         return state
 

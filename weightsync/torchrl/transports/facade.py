@@ -1,14 +1,396 @@
-"""TorchRL's transport classes over the machines: what they all offer."""
+"""`TransportFacade`: what all of TorchRL's transport classes offer, over senders and receivers of ours."""
 
 from __future__ import annotations
 
-from weightsync.torchrl.transports.receiving import ReceivingHalf
-from weightsync.torchrl.transports.sending import SendingHalf
+import abc
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from weightsync.clock import Deadline, Timeout
+from weightsync.engine.copies import is_clean
+from weightsync.engine.manual_ack import UPDATED, other_text
+from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.sender import WeightSender
+from weightsync.errors import ConfigurationError, RefusedError, StateError
+from weightsync.options import OnFailure, OnPending
+from weightsync.protocol._tables import State
+from weightsync.protocol.report import OutcomeKind, SyncReport
+from weightsync.schemes.arguments import POLICY, UNSET, Form, Unset, model_and_weights
+from weightsync.schemes.facade_services import FacadeServices
+from weightsync.transports.base import Link
+from weightsync.transports.pipe.user_messages import UserMessages
+from weightsync.transports.process import forget_after_fork
+from weightsync.weights.strategy import WeightStrategy
 
 
-class TransportFacade(SendingHalf, ReceivingHalf):
+class TransportFacade(abc.ABC):
     """What all of TorchRL's transport classes offer; each lays its own links.
 
-    A subclass overrides `_lay_link` to send, `_listen` to receive, `_endpoints` if it may not know whom it reaches,
-    and `check_connection`. See `weightsync.torchrl.transports.foundation.Foundation` for the arguments.
+    A subclass overrides `_lay_link` to send, `listen` to receive, `_endpoints` if it may not have been given a worker,
+    and `check_connection`.
+
+    Behind the methods are a `WeightSender` and a `WeightReceiver` for each model, made on first use: a late ack is
+    never taken for a newer one, a dead peer ends a wait, and every failure is raised. A pickled, copied or forked
+    transport carries its configuration only.
+
+    Args:
+        form: which generation's results it returns.
+        timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait; None: for ever; default:
+            `WEIGHTSYNC_TIMEOUT` or 60.
+        strategy: the format of the weights returned, and how modules are extracted.
     """
+
+    #: Attributes that a copy is made without; `_begin` sets them anew.
+    _not_copied: tuple[str, ...] = (
+        *("_senders", "_receivers", "_outstanding", "_reported", "_last", "_lock", "_services", "_closed"),
+    )
+
+    def __init__(
+        self,
+        *,
+        form: Form = Form.A,
+        timeout: float | Timeout | None = Timeout.DEFAULT,
+        strategy: WeightStrategy | str = "tensordict",
+    ) -> None:
+        self._form = form
+        self.timeout = timeout
+        self._strategy = strategy
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.RLock()
+        self._services = FacadeServices(self, self._strategy)
+        self._senders: dict[str, WeightSender] = {}
+        self._receivers: dict[str, WeightReceiver] = {}
+        # Models whose update is outstanding, oldest first, and those of them whose failure was reported.
+        self._outstanding: list[str] = []
+        self._reported: set[str] = set()
+        self._last: str | None = None
+        self._closed = False
+        forget_after_fork(self)
+
+    # ------------------------------------------------------------------------------- what a transport gives
+
+    def _endpoints(self) -> Mapping[int, Any]:
+        """The workers that `send_weights` reaches: worker id to what `_lay_link` takes. Here one, with id 0.
+
+        Raises:
+            ConfigurationError: the transport was not given a worker. Nothing was sent.
+        """
+        return {0: None}
+
+    def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """The sender's end of a link.
+
+        Raises:
+            ConfigurationError: the transport was not given a worker, or does not send. Nothing was sent.
+        """
+        raise ConfigurationError(f"{type(self).__name__} does not send: use it at the worker's end.")
+
+    def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Have ``accept`` called with each link by which a sender reaches us; calling what is returned ends that.
+
+        Raises:
+            ConfigurationError: the transport was not given an address to listen at, or does not receive.
+        """
+        raise ConfigurationError(f"{type(self).__name__} does not receive: use it at the trainer's end.")
+
+    def user_messages(self) -> UserMessages:
+        """The user's own messages on the transport's pipe.
+
+        Raises:
+            ConfigurationError: it has no pipe.
+        """
+        raise ConfigurationError(f"{type(self).__name__} has no pipe that could carry messages of your own.")
+
+    def _published(self, model_id: str, weights: Any) -> None:
+        """Called with each version's weights before it is dispatched."""
+
+    @abc.abstractmethod
+    def check_connection(self) -> bool:
+        """Whether the transport can be used now."""
+
+    # ------------------------------------------------------------------------------ for schemes that made it
+
+    def link(self, model_id: str, peer: str) -> Link:
+        """A link to the worker that this transport reaches.
+
+        Raises:
+            ConfigurationError: the transport was not given a worker, or reaches several.
+        """
+        endpoints = list(self._endpoints().values())
+        if len(endpoints) != 1:
+            raise ConfigurationError(
+                f"{type(self).__name__} reaches {len(endpoints)} workers: a scheme's create_transport() makes one "
+                "transport for each."
+            )
+        return self._lay_link(endpoints[0], model_id, peer)
+
+    def pipe_end(self) -> Any:
+        """Our end of the pipe.
+
+        Raises:
+            ConfigurationError: there is no pipe.
+        """
+        raise ConfigurationError(f"{type(self).__name__} has no pipe.")
+
+    def over(self, receiver: WeightReceiver) -> Any:
+        """None: use the scheme's receiver."""
+        return None
+
+    # ------------------------------------------------------------------------------------------------------- sending
+
+    def send_weights(
+        self,
+        model_id: Any = UNSET,
+        weights: Any = UNSET,
+        *,
+        timeout: float | Timeout | Unset | None = UNSET,
+        on_failure: OnFailure | str = OnFailure.RAISE,
+    ) -> SyncReport:
+        """Send weights and wait until they are acked: ``(model_id, weights)``, or ``(weights)`` of "policy".
+
+        An update of that model whose failure was raised already is abandoned first.
+
+        Args:
+            model_id: the model's id; alone: the weights.
+            weights: a module, a TensorDict or a dict of tensors.
+            timeout: seconds; default: the transport's.
+            on_failure: "raise", or "report".
+
+        Raises:
+            StateError: an update sent by `send_weights_async` is outstanding, or the transport is closed.
+            ConfigurationError: the transport was not given a worker, or there are no weights. Nothing was sent.
+            AckTimeoutError, WorkerLostError, RefusedError, LayoutError: as `WeightSender.send`.
+        """
+        model_id, weights = model_and_weights(model_id, weights)
+        sender = self._sender(model_id)
+        with self._followed(model_id, sender):
+            return sender.send(
+                weights, timeout=self._seconds(timeout), on_failure=on_failure, on_pending=self._pending(model_id)
+            )
+
+    def send_weights_async(self, model_id: Any = UNSET, weights: Any = UNSET) -> SyncReport:
+        """Send weights and go on; `wait_ack` reports the outcome. The caller may change its tensors now.
+
+        Raises:
+            As `send_weights`, but for the outcomes.
+        """
+        model_id, weights = model_and_weights(model_id, weights)
+        sender = self._sender(model_id)
+        report = sender.send_async(weights, on_pending=self._pending(model_id))
+        with self._lock:
+            self._reported.discard(model_id)
+            self._remember(model_id, sender)
+        return report
+
+    def wait_ack(
+        self, *, timeout: float | Timeout | Unset | None = UNSET, on_failure: OnFailure | str = OnFailure.RAISE
+    ) -> SyncReport:
+        """Wait for the ack of the update sent first of those that are outstanding.
+
+        Raises:
+            StateError: nothing is outstanding.
+            AckTimeoutError: it did not arrive in time; it can be waited for again.
+            WorkerLostError, RefusedError: as `WeightSender.wait_async`.
+        """
+        with self._lock:
+            if not self._outstanding:
+                raise StateError(
+                    type(self).__name__, "closed" if self._closed else "ready", "wait_ack", ["send_weights_async"]
+                )
+            model_id = self._outstanding[0]
+            sender = self._senders[model_id]
+        with self._followed(model_id, sender):
+            return sender.wait_async(timeout=self._seconds(timeout), on_failure=on_failure)
+
+    def check_ack(self, message: str = UPDATED) -> SyncReport:
+        """Wait for the ack, as `wait_ack` does, and check that its text is ``message``.
+
+        Raises:
+            RefusedError: (a RuntimeError) the ack has another text.
+            StateError, AckTimeoutError, WorkerLostError: as `wait_ack`.
+        """
+        if message == UPDATED:
+            return self.wait_ack()
+        report = self.wait_ack(on_failure=OnFailure.REPORT)
+        for worker, outcome in report.outcomes.items():
+            if outcome.kind is OutcomeKind.APPLIED:
+                text = f"worker {worker} acked version {report.version} with {UPDATED!r}, not {message!r}"
+                raise RefusedError(text, report, {worker: text})
+            if outcome.reason != other_text(message):
+                report.raise_on_failure()
+        return report
+
+    def _sender(self, model_id: str) -> WeightSender:
+        with self._lock:
+            self._require_open("send_weights")
+            if model_id not in self._senders:
+                sender = WeightSender(self._services)
+                sender.set_context(None, model_id)
+                for worker_id, endpoint in self._endpoints().items():
+                    sender.add_worker(worker_id, endpoint)
+                self._senders[model_id] = sender
+            return self._senders[model_id]
+
+    def _pending(self, model_id: str) -> OnPending:
+        return OnPending.SUPERSEDE if model_id in self._reported else OnPending.RAISE
+
+    @contextlib.contextmanager
+    def _followed(self, model_id: str, sender: WeightSender) -> Iterator[None]:
+        """Whatever happens inside is reported to the caller; what is outstanding afterwards may be abandoned."""
+        try:
+            yield
+        except StateError:
+            raise
+        except BaseException:
+            self._note(model_id, sender)
+            raise
+        else:
+            self._note(model_id, sender)
+
+    def _note(self, model_id: str, sender: WeightSender) -> None:
+        with self._lock:
+            self._remember(model_id, sender)
+            if model_id in self._outstanding:
+                self._reported.add(model_id)
+            else:
+                self._reported.discard(model_id)
+
+    def _remember(self, model_id: str, sender: WeightSender) -> None:
+        outstanding = sender.state is State.PENDING_ASYNC
+        if outstanding and model_id not in self._outstanding:
+            self._outstanding.append(model_id)
+        elif not outstanding and model_id in self._outstanding:
+            self._outstanding.remove(model_id)
+
+    def _seconds(self, timeout: float | Timeout | Unset | None) -> float | Timeout | None:
+        return self.timeout if isinstance(timeout, Unset) else timeout
+
+    # ----------------------------------------------------------------------------------------------------- receiving
+
+    def receive_weights(
+        self,
+        timeout: float | Unset | None = UNSET,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any:
+        """The weights of the next update, which stays pending until `send_ack`.
+
+        Args:
+            timeout: seconds to wait for one; None: until one arrives or the sender is gone; default: 1 s in
+                generation A, None in B.
+            weights: a TensorDict or dict that the weights are also written into.
+            model: what the weights are applied to, if a strategy is given.
+            strategy: applies them to the model.
+
+        Returns:
+            Generation A: ``(model_id, weights)``; B: the weights. None: none arrived.
+
+        Raises:
+            StateError: the transport is closed.
+            ConfigurationError: the transport does not receive, or was not given an address to listen at.
+            LayoutError: the weights do not fit ``weights`` or the model, which are unchanged; the sender was told.
+            TransportError: the sender is gone.
+        """
+        found = self._next(Deadline(self._default_wait() if isinstance(timeout, Unset) else timeout))
+        if found is None:
+            return None
+        model_id, given = found
+        try:
+            if weights is not None:
+                (strategy or self._services.strategy).apply_weights(weights, given)
+            if model is not None and strategy is not None:
+                strategy.apply_weights(model, given)
+        except Exception as error:
+            self._receivers[model_id].nack(error)
+            raise
+        return (model_id, given) if self._form is Form.A else given
+
+    def send_ack(self, message: str = UPDATED) -> None:
+        """Ack the update that was received last: the sender's outcome rests on the evidence `CALL`.
+
+        Args:
+            message: "updated": the weights are applied. Any other text tells the sender that they are not, unless its
+                `check_ack` expects that text.
+
+        Raises:
+            StateError: no update that was received is pending.
+        """
+        with self._lock:
+            if self._last is None:
+                raise StateError(type(self).__name__, "ready", "send_ack", ["receive_weights"])
+            receiver = self._receivers[self._last]
+        receiver.ack(message)
+
+    def _default_wait(self) -> float | None:
+        return 1.0 if self._form is Form.A else None
+
+    def _next(self, deadline: Deadline) -> tuple[str, Any] | None:
+        """The next update that arrives for any model."""
+        receiver = self._receiver(POLICY)
+        weights = receiver.take_update(deadline.remaining)
+        if weights is None:
+            return None
+        self._last = POLICY
+        return POLICY, weights
+
+    def _receiver(self, model_id: str) -> WeightReceiver:
+        with self._lock:
+            self._require_open("receive_weights")
+            if model_id not in self._receivers:
+                receiver = WeightReceiver(self._services)
+                receiver.set_context(None, model_id)
+                receiver.register_worker_transport(None)
+                self._receivers[model_id] = receiver
+            return self._receivers[model_id]
+
+    # -------------------------------------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """Close for good: links close, and what is outstanding is ABANDONED. Closing twice is allowed."""
+        with self._lock:
+            self._closed = True
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Close the senders and receivers; the next use makes new ones."""
+        with self._lock:
+            sides = [*self._senders.values(), *self._receivers.values()]
+            self._senders, self._receivers = {}, {}
+            self._outstanding, self._reported, self._last = [], set(), None
+        for side in sides:
+            side.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not is_clean(error):
+            for receiver in list(self._receivers.values()):
+                receiver.fail(error)
+        self.close()
+
+    def _require_open(self, asked: str) -> None:
+        if self._closed:
+            raise StateError(type(self).__name__, "closed", asked, ["close"])
+
+    # -------------------------------------------------------------------------------------------- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self._not_copied}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def forget(self) -> None:
+        """Become a copy: called in a forked child."""
+        self._begin()

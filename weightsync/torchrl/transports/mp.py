@@ -25,21 +25,21 @@ from weightsync.weights.strategy import WeightStrategy
 class MPTransport(TransportFacade):
     """Sends weights to one worker over a duplex pipe, or receives them at its other end.
 
-    Both ends may be driven by one thread: `send_weights_async`, `receive_weights`, `send_ack`, `wait_ack`. While the
-    transport is used, the connection's own methods must not be: `pipe` stands in for them.
+    One thread may drive both ends: `send_weights_async`, `receive_weights`, `send_ack`, `wait_ack`. While the
+    transport is used, do not call the connection's own methods: use those of `pipe`.
 
-    Given queues it is generation B's, over ``multiprocessing.Queue``s; `pipe` is for pipes.
+    With queues it is generation B's, over ``multiprocessing.Queue``s, and has no `pipe`.
 
     Args:
-        pipe_connection: our end of ``multiprocessing.Pipe()``, or an object whose ``.pipe`` is that, or generation B's
-            ``weight_queue``. Without any the first send raises.
-        ack_queue: generation B: where answers come back. In generation A the second argument is the timeout.
+        pipe_connection: our end of ``multiprocessing.Pipe()``, or an object whose ``.pipe`` is one, or generation B's
+            ``weight_queue``. Without one the first send raises.
+        ack_queue: generation B: where answers arrive. In generation A the second argument is the timeout.
         timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait.
         weight_queue: generation B: where weights go, a ``multiprocessing.Queue``.
         strategy: how modules are extracted.
     """
 
-    _live = (*TransportFacade._live, "_channel", "_queues")
+    _not_copied = (*TransportFacade._not_copied, "_channel", "_queues")
     _channel: Channel | None
     _queues: dict[str, QueueChannel]
 
@@ -79,33 +79,29 @@ class MPTransport(TransportFacade):
         """Whether the pipe is open, or there is a queue."""
         if self._form is Form.B:
             return self.weight_queue is not None
-        return self._given is not None and not self._connection().closed
+        return self._given is not None and not self.pipe_end().closed
 
-    def _connection(self) -> Any:
+    def pipe_end(self) -> Any:
+        """Our end of the pipe.
+
+        Raises:
+            ConfigurationError: there is no pipe.
+        """
         if self._given is None:
             raise ConfigurationError(
                 f"{type(self).__name__} was given no pipe: pass our end of multiprocessing.Pipe(). Nothing was sent."
             )
         return connection_of(self._given)
 
-    @property
-    def connection(self) -> Any:
-        """The pipe's end.
-
-        Raises:
-            ConfigurationError: there is none.
-        """
-        return self._connection()
-
     def over(self, receiver: WeightReceiver) -> WorkerTransport:
         """The same pipe's transport over a scheme's receiver."""
-        return WorkerTransport(receiver, self._connection())
+        return WorkerTransport(receiver, self.pipe_end())
 
     def _open_channel(self) -> Channel:
-        """The pipe's channel, kept: what was read of the pipe and not handed out yet lies in it."""
+        """The pipe's channel, kept because it holds what was read from the pipe and not returned yet."""
         with self._lock:
             if self._channel is None:
-                self._channel = Channel.of(self._connection())
+                self._channel = Channel.of(self.pipe_end())
             return self._channel
 
     def _hang_up(self) -> None:
@@ -130,7 +126,7 @@ class MPTransport(TransportFacade):
             return self._queues[end]
 
     def _pending(self, model_id: str) -> OnPending:
-        # Generation B has no verb that waits here: what was sent before is given up, and the report says so.
+        # Generation B has no method that waits here: what was sent before is abandoned, and the report says so.
         return OnPending.SUPERSEDE if self._form is Form.B else super()._pending(model_id)
 
     def send_weights(
@@ -144,22 +140,21 @@ class MPTransport(TransportFacade):
         """Send weights and wait until they are acked: see `TransportFacade.send_weights`.
 
         Raises:
-            ConfigurationError: (queues) there is no ``ack_queue``, so that nobody could answer. Nothing was sent.
+            ConfigurationError: (queues) there is no ``ack_queue`` for answers. Nothing was sent.
         """
         if self._form is Form.B and self.ack_queue is None:
             raise ConfigurationError(
-                "MPTransport has no ack_queue: nobody could answer. Give it one, or use send_weights_async(). Nothing "
-                "was sent."
+                "MPTransport has no ack_queue for answers. Give it one, or use send_weights_async(). Nothing was sent."
             )
         return super().send_weights(model_id, weights, timeout=timeout, on_failure=on_failure)
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing: the first weights are sent like all others."""
+        """Do nothing: the first weights are sent like all others."""
 
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
     ) -> Any:
-        """The first weights, as `receive_weights` gives them; waits for ``timeout`` seconds."""
+        """Wait ``timeout`` seconds for the first weights, and return them as `receive_weights` does."""
         return self.receive_weights(self._wait_seconds(), weights=weights, model=model, strategy=strategy)
 
     def _wait_seconds(self) -> float | None:
@@ -168,7 +163,7 @@ class MPTransport(TransportFacade):
     # ---------------------------------------------------------------------------------------- the facade
 
     def _endpoints(self) -> Mapping[int, Any]:
-        return {0: self._queue("sender") if self._form is Form.B else self._connection()}
+        return {0: self._queue("sender") if self._form is Form.B else self.pipe_end()}
 
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         if self._form is Form.B:
@@ -176,15 +171,17 @@ class MPTransport(TransportFacade):
         self._open_channel()
         return PipeLink(endpoint, model_id, peer=peer)
 
-    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+    def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Take the one link of the pipe or the queues: see `TransportFacade.listen`."""
         if self._form is Form.B:
             accept(QueueLink(self._queue("receiver"), model_id, "the sender"))
-            return _nothing
+            return lambda: None
         self._open_channel()
-        accept(PipeLink(self._connection(), model_id, peer="the sender"))
-        return _nothing
+        accept(PipeLink(self.pipe_end(), model_id, peer="the sender"))
+        return lambda: None
 
-    def _user_messages(self) -> UserMessages:
+    def user_messages(self) -> UserMessages:
+        """The user's own messages on the pipe."""
         return UserMessages(self._open_channel())
 
     def _next(self, deadline: Deadline) -> tuple[str, Any] | None:
@@ -205,12 +202,12 @@ class MPTransport(TransportFacade):
     # ----------------------------------------------------------------------------------------- the inbox
 
     def _unclaimed(self) -> Sequence[str]:
-        """The models for which something came that have no receiver here."""
+        """The models for which something arrived that have no receiver here."""
         unclaimed = self._queue("receiver").unclaimed() if self._form is Form.B else self._open_channel().unclaimed()
         return [model_id for model_id in unclaimed if model_id not in self._receivers]
 
     def _arrived(self) -> Sequence[str]:
-        """The models that have an update here; whoever sends a model first gets a receiver."""
+        """The models with an update to return. A model whose first message arrived gets a receiver."""
         for model_id in self._unclaimed():
             self._receiver(model_id)
         return [model_id for model_id, receiver in list(self._receivers.items()) if receiver.has_update()]
@@ -229,7 +226,7 @@ class MPTransport(TransportFacade):
 
 
 class WorkerTransport(MPTransport):
-    """`MPTransport` over a receiver that a scheme has made: what TorchRL calls ``receiver._transport``.
+    """`MPTransport` over a receiver that a scheme made: TorchRL's ``receiver._transport``.
 
     Args:
         receiver: the receiver; it keeps its link when this is closed.
@@ -248,7 +245,3 @@ class WorkerTransport(MPTransport):
         """The receiver is the scheme's."""
         self._receivers = {}
         super()._hang_up()
-
-
-def _nothing() -> None:
-    return None

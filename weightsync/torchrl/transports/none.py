@@ -6,7 +6,7 @@ from typing import Any
 
 
 class NoTransport:
-    """Swallows what is sent, and never has anything."""
+    """Ignores what is sent, and never receives anything."""
 
     def send_weights(self, model_id: Any = None, weights: Any = None) -> None:
         """Do nothing."""
@@ -20,22 +20,22 @@ class NoTransport:
     def receive_weights(
         self, timeout: float | None = 1.0, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> None:
-        """Nothing ever comes."""
+        """Nothing ever arrives."""
 
     def send_ack(self, message: str = "updated") -> None:
-        """There is nobody to answer to."""
+        """There is no sender to ack to."""
 
     def check_ack(self, message: str = "updated") -> None:
         """There is nothing to wait for."""
 
     def check_connection(self) -> bool:
-        """True: there is nothing that could be down."""
+        """True: there is no connection that could fail."""
         return True
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """There is nobody to meet."""
+        """There is nothing to connect to."""
 
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> None:
-        """There is nobody to meet."""
+        """There is nothing to connect to."""

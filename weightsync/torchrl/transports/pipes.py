@@ -1,4 +1,4 @@
-"""A connection as worker loops written for TorchRL's pipe messages expect it: updates come out of it as messages."""
+"""A pipe for worker loops written for TorchRL's pipe messages: it delivers updates as messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightsync.transports.base import Link, Waitable, Waker, wait
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.user_messages import UserMessages
 
-#: What TorchRL's worker loops look for in a message that brings weights.
+#: The name of the messages by which TorchRL's worker loops receive weights.
 UPDATE_WEIGHTS: Final = "update_weights"
 
 
@@ -20,19 +20,19 @@ class Inbox(Protocol):
     """Where updates arrive, model by model."""
 
     def _arrived(self) -> Sequence[str]:
-        """The models that have an update which was not handed out yet."""
+        """The models with an update that was not returned yet."""
 
     def _hand_out(self, model_id: str) -> Any:
-        """The weights of a model's update; None: it turned out to be none."""
+        """The weights of a model's update; None: there is none after all."""
 
     def _links(self) -> list[Link]:
-        """The open links, to be waited for."""
+        """The open links, to wait for."""
 
     def _owes_ack(self) -> bool:
-        """Whether an update that was handed out is pending."""
+        """Whether an update that was returned is pending."""
 
     def send_ack(self, message: str = UPDATED) -> None:
-        """Answer for the update that was handed out last."""
+        """Ack the update that was returned last."""
 
 
 class ReferencePipe:
@@ -40,8 +40,8 @@ class ReferencePipe:
     "update_weights")``.
 
     An update stays pending until ``receiver.apply_weights(weights)``, ``transport.send_ack()`` or, as TorchRL's loops
-    do it, ``pipe.send((None, "updated"))``. All other messages are the user's own: they come out in order, unchanged,
-    and keep their place among the updates.
+    do it, ``pipe.send((None, "updated"))``. All other messages are the user's own: they are delivered unchanged, in
+    order, and keep their place among the updates.
     """
 
     def __init__(self, channel: Channel, inbox: Inbox) -> None:
@@ -55,18 +55,18 @@ class ReferencePipe:
         return self._channel.connection.closed
 
     def fileno(self) -> int:
-        """The connection's descriptor. That it is readable does not mean that `recv` has something."""
+        """The connection's descriptor. It may be readable although `recv` has nothing."""
         return self._channel.connection.fileno()
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether `recv` has something to return, or to raise, within ``timeout`` seconds (None: ever)."""
+        """Whether `recv` has something to return or raise within ``timeout`` seconds (None: wait for ever)."""
         return self.await_any(Deadline(timeout))
 
     def recv(self) -> Any:
-        """The next update or message of the user's own. Blocks until there is one.
+        """Wait for the next update or message of the user's own.
 
         Raises:
-            EOFError: nothing is left, and the connection has ended.
+            EOFError: the connection has ended, and nothing is left.
         """
         while True:
             self.await_any(Deadline(None))
@@ -96,7 +96,7 @@ class ReferencePipe:
         self._user.send_bytes(data)
 
     def next_update(self, *, in_turn: bool) -> tuple[str, Any] | None:
-        """The next update, unless the user's own messages came before it and that counts."""
+        """The next update; ``in_turn``: unless a message of the user's own arrived before it."""
         for model_id in self._inbox._arrived():
             if in_turn and self._channel.user_message_is_first(model_id):
                 continue
@@ -106,7 +106,7 @@ class ReferencePipe:
         return None
 
     def await_update(self, deadline: Deadline) -> tuple[str, Any] | None:
-        """The next update; None: none came in time.
+        """The next update; None: none arrived in time.
 
         Raises:
             TransportError: the connection has ended.
@@ -127,7 +127,7 @@ class ReferencePipe:
         while True:
             waker = self._channel.user_waker()
             seen = waker.fired
-            # What had come before the end is found after it was noticed.
+            # What arrived before the end is found although the end was noticed.
             if self._channel.has_user_message() or self._inbox._arrived():
                 return True
             if deadline.passed:

@@ -27,9 +27,9 @@ from weightsync.weights.strategy import WeightStrategy
 
 
 class _ActorFacade(TransportFacade):
-    """Sends to one Ray actor. Nothing is received by it: in the actor the calls do that."""
+    """Sends to one Ray actor. It receives nothing: in the actor the calls do that."""
 
-    _live = (*TransportFacade._live, "_links")
+    _not_copied = (*TransportFacade._not_copied, "_links")
 
     def __init__(self, actor: Any, transport: TensorTransport | str, form: Form, key: Secret | None) -> None:
         require_ray(type(self).__name__)
@@ -59,7 +59,7 @@ class _ActorFacade(TransportFacade):
         model: Any = None,
         strategy: WeightStrategy | None = None,
     ) -> None:
-        """None, at once: an actor receives in the call that brings the weights."""
+        """Return None at once: an actor receives in the call that brings the weights."""
         return
 
     def check_connection(self) -> bool:
@@ -70,17 +70,17 @@ class _ActorFacade(TransportFacade):
 class RayTransport(_ActorFacade):
     """Sends to one remote collector, by its ``update_policy_weights_`` if it is no `WeightSyncActor`.
 
-    The weights are put into Ray's object store once. A call that raised is RefusedError, a collector that died
-    WorkerLostError; a plain collector's ack rests on the evidence `CALL`.
+    The weights are put into Ray's object store once. A call that raised becomes a RefusedError, a collector that died a
+    WorkerLostError; a plain collector's ack has the evidence `CALL`.
 
     Args:
         remote_collector: the actor. Without one the first send raises.
         tensor_transport: "object_store" or "nixl".
-        remote_actor: generation B's name for it.
-        worker_idx: generation B: which worker it is; for people.
-        backend: generation B: "gloo" or "nccl", without effect, since weights travel through Ray.
-        connection_info_name: generation B: without effect, since there is no process group to be found.
-        model_id: generation B: without effect; `send_weights` says which model is meant.
+        remote_actor: generation B's name of ``remote_collector``.
+        worker_idx: generation B: the worker's id, for messages.
+        backend: generation B: "gloo" or "nccl", ignored, since weights travel through Ray.
+        connection_info_name: generation B: ignored, since there is no process group to find.
+        model_id: generation B: ignored; `send_weights` names the model.
         key: a secret shared with the actor: see `RayWeightSyncScheme`.
 
     Raises:
@@ -112,12 +112,12 @@ class RayTransport(_ActorFacade):
         return (CALL, POLICY_METHOD)
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing is left to do: a link is laid with the first send."""
+        """Do nothing: a link is laid with the first send."""
 
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
     ) -> None:
-        """Nothing is left to do: the first weights come with a call."""
+        """Do nothing: the first weights arrive with a call."""
 
 
 class RayActorTransport(_ActorFacade):
@@ -152,15 +152,15 @@ class RayActorTransport(_ActorFacade):
         return (CALL, self._method)
 
     def set_actor(self, actor_ref: Any) -> None:
-        """Send to this actor from now on. The links to another are closed; what is outstanding there is ABANDONED."""
+        """Send to this actor from now on. Links to another are closed; what is outstanding there is ABANDONED."""
         self._hang_up()
         self._actor_ref = actor_ref
 
     def send_ack(self, message: str = "updated") -> None:
-        """Nothing: the call's end is the ack."""
+        """Do nothing: the call's end is the ack."""
 
     def check_ack(self, message: str = "updated") -> None:  # type: ignore[override]
-        """Nothing: `wait_ack` looks at the call's end."""
+        """Do nothing: `wait_ack` waits for the call's end."""
 
     def check_connection(self) -> bool:
         """Whether Ray is initialised in this process, and an actor is set."""

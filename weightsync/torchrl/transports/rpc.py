@@ -9,7 +9,8 @@ from weightsync.clock import Timeout
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
 from weightsync.schemes.arguments import UNSET, Form, Unset
-from weightsync.schemes.peers.collectors import Collector, Presenter, link_to
+from weightsync.schemes.peers.base import SharedPresenter
+from weightsync.schemes.peers.collectors import Collector, link_to
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.transports.base import Link
 from weightsync.transports.rpc import call_server_of, is_initialised
@@ -17,21 +18,21 @@ from weightsync.weights.strategy import WeightStrategy
 
 
 class RPCTransport(TransportFacade):
-    """Sends weights to one remote collector by RPC, or, given none, receives them in the collector's process.
+    """Sends weights to one remote collector by RPC; without a collector, receives them in the collector's process.
 
     Args:
-        collector_info: the worker, as its `WorkerInfo`, name or rank. Alone: a process with a receiver of ours.
+        collector_info: the worker, as its `WorkerInfo`, name or rank. Alone: a process with our receiver.
         collector_rref: a reference to its collector.
         collector_class: the collector's class, whose ``update_policy_weights_`` is called with ``(rref, weights)``
-            unless a receiver of ours listens in that process.
-        worker_rank: the worker's rank. It addresses nobody: if given, `receive_weights` has the second generation's
-            results.
+            unless our receiver listens in that process.
+        worker_rank: the worker's rank. It is not used as an address; if given, `receive_weights` returns the second
+            generation's results.
         timeout: seconds that `send_weights` and `wait_ack` wait.
-        strategy: how modules are extracted, and the format of weights handed out.
+        strategy: how modules are extracted, and the format of weights returned.
         key: a secret shared with the other end: see `RPCWeightSyncScheme`.
     """
 
-    _live = (*TransportFacade._live, "_presenter")
+    _not_copied = (*TransportFacade._not_copied, "_presenter")
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class RPCTransport(TransportFacade):
 
     def _begin(self) -> None:
         super()._begin()
-        self._presenter = Presenter()
+        self._presenter = SharedPresenter()
 
     @property
     def collector(self) -> Collector:
@@ -76,12 +77,12 @@ class RPCTransport(TransportFacade):
         return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing is left to do: a link is laid with the first send."""
+        """Do nothing: a link is laid with the first send."""
 
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
     ) -> None:
-        """Nothing is left to do: the first weights come with a call."""
+        """Do nothing: the first weights arrive with a call."""
 
     @property
     def _sends(self) -> bool:
@@ -95,5 +96,6 @@ class RPCTransport(TransportFacade):
             )
         return link_to(self._collector, model_id, peer, self._presenter, SharedKey.given(self._key))
 
-    def _listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+    def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Take each link by which a sender reaches us: see `TransportFacade.listen`."""
         return call_server_of(model_id).open(accept, SharedKey.given(self._key))

@@ -29,18 +29,18 @@ from weightsync.weights.strategy import WeightStrategy
 class SharedMemTransport(MPTransport):
     """Copy targets that hold the newest version, and workers that are sent it over their pipes.
 
-    A registered buffer is written by each send, while whoever reads it may be computing: it is for your own use. The
-    workers behind registered pipes do not read it; each version reaches them in a slot of its own, by shared memory,
-    and they ack it. With no pipe at all a send just fills the buffer.
+    Each send writes a registered buffer, even while a reader is using it: it is for your own use. The workers behind
+    registered pipes do not read it; each version reaches them in a slot of its own in shared memory, and they ack it.
+    Without pipes a send only fills the buffer.
 
     Args:
-        policy_weights: model id to a TensorDict or dict; models that are registered later are put there.
+        policy_weights: model id to a TensorDict or dict; models that are registered later are added to it.
         auto_register: whether a model may be sent that was not registered: it gets a buffer in shared memory.
         timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait; default: `WEIGHTSYNC_TIMEOUT` or 60.
         strategy: how modules are extracted.
     """
 
-    _live = (*MPTransport._live, "_init_queues")
+    _not_copied = (*MPTransport._not_copied, "_init_queues")
 
     def __init__(
         self,
@@ -68,16 +68,16 @@ class SharedMemTransport(MPTransport):
     def register_pipe(self, pipe: Any) -> None:
         """Add a worker's pipe (in the trainer), or say which pipe to receive from (in a worker).
 
-        A worker that joins after a send gets the newest version right behind its handshake.
+        A worker that joins after a send receives the latest version right after its handshake.
 
         Raises:
-            ConfigurationError: it is no duplex pipe, or registered already.
+            ConfigurationError: it is no duplex pipe, or is registered already.
         """
         pipe = connection_of(pipe)
         Channel.of(pipe)
         with self._lock:
             if any(known is pipe for known in self._pipes):
-                raise ConfigurationError("This pipe is registered already: give one pipe a worker.")
+                raise ConfigurationError("This pipe is registered already: give one pipe per worker.")
             self._pipes.append(pipe)
             for sender in self._senders.values():
                 sender.add_worker(len(self._pipes) - 1, pipe)
@@ -91,11 +91,11 @@ class SharedMemTransport(MPTransport):
         params_map: Mapping[int, Any] | None = None,
         init_queues: Mapping[int, Any] | None = None,
     ) -> None:
-        """Register a copy target (generation A), or one a worker (generation B).
+        """Register a copy target (generation A), or one per worker (generation B).
 
         Args:
             model_id: the model's id; B: the ``params_map``.
-            weights: the TensorDict or dict to be filled; B: the ``init_queues``.
+            weights: the TensorDict or dict to fill; B: the ``init_queues``.
             per_worker: B: whether workers may be sent different weights.
             params_map: B: worker id to a TensorDict.
             init_queues: B: worker id to the queue on which `setup_connection_and_weights_on_sender` puts the worker's
@@ -151,7 +151,7 @@ class SharedMemTransport(MPTransport):
 
         Raises:
             StateError: `register_weights` was not called, or not for this worker.
-            queue.Empty: none came in time.
+            queue.Empty: none arrived in time.
         """
         self._require_queues("setup_connection_and_weights_on_receiver")
         if worker_idx is None or worker_idx not in self._init_queues:
@@ -195,7 +195,7 @@ class SharedMemTransport(MPTransport):
                 weights, worker_ids = UNSET, weights
             return self._fill(model_and_weights(model_id, weights)[1], worker_ids)
         if worker_ids is not None:
-            raise ConfigurationError("worker_ids needs one buffer a worker: register_weights(..., per_worker=True).")
+            raise ConfigurationError("worker_ids needs one buffer per worker: register_weights(..., per_worker=True).")
         model_id, weights = self._registered(model_id, weights)
         if not self._pipes:
             return self._just_fill(model_id, weights)
@@ -209,7 +209,7 @@ class SharedMemTransport(MPTransport):
         return super().send_weights_async(model_id, weights)
 
     def _registered(self, model_id: Any, weights: Any) -> tuple[str, Any]:
-        """The model and its weights, if it may be sent."""
+        """The model's id and weights, if it may be sent."""
         model_id, weights = model_and_weights(model_id, weights)
         if not self.auto_register:
             require_registered(model_id, self._policy_weights)
@@ -222,7 +222,7 @@ class SharedMemTransport(MPTransport):
         return _nobody(model_id)
 
     def _fill(self, weights: Any, worker_ids: Sequence[int] | None) -> SyncReport:
-        """Generation B: write the buffers in place; a dict by worker id brings each its own weights."""
+        """Generation B: write the buffers in place; a dict by worker id has weights for each."""
         if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
             self._require_buffers(list(weights))
             for worker_id, own in weights.items():
@@ -236,14 +236,14 @@ class SharedMemTransport(MPTransport):
         return _nobody(POLICY)
 
     def _require_buffers(self, worker_ids: Sequence[int]) -> None:
-        """Refuse a write to workers who have no buffer of their own.
+        """Refuse a write to workers without a buffer of their own.
 
         Raises:
             ConfigurationError: nothing was written.
         """
         if not self._per_worker:
             raise ConfigurationError(
-                f"The workers share their buffers: a send to {list(worker_ids)} would change others, too. Register "
+                f"The workers share their buffers: a send to {list(worker_ids)} would also change others. Register "
                 "them with per_worker=True. Nothing was written."
             )
         unknown = [worker_id for worker_id in worker_ids if worker_id not in self._params_map]
@@ -254,7 +254,7 @@ class SharedMemTransport(MPTransport):
             )
 
     def _published(self, model_id: str, weights: Any) -> None:
-        """Copy a version into the model's buffer, which is made if it has none.
+        """Copy a version into the model's buffer; make one if it has none.
 
         Raises:
             LayoutError: it does not fit.
@@ -274,10 +274,10 @@ class SharedMemTransport(MPTransport):
         model: Any = None,
         strategy: WeightStrategy | None = None,
     ) -> Any:
-        """The weights of the next update: see `ReceivingHalf.receive_weights`.
+        """The weights of the next update: see `TransportFacade.receive_weights`.
 
-        Without a pipe nothing comes: then it applies ``weights``, a shared buffer, to the model if all three are given,
-        and returns them; else None.
+        Without a pipe nothing arrives: then, if all three are given, it applies ``weights``, a shared buffer, to the
+        model and returns them; else it returns None.
         """
         if self._pipes:
             return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
@@ -287,12 +287,12 @@ class SharedMemTransport(MPTransport):
         return weights
 
     def send_ack(self, message: str = UPDATED) -> None:
-        """Ack the update that was received last: see `ReceivingHalf.send_ack`. Without a pipe: nothing."""
+        """Ack the update that was received last: see `TransportFacade.send_ack`. Without a pipe: nothing."""
         if self._pipes:
             super().send_ack(message)
 
     def check_ack(self, message: str = UPDATED) -> SyncReport:
-        """Wait for the ack: see `SendingHalf.check_ack`. Without a pipe there is none: the report is empty."""
+        """Wait for the ack: see `TransportFacade.check_ack`. Without a pipe there is none: the report is empty."""
         return super().check_ack(message) if self._pipes else _nobody(POLICY)
 
     # ---------------------------------------------------------------------------------------- the facade
@@ -307,7 +307,8 @@ class SharedMemTransport(MPTransport):
     def _lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return PipeLink(endpoint, model_id, peer=peer)
 
-    def _connection(self) -> Any:
+    def pipe_end(self) -> Any:
+        """Our end of the one pipe that is registered."""
         if len(self._pipes) != 1:
             raise ConfigurationError(
                 f"SharedMemTransport receives over one pipe, but {len(self._pipes)} are registered: call "
@@ -317,12 +318,12 @@ class SharedMemTransport(MPTransport):
 
 
 def _nobody(model_id: str) -> SyncReport:
-    """Of a send that reaches buffers alone."""
+    """The report of a send that reaches only buffers."""
     return SyncReport(model_id=model_id, version=None, incarnation=0, outcomes={})
 
 
 def shared_copy(weights: Any) -> TensorDict:
-    """A copy of weights in one piece of shared memory (one descriptor, however many tensors there are).
+    """A copy of weights in one block of shared memory (one descriptor for all tensors).
 
     Raises:
         ConfigurationError, LayoutError: they cannot be sent.

@@ -3,7 +3,7 @@
 base     WeightUpdaterBase: what all share, and what a subclass may override
 local    copies in this process
 pushes   one push at a time, over the machines of a sender; calls: a worker's call as a link
-introducing: TorchRL's collectors take updaters as their own
+ray      pushes to Ray actors
 """
 
 from weightsync.torchrl.updaters.base import WeightUpdaterBase

@@ -1,10 +1,11 @@
-"""`WeightUpdaterBase`: pushes weights to workers by calls of the subclass's own, and says what became of each."""
+"""`WeightUpdaterBase`: pushes weights to workers by the subclass's own calls, and reports each worker's outcome."""
 
 from __future__ import annotations
 
 import abc
 import functools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,6 @@ from weightsync.options import OnFailure, option
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.torchrl.updaters.calls import WorkerId
-from weightsync.torchrl.updaters.introducing import introduce
 from weightsync.torchrl.updaters.pushes import ADVICE, Pushes, key_of
 from weightsync.weights.reading import read_weights
 from weightsync.weights.strategy import WeightStrategy
@@ -33,7 +33,7 @@ class WeightUpdaterBase(abc.ABC):
     `_get_server_weights`, `_maybe_map_weights` and `_skip_update`. It need not call ``super().__init__()``.
 
     A push runs over the machines of a `WeightSender`. Its outcomes rest on the evidence CALL: APPLIED means that the
-    worker's call came to its end, and no more. For an answer that names version and digest use a scheme.
+    worker's call returned, and no more. For an answer that names version and digest use a scheme.
     A pickled, copied or forked updater has its configuration and hooks, but no collectors and no push.
     """
 
@@ -44,9 +44,9 @@ class WeightUpdaterBase(abc.ABC):
     _hooks: list[Callable[[], None]]
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Lay the ground that a subclass's constructor need not know of."""
+        """Set up what a subclass's constructor need not know of."""
         made = super().__new__(cls)
-        introduce("torchrl.collectors.weight_update", "WeightUpdaterBase", WeightUpdaterBase)
+        _register_with_torchrl()
         made._pushes = Pushes()
         made._registered = []
         made._hooks = []
@@ -54,11 +54,11 @@ class WeightUpdaterBase(abc.ABC):
 
     @classmethod
     def from_policy(cls, policy: nn.Module) -> WeightUpdaterBase | None:
-        """An updater made from a policy alone, or None where that is not enough. To be tried before the constructor."""
+        """An updater made from a policy alone, or None if that is not enough; tried before the constructor."""
         return None
 
     def init(self, *args: Any, **kwargs: Any) -> None:
-        """Called by a collector once it is set up, with whatever it was told. Nothing is done with it here."""
+        """Called by a collector once it is set up, with its arguments. Does nothing here."""
         return
 
     # ------------------------------------------------------------------------------------------- pushing
@@ -71,30 +71,30 @@ class WeightUpdaterBase(abc.ABC):
         timeout: float | Timeout | None = Timeout.DEFAULT,
         on_failure: OnFailure | str = OnFailure.RAISE,
     ) -> SyncReport:
-        """Push weights to workers, wait until each call is over, then run the post-hooks.
+        """Push weights to workers, wait until each call has ended, then run the post-hooks.
 
-        The calls are made one after the other in this thread. One that fails keeps no other from being made. After an
-        `AckTimeoutError` the next push gives this one up; after an interrupted wait the next push first waits for it.
+        The calls are made one after the other in this thread. If one fails, the others are made all the same.
+        After an `AckTimeoutError` the next push abandons this one; after an interrupted wait it first waits for it.
 
         Args:
             policy_or_weights: a module, which is extracted to a TensorDict; a TensorDict or a dict, taken as it is;
-                None: what `_get_server_weights` gives.
+                None: what `_get_server_weights` returns.
             worker_ids: one or several ids or devices; None: all.
-            timeout: seconds until the wait ends for calls that gave a future; None: for ever; default:
-                `WEIGHTSYNC_TIMEOUT` or 60. A call that blocks by itself cannot be cut.
+            timeout: seconds until the wait ends for calls that returned a future; None: for ever; default:
+                `WEIGHTSYNC_TIMEOUT` or 60. A call that blocks cannot be cut short.
             on_failure: "raise", or "report": return the report whatever is in it.
 
         Returns:
-            What became of each worker. SKIPPED: `_skip_update` said so; if it said so of all, ``version`` is None.
+            Each worker's outcome. SKIPPED: `_skip_update` returned True; if it did for all, ``version`` is None.
 
         Raises:
             StateError: another thread, or the push whose hook this is, is pushing. Nothing was called.
-            ConfigurationError: an empty list of workers, an unknown id, weights of an unsupported type, or none to be
-                had. Nothing was called.
-            RefusedError: calls raised; `.refused` has the workers' own tracebacks. Everybody else was served.
+            ConfigurationError: an empty list of workers, an unknown id, weights of an unsupported type, or no weights.
+                Nothing was called.
+            RefusedError: calls raised; `.refused` has the workers' own tracebacks. All other workers were called.
             WorkerLostError: workers are gone (their calls failed with a ConnectionError or EOFError).
-            AckTimeoutError: calls were not over by the deadline.
-            SyncError: failures of several kinds. No post-hook has run after any of these.
+            AckTimeoutError: calls had not ended by the deadline.
+            SyncError: failures of several kinds. After any of these no post-hook has run.
         """
         deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
         with self._pushes.turn():
@@ -118,7 +118,7 @@ class WeightUpdaterBase(abc.ABC):
 
     @property
     def state(self) -> State:
-        """The state of the machine behind it: `pending_async` while a push that timed out is outstanding."""
+        """The state of its sender's machine: `pending_async` while a push that timed out is outstanding."""
         return self._pushes.state
 
     def _push(self, given: Any, worker_ids: Any, deadline: Deadline) -> SyncReport:
@@ -129,9 +129,9 @@ class WeightUpdaterBase(abc.ABC):
         due = [worker for worker in targets if not self._skips(worker)]
         seconds = watch.seconds
         report = self._pushes.push(due, functools.partial(self._call, weights), deadline) if due else None
-        told: Mapping[Any, Outcome] = report.outcomes if report else {}
+        reported: Mapping[Any, Outcome] = report.outcomes if report else {}
         skipped = Outcome(kind=OutcomeKind.SKIPPED, reason=self._why_skipped)
-        outcomes = {key_of(worker): told.get(key_of(worker), skipped) for worker in targets}
+        outcomes = {key_of(worker): reported.get(key_of(worker), skipped) for worker in targets}
         report = report or self._pushes.empty()
         return replace(report, outcomes=outcomes, pack_s=seconds, nbytes=_nbytes(weights))
 
@@ -149,29 +149,29 @@ class WeightUpdaterBase(abc.ABC):
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> Any:
         """Hand the weights to one worker.
 
-        It may return a `concurrent.futures.Future`, which is then waited for, together with those of the others; any
-        other value means that it is done. Raising a ConnectionError or EOFError, here or by the future, says that the
+        It may return a `concurrent.futures.Future`, which is awaited together with those of the others; any other
+        value means that the call has ended. A ConnectionError or EOFError, raised here or by the future, means that the
         worker is gone; any other exception, that it refused.
 
         Args:
-            worker_id: which; not passed where workers are not told apart.
-            server_weights: what `_maybe_map_weights` gave.
+            worker_id: the worker; not passed if workers have no ids.
+            server_weights: what `_maybe_map_weights` returned.
         """
 
     def all_worker_ids(self) -> Sequence[int] | Sequence[torch.device] | None:
-        """The ids of all workers; None: they are not told apart, and one call without an id serves them all."""
+        """The ids of all workers; None: they have no ids, and one call without an id serves them all."""
         return None
 
     def _get_server_weights(self) -> Any:
-        """The weights that a push without weights means. None here, and passed on as that."""
+        """The weights of a push without weights. None here, and passed on as None."""
         return None
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
-        """The weights as workers want them; here as they are."""
+        """The weights in the form that workers take; here unchanged."""
         return server_weights
 
     def _skip_update(self, worker_id: int | torch.device) -> bool:
-        """Whether this push leaves a worker out; asked once for each that is named. False here."""
+        """Whether this push leaves a worker out; asked once for each target. False here."""
         return False
 
     # ------------------------------------------------------------------------------------------- hooks
@@ -188,7 +188,7 @@ class WeightUpdaterBase(abc.ABC):
         What one raises is raised to the pusher, and those behind it do not run; the weights have been pushed.
 
         Raises:
-            ConfigurationError: it cannot be called.
+            ConfigurationError: it is not callable.
         """
         if not callable(hook):
             raise ConfigurationError(f"a post-hook is a function without arguments, not {hook!r}.")
@@ -200,7 +200,7 @@ class WeightUpdaterBase(abc.ABC):
         """Register the collector that uses this updater. Held weakly.
 
         Raises:
-            ConfigurationError: another collector that still lives was registered.
+            ConfigurationError: another collector is registered and still alive.
         """
         living = self._living()
         if any(known is not collector for known in living):
@@ -236,8 +236,16 @@ class WeightUpdaterBase(abc.ABC):
         return {**state, "_hooks": list(self._hooks)}
 
 
+def _register_with_torchrl() -> None:
+    """Make our updaters virtual subclasses of TorchRL's, if its collectors are imported."""
+    module = sys.modules.get("torchrl.collectors.weight_update")
+    theirs = None if module is None else vars(module).get("WeightUpdaterBase")
+    if theirs is not None:  # None while the module is being imported
+        theirs.register(WeightUpdaterBase)
+
+
 def _taken(given: Any) -> Any:
-    """The weights that were given: a module is extracted, a TensorDict or dict taken as it is.
+    """The given weights: a module is extracted, a TensorDict or dict taken as it is.
 
     Raises:
         ConfigurationError: they are of another type.
@@ -253,10 +261,10 @@ def _taken(given: Any) -> Any:
 
 
 def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
-    """The workers that are meant; [None]: the one without a name.
+    """The target workers; [None]: the one without an id.
 
     Raises:
-        ConfigurationError: none is named, or one that is not known.
+        ConfigurationError: the list is empty, or has an unknown id.
     """
     if worker_ids is None:
         return [None] if known is None else list(known)
@@ -284,7 +292,7 @@ def _words(workers: Sequence[Any]) -> str:
 
 
 def _nbytes(weights: Any) -> int:
-    """The size of weights in bytes; 0: they are not ours to read."""
+    """The size of weights in bytes; 0: they are of a type that we cannot read."""
     if not isinstance(weights, TensorDictBase | Mapping):
         return 0
     try:

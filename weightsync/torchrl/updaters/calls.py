@@ -1,8 +1,7 @@
-"""A worker's call as a link of the sender's machines: an update begins it, its end is the answer."""
+"""A worker's call as a link of the sender's machines: an update begins the call, and its end is the answer."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -14,25 +13,25 @@ from weightsync.clock import Stopwatch
 from weightsync.engine.packer import Packed, Packer
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
-from weightsync.protocol.report import Evidence
+from weightsync.protocol.messages import Message, Update
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
+from weightsync.transports.calls.without_receiver import ack, raised, refusal, start_call
 from weightsync.weights.layout import Layout
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
 
-#: How a worker is named; None: the one that has no name, where an updater tells no workers apart.
+#: A worker's id; None: an updater's only worker, without an id.
 WorkerId = int | torch.device | None
-#: Makes a worker's call: returns once it is over, or gives a future of its end.
+#: Makes a worker's call: returns once it has ended, or returns a future of its end.
 Begin = Callable[[WorkerId], Any]
-#: Errors by which a call says that its worker is gone, and not that it refused.
+#: Errors of a call that mean that its worker is gone, not that it refused.
 GONE: Final = (ConnectionError, EOFError)
 
 
 class Raised(Exception):
-    """How a call's future says that the worker's own code raised.
+    """Set on a call's future when the worker's own code raised.
 
     Args:
         reason: the error, in a line.
@@ -54,11 +53,11 @@ class Call:
     answers: Answers
 
     def make(self, begin: Begin) -> None:
-        """Make it. An interrupt leaves what became of it unknown, and is raised."""
+        """Make the call. An interrupt leaves its outcome unknown, and is raised."""
         watch = Stopwatch()
         try:
             given = begin(self.worker)
-        except Exception as error:  # noqa: BLE001 - a user's hook may raise anything: its worker's outcome tells
+        except Exception as error:  # noqa: BLE001 - a user's hook may raise anything: its worker's outcome reports it
             self._failed(error)
         except BaseException:
             self.answers.set_exception(TransportError("the call was interrupted"))
@@ -70,8 +69,8 @@ class Call:
                 self._returned(watch)
 
     def superseded(self) -> None:
-        """Answer without making it: its push is over."""
-        self._refused(RefusalKind.SUPERSEDED, "its push is over")
+        """Answer without making the call: its push has ended."""
+        self.answers.set_result([refusal(self.update, "its push is over", kind=RefusalKind.SUPERSEDED)])
 
     def _over(self, future: Future[Any], watch: Stopwatch) -> None:
         error = CancelledError("the call was cancelled") if future.cancelled() else future.exception()
@@ -81,19 +80,11 @@ class Call:
             self._failed(error)
 
     def _returned(self, watch: Stopwatch) -> None:
-        update = self.update
-        ack = Ack(
-            model_id=update.model_id,
-            incarnation=update.incarnation,
-            version=update.version,
-            seconds=watch.seconds,
-            evidence=Evidence.CALL,
-        )
-        self.answers.set_result([ack])
+        self.answers.set_result([ack(self.update, seconds=watch.seconds)])
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, Raised):
-            self._refused(RefusalKind.REFUSED, error.reason, error.remote_traceback)
+            self.answers.set_result([refusal(self.update, error.reason, error.remote_traceback)])
         elif isinstance(error, TransportError):
             self.answers.set_exception(error)
         elif isinstance(error, GONE):
@@ -101,36 +92,22 @@ class Call:
             lost.__cause__ = error
             self.answers.set_exception(lost)
         else:
-            told = "".join(traceback.format_exception(error))
-            self._refused(RefusalKind.REFUSED, f"{type(error).__name__}: {error}", told)
-
-    def _refused(self, kind: RefusalKind, reason: str, told: str = "") -> None:
-        update = self.update
-        refusal = Refusal(
-            model_id=update.model_id,
-            incarnation=update.incarnation,
-            version=update.version,
-            kind=kind,
-            reason=reason,
-            remote_traceback=told,
-            evidence=Evidence.CALL,
-        )
-        self.answers.set_result([refusal])
+            self.answers.set_result([raised(self.update, error)])
 
 
 class Calls:
-    """Where the couriers of one updater bring their calls. What is done with them depends on where a push is."""
+    """Takes the calls of one updater's call clients. What it does with them depends on the push in progress."""
 
     def __init__(self) -> None:
         self.take: Callable[[Call], None] = Call.superseded
 
 
 class WorkerCallClient:
-    """Brings the updates for one worker as calls. See `weightsync.transports.calls.client.CallClient` for its contract.
+    """Turns the updates for one worker into calls: a `weightsync.transports.calls.client.CallClient`.
 
     Args:
-        worker: whose they are.
-        calls: where to bring them.
+        worker: the worker.
+        calls: takes the calls.
     """
 
     def __init__(self, worker: WorkerId, calls: Calls) -> None:
@@ -138,19 +115,16 @@ class WorkerCallClient:
         self._calls = calls
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Bring an update; answer everything else at once: there is nobody else to do it."""
+        """Turn an update into a call; answer a handshake or goodbye at once."""
+        return start_call(message, f"worker {self._worker}", self._bring)
+
+    def _bring(self, update: Update) -> Answers:
         answers: Answers = Future()
-        match message:
-            case Update():
-                self._calls.take(Call(self._worker, message, answers))
-            case Hello():
-                answers.set_result([Hello(model_id=message.model_id, incarnation=message.incarnation)])
-            case _:
-                answers.set_result([])
+        self._calls.take(Call(self._worker, update, answers))
         return answers
 
     def close(self) -> None:
-        """Nothing to close: the calls are the updater's."""
+        """Do nothing: the calls are the updater's."""
 
 
 class NoPacker(Packer):
@@ -170,10 +144,10 @@ class NoPacker(Packer):
 
 
 class CallWiring:
-    """The wiring of an updater's sender: one link a worker, whose updates become calls.
+    """`SchemeServices` of an updater's sender: one link per worker, whose updates become calls.
 
     Args:
-        calls: where the couriers bring them.
+        calls: takes the calls.
     """
 
     apply_mode = Mode.COPY
@@ -192,7 +166,7 @@ class CallWiring:
         return CallLink(WorkerCallClient(endpoint, self._calls), f"worker {endpoint}")
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Never:
-        """Nobody listens here.
+        """Not supported: an updater only sends.
 
         Raises:
             ConfigurationError: always.
@@ -200,7 +174,7 @@ class CallWiring:
         raise ConfigurationError("An updater only sends: make receivers by a scheme.")
 
     def user_messages(self, endpoint: Any) -> Never:
-        """There are no pipes here.
+        """Not supported: an updater has no pipes.
 
         Raises:
             ConfigurationError: always.
@@ -208,7 +182,7 @@ class CallWiring:
         raise ConfigurationError("An updater has no pipes that could carry messages of your own.")
 
     def transport_of(self, receiver: Any, endpoint: Any) -> Never:
-        """There are no receivers here.
+        """Not supported: an updater has no receivers.
 
         Raises:
             ConfigurationError: always.

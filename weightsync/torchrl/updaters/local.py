@@ -1,4 +1,4 @@
-"""Updaters that need no calls to other machines: weights are copied in this process, or handled elsewhere."""
+"""Updaters without remote calls: weights are copied in this process, or moved by other code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from weightsync.weights.strategy import WeightStrategy
 class VanillaWeightUpdater(WeightUpdaterBase):
     """Copies weights into those of a policy in this process.
 
-    There is one worker, this process; a report has it under 0. The weights must fit: names, shapes and dtypes. If they
-    do not, it is REFUSED and nothing was changed. A forward of another thread that runs meanwhile may see both old and
-    new tensors.
+    There is one worker, this process, with id 0 in reports. The weights must fit in names, shapes and dtypes. If they
+    do not, the outcome is REFUSED and nothing was changed. A forward pass in another thread meanwhile may see both old
+    and new tensors.
 
     Args:
-        weight_getter: gives the weights of a push without weights.
-        policy_weights: what is written to, in place.
+        weight_getter: returns the weights of a push without weights.
+        policy_weights: the weights to overwrite in place.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     ) -> None:
         self.weight_getter = weight_getter
         self.policy_weights = policy_weights
-        # Of a policy that was given as such the modules' extra state is written, too.
+        # If a policy was given, its modules' extra state is written too.
         self._destination: TensorDictBase | nn.Module = policy_weights
 
     @classmethod
@@ -55,15 +55,15 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 
 
 class MultiProcessedWeightUpdater(WeightUpdaterBase):
-    """Copies weights into buffers that workers share with this process: one buffer a device or worker.
+    """Copies weights into buffers that workers share with this process: one buffer per device or worker.
 
     Each buffer is written in place, while workers may be reading it. So APPLIED means that the buffer holds the new
-    weights, and says nothing of any worker: one that computes during the copy can see tensors of two versions, or half
-    a tensor, and nobody notices (G2, G3, G4 and G12 do not hold). Where that matters use `SharedMemWeightSyncScheme`,
-    whose workers take a version whole, between two forward passes. Weights that do not fit a buffer leave it as it was.
+    weights, and says nothing about any worker: one that computes during the copy can see tensors of two versions, or a
+    torn tensor, without any error (G2, G3, G4 and G12 do not hold). If that matters use `SharedMemWeightSyncScheme`,
+    whose workers take a whole version between two forward passes. Weights that do not fit a buffer leave it unchanged.
 
     Args:
-        get_server_weights: gives the weights of a push without weights.
+        get_server_weights: returns the weights of a push without weights.
         policy_weights: device or worker's id to its buffer.
     """
 
@@ -88,19 +88,19 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
 
 
 class RemoteModuleWeightUpdater(WeightUpdaterBase):
-    """For modules that are updated by somebody else: accepts the weights that it is given, and moves nothing.
+    """For modules that other code updates: accepts weights, and moves nothing.
 
-    Its reports say SKIPPED, since nobody was reached. Weights must be passed. What moves them itself derives from
+    Its reports say SKIPPED, since no worker was called. Weights must be passed. To move weights, derive from
     `WeightUpdaterBase`.
     """
 
-    _why_skipped = "somebody else moves its weights"
+    _why_skipped = "other code moves its weights"
 
     def __init__(self) -> None:
         pass
 
     def all_worker_ids(self) -> None:
-        """None: the workers are not known here."""
+        """None: the workers are unknown here."""
 
     def _skips(self, worker: WorkerId) -> bool:
         return True
@@ -113,14 +113,20 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
 
 
 def got(updater: WeightUpdaterBase, getter: Callable[[], Any] | None, argument: str) -> Any:
-    """What the getter gives.
+    """The weights that the getter returns.
 
     Raises:
-        ConfigurationError: there is no getter, or it gave None.
+        ConfigurationError: there is no getter, or it returned None.
     """
     weights = None if getter is None else getter()
     if weights is None:
-        why = "its getter gave None" if getter else f"it has no {argument}" if argument else "it has no way to find any"
+        why = (
+            "its getter returned None"
+            if getter
+            else f"it has no {argument}"
+            if argument
+            else "it has no way to find any"
+        )
         raise ConfigurationError(
             f"push_weights() was given no weights, and {type(updater).__name__} has none to send: {why}. Pass them. "
             "Nothing was pushed."

@@ -18,16 +18,16 @@ from weightsync.protocol.sender import LinkState
 from weightsync.torchrl.updaters.calls import Begin, Call, Calls, CallWiring, WorkerId
 from weightsync.transports.process import forget_after_fork
 
-#: What the caller of an updater can do next.
+#: What the caller of an updater can do after a failure.
 ADVICE: Final = {
-    OutcomeKind.TIMED_OUT: "The next push gives this one up and calls those workers again.",
-    OutcomeKind.LOST: "What lost workers serve is unknown. The next push calls them again.",
-    OutcomeKind.REFUSED: "A call that raised vouches for nothing: those workers may serve what they served, or not.",
+    OutcomeKind.TIMED_OUT: "The next push abandons this one and calls those workers again.",
+    OutcomeKind.LOST: "It is unknown what lost workers serve. The next push calls them again.",
+    OutcomeKind.REFUSED: "After a call that raised it is unknown which weights those workers serve.",
 }
 
 
 class Pushes:
-    """Makes the calls of each push and waits for their ends. In a forked child it starts over."""
+    """Makes the calls of each push and waits until they end. A forked child starts anew."""
 
     def __init__(self) -> None:
         self._start_over()
@@ -39,10 +39,10 @@ class Pushes:
         self._sender = WeightSender(CallWiring(self._calls))
         self._numbers: dict[WorkerId, int] = {}
         #: The version that was last reported as TIMED_OUT.
-        self._told = 0
+        self._reported = 0
 
     def forget(self) -> None:
-        """In a forked child: be as new."""
+        """In a forked child: start anew."""
         self._start_over()
 
     @property
@@ -52,10 +52,10 @@ class Pushes:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Keep everybody else from pushing, this push's own hooks included.
+        """Prevent other pushes meanwhile, by this push's own hooks too.
 
         Raises:
-            StateError: a push is on already.
+            StateError: a push is in progress.
         """
         turn = self._turn
         if not turn.acquire(blocking=False):
@@ -67,25 +67,25 @@ class Pushes:
             turn.release()
 
     def empty(self) -> SyncReport:
-        """The report of a push to nobody."""
+        """The report of a push to no worker."""
         sender = self._sender
         return SyncReport(model_id=sender.model_id, version=None, incarnation=sender.incarnation, outcomes={})
 
     def push(self, workers: Sequence[WorkerId], begin: Begin, deadline: Deadline) -> SyncReport:
-        """Make each worker's call, one after the other, and wait until all are over.
+        """Make each worker's call, one after the other, and wait until all have ended.
 
-        Whatever one of them raises, an interrupt too, the others are made before anything is raised.
+        If one of them raises, even an interrupt, the others are made before that is raised.
 
         Args:
-            workers: whose.
-            begin: makes one.
-            deadline: until when to wait for those that gave a future.
+            workers: the workers.
+            begin: makes one call.
+            deadline: when to stop waiting for calls that returned a future.
 
         Returns:
-            What became of each, failed or not.
+            Each worker's outcome, failed or not.
 
         Raises:
-            SyncError: of the push before, if nobody has been told yet what became of it.
+            SyncError: the failures of the push before, if they were not reported yet.
         """
         self._make_way(deadline)
         calls: list[Call] = []
@@ -93,7 +93,7 @@ class Pushes:
         try:
             targets = [self._number(worker) for worker in workers]
             version = self._sender.send_async(worker_ids=targets).version
-            # What waits behind a worker's unanswered calls is begun later, under the wait below.
+            # Calls that wait for a worker's unanswered ones are made later, during the wait below.
             self._calls.take = functools.partial(_make_late, begin, version)
             self._make_all(calls, begin)
             return self._waited(deadline)
@@ -101,10 +101,10 @@ class Pushes:
             self._calls.take = Call.superseded
 
     def _make_way(self, deadline: Deadline) -> None:
-        """End the update that a timeout or an interrupt has left, and give lost workers a new link."""
+        """End an update that a timeout or an interrupt has left outstanding, and give lost workers a new link."""
         self._sender.poll()
         if self._sender.state is State.PENDING_ASYNC:
-            if self._sender.version == self._told:
+            if self._sender.version == self._reported:
                 self._sender.abandon()
             else:
                 self._waited(deadline).raise_on_failure(ADVICE)
@@ -126,7 +126,7 @@ class Pushes:
         for call in calls:
             try:
                 call.make(begin)
-            except BaseException as error:  # noqa: BLE001 - raised below: the others are not to be left out
+            except BaseException as error:  # noqa: BLE001 - raised below, after the other calls
                 interrupts.append(error)
         if interrupts:
             self._sender.abandon()
@@ -135,13 +135,13 @@ class Pushes:
     def _waited(self, deadline: Deadline) -> SyncReport:
         report = self._sender.wait_async(timeout=deadline.remaining, on_failure="report")
         if report.of(OutcomeKind.TIMED_OUT) and report.version:
-            self._told = report.version
+            self._reported = report.version
         named: dict[Any, WorkerId] = {number: worker for worker, number in self._numbers.items()}
         return replace(report, outcomes={key_of(named[number]): outcome for number, outcome in report.outcomes.items()})
 
 
 def key_of(worker: WorkerId) -> Any:
-    """Under what a report has a worker: its id; 0 for the one without a name."""
+    """A worker's key in reports: its id; 0 for the one without an id."""
     return 0 if worker is None else worker
 
 

@@ -1,4 +1,4 @@
-"""`RayWeightUpdater`: pushes weights to collectors that are Ray actors, and looks at what became of its calls."""
+"""`RayWeightUpdater`: pushes weights to collectors that are Ray actors, and checks the end of each call."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from weightsync.weights.portable_pickle import portable
 class RayWeightUpdater(WeightUpdaterBase):
     """Pushes weights to remote collectors: Ray actors with a method ``update_policy_weights_(weights)``.
 
-    The weights are put into Ray's object store once a push, on the CPU, whoever they go to; each collector is called
-    with the reference. Every call is waited for: a collector that raised is REFUSED, with its own traceback, and one
-    that died or cannot be reached is LOST. APPLIED means that the collector's method returned (evidence CALL). Actors
-    that have weightsync's own receiver say more: use `RayWeightSyncScheme` for them.
+    Each push puts the weights, on the CPU, into Ray's object store once, and calls each collector with the reference.
+    Every call is awaited: a collector that raised is REFUSED, with its own traceback, and one that died or cannot be
+    reached is LOST. APPLIED means that the collector's method returned (evidence CALL). Actors with weightsync's own
+    receiver give better evidence: use `RayWeightSyncScheme` for them.
 
-    `remote_collectors` may be changed between pushes: an actor that is put in a dead one's place is called by the next.
+    `remote_collectors` may be changed between pushes: the next push calls an actor that replaces a dead one.
 
     Args:
-        policy_weights: the weights of a push without weights, as they are at that time.
+        policy_weights: the weights of a push without weights, read at that time.
         remote_collectors: the actors' handles; a worker's id is its index.
-        max_interval: how many pushes leave a worker out between two that reach it, also when it is named. Its first is
-            never left out, nor is the next after one that failed. Negative counts as 0.
+        max_interval: how many pushes skip a worker between two that reach it, even if it is named. Its first push is
+            never skipped, nor the next after one that failed. Negative counts as 0.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -80,7 +80,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         return _followed(actor.update_policy_weights_.remote(self._reference), f"worker {worker_id}")
 
     def _session(self, worker_id: int, actor: Any) -> Session:
-        """The session in which this very actor was first seen."""
+        """The session in which this actor was first seen."""
         while len(self._sessions) <= worker_id:
             self._sessions.append((None, Session(f"worker {worker_id}")))
         known, session = self._sessions[worker_id]
@@ -91,7 +91,7 @@ class RayWeightUpdater(WeightUpdaterBase):
 
 
 def _at_home(weights: Any) -> Any:
-    """Weights without gradients and devices: detached, on the CPU."""
+    """Weights detached, and on the CPU."""
     match weights:
         case TensorDictBase():
             return weights.data.cpu()
@@ -104,7 +104,7 @@ def _at_home(weights: Any) -> Any:
 
 
 def _followed(reference: Any, peer: str) -> Future[None]:
-    """A future of a call's end, which ends with Ray, too."""
+    """A future of a call's end, which also ends if Ray does."""
     end: Future[None] = Future()
     ACTOR_WATCH.attend(end, peer)
     reference.future().add_done_callback(lambda over: _over(end, over, peer))
@@ -117,7 +117,7 @@ def _over(end: Future[None], over: Future[Any], peer: str) -> None:
     exceptions = require_ray("RayWeightUpdater").exceptions
     if error is None:
         settle(end)
-    # First of all: what the actor's method raised may be a ConnectionError, too.
+    # Checked first: what the actor's method raised may itself be a ConnectionError.
     elif isinstance(error, exceptions.RayTaskError | exceptions.ObjectLostError):
         told = plain(str(error))
         settle(end, error=Raised(told.splitlines()[-1] if told else repr(error), told))

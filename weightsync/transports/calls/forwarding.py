@@ -1,4 +1,4 @@
-"""A courier that finds out first whether a receiver of ours listens at the other end."""
+"""A call client that first finds out whether our receiver listens at the other end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.transports.calls.client import Answers, CallClient
 
 
 class ForwardingClient:
-    """Finds out at the first message whether a receiver of ours listens, and carries all in that one's way.
+    """Asks at the first message whether our receiver listens, and passes all messages to the fitting call client.
 
     Args:
         ask: asks.
@@ -60,7 +60,7 @@ class ForwardingClient:
     def _begin(self, message: Message, payload: Buffer | None) -> Answers:
         try:
             return self.start(message, payload)
-        except Exception as failure:  # noqa: BLE001 - told to whoever waits for the answers
+        except Exception as failure:  # noqa: BLE001 - raised to whoever waits for the answers
             failed: Answers = Future()
             failed.set_exception(failure)
             return failed
@@ -75,7 +75,7 @@ class NoCallClient:
     """Carries nothing: there is no way to the worker.
 
     Args:
-        reason: why, for messages to people.
+        reason: why, for messages.
     """
 
     def __init__(self, reason: str) -> None:

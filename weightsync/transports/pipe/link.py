@@ -15,9 +15,8 @@ from weightsync.transports.base import Payloads, Received, Remarks, TellsWhatIsR
 from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapped, Named, NoRoom, Pins
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.framing import Frame, Outgoing, framed
-from weightsync.transports.pipe.mailbox import discard
+from weightsync.transports.pipe.mailbox import discard, unmet_reason
 from weightsync.transports.pipe.user_messages import UserMessages
-from weightsync.transports.unmet import told_by
 
 logger = logging.getLogger("weightsync")
 
@@ -135,11 +134,11 @@ class PipeLink(TellsWhatIsRead, Remarks):
         return self._remark
 
     def _is_remark(self, message: Message) -> bool:
-        told = told_by(message)
-        if told:
-            logger.warning("model %r: %s has not taken the handshake: %s", self._box.model_id, self._peer, told)
-        self._remark = told
-        return bool(told)
+        reason = unmet_reason(message)
+        if reason:
+            logger.warning("model %r: %s has not taken the handshake: %s", self._box.model_id, self._peer, reason)
+        self._remark = reason
+        return bool(reason)
 
     def _open(self, frame: Frame) -> Received:
         message = frame.message

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.protocol.messages import Refusal, Update
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Hello, Message, Refusal, Update
 from weightsync.transports.base import Waker
 from weightsync.transports.pipe.framing import Frame, UserMessage
-from weightsync.transports.unmet import answer, is_from_sender
 
 #: Frames kept for models that nobody has registered yet.
 MAX_UNCLAIMED: Final = 64
@@ -114,7 +114,7 @@ class Sorter:
         if not self._boxes:
             return []
         unmet, self.unmet = self.unmet, []
-        return [answer(model_id, self._boxes) for model_id in unmet]
+        return [_unmet_refusal(model_id, self._boxes) for model_id in unmet]
 
     def unclaimed(self) -> tuple[str, ...]:
         """The models for which something has come that nobody has registered."""
@@ -147,7 +147,7 @@ class Sorter:
         model_id = frame.message.model_id
         if isinstance(frame.message, Update):
             self._updated_at[model_id] = self._sorted
-        if is_from_sender(frame.message):
+        if _is_from_sender(frame.message):
             self._left.discard(model_id)  # what is still on its way to a receiver that closed ends here
         box = self._boxes.get(model_id)
         if box is not None:
@@ -158,7 +158,7 @@ class Sorter:
             discard([frame])
         elif len(self._unclaimed) < MAX_UNCLAIMED and self._unclaimed_nbytes < MAX_KEPT_NBYTES:
             self._unclaimed.append(frame)
-            if is_from_sender(frame.message) and model_id not in self.unmet:
+            if _is_from_sender(frame.message) and model_id not in self.unmet:
                 self.unmet.append(model_id)
             self._unclaimed_nbytes += _nbytes(frame)
             if self._user_waker is not None:
@@ -209,3 +209,29 @@ def discard(frames: Iterable[Frame]) -> None:
     for frame in frames:
         for descriptor in frame.descriptors:
             os.close(descriptor)
+
+
+# A handshake for a model without a receiver is answered by a Refusal under incarnation 0, which no sender has: it
+# settles nothing. The handshake is kept, and taken if the worker registers the model later.
+
+
+def _is_from_sender(message: Message) -> bool:
+    """Whether a message is a handshake that a sender began: a receiver's answer has a fence."""
+    return isinstance(message, Hello) and not message.fence
+
+
+def _unmet_refusal(model_id: str, registered: Iterable[str]) -> Refusal:
+    """The answer to a handshake for a model that is not registered."""
+    known = ", ".join(map(repr, sorted(registered)))
+    reason = (
+        f"the worker has a receiver of {known} over this connection, and none of {model_id!r} so far: give both sides "
+        "the same model_id"
+    )
+    return Refusal(model_id=model_id, incarnation=0, version=0, kind=RefusalKind.REFUSED, reason=reason)
+
+
+def unmet_reason(message: Message) -> str:
+    """The reason in such an answer; empty: the message is another."""
+    if not isinstance(message, Refusal) or message.kind is not RefusalKind.REFUSED:
+        return ""
+    return message.reason if message.incarnation == message.version == 0 else ""

@@ -1,4 +1,4 @@
-"""Couriers whose calls are those of Ray actors."""
+"""Call clients of Ray actors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from weightsync.errors import TransportError
 from weightsync.keys import SharedKey
-from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
+from weightsync.protocol.messages import Message, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, GivenUp
+from weightsync.transports.calls.without_receiver import ack, answered, refusal, start_call
 from weightsync.transports.ray import server
 from weightsync.transports.ray.object_store import CachedObject, ObjectCaches
 from weightsync.transports.ray.session import ACTOR_WATCH, Session, plain, put_away, require_ray, settle
@@ -24,10 +24,10 @@ WAY: Final = "ray"
 
 
 class _RayCallClient:
-    """What the couriers to actors have in common: one put a version, the session's end, how a call ends.
+    """What the call clients of actors share: one put per version, the session's end, how a call ends.
 
     Args:
-        peer: who is at the other end, for messages to people.
+        peer: the other end, for messages.
         rows: where its sender's row is found.
     """
 
@@ -120,7 +120,8 @@ class _RayCallClient:
 
     def _full(self, update: Update, error: BaseException) -> Answers:
         """Ray's object store did not take the weights: the worker has heard of nothing."""
-        return _done(_refusal(update, f"Ray's object store did not take the weights: {plain(str(error))}"))
+        reason = f"Ray's object store did not take the weights: {plain(str(error))}"
+        return answered(refusal(update, reason, evidence=Evidence.NONE))
 
 
 def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]], Sequence[Message]]) -> None:
@@ -145,47 +146,19 @@ def _exceptions() -> Any:
     return require_ray("RayWeightSyncScheme").exceptions
 
 
-def _done(*messages: Message) -> Answers:
-    answers: Answers = Future()
-    answers.set_result(messages)
-    return answers
-
-
-def _ack(update: Update) -> Ack:
-    return Ack(
-        model_id=update.model_id,
-        incarnation=update.incarnation,
-        version=update.version,
-        digest=update.digest,
-        evidence=Evidence.CALL,
-    )
-
-
-def _refusal(update: Update, reason: str, trace: str = "", evidence: Evidence = Evidence.NONE) -> Refusal:
-    return Refusal(
-        model_id=update.model_id,
-        incarnation=update.incarnation,
-        version=update.version,
-        kind=RefusalKind.REFUSED,
-        reason=reason,
-        remote_traceback=trace,
-        evidence=evidence,
-    )
-
-
 class ActorCallClient(_RayCallClient):
     """Carries messages to an actor that has our receiver: what comes back is its own answer.
 
     Args:
         call: the actor's method that takes ``(model_id, link, number, frame, payload, lost)``.
         model_id: the model.
-        peer: who is at the other end, for messages to people.
+        peer: the other end, for messages.
         rows: where its sender's row is found.
         key: shared with the worker; None: its answers are believed as they come.
         actor: the actor's id, as it knows it itself: what is sealed for one actor is believed by no other.
     """
 
-    def __init__(  # noqa: PLR0917 - all by name, but those that every courier takes
+    def __init__(  # noqa: PLR0917 - the first four are those of every call client
         self, call: Any, model_id: str, peer: str, rows: ObjectCaches, key: SharedKey | None = None, actor: str = ""
     ) -> None:
         super().__init__(peer, rows)
@@ -244,15 +217,15 @@ class ActorCallClient(_RayCallClient):
         if self._row is not None:
             self._row.forget(message.version)
         reason = f"the weights were lost from Ray's object store before the worker read them: {plain(str(error))}"
-        return [_refusal(message, reason)]
+        return [refusal(message, reason, evidence=Evidence.NONE)]
 
 
 class PlainActorCallClient(_RayCallClient):
-    """Carries versions to an actor without our receiver: that its method returned is all that is known.
+    """Carries versions to an actor without our receiver: all that is known is that its method returned.
 
     Args:
         call: calls the actor's method with a reference to the weights.
-        peer: who is at the other end, for messages to people.
+        peer: the other end, for messages.
         rows: where its sender's row is found; it presents weights as the method takes them.
     """
 
@@ -263,29 +236,26 @@ class PlainActorCallClient(_RayCallClient):
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
         ray = self._session.require()
-        match message:
-            case Hello():
-                return _done(Hello(model_id=message.model_id, incarnation=message.incarnation))
-            case Update():
-                try:
-                    ref = self._put(message, payload)
-                except ray.exceptions.RayError as error:
-                    return self._full(message, error)
-                return self._begin(lambda: self._call(ref), lambda over: self._said(message, over))
-            case Bye():
-                return _done()
-        raise TransportError(f"A sender says no {type(message).__name__} to {self._peer}.")
+
+        def call(update: Update) -> Answers:
+            try:
+                ref = self._put(update, payload)
+            except ray.exceptions.RayError as error:
+                return self._full(update, error)
+            return self._begin(lambda: self._call(ref), lambda over: self._said(update, over))
+
+        return start_call(message, self._peer, call)
 
     def _said(self, update: Update, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
-            return [_ack(update)]
+            return [ack(update)]
         # First of all: what the actor's method raised may be of any of Ray's types, too.
         if isinstance(error, _exceptions().RayTaskError):
             if isinstance(error, _exceptions().ObjectLostError) and self._row is not None:
                 self._row.forget(update.version)
             trace = plain(str(error))
-            return [_refusal(update, trace.splitlines()[-1] if trace else repr(error), trace, Evidence.CALL)]
+            return [refusal(update, trace.splitlines()[-1] if trace else repr(error), trace)]
         raise self._gone(error)
 
 
