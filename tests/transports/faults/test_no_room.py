@@ -54,7 +54,7 @@ def test_g11_an_update_without_a_descriptor_is_refused_with_the_reason_and_later
     for _ in range(2):
         told = refused(served, left)
         assert "Too many open files" in told
-        assert "send the weights once more" in told
+        assert "send the weights again" in told
     assert (served.receiver.version, constants(served.model)) == (1, {1.0})
 
     for value in (2.0, 3.0, 4.0):
