@@ -1,4 +1,4 @@
-"""What stands in the way of a refused call, and what its caller can do about it."""
+"""Packs the weights of one sender, version after version."""
 
 from __future__ import annotations
 
