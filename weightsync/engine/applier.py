@@ -1,14 +1,14 @@
-"""How what has arrived becomes live: verified, staged beside what is served, swapped in whole, and answered for."""
+"""Applies a pending version: verifies it, stages it beside the weights served, swaps it in whole, and answers."""
 
 from __future__ import annotations
 
 import logging
 import traceback
-from dataclasses import dataclass
 
 from weightsync.clock import Stopwatch
 from weightsync.engine.listening import Listening
-from weightsync.engine.receiver_driver import Pending
+from weightsync.engine.receiver_driver import Pending, ReceiverDriver
+from weightsync.engine.served_model import Ready, ServedModel
 from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, WeightSyncError
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import RefusalKind, State
@@ -16,124 +16,133 @@ from weightsync.protocol.messages import Ack, Refusal
 from weightsync.protocol.report import Evidence
 from weightsync.transports.buffers import NoRoom
 from weightsync.weights.packing import digest
-from weightsync.weights.target import Mode, Staged, SwapBroken, Target
+from weightsync.weights.target import Mode, SwapBroken, Target
 
 logger = logging.getLogger("weightsync")
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A version that has been verified and staged, and only has to be swapped in."""
+class Applier:
+    """Applies the pending version whole, or refuses it.
 
-    pending: Pending
-    staged: Staged
-    digest: bytes
-    seconds: float
+    Args:
+        driver: the receiver's driver.
+        served: the model that weights are applied to.
+        listening: the receiver's links.
+    """
 
-
-class Applier(Listening):
-    """A receiver that makes live what is pending, or refuses it."""
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._staged: Ready | None = None
-        #: Why the last version that was refused did not fit; empty: none was refused.
+    def __init__(self, driver: ReceiverDriver, served: ServedModel, listening: Listening) -> None:
+        self._driver = driver
+        self._served = served
+        self._listening = listening
+        #: Why the last version that was refused could not be applied; empty: none was refused.
         self.last_refusal = ""
-        #: Why the model serves nothing any more; None: it does.
+        #: The error of the swap that left the model without a whole version; None: there was none.
         self.broken: WeightSyncError | None = None
 
-    def _drop_target(self) -> None:
-        super()._drop_target()
-        self._staged = None
-
     def receive_and_apply(self, target: Target) -> bool | None:
-        """Read, stage, and make live what is pending unless somebody holds the version served.
+        """Read the links, and stage and apply the pending version unless another thread serves the model.
 
-        The serving lock comes before the driver's and is held until `version` names what is live.
+        The serving lock is taken before the driver's, and held until `version` names the version that is live.
 
         Returns:
-            Whether a version went live; False: it was refused; None: nothing was decided.
+            True: a version went live. False: it was refused. None: neither.
         """
         with self._driver.lock:
             self._driver.pump()
-            if self._staged is not None and self._staged.pending is not self._driver.pending:
-                self._staged = None
+            if self._served.staged is not None and self._served.staged.pending is not self._driver.pending:
+                self._served.staged = None
             if self._appliable() and not self._stage(target):
                 return False
-        applied = self._swap_staged(0.0) if self._staged is not None else None
+        applied = self.swap_staged(0.0) if self._served.staged is not None else None
         with self._driver.lock:
             if applied is None:
-                self.check_links()
+                self._listening.check()
             return applied
 
     def receive_and_apply_here(self) -> bool | None:
-        """Receive and apply to the registered model. An update is refused if its path leads to no model any more.
+        """Receive and apply to the registered model. If its path no longer leads to a model, the update is refused.
 
         Raises:
-            ConfigurationError, ModelPathError: no model is registered, or there was never one at its path.
+            ConfigurationError, ModelPathError: no model is registered, or none was ever found at its path.
         """
         try:
-            target = self._destination()
+            target = self._served.destination()
         except (ConfigurationError, LayoutError, ModelPathError) as error:
-            if self._model is None or isinstance(self._model, str):
+            if self._served.model is None or isinstance(self._served.model, str):
                 raise
             return self._turn_down(error)
         return self.receive_and_apply(target)
 
     def _turn_down(self, error: WeightSyncError) -> bool | None:
-        """Refuse what is pending, since there is nothing that it could be applied to."""
+        """Refuse the pending version: there is no model to apply it to."""
         with self._driver.lock:
             self._driver.pump()
             pending = self._driver.pending
             if pending is None or not self._appliable():
-                self.check_links()
+                self._listening.check()
                 return None
-            found = "" if self._path is None else f"what stands at {self._path!r} cannot be received into: "
-            self._refuse(pending, f"{found}{error}", "".join(traceback.format_exception(error)))
+            path = self._served.path
+            found = "" if path is None else f"weights cannot be applied to what is at {path!r}: "
+            self.refuse(pending, f"{found}{error}", "".join(traceback.format_exception(error)))
             return False
 
     def _appliable(self) -> bool:
-        return self.state is State.PENDING_ASYNC and not self._driver.deferring
+        return self._driver.machine.state is State.PENDING_ASYNC and not self._driver.deferring
 
-    def _swap_staged(self, timeout: float) -> bool | None:
-        """Make live what is staged, once nobody serves; None: somebody does, or there is nothing."""
-        self._look_again()
-        with self._serving.swapping(timeout) as free, self._driver.lock:
-            if not free or not self._appliable() or self._target is None:
+    def swap_staged(self, timeout: float) -> bool | None:
+        """Swap in what is staged, once no other thread serves the model.
+
+        Args:
+            timeout: seconds to wait for that.
+
+        Returns:
+            True: it went live. False: it was refused. None: another thread still serves, or nothing is staged.
+        """
+        self._served.follow_path()
+        with self._served.serving.swapping(timeout) as free, self._driver.lock:
+            if not free or not self._appliable() or self._served.target is None:
                 return None
-            return self._apply(self._target)
+            return self.apply(self._served.target)
 
     def _stage(self, target: Target) -> bool:
-        """Verify and validate what is pending, beside what is live; False: it was refused."""
+        """Verify and stage the pending version beside the weights served; False: it was refused."""
         pending, stopwatch = self._driver.pending, Stopwatch()
         assert pending is not None
-        if self._staged is not None and self._staged.pending is pending:
+        if self._served.staged is not None and self._served.staged.pending is pending:
             return True
         try:
-            digest = self._verified(pending)
+            digest = self.verified(pending)
             staged = target.stage(pending.layout, pending.payload, pending.update.extras)
-        except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
-            self._refuse_for(pending, error)
+        except Exception as error:  # noqa: BLE001 - the refusal carries whatever a user's hook raised
+            self.refuse_for(pending, error)
             return False
-        self._staged = Ready(pending, staged, digest, stopwatch.seconds)
+        self._served.staged = Ready(pending, staged, digest, stopwatch.seconds)
         return True
 
-    def _apply(self, target: Target) -> bool:
-        """Make live what is pending. The serving lock and the driver's are held."""
+    def apply(self, target: Target) -> bool:
+        """Stage the pending version if need be, and swap it in. The caller holds the serving lock and the driver's.
+
+        Returns:
+            Whether it went live; False: it was refused.
+
+        Raises:
+            WeightSyncError: the swap failed half way and could not be undone; the receiver is closed.
+        """
         if not self._stage(target):
             return False
-        ready, stopwatch = self._staged, Stopwatch()
+        ready, stopwatch = self._served.staged, Stopwatch()
         assert ready is not None
         try:
-            # Asked before the swap: nothing of a user's runs between it and APPLIED.
-            hands_on = self._attendant is not None and self._attendant.hands_on()
+            # Asked before the swap: no code of the user's may run between the swap and APPLIED.
+            reader = self._listening.background_reader
+            hands_on = reader is not None and reader.hands_on()
             target.swap(ready.staged)
         except SwapBroken as error:
             raise self._break_down(ready, error, traceback.format_exc()) from error
-        except Exception as error:  # noqa: BLE001 - whatever a user's hook raises is told to the sender
-            self._refuse_for(ready.pending, error)
+        except Exception as error:  # noqa: BLE001 - the refusal carries whatever a user's hook raised
+            self.refuse_for(ready.pending, error)
             return False
-        self._staged = None
+        self._served.staged = None
         ack = self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)
         self._driver.take(pure.Defer(ack) if hands_on else pure.Applied(ack))
         self._decided()
@@ -141,46 +150,46 @@ class Applier(Listening):
 
     def _break_down(self, ready: Ready, error: SwapBroken, remote_traceback: str) -> WeightSyncError:
         self.broken = broken = self._broken(ready.pending, error)
-        self._staged = None
-        self._deafen()
+        self._served.staged = None
+        self._listening.stop()
         self._driver.break_down(str(broken), remote_traceback)
         self._decided()
         return broken
 
     def _decided(self) -> None:
-        if self._attendant is not None:
-            self._attendant.applied()
+        if self._listening.background_reader is not None:
+            self._listening.background_reader.applied()
 
     def _broken(self, pending: Pending, error: SwapBroken) -> WeightSyncError:
         return WeightSyncError(
-            f"version {pending.update.version} of {self._model_id!r} was swapped in half and could not be undone: "
-            f"the model serves nothing, the receiver is closed. Cause: {error}"
+            f"version {pending.update.version} of {self._driver.model_id!r} was swapped in half and could not be "
+            f"undone: the model serves nothing, the receiver is closed. Cause: {error}"
         )
 
     def _ack(self, pending: Pending, digest: bytes, seconds: float) -> Ack:
         return Ack(
-            model_id=self._model_id,
+            model_id=self._driver.model_id,
             incarnation=pending.update.incarnation,
             version=pending.update.version,
             digest=digest,
             seconds=seconds,
         )
 
-    def _verified(self, pending: Pending) -> bytes:
-        """The digest of what arrived, if the sender named one.
+    def verified(self, pending: Pending) -> bytes:
+        """The digest of what arrived, compared with the sender's; empty: the sender sent none.
 
         Raises:
-            LayoutError: it was damaged on the way.
-            NoRoom: it could not be taken in here.
+            LayoutError: the digests differ: the payload was damaged on the way.
+            NoRoom: this process had no descriptor or memory for it.
         """
         if pending.untaken:
             raise NoRoom(
-                f"version {pending.update.version} could not be taken: {pending.untaken} The old weights stay. It is "
-                "taken again once this process has descriptors and memory: send the weights once more then."
+                f"version {pending.update.version} could not be received: {pending.untaken} The old weights stay. "
+                "Free descriptors or memory in this process, then send the weights again."
             )
         if not pending.update.digest:
-            # No digest would show what this process has written over the pages that it mapped for an older version.
-            if self._scheme.apply_mode is Mode.MAP:
+            # Without a digest nothing would show that this process wrote over pages it had mapped for an older version.
+            if self._served.apply_mode is Mode.MAP:
                 pending.refresh()
             return b""
         found = digest(pending.payload, pending.update.extras)
@@ -189,27 +198,47 @@ class Applier(Listening):
             found = digest(pending.payload, pending.update.extras)
         if found != pending.update.digest:
             raise LayoutError(
-                f"version {pending.update.version} arrived with digest {found.hex()}, but its sender named "
+                f"version {pending.update.version} arrived with digest {found.hex()}, but its sender sent "
                 f"{pending.update.digest.hex()}: it was damaged on the way. The old weights stay."
             )
         return found
 
-    def _refuse_for(self, pending: Pending, error: Exception) -> None:
-        """Refuse, since ``error`` was raised just now; where no code of the user's raised it, the text says all."""
-        self._refuse(pending, str(error), "" if isinstance(error, NoRoom) else traceback.format_exc())
+    def refuse_for(self, pending: Pending, error: Exception) -> None:
+        """Refuse a version because of an exception that is being handled.
 
-    def _refuse(self, pending: Pending, reason: str, remote_traceback: str) -> None:
+        Args:
+            pending: the version.
+            error: the exception. Its traceback is sent too, unless its text says it all.
+        """
+        self.refuse(pending, str(error), "" if isinstance(error, NoRoom) else traceback.format_exc())
+
+    def refuse(self, pending: Pending, reason: str, remote_traceback: str) -> None:
+        """Refuse a version, and discard what was staged.
+
+        Args:
+            pending: the version.
+            reason: why, for `last_refusal`, the log and the sender.
+            remote_traceback: the traceback for the sender; empty: there is none.
+        """
         self.last_refusal = reason
-        self._staged = None
-        logger.warning("model %r refused version %d: %s", self._model_id, pending.update.version, reason)
-        self._driver.take(pure.Refused(self._refusal(pending, reason, remote_traceback)))
+        self._served.staged = None
+        logger.warning("model %r refused version %d: %s", self._driver.model_id, pending.update.version, reason)
+        self._driver.take(pure.Refused(self.refusal(pending, reason, remote_traceback)))
         self._decided()
 
-    def _refusal(
+    def refusal(
         self, pending: Pending, reason: str, remote_traceback: str, evidence: Evidence = Evidence.ANSWER
     ) -> Refusal:
+        """The refusal of a version as a message.
+
+        Args:
+            pending: the version.
+            reason: why it is refused.
+            remote_traceback: the traceback for the sender; empty: there is none.
+            evidence: what the refusal rests on.
+        """
         return Refusal(
-            model_id=self._model_id,
+            model_id=self._driver.model_id,
             incarnation=pending.update.incarnation,
             version=pending.update.version,
             kind=RefusalKind.REFUSED,

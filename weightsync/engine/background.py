@@ -1,4 +1,4 @@
-"""The background receiver: one thread reads and stages; what is staged goes live between two forwards."""
+"""The background reader: one thread reads and stages; what is staged goes live between two forwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("weightsync")
 #: Seconds that `Background.stop` waits for the thread.
 JOIN_SECONDS: Final = 10.0
 
-#: Hands the version served on, and says what became of it; None: nothing is known of that.
+#: Passes the version served on to other workers, and returns the report; None: there is none.
 HandOn = Callable[[], SyncReport | None]
 
 
@@ -50,18 +50,18 @@ class _After(Hook):
 
 
 class Background:
-    """Receives for one receiver, on a thread of its own, and guards the forwards of its model.
+    """Receives for one receiver on a thread of its own, and guards the forwards of its model.
 
     The thread is the only reader of the receiver's links. A version that it has staged goes live at the start of the
-    model's next outermost forward, in that forward's thread, or in ours if no forward is under way: no forward sees
-    two versions, a busy worker cannot starve a swap, an idle one still answers. The thread ends when the receiver is
-    closed, and when it has no link any more; with a new link it starts again. In a forked child there is none.
+    model's next outermost forward, in that forward's thread, or in the reader's thread if no forward is under way: no
+    forward sees two versions, a busy worker cannot delay a swap for ever, an idle one still answers. The thread ends
+    when the receiver is closed or has no link left; a new link starts it again. A forked child has no such thread.
 
     Args:
-        receiver: whose links are read. Its model's forwards are guarded if that is a module; around whatever bypasses
-            ``__call__`` use ``with receiver.serving():``.
-        hand_on: asked before each version goes live: what hands it on to others afterwards, before we answer for it;
-            None: nobody.
+        receiver: its links are read. Its model's forwards are guarded if that is a module; use
+            ``with receiver.serving():`` around code that bypasses ``__call__``.
+        hand_on: called before each version goes live. Returns a function that passes the version on to other workers
+            before it is acked; None: there are no such workers.
     """
 
     def __init__(self, receiver: WeightReceiver, hand_on: Callable[[], HandOn | None]) -> None:
@@ -72,29 +72,29 @@ class Background:
         self._stopping = False
         self._hooks: list[RemovableHandle] = []
         self._error: Exception | None = None
-        #: The version whose fate the last `receive` told.
-        self._told: object = None
+        #: The version that the last `receive` reported.
+        self._reported: object = None
         self._next: HandOn | None = None
         forget_after_fork(self)
 
     # ---------------------------------------------------------------------------------- starting and ending
 
     def start(self) -> None:
-        """Become the receiver's attendant, guard its model and start to read."""
+        """Become the receiver's background reader, guard its model and start to read."""
         self._stopping = False
         self._receiver.attend(self)
         self.model_set(self._receiver.model)
         atexit.register(self.stop)
 
     def seen(self) -> None:
-        """What has happened so far is known: `receive` waits for what comes next."""
-        self._told = self._receiver.driver.data.decided
+        """Ignore what has happened so far: `receive` waits for the next version."""
+        self._reported = self._receiver.driver.data.decided
 
     def stop(self) -> None:
-        """End the thread and the guard; the receiver stays as it is.
+        """End the thread and the guard. The receiver stays as it is.
 
-        A thread that is inside code of the user's cannot be ended: it is waited for `JOIN_SECONDS`, then left to end
-        when that code returns.
+        A thread that runs code of the user's cannot be stopped: it is waited for `JOIN_SECONDS`, and ends when that
+        code returns.
         """
         with self._news:
             self._stopping = True
@@ -104,7 +104,7 @@ class Background:
             thread.join(JOIN_SECONDS)
             if thread.is_alive():
                 logger.warning(
-                    "model %r: after %g s its background receiver is still inside code of yours, a hook or what hands "
+                    "model %r: after %g s its background reader still runs code of yours, a hook or what passes "
                     "weights on; it ends when that returns",
                     self._receiver.model_id,
                     JOIN_SECONDS,
@@ -114,7 +114,7 @@ class Background:
         atexit.unregister(self.stop)
 
     def forget(self) -> None:
-        """In a forked child: there is no thread, and the model is nobody's."""
+        """In a forked child: there is no thread, and the model is not guarded."""
         self._news = threading.Condition()
         self._thread = None
         self._unguard()
@@ -136,7 +136,7 @@ class Background:
     # -------------------------------------------------------------------------------------------- the guard
 
     def model_set(self, model: Any) -> None:
-        """Guard this model from now on, and no other."""
+        """Guard this model from now on, and no longer the one before."""
         self._unguard()
         if isinstance(model, nn.Module):
             before = model.register_forward_pre_hook(_Before(self._receiver), prepend=True)
@@ -161,7 +161,7 @@ class Background:
             self._receiver.driver.wait(None, seen)
 
     def _go_on(self) -> bool:
-        """Do what there is to do; False: the thread has ended."""
+        """Do what there is to do now; False: the thread has ended."""
         try:
             if not self._over():
                 self._attend()
@@ -173,7 +173,7 @@ class Background:
             return self._end(gone)
         except Exception as raised:
             if not self._over():
-                logger.error("model %r: its background receiver stopped", self._receiver.model_id, exc_info=raised)
+                logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
                 return self._end(raised)
         return self._end(self._receiver.broken) if self._over() else True
 
@@ -202,19 +202,19 @@ class Background:
     # ---------------------------------------------------------------------------------------- the receiver's
 
     def link_added(self) -> None:
-        """Read the new link too. That the one before it was lost is no news any more."""
+        """Read the new link too. The loss of the link before is not reported any more."""
         with self._news:
             self._error = None if isinstance(self._error, TransportError) else self._error
         self._spawn()
 
     def applied(self) -> None:
-        """Wake whoever waits in `receive`, and the thread if there is something to hand on or to write."""
+        """Wake callers that wait in `receive`, and the thread if there is something to pass on or to write."""
         with self._news:
             self._news.notify_all()
         self._receiver.driver.waker.fire()
 
     def hands_on(self) -> bool:
-        """Whether what goes live now is handed on before we answer."""
+        """Whether the version that is about to go live is passed on before it is acked."""
         self._next = self._hand_on()
         return self._next is not None
 
@@ -230,17 +230,17 @@ class Background:
 
         Raises:
             TransportError: the sender is gone.
-            WeightSyncError: what happened on the thread since the last call, told once.
+            WeightSyncError: an error on the thread since the last call. It is raised once.
         """
-        driver, before = self._receiver.driver, self._told
+        driver, before = self._receiver.driver, self._reported
         if not self.wait_until(lambda: driver.data.decided != before, Deadline(timeout)):
             return False
         data = driver.data
-        self._told = data.decided
+        self._reported = data.decided
         return data.served == data.decided
 
     def wait_until(self, met: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait until ``met()``, which is asked whenever something has happened; False: time is up.
+        """Wait until ``met()``, which is called whenever something has happened; False: time is up.
 
         Raises:
             TransportError, WeightSyncError: as `receive`.

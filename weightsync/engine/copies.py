@@ -1,11 +1,10 @@
-"""What a sender and a receiver have in common: a scheme, a model, a context, and how they are copied and forked."""
+"""`Participant`: what a sender and a receiver share, in particular how they are copied, pickled and forked."""
 
 from __future__ import annotations
 
 import abc
 import multiprocessing.context
 import operator
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,12 +17,31 @@ from weightsync.transports.process import forget_after_fork
 from weightsync.weights.context import held
 
 
-class Side(abc.ABC):
-    """One side of the protocol.
+class Context:
+    """The user's object on which models are found. It is referenced weakly."""
 
-    A pickled, copied or deep-copied side is `uninitialized`: it carries its configuration, owes nothing and is owed
-    nothing; pipe ends travel only while multiprocessing spawns a process. In a forked child every inherited side
-    counts as a copy.
+    def __init__(self) -> None:
+        self._held = held(None)
+
+    def set(self, context: Any) -> None:
+        """Use another object from now on; None: there is none."""
+        self._held = held(context)
+
+    def __call__(self) -> Any:
+        """The object; None: there is none.
+
+        Raises:
+            ConfigurationError: it was collected.
+        """
+        return self._held()
+
+
+class Participant(abc.ABC):
+    """A sender or a receiver.
+
+    Copied, deep-copied or pickled, it becomes `uninitialized`: a copy carries the configuration, and neither owes nor
+    awaits an answer. Pipe ends are carried only while multiprocessing spawns a process. In a forked child every
+    inherited participant counts as a copy.
 
     Args:
         scheme: the scheme that wires it.
@@ -37,13 +55,13 @@ class Side(abc.ABC):
         self._start_over()
 
     def _start_over(self) -> None:
-        self._context: Callable[[], Any] = held(None)
+        self._context = Context()
         self._begin()
         forget_after_fork(self)
 
     @abc.abstractmethod
     def _begin(self) -> None:
-        """Become `uninitialized`, with nothing but the scheme and the model's id."""
+        """Become `uninitialized`, with only the scheme and the model's id."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -51,10 +69,10 @@ class Side(abc.ABC):
 
     @abc.abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Close for good, since ``error`` was raised: what `with` does when an exception leaves its block."""
+        """Close for good because ``error`` was raised: what `with` does when an exception leaves its block."""
 
     def set_context(self, context: Any, model_id: str | None = None) -> None:
-        """Say where models are found (held weakly), and which one is meant.
+        """Set the object on which models are found (referenced weakly), and which model is meant.
 
         Raises:
             StateError: another model's id is given after the links were laid.
@@ -63,7 +81,7 @@ class Side(abc.ABC):
             if self.state is not State.UNINITIALIZED:
                 raise self._driver.refused("set_context", f"the links are laid for model {self._model_id!r} already.")
             self._model_id = self._driver.model_id = model_id
-        self._context = held(context)
+        self._context.set(context)
 
     _set_context = set_context
 
@@ -74,7 +92,7 @@ class Side(abc.ABC):
 
     @property
     def model_id(self) -> str:
-        """The name of the model, the same on both sides."""
+        """The name of the model, the same in the trainer and the worker."""
         return self._model_id
 
     def __enter__(self) -> Self:
@@ -89,43 +107,43 @@ class Side(abc.ABC):
             self.fail(error)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"scheme": self._scheme, "model_id": self._model_id, "own": self._travelling()}
+        return {"scheme": self._scheme, "model_id": self._model_id, "carried": self._carried()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._scheme = state["scheme"]
         self._model_id = state["model_id"]
         self._start_over()
-        self._arrived(state["own"])
+        self._restore(state["carried"])
 
     @abc.abstractmethod
-    def _travelling(self) -> Any:
-        """What else a copy carries."""
+    def _carried(self) -> Any:
+        """What a copy carries besides the scheme and the model's id."""
 
     @abc.abstractmethod
-    def _arrived(self, own: Any) -> None:
-        """Take in what `_travelling` gave."""
+    def _restore(self, carried: Any) -> None:
+        """Restore what `_carried` returned, in the copy."""
 
     def forget(self) -> None:
-        """Become a copy: called in a forked child, which says no Bye and closes nothing of its parent's."""
+        """Become a copy: called in a forked child, which sends no Bye and closes nothing of its parent's."""
         self._start_over()
 
 
 def is_clean(error: BaseException) -> bool:
-    """Whether an exception ends a program or a generator as it should: nothing failed."""
+    """Whether an exception only ends a program or a generator: nothing failed."""
     return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def pipes_travel() -> bool:
-    """Whether a process is being spawned just now: a copied connection would share its descriptor otherwise."""
+    """Whether pipe ends may be carried: a process is being spawned now. Any other copy would share the descriptor."""
     return multiprocessing.context.get_spawning_popen() is not None
 
 
 def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
-    """The worker's id as an int: numpy's are taken too.
+    """The worker's id as an int; numpy's integers are accepted.
 
     Args:
-        worker_id: what was given.
-        argument: as what it was given.
+        worker_id: the value given.
+        argument: the name of the argument.
 
     Raises:
         ConfigurationError: it is not an int of 0 or more.
@@ -139,10 +157,15 @@ def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
 
 
 def require_whole(value: Any, argument: str, what: str) -> int:
-    """The value as an int of 0 or more: numpy's are taken too.
+    """The value as an int of 0 or more; numpy's integers are accepted.
+
+    Args:
+        value: the value given.
+        argument: the name of the argument.
+        what: what it stands for.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is no int of 0 or more.
     """
     number = _whole(value)
     if number is None:
@@ -151,7 +174,7 @@ def require_whole(value: Any, argument: str, what: str) -> int:
 
 
 def expected_number(value: Any) -> int | None:
-    """What was given as ``expected_workers``; None: nothing.
+    """The value of ``expected_workers`` as an int; None: none was given.
 
     Raises:
         ConfigurationError: it is no number of workers.
@@ -168,13 +191,14 @@ def _whole(value: Any) -> int | None:
 
 
 def require_name(value: Any, argument: str) -> str:
-    """The value, if it is a str that is not empty.
+    """The value, checked to be a str that is not empty.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is not.
     """
     if not isinstance(value, str) or not value:
         raise ConfigurationError(
-            f"{argument}= is {value!r}: give the model's name, a str, the same on both sides. Nothing has changed."
+            f"{argument}= is {value!r}: give the model's name, a str, the same in the trainer and the worker. "
+            "Nothing has changed."
         )
     return value

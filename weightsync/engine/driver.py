@@ -1,7 +1,7 @@
-"""What both drivers share: an event is one step of the pure half, and its effects are executed in order.
+"""What both drivers share: each event is one step of the pure half, and its effects are executed in order.
 
-Links are wrapped: whatever an adapter raises ends its own link and nothing else. `Hearing` says when each worker was
-last heard from.
+Calls of links are wrapped: an adapter that raises loses its own link and nothing else. `Hearing` records when each
+worker was last heard from.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from weightsync.weights.layout import Layout
 
 
 class Hearing:
-    """What a sender remembers of when its workers spoke."""
+    """When a sender last heard from each worker."""
 
     def __init__(self) -> None:
         self._last: dict[int, Stopwatch] = {}
         self._first: dict[int, Stopwatch] = {}
 
     def heard(self, worker: int, link: int) -> None:
-        """A worker has just said something over a link."""
+        """A message of a worker has just arrived over a link."""
         now = self._last[worker] = Stopwatch()
         self._first.setdefault(link, now)
 
     def forget(self, worker: int) -> None:
-        """A worker has left the roll."""
+        """A worker has been removed."""
         self._last.pop(worker, None)
 
     def silent_for(self, worker: int) -> float | None:
-        """Seconds since a worker was last heard from, over whichever link; None: it never was."""
+        """Seconds since a worker was last heard from, over any link; None: it never was."""
         last = self._last.get(worker)
         return None if last is None else last.seconds
 
     def connected_after(self, link: int, since: Stopwatch) -> float:
-        """Seconds from ``since`` until the first message over a link; until now, if there has been none."""
+        """Seconds from ``since`` to the first message over a link, or to now if there has been none."""
         first = self._first.get(link)
         return since.seconds if first is None else max(0.0, since.seconds - first.seconds)
 
@@ -58,11 +58,11 @@ logger = logging.getLogger("weightsync")
 
 
 class AdapterFault(TransportError):
-    """An adapter raised what its contract does not name: its link is given up, but may still carry a last word."""
+    """An adapter raised an error that its contract does not allow: its link is given up after a last message."""
 
 
 def read(link: Link) -> list[Received]:
-    """What has arrived: see `Link.receive`.
+    """The messages that have arrived: see `Link.receive`.
 
     Raises:
         TransportError, ProtocolError: as `Link.receive`.
@@ -77,7 +77,7 @@ def read(link: Link) -> list[Received]:
 
 
 def flush(link: Link) -> bool:
-    """Write what waits to be written: see `Link.flush`.
+    """Write what is waiting to be written: see `Link.flush`.
 
     Raises:
         TransportError: as `Link.flush`.
@@ -92,7 +92,7 @@ def flush(link: Link) -> bool:
 
 
 def watch(link: Link, hello: Hello) -> None:
-    """Notice the death of the process that said ``hello``, if it runs on this host: see `Link.watch`.
+    """Watch the process that sent ``hello``, if it runs on this host: see `Link.watch`.
 
     Raises:
         TransportError: it cannot be watched.
@@ -109,15 +109,15 @@ def watch(link: Link, hello: Hello) -> None:
 
 
 def close(link: Link) -> None:
-    """Give a link up, whatever its adapter raises: see `Link.close`."""
+    """Close a link, whatever its adapter raises: see `Link.close`."""
     try:
         link.close()
-    except Exception as error:  # noqa: BLE001 - nothing more is asked of this link; the others go on
+    except Exception as error:  # noqa: BLE001 - this link is finished; the others go on
         _fault(link, error)
 
 
 def waited(waker: Waker, links: Sequence[Link], timeout: float | None, since: int) -> tuple[Link, str] | None:
-    """Wait for links: see `weightsync.transports.base.wait`; the one whose adapter failed, if any, and the reason."""
+    """Wait for links as `weightsync.transports.base.wait` does. Returns the link whose adapter failed, and why."""
     try:
         wait(waker, links, timeout, since)
     except WaitFailed as failed:
@@ -128,7 +128,7 @@ def waited(waker: Waker, links: Sequence[Link], timeout: float | None, since: in
 
 
 def mishandled(link: Link, error: Exception) -> str:
-    """Log what handling a message of that link raised, against all expectation; the reason for which it is lost."""
+    """Log an unexpected error from handling a link's message. Returns the reason for which the link is lost."""
     logger.error("a message over the link to %s could not be handled", link.peer, exc_info=error)
     return f"a message from {link.peer} could not be handled: {error!r}"
 
@@ -142,13 +142,13 @@ Event = TypeVar("Event")
 
 
 class Driver(ABC, Generic[Input, Data, Event, Effect]):
-    """One machine, its data, and the effects that are still to be executed.
+    """One machine, its data, and the effects that are not executed yet.
 
     Args:
         model_id: the model whose weights travel.
-        machine: where it stands.
-        data: what its pure half knows.
-        pure_step: the pure half.
+        machine: the machine.
+        data: its data at the start.
+        pure_step: the step function of the pure half.
 
     Raises:
         TransportError: no file descriptor is left.
@@ -166,18 +166,18 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         self.machine: RoleMachine[Input] = machine
         self.data = data
         self.waker = Waker()
-        own_host()  # read once, before a link needs it: later there may be no descriptor left to read it with
-        #: The layout of the newest version, or the model's; None: neither is known yet.
+        own_host()  # read now: when a link needs it there may be no descriptor left to read it with
+        #: The layout of the newest version, or of the model; None: neither is known yet.
         self.layout: Layout | None = None
         self._pure_step: Callable[[State, Data, Event], Step[Input, Data, Effect]] = pure_step
         self._todo: deque[Effect] = deque()
         self._last_link = 0
 
     def take(self, event: Event) -> Step[Input, Data, Effect]:
-        """Let an event happen, and execute all that follows from it.
+        """Take an event, and execute the effects that follow from it.
 
         Raises:
-            StateError, ConfigurationError, WorkerLostError, ProtocolError: what the pure half raises; nothing has
+            StateError, ConfigurationError, WorkerLostError, ProtocolError: the pure half refused it; nothing has
                 changed.
         """
         with self.lock:
@@ -186,14 +186,14 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
             return step
 
     def require(self, input: Input, asked: str | None = None) -> None:
-        """Check that the machine has a row for an input.
+        """Check that the machine has a row for an input in its present state.
 
         Args:
-            input: what is about to happen.
-            asked: the public method that asks for it, where that is not the input's own.
+            input: the input that is about to be fired.
+            asked: the public method that was called, if it is not the input's own.
 
         Raises:
-            StateError: it has none.
+            StateError: there is none.
         """
         if (self.machine.state, input) not in self.machine.rows:
             raise self.refused(asked or method_of(input))
@@ -202,7 +202,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         """Check that the machine is not closed.
 
         Args:
-            asked: the public method that needs that.
+            asked: the public method that was called.
 
         Raises:
             StateError: it is closed.
@@ -211,11 +211,11 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
             raise self.refused(asked)
 
     def refused(self, asked: str, hint: str = "") -> StateError:
-        """The error for a call that cannot be taken now.
+        """The error for a call that is not allowed now.
 
         Args:
-            asked: the public method.
-            hint: what stands in the way, and what to do about it; else what is known of that here.
+            asked: the public method that was called.
+            hint: what prevents it, and what to do; empty: the hint that the data gives.
         """
         machine = self.machine
         told = hint or self._hint(asked)
@@ -223,14 +223,14 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
 
     @abstractmethod
     def _hint(self, asked: str) -> str:
-        """What stands in the way of a method just now, and what its caller can do; empty: nothing more is known."""
+        """What prevents a method now, and what its caller can do; empty: nothing more is known."""
 
     def wait(self, timeout: float | None, since: int) -> None:
-        """Block until a link can be read or written, the waker fires, or time is up; a link that fails is lost.
+        """Block until a link can be read or written, the waker fires, or time is up. A link that fails is lost.
 
         Args:
             timeout: seconds; None for ever.
-            since: the waker's `fired` as it was before the caller looked at what it waits for.
+            since: the waker's `fired`, read before the caller checked the condition that it waits for.
         """
         failed = waited(self.waker, self.links(), timeout, since)
         if failed is not None:
@@ -244,10 +244,10 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
 
     @abstractmethod
     def _give_up(self, link: Link, reason: str) -> None:
-        """A link has failed, if it is still open."""
+        """Take the loss of a link, if it is still open."""
 
     def _step(self, event: Event) -> Step[Input, Data, Effect]:
-        """The one place where a machine moves. Its effects are executed by the next `_finish`."""
+        """Move the machine by one step: the only place that does. `_finish` executes the effects."""
         try:
             step = self._pure_step(self.machine.state, self.data, event)
         except StateError as error:
@@ -265,8 +265,8 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
 
     @abstractmethod
     def _execute(self, effect: Effect) -> None:
-        """Do what a step asks for. It may take further steps, whose effects come behind those that wait."""
+        """Execute one effect. It may take further steps, whose effects are queued behind the others."""
 
     @abstractmethod
     def _forget(self) -> None:
-        """Let go of what nothing needs any more, now that no effect waits."""
+        """Release what is no longer needed, once all effects are executed."""

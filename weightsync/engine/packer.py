@@ -1,4 +1,4 @@
-"""What stands in the way of a refused call, and what its caller can do about it."""
+"""Packs the weights of one sender, version after version."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from weightsync.weights.packing import digest, pack
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.unpacking import form_of
 
-#: What an update carries beside its tensors: a message's body, less the fields of known size and the model's id.
+#: The room for names and extra state in an update: a message body, less the other fields.
 MAX_NAMES_AND_EXTRAS_NBYTES: Final = MAX_BODY_NBYTES - 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One version's weights as they travel."""
+    """One version's weights as they are sent."""
 
     layout: Layout
     buffer: Buffer
     extras: bytes
-    #: xxh3-128 of the payload, then of the extra state; empty: not to be verified.
+    #: xxh3-128 of the payload and the extra state; empty: workers do not verify it.
     digest: bytes
-    #: As what the weights were given.
+    #: The type in which the weights were given.
     form: WeightsForm = WeightsForm.FLAT
 
     @property
@@ -39,15 +39,15 @@ class Packed:
         return self.layout.nbytes + len(self.extras)
 
     def digested(self) -> bytes:
-        """The digest, computed now if it is not to be verified."""
+        """The digest; computed now if workers do not verify it."""
         return self.digest or digest(self.buffer.view[: self.layout.nbytes], self.extras)
 
 
 class Packer:
-    """Packs the weights of one sender, version after version, by a plan that is made once a layout.
+    """Packs the weights of one sender. The plan is made once for each layout.
 
     Args:
-        verify: whether to digest what is packed.
+        verify: whether to compute digests.
     """
 
     def __init__(self, verify: Verify = Verify.DIGEST) -> None:
@@ -66,7 +66,7 @@ class Packer:
         return self._layout
 
     def pack(self, weights: Any) -> Packed:
-        """Copy weights into a buffer that nobody reads. It stays ours until `handed_over`.
+        """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
 
         Raises:
             ConfigurationError, LayoutError: they cannot be sent.
@@ -88,20 +88,20 @@ class Packer:
             raise
 
     def handed_over(self, packed: Packed) -> None:
-        """Whoever reads the packed weights has pinned them; we let go."""
+        """Release our pin: the readers of the packed weights have pinned them."""
         packed.buffer.unpin(self)
 
     def close(self) -> None:
-        """Let all buffers go; what workers map stays theirs."""
+        """Release all buffers. Workers keep what they map."""
         with self._lock:
             self._pool.close()
 
 
 def _require_room(layout: Layout, extras: bytes) -> None:
-    """Refuse what no message can carry, before anybody is dispatched to.
+    """Refuse what no message can carry, before anything is dispatched.
 
     Raises:
-        LayoutError: the names of the tensors and the extra state take too much.
+        LayoutError: the names of the tensors and the extra state are too large.
     """
     nbytes = len(layout.encode()) + len(extras)
     if nbytes > MAX_NAMES_AND_EXTRAS_NBYTES:

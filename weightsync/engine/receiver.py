@@ -1,4 +1,4 @@
-"""`WeightReceiver`: takes in the weights of one model, applies them whole, and answers for each version."""
+"""`WeightReceiver`: receives the weights of one model, applies each version whole, and answers for it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from types import FrameType
 from typing import Any
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.manual_ack import ManualAck
-from weightsync.engine.receiver_driver import Pending
+from weightsync.engine.applier import Applier
+from weightsync.engine.copies import Participant, pipes_travel
+from weightsync.engine.listening import BackgroundReader, Listening
+from weightsync.engine.manual_ack import UPDATED, ManualAck
+from weightsync.engine.receiver_driver import Pending, ReceiverDriver
+from weightsync.engine.recorded_drivers import receiver_driver
+from weightsync.engine.served_model import ServedModel
 from weightsync.engine.serving_lock import PATIENCE
 from weightsync.engine.signals import Shield
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigurationError, WeightSyncError, warn_renamed
 from weightsync.protocol import receiver as pure
+from weightsync.transports.base import Link
+from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.packing import digest, digest_of
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.target import SwapBroken, Target
 
 
-class WeightReceiver(ManualAck):
-    """Takes in the weights of one model in a worker.
+class WeightReceiver(Participant):
+    """Receives the weights of one model in a worker.
 
     A strict state machine (`state`). Versions are applied in the thread that calls `receive`, whole or not at all;
     every version that arrives is answered. A pickled, copied or forked receiver is `uninitialized`.
@@ -31,31 +38,101 @@ class WeightReceiver(ManualAck):
         scheme: the scheme that wires it.
     """
 
+    _driver: ReceiverDriver
+
+    def _begin(self) -> None:
+        self._driver = receiver_driver(self._model_id)
+        self._listening = Listening(self._scheme, self._driver)
+        self._served = ServedModel(self._scheme, self._driver, self._listening, self._context)
+        self._applier = Applier(self._driver, self._served, self._listening)
+        self._manual = ManualAck(self._driver, self._served, self._listening, self._applier)
+
+    # --------------------------------------------------------------------------------- the model and the links
+
+    def register_model(self, model: Any = None, *, model_ref: Any = None) -> None:
+        """Set the model that weights are applied to.
+
+        Another model serves the version of the one before only if it holds exactly the same weights; otherwise
+        `version` is None until the next one.
+
+        Args:
+            model: an `nn.Module`, a TensorDict, a dict of tensors, or a path such as ``"env.transform[0]"``. A path
+                is resolved on the context each time the model is needed; if it then leads to another object, that
+                object is registered.
+            model_ref: the same, by TorchRL's older name.
+
+        Raises:
+            ConfigurationError: neither is given, or both.
+            ModelBusyError: (a TimeoutError) other threads served the model before for `WEIGHTSYNC_TIMEOUT` or 60
+                seconds; nothing has changed.
+        """
+        if (model is None) == (model_ref is None):
+            raise ConfigurationError("register_model() takes a model: once, as model= or by its older name model_ref=.")
+        model = model_ref if model is None else model
+        self._served.serve(model, model if isinstance(model, str) else None, Deadline(Timeout.DEFAULT))
+
+    def register_worker_transport(self, pipe_or_context: Any = None, *, pipe: Any = None) -> None:
+        """Listen on a link: the first one, or one over which a sender makes a new handshake.
+
+        Args:
+            pipe_or_context: our end of a duplex `multiprocessing.Pipe`, or an object whose ``.pipe`` is that; other
+                transports take what their scheme's `listen` says.
+            pipe: the same, by TorchRL's older name.
+
+        Raises:
+            StateError: the receiver is closed.
+            ConfigurationError: no link can be made of it, or both are given.
+        """
+        self._driver.require_open("register_worker_transport")
+        if pipe is not None and pipe_or_context is not None:
+            raise ConfigurationError("pipe= is an older name of pipe_or_context=: give one of them.")
+        self._listening.listen(pipe if pipe_or_context is None else pipe_or_context)
+
+    _register_model = register_model
+    _register_worker_transport = register_worker_transport
+
+    def attend(self, background_reader: BackgroundReader | None) -> None:
+        """Let ``background_reader`` alone read the links from now on; None: `receive` reads them again."""
+        self._listening.background_reader = background_reader
+
+    def check_links(self) -> None:
+        """Check that a sender is linked, or may still be.
+
+        Raises:
+            StateError: the receiver is closed, or has no link yet.
+            SenderClosed: the sender closed the link in good order.
+            TransportError: the sender is gone.
+        """
+        self._listening.check()
+
+    # ------------------------------------------------------------------------------------ receiving and applying
+
     def receive(self, timeout: float | None = 0.001) -> bool:
-        """Apply the newest version if one has arrived, and answer for it.
+        """Apply the newest version that has arrived, and answer for it.
 
         Args:
             timeout: seconds to wait for one; 0: do not wait; None: until one comes or the sender is gone.
 
         Returns:
-            Whether a new version is live now. False: none came, or it was refused (`last_refusal` says why, and
-            the sender has been told).
+            Whether a new version is live now. False: none came, or it was refused (`last_refusal` says why; the
+            sender gets the refusal).
 
         Raises:
             ConfigurationError: no model is registered.
             StateError: the receiver is closed, or has no link yet.
             SenderClosed: (a TransportError) the sender closed the link in good order. The model keeps the version it
                 serves; a new link may be registered.
-            TransportError: the sender is gone without a word. Else the same.
+            TransportError: the sender is gone without a goodbye. Otherwise the same.
             ProtocolError: the peer broke the protocol; its link is down.
         """
-        if self._attendant is not None:
-            return self._attendant.receive(timeout)
+        reader = self._listening.background_reader
+        if reader is not None:
+            return reader.receive(timeout)
         deadline = Deadline(timeout)
         with Shield(self._driver.waker.fire) as shield:
             while True:
                 seen = self._driver.waker.fired
-                applied = self.receive_and_apply_here()
+                applied = self._applier.receive_and_apply_here()
                 if applied is not None:
                     return applied
                 if deadline.passed:
@@ -63,13 +140,31 @@ class WeightReceiver(ManualAck):
                 shield.deliver()
                 self._driver.wait(deadline.nap, seen)
 
+    def receive_and_apply(self, target: Target) -> bool | None:
+        """Read the links and apply what is pending, without waiting for threads that serve the model.
+
+        Args:
+            target: what it is applied to: `target`.
+
+        Returns:
+            True: a version went live. False: it was refused. None: neither.
+
+        Raises:
+            As `receive`.
+        """
+        return self._applier.receive_and_apply(target)
+
+    def receive_and_apply_here(self) -> bool | None:
+        """Read the links and apply what is pending to the registered model, as `receive_and_apply` does."""
+        return self._applier.receive_and_apply_here()
+
     def apply_weights(
         self, weights: Any, *, inplace: bool = True, timeout: float | Timeout | None = Timeout.DEFAULT
     ) -> None:
         """Apply weights by hand.
 
         If they are those of the pending version, that is applied and acked. Other weights are written into the
-        model as they are; then a pending version is refused, and `version` is None until the next one.
+        model as they are; a pending version is then refused, and `version` is None until the next one.
 
         Args:
             weights: a TensorDict or dict, nested or flat dotted.
@@ -84,21 +179,22 @@ class WeightReceiver(ManualAck):
             ConfigurationError: no model is registered, or an unsupported type of weights.
             LayoutError: they do not fit; nothing was changed.
         """
-        deadline, target = Deadline(timeout), self._destination()
-        with self._serving.alone(deadline, "apply_weights"), Shield(self._driver.waker.fire), self._driver.lock:
-            self._driver.require_open("apply_weights")
-            # What was handed out is not overtaken now: the weights are probably its own.
-            if self._out is None and self._attendant is None:
-                self._driver.pump()
-            pending = self._driver.pending
-            if pending is not None and self._are_of(pending, weights):
-                self._handed = None
-                self._apply(target)
+        deadline, target = Deadline(timeout), self._served.destination()
+        driver, serving = self._driver, self._served.serving
+        with serving.alone(deadline, "apply_weights"), Shield(driver.waker.fire), driver.lock:
+            driver.require_open("apply_weights")
+            # An update that was taken must not be superseded now: these are probably its weights.
+            if not self._manual.owes_ack and self._listening.background_reader is None:
+                driver.pump()
+            pending = driver.pending
+            if pending is not None and _are_of(pending, weights):
+                self._manual.forget()
+                self._applier.apply(target)
                 return
             self._write(target, weights, inplace)
-            self._driver.take(pure.Invalidate())
+            driver.take(pure.Invalidate())
             if pending is not None:
-                self._refuse(pending, "other weights were applied by hand", "")
+                self._applier.refuse(pending, "other weights were applied by hand", "")
 
     def _write(self, target: Target, weights: Any, inplace: bool) -> None:
         try:
@@ -110,12 +206,90 @@ class WeightReceiver(ManualAck):
             self._driver.take(pure.Invalidate())
             raise
 
+    # ------------------------------------------------------------------------------------------- manual acks
+
+    def take_update(self, timeout: float | None = 0.0) -> Any:
+        """The weights of an update that has arrived and was not taken yet; needs no registered model.
+
+        The update stays pending until `ack` or `nack`, or `apply_weights` with these weights.
+
+        Args:
+            timeout: seconds to wait for one; 0: do not wait; None: until one comes or the sender is gone.
+
+        Returns:
+            A new TensorDict or dict, of the type that the sender was given; None: none came. An update that was
+            damaged on the way is refused.
+
+        Raises:
+            StateError: the receiver is closed, or has no link; or a thread receives in the background.
+            TransportError: the sender is gone.
+            ProtocolError: the peer broke the protocol; its link is down.
+        """
+        return self._manual.take_update(timeout)
+
+    def has_update(self) -> bool:
+        """Whether an update has arrived that was not taken yet. Never waits.
+
+        Raises:
+            StateError: a thread receives in the background.
+            ProtocolError: the peer broke the protocol; its link is down.
+        """
+        return self._manual.has_update()
+
+    @property
+    def owes_ack(self) -> bool:
+        """Whether an update that was taken is still pending."""
+        return self._manual.owes_ack
+
+    def ack(self, message: str = UPDATED, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+        """Ack the update that was taken by `take_update`: the outcome's evidence is `CALL`.
+
+        Args:
+            message: "updated": it is applied. Any other text tells the sender that it is not.
+            timeout: seconds to wait for other threads that serve the model; None: for ever; default:
+                `WEIGHTSYNC_TIMEOUT` or 60.
+
+        Raises:
+            ModelBusyError: (a TimeoutError) they served it until then; nothing was answered.
+            StateError: no update that was taken is pending: it was answered or superseded, or its link went down.
+        """
+        self._manual.ack(message, timeout)
+
+    def nack(self, error: BaseException, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+        """Answer that the update that was taken could not be applied. Does nothing if none is pending.
+
+        Args:
+            error: why; the sender gets its text and its traceback.
+            timeout: as for `ack`.
+
+        Raises:
+            ModelBusyError: as `ack`.
+        """
+        self._manual.nack(error, timeout)
+
+    def hand_out(self, timeout: float | None = 0.0) -> Any:
+        """The former name of `take_update`."""
+        warn_renamed("WeightReceiver.hand_out()", "take_update()")
+        return self.take_update(timeout)
+
+    def acknowledge(self, message: str = UPDATED, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+        """The former name of `ack`."""
+        warn_renamed("WeightReceiver.acknowledge()", "ack()")
+        self.ack(message, timeout=timeout)
+
+    def refuse(self, error: BaseException, *, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+        """The former name of `nack`."""
+        warn_renamed("WeightReceiver.refuse()", "nack()")
+        self.nack(error, timeout=timeout)
+
+    # ----------------------------------------------------------------------------------------------- serving
+
     @contextlib.contextmanager
     def serving(self) -> Iterator[int | None]:
-        """Hold the version served: inside the block no other becomes live. Yields it.
+        """Keep the version served: no other goes live inside the block. Yields that version.
 
-        A `receive` meanwhile, in whichever thread, reads but applies nothing; it does so once the block is left.
-        Where a thread receives in the background, what it has staged goes live as the outermost block begins.
+        A `receive` in another thread meanwhile reads but applies nothing; it applies once the block is left. With a
+        background thread, a version that it has staged goes live as the outermost block begins.
 
         Raises:
             WeightSyncError: a swap failed half way, now or before: the model serves nothing.
@@ -127,53 +301,140 @@ class WeightReceiver(ManualAck):
             self.end_serving()
 
     def begin_serving(self, frame: FrameType | None) -> None:
-        """A forward begins: first it makes live what is staged, so that a busy worker never starves a swap.
+        """Begin a forward. First swap in what is staged, so that a busy worker never delays a swap for ever.
 
         Args:
-            frame: its call.
+            frame: the forward's call.
 
         Raises:
             WeightSyncError: a swap failed half way, now or before: the model serves nothing.
         """
-        if self.broken is not None:
-            raise WeightSyncError(str(self.broken)) from self.broken
-        if self._staged is not None and self._attendant is not None and not self._serving.mine():
+        broken, served = self._applier.broken, self._served
+        if broken is not None:
+            raise WeightSyncError(str(broken)) from broken
+        if served.staged is not None and self._listening.background_reader is not None and not served.serving.mine():
             with Shield(self._driver.waker.fire):
-                self._swap_staged(PATIENCE)
-        self._serving.enter(frame)
+                self._applier.swap_staged(PATIENCE)
+        served.serving.enter(frame)
 
     def end_serving(self) -> None:
-        """What was begun last ends; whoever waits to swap is woken."""
-        self._serving.leave()
+        """End the forward begun last in this thread, and wake whoever waits to swap."""
+        self._served.serving.leave()
         if self._driver.data.pending is not None:
             self._driver.waker.fire()
 
+    # ------------------------------------------------------------------------------------------------ ending
+
     def close(self) -> None:
-        """Close for good. The model keeps the version it serves; the sender takes us off its roll."""
+        """Close for good. The model keeps the version it serves; the sender removes this worker."""
         self._end(self._driver.close)
 
     def fail(self, error: BaseException) -> None:
-        """Close for good, since ``error`` was raised: no goodbye, the sender is told what failed.
+        """Close for good because ``error`` was raised: without a goodbye, and the sender gets the error.
 
-        This worker stays on the sender's roll, LOST in each report, until it joins again or is removed. Leaving a
-        ``with receiver:`` block by an exception does this.
+        This worker stays among the sender's workers, LOST in each report, until it joins again or is removed. Leaving
+        a ``with receiver:`` block by an exception does this.
         """
-        told = "".join(traceback.format_exception_only(error)).strip()
+        reason = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
-        self._end(lambda: self._driver.fail(told, trace))
+        self._end(lambda: self._driver.fail(reason, trace))
 
     def _end(self, close: Callable[[], None]) -> None:
-        if self._attendant is not None:
-            self._attendant.stop()
+        if self._listening.background_reader is not None:
+            self._listening.background_reader.stop()
         with Shield(self._driver.waker.fire):
-            self._deafen()
+            self._listening.stop()
             close()
-            self._staged = None
+            self._served.staged = None
 
-    def _are_of(self, pending: Pending, weights: Any) -> bool:
-        """Whether weights given by hand are those of the pending version, as their digest tells."""
-        read = read_weights(weights)
-        if pending.untaken or layout_of(read, pending.layout) != pending.layout:
-            return False
-        wanted = pending.update.digest or digest(pending.payload, pending.update.extras)
-        return wanted == digest_of(read, pending.layout, encode_extras(read.extras()))
+    # ----------------------------------------------------------------------------------------------- reading
+
+    @property
+    def model(self) -> Any:
+        """What the weights are applied to."""
+        return self._served.model
+
+    @property
+    def version(self) -> int | None:
+        """The version that the model serves, whole; None: none yet, or weights were applied by hand."""
+        served = self._driver.data.served
+        return served[1] if served else None
+
+    @property
+    def incarnation(self) -> int | None:
+        """The sender's incarnation that `version` belongs to."""
+        served = self._driver.data.served
+        return served[0] if served else None
+
+    @property
+    def last_refusal(self) -> str:
+        """Why the last version that was refused could not be applied; empty: none was refused."""
+        return self._applier.last_refusal
+
+    @property
+    def broken(self) -> WeightSyncError | None:
+        """The error of the swap that left the model without a whole version; None: there was none."""
+        return self._applier.broken
+
+    @property
+    def pipe(self) -> UserMessages:
+        """The user's own messages on our pipe, with the methods of a connection.
+
+        Raises:
+            ConfigurationError: there is no pipe.
+        """
+        return self._scheme.user_messages(self._listening.endpoint)
+
+    @property
+    def _transport(self) -> Any:
+        """What TorchRL calls so: its transport class, over this receiver.
+
+        Raises:
+            ConfigurationError: there is no link, or the scheme has no such class.
+        """
+        return self._scheme.transport_of(self, self._listening.endpoint)
+
+    @property
+    def driver(self) -> ReceiverDriver:
+        """The driver, for a background reader."""
+        return self._driver
+
+    def links(self) -> list[Link]:
+        """The links that are open, to be waited for."""
+        return self._driver.links()
+
+    def target(self) -> Target:
+        """What the weights are applied to, as a target.
+
+        Raises:
+            ConfigurationError: no model is registered.
+        """
+        return self._served.destination()
+
+    def digest(self) -> bytes:
+        """The xxh3-128 digest of what the model holds now, 16 bytes, computed as a sender computes it.
+
+        Raises:
+            ConfigurationError: no model is registered.
+        """
+        return self._served.destination().digest()
+
+    # ------------------------------------------------------------------------------------------------ copies
+
+    def _carried(self) -> tuple[str | None, Any]:
+        return self._served.path, (self._listening.endpoint if pipes_travel() else None)
+
+    def _restore(self, carried: tuple[str | None, Any]) -> None:
+        path, endpoint = carried
+        self._served.copy_of(path)
+        if endpoint is not None:
+            self.register_worker_transport(endpoint)
+
+
+def _are_of(pending: Pending, weights: Any) -> bool:
+    """Whether weights given by hand are those of the pending version, by their digest."""
+    read = read_weights(weights)
+    if pending.untaken or layout_of(read, pending.layout) != pending.layout:
+        return False
+    wanted = pending.update.digest or digest(pending.payload, pending.update.extras)
+    return wanted == digest_of(read, pending.layout, encode_extras(read.extras()))

@@ -1,4 +1,4 @@
-"""The receiver's driver: reads its links, applies what is pending, and sends every answer the table asks for."""
+"""The receiver's driver: reads the links, keeps the pending update, and sends every answer that the table requires."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Pending:
     update: Update
     layout: Layout
     payload: memoryview
-    #: Makes the payload read as it was sent, whatever this process has written over it.
+    #: Restores the payload as it was sent, if this process has written over it.
     refresh: Callable[[], None]
-    #: Why this process could not take the payload; empty: it could.
+    #: Why this process could not receive the payload; empty: it could.
     untaken: str = ""
 
 
@@ -38,7 +38,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     """One receiver's machine, data and links.
 
     Its methods take the lock and never block. A link whose peer breaks the protocol goes down, and the
-    `ProtocolError` is raised unless it happened beside the link in force.
+    `ProtocolError` is raised unless another link is the current one.
 
     Args:
         model_id: the model whose weights are received.
@@ -49,11 +49,11 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.pending: Pending | None = None
         #: Why the last link ended; empty: none has.
         self.ended = ""
-        #: What a caller is raised then.
+        #: The error that a caller gets then.
         self.ended_as: type[TransportError] = TransportError
-        #: The link that could not be written to last.
+        #: The link that failed most recently when it was written to.
         self._unwritable = 0
-        #: The sender's word in the handshake that was made last; None: none was.
+        #: The Hello of the sender whose handshake was accepted last; None: none was.
         self.greeting: Hello | None = None
         self._links: dict[int, Link] = {}
         self._layouts: dict[bytes, Layout] = {}
@@ -61,7 +61,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     # ------------------------------------------------------------------------------------------- events
 
     def add_link(self, link: Link) -> None:
-        """Listen on one more link; the handshake decides which is in force."""
+        """Listen on one more link; the handshake decides which link is current."""
         with self.lock:
             if self.machine.state is State.CLOSED:
                 link.close()
@@ -73,7 +73,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
-        """How the last link ended is over, unless the block fails: there is somebody to wait for again."""
+        """Forget how the last link ended, unless the block fails: a sender may link again."""
         ended, self.ended = self.ended, ""
         try:
             yield
@@ -82,7 +82,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             raise
 
     def close(self) -> None:
-        """Close for good: every link says Bye and closes, a caller who waits is woken."""
+        """Close for good: send Bye over every link, close them, wake callers that wait."""
         with self.lock:
             self.take(pure.Close())
             for number in list(self._links):
@@ -90,11 +90,11 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self._silence()
 
     def fail(self, reason: str, remote_traceback: str) -> None:
-        """Close for good, since something failed: the sender keeps this worker on its roll, LOST, with the reason."""
+        """Close for good because of an error: the sender keeps this worker, LOST, with the reason."""
         self._end(pure.Fail(reason, remote_traceback))
 
     def break_down(self, reason: str, remote_traceback: str) -> None:
-        """Close for good, since the model holds no whole version any more: LOST to the sender, with the reason."""
+        """Close for good because the model holds no whole version: LOST to the sender, with the reason."""
         self._end(pure.Broken(reason, remote_traceback))
 
     def _end(self, event: pure.Fail | pure.Broken) -> None:
@@ -110,10 +110,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     @property
     def deferring(self) -> bool:
-        """Whether the answer to the version applied last waits until that has been handed on."""
+        """Whether the ack of the version applied last is deferred until it has been passed on to other workers."""
         return isinstance(self.data.answer, pure.Deferred)
 
-    def _hint(self, asked: str) -> str:  # noqa: ARG002 - no method of a receiver has a hint of its own
+    def _hint(self, asked: str) -> str:  # noqa: ARG002 - the hint is the same for every method
         return receiver_hint(self.machine.state, self.data)
 
     # ------------------------------------------------------------------------------------------ effects
@@ -169,18 +169,18 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             return
         try:
             self._links[link].send(message)
-        except Exception as error:  # noqa: BLE001 - however a link fails, the others go on
+        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
             self._unwritable = link
             self._down(link, str(error) or repr(error))
 
     def _say_last(self, link: int, message: Message) -> None:
-        """Say the last word over a link that closes next, as far as it can still be said."""
+        """Send the last message over a link that closes next, if it can still be sent."""
         if link not in self._links:
             return
         try:
             self._links[link].send(message)
-        except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
-            logger.debug("no last word over a link of %r: %s", self.model_id, error)
+        except Exception as error:  # noqa: BLE001 - it may be closing because it failed
+            logger.debug("no last message over a link of %r: %s", self.model_id, error)
 
     def _down(self, link: int, reason: str) -> None:
         """The link has failed."""
@@ -188,7 +188,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self._step(pure.LinkDown(link, reason))
 
     def _left(self, link: int, bye: Bye) -> None:
-        """A sender says goodbye: its link ends, unless another sender's is in force over it."""
+        """Take a sender's goodbye: its link ends, unless another sender uses it now."""
         step = self._step(pure.Goodbye(link, bye.incarnation))
         if step.effects:
             self.ended, self.ended_as = _goodbye(bye)
@@ -199,7 +199,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self._down(number, reason)
 
     def _leave(self, link: int) -> None:
-        """Say goodbye over a link, and close it."""
+        """Send a goodbye over a link, and close it."""
         reason = "the receiver was closed"
         self._say_last(link, Bye(model_id=self.model_id, incarnation=self.data.fence, reason=reason))
         self._close_link(link)
@@ -216,12 +216,12 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             return list(self._links.values())
 
     def in_force(self) -> Link | None:
-        """The link of the handshake in force."""
+        """The current link: the one whose handshake was accepted last; None: there is none."""
         with self.lock:
             return None if self.data.link is None else self._links.get(self.data.link)
 
     def flush(self) -> None:
-        """Write what waits to be written; an answer that has left is ANSWERED."""
+        """Write what is waiting to be written. An answer that was written is ANSWERED."""
         for number, link in list(self._links.items()):
             try:
                 gone = flush(link)
@@ -233,10 +233,10 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 self._step(pure.Answered())
 
     def pump(self) -> None:
-        """Write what waits, take in what has arrived. The link in force is not read while an answer is owed.
+        """Write what is waiting, read what has arrived. The current link is not read while its answer is unwritten.
 
         Raises:
-            ProtocolError: the peer of the link in force, or of the only one, broke the protocol; its link is down.
+            ProtocolError: the peer of the current link, or of the only one, broke the protocol; its link is down.
         """
         with self.lock:
             if self.machine.state is State.CLOSED:
@@ -255,7 +255,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                     self._heard(number, link, received)
                     self._finish()
                 elif number == self._unwritable and isinstance(received.message, Bye):
-                    # It had said goodbye already when we answered what came before that.
+                    # Its goodbye was on its way already when our answer could not be written.
                     self.ended, self.ended_as = _goodbye(received.message)
         except TransportError as error:
             self._down(number, str(error))
@@ -267,7 +267,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 return
             unread = error.unread if isinstance(error, ProtocolError) else b""
             raise ProtocolError(str(error), unread) from error
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this link's failure and nobody else's
+        except Exception as error:  # noqa: BLE001 - any error here is a failure of this link only
             self._down(number, mishandled(link, error))
         finally:
             self._finish()
@@ -284,7 +284,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 if step.input is not ReceiverInput.REJECTED:
                     self.greeting = message
                 if number in self._links:
-                    # Behind the handshake: whoever cannot be watched is told why its link ends.
+                    # After the handshake: a sender that cannot be watched learns why its link ends.
                     watch(link, message)
             case Update():
                 self._update(number, message, received)
@@ -302,7 +302,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _update(self, number: int, update: Update, received: Received) -> None:
         event = pure.UpdateArrived(number, update.incarnation, update.version)
         if update.incarnation < self.data.fence:
-            self.take(event)  # STALE whatever it names: an older sender's layout is remembered no more
+            self.take(event)  # STALE in any case: the layouts of an older sender are forgotten
             return
         layout = self._layout_of(update)
         before = self.data.pending
@@ -322,7 +322,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
 
 def _goodbye(bye: Bye) -> tuple[str, type[TransportError]]:
-    """How a sender's end is told, and as what it is raised."""
+    """How a sender's end is reported, and the type of the error."""
     if bye.ending is Ending.FAILED:
         return f"the sender failed: {bye.reason}", TransportError
     return f"the sender said goodbye: {bye.reason}", SenderClosed

@@ -1,4 +1,4 @@
-"""Drivers whose every step and message is recorded. They are made only while somebody records."""
+"""Drivers that record every step and message. They are made only while a recording is on."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from weightsync.transports.wakeup import AwaitedProcess
 
 
 def sender_driver(model_id: str) -> SenderDriver:
-    """A driver for a new sender, recorded if anybody records."""
+    """A driver for a new sender, recorded if a recording is on."""
     records = recorder()
     return SenderDriver(model_id) if records is None else TracedSenderDriver(model_id, records)
 
 
 def receiver_driver(model_id: str) -> ReceiverDriver:
-    """A driver for a new receiver, recorded if anybody records."""
+    """A driver for a new receiver, recorded if a recording is on."""
     records = recorder()
     return ReceiverDriver(model_id) if records is None else TracedReceiverDriver(model_id, records)
 
@@ -42,26 +42,26 @@ class TracedSenderDriver(SenderDriver):
     def __init__(self, model_id: str, records: Recorder) -> None:
         super().__init__(model_id)
         self._life: Life = records.born("sender", model_id)
-        #: What was told last, until the next step: a caller who polls is told the same again and again.
-        self._last_told: SyncReport | None = None
+        #: The report written last, until the next step: a caller that polls gets the same one again and again.
+        self._last_report: SyncReport | None = None
 
     def _tell(self, what: What, **said: object) -> None:
         self._life.tell(what, self.model_id, **said)
 
     def told(self, report: SyncReport) -> None:
-        """A caller is told this."""
+        """Record a report that was returned to a caller, or raised."""
         with self.lock:
             spoken = replace(report, nbytes=0, pack_s=0.0, connect_s=0.0, transfer_s=0.0, apply_s=0.0, previous=None)
-            if spoken == self._last_told:
+            if spoken == self._last_report:
                 return
-            self._last_told = spoken
+            self._last_report = spoken
             told = {"version": report.version, "incarnation": report.incarnation, "outcomes": report.outcomes}
             beside = {"not_caught_up": report.not_caught_up, "left": report.left}
             self._tell(What.TOLD, **told, superseded=report.superseded, **beside)
 
     def _step(self, event: sending.Event) -> Step[SenderInput, sending.SenderData, sending.Effect]:
         before = self.machine.state
-        self._last_told = None
+        self._last_report = None
         try:
             step = super()._step(event)
         except Exception as error:
@@ -73,7 +73,7 @@ class TracedSenderDriver(SenderDriver):
         return step
 
     def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
-        """Put a worker on the roll on a new link, or give it a new one; its process is watched from the start."""
+        """Add a worker with a link, or give it a new one. Its process is watched from the start."""
         with self.lock:
             delivery = link.delivery.name
             self._tell(What.LINK, link=self._last_link + 1, worker=worker, delivery=delivery, peer=link.peer)
@@ -81,7 +81,7 @@ class TracedSenderDriver(SenderDriver):
 
     def _write(self, worker: int, link: int, message: Message, payload: Buffer | None = None) -> None:
         if link in self._links:
-            # Before it is sent: where both ends share a process it may come out inside the call.
+            # Recorded before it is sent: where both ends share a process, it may be received within the call.
             self._tell(What.SENT, link=link, message=message)
         super()._write(worker, link, message, payload)
 
@@ -127,7 +127,7 @@ class TracedReceiverDriver(ReceiverDriver):
         return step
 
     def add_link(self, link: Link) -> None:
-        """Listen on one more link; the handshake decides which is in force."""
+        """Listen on one more link; the handshake decides which link is current."""
         with self.lock:
             if self.machine.state is not State.CLOSED:
                 delivery = link.delivery.name

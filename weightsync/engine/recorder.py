@@ -4,12 +4,12 @@
         ...                                     # senders and receivers made here are recorded, children's too
 
 or ``WEIGHTSYNC_TRACE=traces`` in the environment. ``weightsync verify traces`` says whether the run conformed to the
-protocol. A machine that is made while nothing records has a driver that knows of no recorder: it costs nothing.
+protocol. A machine that is made while no recording is on has a driver that knows no recorder: it costs nothing.
 
-A file begins with a header and goes on with one line an event. Each line has its number in the file (``i``) and ends
-with a checksum over itself and the one before (``c``), so that what is changed, dropped or added by hand is named. A
-line of a machine tells which machine (``m``, ``role``, ``model``), its own running number (``n``), when (``t``,
-nanoseconds of one clock a host) and ``what`` happened (`What`), with all that there is to say of it.
+A file begins with a header, followed by one line for each event. Each line has its number in the file (``i``) and ends
+with a checksum over itself and the line before (``c``), so that a line that was changed, dropped or added by hand is
+found. A machine's line names the machine (``m``, ``role``, ``model``), counts its lines (``n``), and says when
+(``t``, nanoseconds of one clock per host) and ``what`` happened (`What`), with the details.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _MISSING: Final = object()
 
 
 class What(enum.Enum):
-    """What a line tells of."""
+    """What a line records."""
 
     #: The file's first line: format, protocol, host, process.
     HEADER = "header"
-    #: A word of whoever records, for people.
+    #: A note of the person who records.
     NOTE = "note"
     #: Recording ended here; the process may have gone on.
     END = "end"
     #: A machine begins: new, copied, unpickled, or a forked child's.
     BORN = "born"
-    #: A link is laid, under a number of this machine's.
+    #: A link is laid, and numbered by this machine.
     LINK = "link"
-    #: An event was taken: the event, the input named, the state before and after, the data after, the effects.
+    #: An event was taken: the event, the input, the state before and after, the data after, the effects.
     STEP = "step"
     #: An event was refused; nothing changed.
     REFUSED = "refused"
@@ -72,14 +72,14 @@ class What(enum.Enum):
     RECEIVED = "received"
     #: A link cannot be used any more.
     FAILED = "failed"
-    #: A link is closed, with a goodbye where that can still be said.
+    #: A link is closed, with a goodbye if it can still be sent.
     CLOSED = "closed"
-    #: A caller is told what became of a version, or is known of it so far: returned, or raised with an error.
+    #: A report, of a version or of its state so far, was returned to a caller or raised with an error.
     TOLD = "told"
 
 
 def plain(value: object) -> Any:
-    """A value of the protocol as JSON has it. Fields that are as by default are left out.
+    """A value of the protocol as JSON. Fields with their default values are left out.
 
     Raises:
         TypeError: it is no value of the protocol.
@@ -120,10 +120,10 @@ def _default(field: dataclasses.Field[Any]) -> object:
 
 
 def seal(line: Mapping[str, Any], before: int) -> tuple[str, int]:
-    """A line as it stands in a file, and its checksum.
+    """A line as it is written to a file, and its checksum.
 
     Args:
-        line: what it tells.
+        line: what it records.
         before: the checksum of the line before; 0: there is none.
     """
     body = json.dumps(line, separators=(",", ":"))
@@ -144,12 +144,12 @@ class _Mark:
 
 
 class Recorder:
-    """Writes what machines tell to one file a process, line by line, so that a process that is killed loses nothing.
+    """Writes the lines of all machines of a process to one file, at once, so that a process that is killed loses none.
 
-    Safe to use from several threads and after a fork: the child has a file of its own.
+    Safe to use from several threads and after a fork: the child writes a file of its own.
 
     Args:
-        folder: where the files lie; it is made when the first line is written.
+        folder: where the files are written; it is made with the first line.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -159,7 +159,7 @@ class Recorder:
         self._start_over()
 
     def _start_over(self) -> None:
-        # What a forked child inherits is the parent's: the lock may be held by a thread that is not there.
+        # What a forked child inherits is the parent's: the lock may be held by a thread that the child does not have.
         if self._fd is not None:
             os.close(self._fd)
         self._lock = threading.RLock()
@@ -183,7 +183,7 @@ class Recorder:
         return Life(self, f"{self._token}.{next(self._lives)}", role, model_id)
 
     def note(self, text: str) -> None:
-        """Write a word of whoever records."""
+        """Write a note."""
         self.write({"t": now_ns(), "what": What.NOTE.value, "text": text})
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -194,7 +194,7 @@ class Recorder:
             if self._ended:
                 return
             self._waiting.append(line)
-            # A line may come while one is written: from the end of an object, which the garbage collector chose.
+            # A line may come while another is written: the garbage collector may end an object at any point.
             if self._writing:
                 return
             self._writing = True
@@ -242,9 +242,9 @@ class Recorder:
         self._whole = _Mark(self._before.lines + 1, self._before.size + len(body), checksum, line["t"])
 
     def _give_up(self, error: OSError) -> None:
-        """End the recording where a line could not be written: no run dies of its recorder."""
+        """End the recording because a line could not be written: a recorder never fails the run."""
         assert self._fd is not None
-        # The word that recording ended needs room: it takes that of the last line, unless that is the header.
+        # The line that ends the recording replaces the last line, unless that is the header.
         mark = self._before
         end, _ = seal({"i": mark.lines, "t": mark.time, "what": What.END.value}, mark.checksum)
         with contextlib.suppress(OSError):
@@ -253,15 +253,15 @@ class Recorder:
                 os.write(self._fd, end.encode())
         self._stop()
         logger.error(
-            "Recording to %s ended after %s lines: %s. The run goes on and is not recorded any more in this process; "
-            "what was written can be verified. Make room, and record again.",
+            "Recording to %s ended after %s lines: %s. The run goes on and is no longer recorded in this process; "
+            "what was written can be verified. Free disk space, and record again.",
             self._path(),
             mark.lines,
             error,
         )
 
     def end(self) -> None:
-        """Record no more. Machines that are still there go on unseen."""
+        """End the recording. Machines that still run are no longer recorded."""
         with self._lock:
             if self._fd is not None and os.getpid() == self._pid:
                 self.write({"t": now_ns(), "what": What.END.value})
@@ -275,11 +275,11 @@ class Recorder:
 
 
 class Life:
-    """One machine's part of a trace.
+    """One machine's lines in a trace.
 
     Args:
-        recorder: writes it.
-        name: tells this machine from all others.
+        recorder: writes them.
+        name: the name of the machine, which no other has.
         role: "sender" or "receiver".
         model_id: its model.
     """
@@ -291,7 +291,7 @@ class Life:
         self.tell(What.BORN, model_id)
 
     def tell(self, what: What, model_id: str, **said: object) -> None:
-        """Write one line. Called under the lock of the machine's driver, so that its lines are in order."""
+        """Write one line. The caller holds the lock of the machine's driver, so that the lines are in order."""
         about = {"t": now_ns(), **self._about, "n": next(self._numbers), "model": model_id, "what": what.value}
         self._recorder.write({**about, **{name: plain(value) for name, value in said.items()}})
 
@@ -300,7 +300,7 @@ _recorders: list[Recorder] = []
 
 
 def recorder() -> Recorder | None:
-    """Who records the machines that are made now; None: nobody does."""
+    """The recorder of machines that are made now; None: no recording is on."""
     if _recorders:
         return _recorders[-1]
     folder = os.environ.get(ENVIRONMENT)
@@ -317,7 +317,7 @@ def record(folder: str | os.PathLike[str]) -> Iterator[Recorder]:
     """Record the senders and receivers that are made inside the block, here and in processes started from here.
 
     Args:
-        folder: where the files go, one a process.
+        folder: where the files are written, one for each process.
 
     Yields:
         The recorder, for notes.

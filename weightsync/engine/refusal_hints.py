@@ -1,4 +1,4 @@
-"""What stands in the way of a refused call, and what its caller can do about it."""
+"""Why a call is refused, and what its caller can do about it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def sender_hint(state: State, data: SenderData, asked: str) -> str:
     if state is State.CLOSED:
         return "this sender is closed for good. Make a new scheme and call its init_on_sender()."
     if asked == "connect":
-        return "the links of this sender are laid already. add_worker() brings in another worker."
+        return "the links of this sender are laid already. add_worker() adds another worker."
     if state is State.UNINITIALIZED:
         return (
             "this sender has no links: it is new, or a copy (pickled, copied or inherited by a forked process), which "
-            "carries none. init_on_sender() of its scheme, or add_worker(), gives it workers."
+            "has none. init_on_sender() of its scheme, or add_worker(), gives it workers."
         )
     if state is State.READY:
         return "no update is outstanding. send_async() dispatches one that can be waited for or abandoned."
@@ -52,4 +52,4 @@ def workers_text(workers: Collection[int]) -> str:
 
 def _owing(data: SenderData) -> str:
     owed = data.outstanding.owed if data.outstanding is not None else {}
-    return f"still awaits {workers_text(owed)}" if owed else "has been answered, but nobody was told yet how"
+    return f"still awaits {workers_text(owed)}" if owed else "has been answered, but the outcome was not reported yet"

@@ -26,31 +26,31 @@ class Reporter:
         self._nbytes = 0
         self._dispatched = Stopwatch()
         self._given_up: dict[int, tuple[int, ...]] = {}
-        #: What became of the update before, until a report has told of it.
+        #: The report of the update before, until it is part of the next report.
         self._previous: SyncReport | None = None
 
     def follows(self, previous: SyncReport) -> None:
-        """The next update was made to wait for that of ``previous``: the next report tells of both."""
+        """Add ``previous``, the report of the update that the next one waited for, to the next report."""
         self._previous = previous
 
     def dispatched(self, pack_s: float, nbytes: int) -> None:
-        """A version of ``nbytes`` bytes has just been dispatched, after ``pack_s`` seconds of packing."""
+        """Note that a version of ``nbytes`` bytes was dispatched, after ``pack_s`` seconds of packing."""
         self._preparing = pack_s
         self._nbytes = nbytes
         self._dispatched = Stopwatch()
 
     def superseded(self, report: SyncReport) -> None:
-        """The version of ``report`` was given up in favour of the next one."""
+        """Note that the version of ``report`` was abandoned in favour of the next one."""
         for worker in report.of(OutcomeKind.ABANDONED):
             assert report.version is not None
             self._given_up[worker] = (*self._given_up.get(worker, ()), report.version)
 
     def is_over(self, version: int) -> bool:
-        """Whether the version was concluded, and nobody was told yet."""
+        """Whether the version has ended and was not reported yet."""
         return version in self._driver.concluded
 
     def concluded(self, version: int) -> SyncReport:
-        """What became of a version that `is_over`; tells it once."""
+        """The report of a version that `is_over`. It can be taken once."""
         concluded = self._driver.concluded.pop(version)
         report = self._report(version, concluded.outstanding.outcomes, concluded.not_caught_up, concluded.left)
         told = report.outcomes.keys() - report.of(OutcomeKind.ABANDONED)
@@ -58,7 +58,7 @@ class Reporter:
         return report
 
     def so_far(self, owing: OutcomeKind) -> SyncReport:
-        """What is known of the outstanding version; ``owing`` for those who owe. Empty if none is outstanding."""
+        """The outstanding version's report so far, ``owing`` for workers without an answer; empty: there is none."""
         with self._driver.lock:
             outstanding = self._driver.data.outstanding
             if outstanding is None:
@@ -68,14 +68,14 @@ class Reporter:
             return self._report(outstanding.version, {**outstanding.outcomes, **owed}, {}, left)
 
     def empty(self) -> SyncReport:
-        """The report of a send to nobody."""
+        """The report of a send to no worker."""
         incarnation, previous = self._driver.data.incarnation, self._tell_previous()
         return SyncReport(
             model_id=self._driver.model_id, version=None, incarnation=incarnation, outcomes={}, previous=previous
         )
 
     def not_sent(self, targets: tuple[int, ...] | None) -> SyncReport:
-        """The report of an update that was not sent, since time was up before the one before it was answered."""
+        """The report of an update that was not sent: time was up before the one before it was answered."""
         assert self._previous is not None
         before, owing = self._previous.version, self._previous.of(OutcomeKind.TIMED_OUT)
         reason = f"not sent: time was up while version {before} still awaited {workers_text(owing)}"
@@ -88,7 +88,7 @@ class Reporter:
         return previous
 
     def all_ended(self, error: WorkerLostError | RefusedError) -> WorkerLostError | RefusedError:
-        """``error``, which refused a send since every target is lost or has refused, with the report of that."""
+        """``error``, raised because every target is lost or has refused the handshake, with its report added."""
         workers, told = self._driver.data.workers, error.lost if isinstance(error, WorkerLostError) else error.refused
         outcomes = {worker: ended(workers[worker]) for worker in told if worker in workers}
         error.report = replace(self.empty(), outcomes=outcomes)

@@ -1,40 +1,46 @@
-"""`WeightSender`: sends the weights of one model to its workers, and says what became of them."""
+"""`WeightSender`: sends the weights of one model to its workers, and reports what became of each version."""
 
 from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from weightsync.clock import Deadline, Stopwatch, Timeout
-from weightsync.engine.copies import expected_number, require_worker_id
+from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
+from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_whole, require_worker_id
+from weightsync.engine.outgoing import OutgoingWeights
 from weightsync.engine.packer import Packed
+from weightsync.engine.recorded_drivers import sender_driver
 from weightsync.engine.reporter import Reporter
+from weightsync.engine.sender_driver import SenderDriver
 from weightsync.engine.signals import Shield
-from weightsync.engine.workers import Roster
-from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError
+from weightsync.engine.workers import Workers
+from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError, warn_renamed
 from weightsync.options import OnFailure, OnPending, option
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.report import OutcomeKind, SyncReport
+from weightsync.transports.base import Link
+from weightsync.transports.pipe.user_messages import UserMessages
+from weightsync.weights.layout import Layout
 
-#: Seconds between two looks at processes that have not started yet.
+#: Seconds between two checks of processes that have not started yet.
 STARTS: Final = 0.5
 
 
 class Wanted(NamedTuple):
-    """Whom a send is for."""
+    """The workers that a send is for."""
 
     #: Worker ids; None: all.
     targets: tuple[int, ...] | None
-    #: How many workers there must be on the roll, at least; None: what the sender expects.
+    #: The least number of workers there must be; None: what the sender expects.
     expected: int | None
-    #: Whether a send to all may find nobody.
+    #: Whether a send to all may find no worker.
     allow_empty: bool
 
 
-class WeightSender(Roster):
+class WeightSender(Participant):
     """Sends the weights of one model to its workers.
 
     A strict state machine (`state`): a call that its state does not allow raises `StateError` and changes nothing.
@@ -44,11 +50,91 @@ class WeightSender(Roster):
         scheme: the scheme that wires it.
     """
 
+    _driver: SenderDriver
+
     def _begin(self) -> None:
-        super()._begin()
+        self._driver = sender_driver(self._model_id)
+        self._packer = self._scheme.packer
+        self._workers = Workers(self._scheme, self._driver)
+        self._outgoing = OutgoingWeights(self._scheme, self._driver, self._packer, self._context)
         self._reporter = Reporter(self._driver)
-        #: How many workers there must be on the roll for a send, at least; None: one.
+        #: The least number of workers that a send needs; None: one.
         self.expected_workers: int | None = None
+
+    # ------------------------------------------------------------------------------------------------ workers
+
+    def add_worker(self, worker_id: int, pipe_or_context: Any, *, process: Any = None) -> None:
+        """Add a worker, or give one that has been added a new link. Never waits.
+
+        A late joiner receives the latest version addressed to it right behind the handshake.
+
+        Args:
+            worker_id: its id, 0 or more.
+            pipe_or_context: our end of a duplex `multiprocessing.Pipe`, or an object whose ``.pipe`` is that.
+            process: the worker's process on this host, if there is one: a `multiprocessing` process or a
+                `subprocess.Popen`, started or not yet, or a process id. Its death is then noticed even before it has
+                connected.
+
+        Raises:
+            StateError: the sender is closed.
+            ConfigurationError: no link can be made of it, or ``process`` is no process.
+        """
+        self._workers.add(worker_id, pipe_or_context, process)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Remove a worker and close its link; if it owed an answer, its outcome is LOST.
+
+        Raises:
+            StateError: the sender is closed.
+            ConfigurationError: no such worker has been added.
+        """
+        self._workers.remove(worker_id)
+
+    def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        """TorchRL's name of `add_worker`, with the argument's name."""
+        self.add_worker(worker_idx, pipe_or_context)
+
+    _register_worker = register_worker
+
+    def connect(self, fence: int | None = None, *, weights: Any = None) -> None:
+        """Lay the links: each holds our Hello where its worker will find it. Never waits for a worker.
+
+        Args:
+            fence: the incarnation to rise above, which the `WorkerLostError` of a fenced sender carries.
+            weights: what will be sent first, if not the registered model's: the handshake carries their layout.
+
+        Raises:
+            StateError: the links were laid already, or the sender is closed.
+            ConfigurationError, LayoutError: these weights cannot be sent; no link was laid.
+        """
+        above = 0 if fence is None else require_whole(fence, "fence", "the incarnation to rise above")
+        incarnation = new_incarnation(above)
+        self._driver.require(SenderInput.CONNECT)
+        layout = self._known_layout() if weights is None else self._packer.layout_of(weights)
+        with Shield(self._driver.waker.fire), self._driver.lock:
+            if self._driver.layout is None:
+                self._driver.layout = layout
+            self._driver.take(pure.Connect(incarnation))
+
+    def _known_layout(self) -> Layout | None:
+        """The layout that the handshake carries if no other weights are named; None: it carries none."""
+        return self._outgoing.registered_layout()
+
+    def await_workers(self, timeout: float | Timeout | None = Timeout.DEFAULT) -> None:
+        """Wait until every worker has answered the handshake: a rendezvous without weights.
+
+        Args:
+            timeout: seconds; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+
+        Raises:
+            StateError: the links are not laid, or the sender is closed.
+            AckTimeoutError: some had not answered by the deadline. It may be called again.
+            WorkerLostError: the others have answered, and some links were lost.
+            RefusedError: the others have answered, and some have refused the handshake: their models do not fit.
+        """
+        self._workers.wait(timeout)
+
+    # ------------------------------------------------------------------------------------------------ sending
 
     def send(
         self,
@@ -61,45 +147,44 @@ class WeightSender(Roster):
         allow_empty: bool = False,
         expected_workers: int | None = None,
     ) -> SyncReport:
-        """Send weights as the next version and wait until every target has answered or is lost.
+        """Send weights as the next version, and wait until every target has answered or is lost.
 
-        The caller may change its tensors once this returned or raised.
+        The caller may change its tensors once this has returned or raised.
 
         Args:
             weights: an `nn.Module`, a TensorDict, a dict (nested or flat dotted), a model path such as
                 ``"env.transform[0]"``, or None: the registered model's.
-            worker_ids: one or several ids on the roll; None: all.
+            worker_ids: one or several ids of workers that have been added; None: all.
             timeout: seconds until the wait ends; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
             on_failure: "raise", or "report": return the report whatever is in it.
-            on_pending: "raise", "wait" or "supersede", if an update is outstanding. With "wait" the report's
-                `previous` tells what became of that one, and its failures are raised once this one was sent. If it is
-                still outstanding when time is up, nothing is sent.
-            allow_empty: a send to all while nobody is on the roll returns an empty report and uses no version.
-            expected_workers: how many workers there must be on the roll, at least; None: `expected_workers` of the
-                sender.
+            on_pending: "raise", "wait" or "supersede", if an update is outstanding. With "wait" the report of that
+                one is in `previous`, and its failures are raised once this one was sent. If it is still outstanding
+                when time is up, nothing is sent.
+            allow_empty: a send to all without any worker returns an empty report and uses no version.
+            expected_workers: the least number of workers there must be; None: `expected_workers` of the sender.
 
         Returns:
-            What became of it, worker by worker.
+            The outcome of each worker.
 
         Raises:
             StateError: not in this state; nothing changed.
-            ConfigurationError: nobody to send to, fewer workers than expected, an unknown id, weights of an unsupported
-                type.
+            ConfigurationError: no worker to send to, fewer workers than expected, an unknown id, or an unsupported type
+                of weights.
             LayoutError: weights that cannot travel, or are not those of the registered model (other names, shapes or
                 dtypes); nothing was sent.
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
-            WorkerLostError, RefusedError, SyncError: it did not reach everybody; everybody else was served.
+            WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did.
         """
         deadline, failing, stopwatch = Deadline(timeout), option(OnFailure, on_failure), Stopwatch()
         targets = worker_ids_of(worker_ids)
         wanted = Wanted(targets, expected_workers, allow_empty)
         packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, option(OnPending, on_pending))
         if isinstance(packed, SyncReport):
-            return _told(packed, failing)
+            return _delivered(packed, failing)
         with Shield(self._driver.waker.fire) as shield:
             version = self._dispatch(pure.Send(targets), packed, stopwatch.seconds)
             report = self._wait_for(version, deadline, shield)
-        return _told(report, failing)
+        return _delivered(report, failing)
 
     def send_async(
         self,
@@ -111,32 +196,33 @@ class WeightSender(Roster):
         allow_empty: bool = False,
         expected_workers: int | None = None,
     ) -> SyncReport:
-        """Send weights as the next version and go on; `wait_async` tells what became of it.
+        """Send weights as the next version and return at once; `wait_async` returns the outcomes.
 
-        The caller may change its tensors once this returned: a snapshot was taken.
+        The caller may change its tensors once this has returned: a snapshot was taken.
 
         Args:
             weights: as for `send`.
             worker_ids: as for `send`.
             on_pending: as for `send`.
-            timeout: seconds that ``on_pending="wait"`` may wait; otherwise unused, since nothing is waited for.
+            timeout: seconds that ``on_pending="wait"`` may wait; otherwise unused.
             allow_empty: as for `send`.
             expected_workers: as for `send`.
 
         Returns:
-            The report so far: PENDING for each worker that owes an answer.
+            The report so far: PENDING for each worker that has not answered.
 
         Raises:
-            SyncError: the update that ``on_pending="wait"`` waited for did not reach everybody. This one was dispatched
-                all the same, unless time was up (`AckTimeoutError`). Otherwise as `send`, but for the outcomes.
+            SyncError: the update that ``on_pending="wait"`` waited for did not reach every worker. This one was
+                dispatched all the same, unless time was up (`AckTimeoutError`). Otherwise as `send`, without its errors
+                for outcomes.
         """
         deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), worker_ids_of(worker_ids)
         self._refuse_blocking(targets)
         wanted = Wanted(targets, expected_workers, allow_empty)
         packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, option(OnPending, on_pending))
         if isinstance(packed, SyncReport):
-            return _told(packed, OnFailure.RAISE)
-        # In one: another thread may close the sender, or give the version up, as soon as it is dispatched.
+            return _delivered(packed, OnFailure.RAISE)
+        # Under one lock: as soon as it is dispatched, another thread may close the sender or abandon the version.
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._dispatch(pure.SendAsync(targets), packed, stopwatch.seconds)
             report = self._reporter.so_far(OutcomeKind.PENDING)
@@ -152,7 +238,7 @@ class WeightSender(Roster):
         """Wait until every target of the outstanding update has answered or is lost.
 
         Args:
-            timeout: seconds, of its own; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
+            timeout: seconds, counted from this call; None: for ever; default: `WEIGHTSYNC_TIMEOUT` or 60.
             on_failure: "raise" or "report".
 
         Raises:
@@ -160,17 +246,17 @@ class WeightSender(Roster):
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as for `send`.
         """
         deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
-        return _told(self._wait(deadline), failing)
+        return _delivered(self._wait(deadline), failing)
 
     def update_weights(self, weights: Any) -> SyncReport:
-        """Send weights to all workers: the older name of ``send(weights=weights)``."""
+        """Send weights to all workers: an older name of ``send(weights=weights)``."""
         return self.send(weights=weights)
 
     def poll(self) -> SyncReport | None:
-        """Take in all that has arrived, without waiting.
+        """Read what has arrived, without waiting.
 
         Returns:
-            What is known of the outstanding update (PENDING for those who owe), or None if none is outstanding.
+            The outstanding update's outcomes so far (PENDING: no answer yet); None: none is outstanding.
 
         Raises:
             StateError: the sender is closed.
@@ -181,10 +267,10 @@ class WeightSender(Roster):
             return self._reporter.so_far(OutcomeKind.PENDING) if self._driver.data.outstanding else None
 
     def abandon(self) -> SyncReport:
-        """Give the outstanding update up. Workers that owe may have applied it, or may yet: ABANDONED.
+        """Give up the outstanding update. Workers that have not answered are ABANDONED: they may yet apply it.
 
         Raises:
-            StateError: nothing is outstanding, or somebody waits for it.
+            StateError: nothing is outstanding, or another thread waits for it.
         """
         with Shield(self._driver.waker.fire), self._driver.lock:
             self._driver.pump()
@@ -192,33 +278,88 @@ class WeightSender(Roster):
             return self._reporter.concluded(self.version)
 
     def close(self) -> None:
-        """Close for good: links close, a caller who waits is woken, what is outstanding is ABANDONED.
+        """Close for good: links close, waiting callers wake, an outstanding update is ABANDONED.
 
-        Closing twice is allowed. Buffers are freed; what the workers serve stays.
+        Closing twice is allowed. Buffers are freed; the workers keep the versions they serve.
         """
         self._end(self._driver.close)
 
     def fail(self, error: BaseException) -> None:
-        """Close for good, since ``error`` was raised: as `close`, but the workers are told what failed.
+        """Close for good because ``error`` was raised: as `close`, but the goodbye carries the error.
 
-        Their `receive()` raises `TransportError` with its type and text, not `SenderClosed`. Leaving a ``with sender:``
-        block by an exception does this.
+        The workers' `receive()` raises `TransportError` with its type and text, not `SenderClosed`. Leaving a
+        ``with sender:`` block by an exception does this.
         """
-        told = "".join(traceback.format_exception_only(error)).strip()
-        self._end(lambda: self._driver.fail(told))
+        reason = "".join(traceback.format_exception_only(error)).strip()
+        self._end(lambda: self._driver.fail(reason))
 
     def _end(self, close: Callable[[], None]) -> None:
         with Shield(self._driver.waker.fire):
             close()
             self._packer.close()
-            self._endpoints.clear()
+            self._workers.endpoints.clear()
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def version(self) -> int:
+        """The newest version ever dispatched; 0: none."""
+        return self._driver.data.version
+
+    @property
+    def incarnation(self) -> int:
+        """This sender's incarnation; 0 before its links are laid."""
+        return self._driver.data.incarnation
+
+    @property
+    def workers(self) -> Mapping[int, pure.Entry]:
+        """Each worker's entry: the state of its link, the version it acked last."""
+        return dict(self._driver.data.workers)
+
+    @property
+    def roll(self) -> Mapping[int, pure.Entry]:
+        """The former name of `workers`."""
+        warn_renamed("WeightSender.roll", "workers")
+        return self.workers
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The ids of the workers that have been added."""
+        return tuple(self._driver.data.workers)
+
+    @property
+    def stale_answers(self) -> int:
+        """How many answers came for versions that were no longer awaited."""
+        return self._driver.data.stale
+
+    def transports(self) -> dict[int, Link]:
+        """Each worker's link, while it is up or expected."""
+        return self._driver.by_worker()
+
+    def pipe(self, worker_id: int) -> UserMessages:
+        """The user's own messages on a worker's pipe, with the methods of a connection.
+
+        Raises:
+            StateError: the sender is closed.
+            ConfigurationError: no such worker has been added, or it has no pipe.
+        """
+        return self._workers.pipe(worker_id)
 
     def digest(self) -> bytes:
-        """The xxh3-128 digest of the newest version's weights as they travelled, 16 bytes; empty: none is kept."""
+        """The xxh3-128 digest of the newest version's weights as they were sent, 16 bytes; empty: it is not kept."""
         packed = self._driver.packed(self.version)
         return packed.digested() if packed else b""
 
-    # ------------------------------------------------------------------------------------------- internals
+    # ------------------------------------------------------------------------------------------------- copies
+
+    def _carried(self) -> dict[int, Any]:
+        return dict(self._workers.endpoints) if pipes_travel() else {}
+
+    def _restore(self, carried: dict[int, Any]) -> None:
+        for worker_id, endpoint in carried.items():
+            self.add_worker(worker_id, endpoint)
+
+    # ---------------------------------------------------------------------------------------------- internals
 
     def _prepare(
         self,
@@ -228,16 +369,16 @@ class WeightSender(Roster):
         deadline: Deadline,
         pending: OnPending,
     ) -> Packed | SyncReport:
-        """Check that the call is allowed, make way and pack the weights; a report: nothing is to be sent."""
+        """Check that the call is allowed, settle what is outstanding, pack the weights; a report: nothing is sent."""
         with Shield(self._driver.waker.fire):
             self._driver.pump()
-        unlaid = self.state is State.UNINITIALIZED and bool(self._endpoints)
+        unlaid = self.state is State.UNINITIALIZED and bool(self._workers.endpoints)
         in_the_way = self.state is State.PENDING_ASYNC and pending is not OnPending.RAISE
         if not (in_the_way or unlaid):
             self._driver.require(asked)
         if self._sends_to_nobody(wanted):
             return self._reporter.empty()
-        with self._reported():
+        with self._with_report():
             pure.targets_of(self._driver.data, wanted.targets)
         if unlaid:
             self.connect()
@@ -249,10 +390,10 @@ class WeightSender(Roster):
         return self._pack(weights, in_the_way and pending is OnPending.SUPERSEDE)
 
     def _sends_to_nobody(self, wanted: Wanted) -> bool:
-        """Whether nobody is on the roll, and that is allowed.
+        """Whether there is no worker, and that is allowed.
 
         Raises:
-            ConfigurationError: fewer workers are on the roll than are expected, or that is no number.
+            ConfigurationError: there are fewer workers than expected, or what is expected is no number.
         """
         data, expected = self._driver.data, expected_number(wanted.expected)
         expected = expected_number(self.expected_workers) if expected is None else expected
@@ -261,39 +402,30 @@ class WeightSender(Roster):
             raise ConfigurationError(
                 f"{expected} workers are expected, and {len(data.workers)} have been added: "
                 f"{sorted(data.workers)}.{left} "
-                "Nothing was sent, no version was used. add_worker() puts a worker on the roll."
+                "Nothing was sent, no version was used. add_worker() adds a worker."
             )
         return wanted.targets is None and not data.workers and wanted.allow_empty
 
     def _refuse_blocking(self, targets: tuple[int, ...] | None) -> None:
         blocking = self._driver.blocking(targets)
         if blocking:
-            hint = (
-                f"workers {blocking} are reached by transports of your own, whose calls have to be waited for. Call "
-                "send() instead."
-            )
+            hint = f"workers {blocking} are reached by transports of your own, whose calls block. Call send() instead."
             raise self._driver.refused("send_async", hint)
 
     def _pack(self, weights: Any, superseding: bool) -> Packed:
-        """Pack the weights. What is outstanding is given up only when nothing can refuse them any more."""
-        # A context that was collected is missed only where it is asked.
-        context = self._context() if weights is None or isinstance(weights, str) else None
-        prepared = self._scheme.prepare_weights(weights, self._model_id, self._scheme.strategy, context)
-        packed = self._packer.pack(prepared)
-        try:
-            if weights is not None:
-                self._refuse_other_model(packed.layout)
-            self._scheme.published(self._model_id, prepared)
-            if superseding:
+        """Pack the weights, and only then give up what is outstanding: nothing can refuse them any more."""
+        packed = self._outgoing.pack(weights)
+        if superseding:
+            try:
                 self._reporter.superseded(self.abandon())
-        except BaseException:
-            self._packer.handed_over(packed)
-            raise
+            except BaseException:
+                self._packer.handed_over(packed)
+                raise
         return packed
 
     def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, pack_s: float) -> int:
         try:
-            with self._reported():
+            with self._with_report():
                 version = self._driver.dispatch(event, packed)
         finally:
             self._packer.handed_over(packed)
@@ -301,15 +433,15 @@ class WeightSender(Roster):
         return version
 
     @contextlib.contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Give a send that is refused since all are lost or have refused already its report."""
+    def _with_report(self) -> Iterator[None]:
+        """Add the report to the error of a send whose targets are all lost already, or have refused the handshake."""
         try:
             yield
         except (WorkerLostError, RefusedError) as error:
             raise self._reporter.all_ended(error) from None
 
     def _wait(self, deadline: Deadline) -> SyncReport:
-        """Wait for what is outstanding."""
+        """Wait for the outstanding update."""
         with Shield(self._driver.waker.fire) as shield:
             with self._driver.lock:
                 self._driver.pump()
@@ -335,14 +467,14 @@ class WeightSender(Roster):
             return self._reporter.so_far(OutcomeKind.TIMED_OUT)
 
     def _nap(self, deadline: Deadline) -> float | None:
-        """How long to sleep before the deadline, and processes that have yet to start, are looked at again."""
+        """Seconds to sleep before the deadline, and processes that have not started yet, are checked again."""
         if not self._driver.awaits_processes:
             return deadline.nap
         return STARTS if deadline.nap is None else min(deadline.nap, STARTS)
 
 
-def _told(report: SyncReport, failing: OnFailure) -> SyncReport:
-    """The report, for the caller. That the update was given up while it was waited for is always raised."""
+def _delivered(report: SyncReport, failing: OnFailure) -> SyncReport:
+    """Return the report or raise its failures. That the update was abandoned during the wait is always raised."""
     if failing is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED):
         report.raise_on_failure()
     return report
@@ -352,7 +484,7 @@ def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | N
     """The ids that a send's ``worker_ids`` names; None: all.
 
     Raises:
-        ConfigurationError: one of them is none.
+        ConfigurationError: one of them is no id.
     """
     if worker_ids is None:
         return None

@@ -1,6 +1,6 @@
-"""The sender's driver: it takes events, executes their effects over the links, and feeds the results back.
+"""The sender's driver: takes events, executes their effects over the links, and feeds the results back.
 
-A link may run ahead of its worker by two versions: a worker that does not read costs no more memory than these.
+A link carries at most two unanswered versions, so that a worker that does not read costs no more memory than these.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from weightsync.transports.calls.client import BlockingLink
 from weightsync.transports.process import own_host, own_identity
 from weightsync.transports.wakeup import AwaitedProcess
 
-#: Updates that a link may carry unanswered: one that is being applied, one behind it.
+#: Unanswered updates that a link may carry: one that is being applied, one behind it.
 MAX_UNANSWERED: Final = 2
 
 
 class Backlog:
-    """The versions that one link carries unanswered, and the newest that waits behind them.
+    """The unanswered versions on one link, and the newest one that waits behind them.
 
-    A version that waits and is overtaken is never sent. It was abandoned before the newer one was dispatched, so
-    nobody is owed an answer for it.
+    A waiting version that is superseded is never sent. It was abandoned before the newer one was dispatched, so no
+    answer for it is awaited.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Backlog:
         return bool(self._waiting)
 
     def admit(self, version: int) -> bool:
-        """Whether a version may leave now; otherwise it waits, in place of an older one."""
+        """Whether a version may be sent now; otherwise it waits, and replaces an older one that waits."""
         if len(self._unanswered) >= MAX_UNANSWERED:
             self._waiting = version
             return False
@@ -56,7 +56,7 @@ class Backlog:
         return True
 
     def answered(self, version: int) -> int:
-        """The worker has answered for a version, and so for all before it; the version to be admitted now, or 0."""
+        """Take the answer to a version, and so to all before it. Returns the version to be sent now, or 0."""
         self._unanswered = {unanswered for unanswered in self._unanswered if unanswered > version}
         if len(self._unanswered) >= MAX_UNANSWERED:
             return 0
@@ -70,8 +70,8 @@ logger = logging.getLogger("weightsync")
 class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]):
     """One sender's machine, data and links.
 
-    All its methods take the lock, never block and never raise for a link's sake: a link that fails is LOST. They
-    raise what the pure half raises (a call refused), and then nothing has changed.
+    Its methods take the lock, never block, and never raise because a link fails: that worker is LOST. They raise what
+    the pure half raises (the call is refused), and then nothing has changed.
 
     Args:
         model_id: the model whose weights are sent.
@@ -79,16 +79,16 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def __init__(self, model_id: str) -> None:
         super().__init__(model_id, SenderMachine(), pure.SenderData(), pure.step)
-        #: What became of updates that nobody has asked about since they ended.
+        #: The outcomes of updates that have ended and were not reported yet.
         self.concluded: dict[int, pure.Conclude] = {}
-        #: When the workers spoke.
+        #: When the workers were last heard from.
         self.hearing = Hearing()
         self._links: dict[int, tuple[int, Link]] = {}
         self._awaited: dict[int, AwaitedProcess] = {}
         self._told: dict[int, bytes] = {}
         self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
         self._packed: dict[int, Packed] = {}
-        #: What its goodbyes say, as it has not failed.
+        #: The ending and the reason that its goodbyes carry: it has not failed.
         self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
 
     # ------------------------------------------------------------------------------------------- events
@@ -112,7 +112,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return version
 
     def join(self, worker: int, link: Link, process: AwaitedProcess | None = None) -> None:
-        """Put a worker on the roll on a new link, or give it a new one; its process is watched from the start."""
+        """Add a worker with a link, or give it a new one. Its process is watched from the start."""
         with self.lock:
             self._last_link += 1
             events = pure.joining(self.machine.state, self.data, worker, self._last_link)
@@ -123,25 +123,25 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self.take(event)
 
     def remove(self, worker: int, reason: str) -> None:
-        """Take a worker off the roll; its link is closed."""
+        """Remove a worker and close its link."""
         with self.lock:
             for event in pure.removal(self.machine.state, self.data, worker, reason):
                 self.take(event)
             self.hearing.forget(worker)
 
     def close(self) -> None:
-        """Close for good: every link says goodbye and closes, a caller who waits is woken."""
+        """Close for good: send a goodbye over every link, close them, wake callers that wait."""
         self.take(pure.Close())
         self.waker.close()
 
     def fail(self, reason: str) -> None:
-        """Close for good, since something failed: every worker is told what."""
+        """Close for good because of an error, which every goodbye carries."""
         with self.lock:
             self._parting = (Ending.FAILED, reason)
             self.close()
 
     def told(self, report: SyncReport) -> None:
-        """A caller is told this. Nothing changes; it is recorded where anybody records."""
+        """A report was returned to a caller, or raised. Does nothing; a recorded driver writes it to the trace."""
 
     def _hint(self, asked: str) -> str:
         return sender_hint(self.machine.state, self.data, asked)
@@ -183,11 +183,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         if link not in self._links:
             return
         delivery = self._links[link][1].delivery
-        # Where answers may be lost, none is proof of anything: a full backlog would never empty.
+        # Where answers may be lost, a full backlog might never empty.
         if not delivery.loses and not self._backlogs[link].admit(version):
             return
         packed = self._packed[version]
-        # Where an update may come before those sent earlier, or without them, each tells its layout.
+        # Where updates may be reordered or lost, each carries its layout.
         in_turn = not (delivery.reorders or delivery.loses)
         told = in_turn and self._told.get(link) == packed.layout.digest
         update = Update(
@@ -209,12 +209,12 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return
         try:
             self._links[link][1].send(message, payload)
-        except Exception as error:  # noqa: BLE001 - however a link fails, the other targets are still dispatched to
+        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the other targets get the update
             for event in self._last_words(worker, link, str(error) or repr(error)):
                 self._step(event)
 
     def _close_link(self, link: int) -> None:
-        """Say Bye as far as it goes at once, and close. A shared connection stays open for its other models."""
+        """Send Bye if it can be sent at once, and close. A shared connection stays open for its other models."""
         if link not in self._links:
             return
         _, closing = self._links.pop(link)
@@ -225,7 +225,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         ending, reason = self._parting
         try:
             closing.send(Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason=reason, ending=ending))
-        except Exception as error:  # noqa: BLE001 - it may be closed because it failed, in whatever way
+        except Exception as error:  # noqa: BLE001 - it may be closing because it failed
             logger.debug("no goodbye over a link of %r: %s", self.model_id, error)
         finally:
             close(closing)
@@ -243,7 +243,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return dict(sorted(self._links.values(), key=itemgetter(0)))
 
     def has_read(self, worker: int) -> bool | None:
-        """Whether a worker has read all that was sent to it; None: that is not known."""
+        """Whether a worker has read everything that was sent to it; None: unknown."""
         with self.lock:
             entry = self.data.workers[worker]
             if entry.link_state is pure.LinkState.EXPECTED or self._backlogs[entry.link].waits:
@@ -252,20 +252,20 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return link.all_read() if isinstance(link, TellsWhatIsRead) else None
 
     def remark(self, worker: int) -> str:
-        """Why a worker does not answer, where its link was told; empty: it was not."""
+        """Why a worker does not answer, as far as its link knows; empty: it does not know."""
         with self.lock:
             entry = self.data.workers[worker]
             link = self._links[entry.link][1] if entry.link in self._links else None
             return link.remark if isinstance(link, Remarks) else ""
 
     def blocking(self, targets: tuple[int, ...] | None) -> list[int]:
-        """Those of the targets (None: all) that only a caller who waits can be sent to."""
+        """The targets (None: all workers) whose links block until the worker has answered."""
         with self.lock:
             held = [worker for worker, link in self._links.values() if isinstance(link, BlockingLink)]
             return [worker for worker in held if targets is None or worker in targets]
 
     def pump(self) -> None:
-        """Write what waits to be written, take in all that has arrived."""
+        """Write what is waiting to be written, read all that has arrived."""
         with self.lock:
             if self.machine.state in (State.UNINITIALIZED, State.CLOSED):
                 return
@@ -274,19 +274,19 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     self._happen(worker, number, link, event)
 
     def _happen(self, worker: int, number: int, link: Link, event: pure.Event) -> None:
-        """Take what a link says. If that fails it is this link's failure, and nobody else's."""
+        """Take an event of a link. An error is a failure of this link only."""
         try:
             self.take(event)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other links are still served
+        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
             self.take(pure.LinkLost(worker, number, mishandled(link, error)))
 
     @property
     def awaits_processes(self) -> bool:
-        """Whether a process that is to be watched has not started yet: nothing wakes us when it does."""
+        """Whether a process to be watched has not started yet. Nothing wakes us when it starts."""
         return bool(self._awaited)
 
     def _look_after(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
-        """Watch the worker's process once it has started; its death if it is dead already."""
+        """Start to watch the worker's process once it has started. Yields its death if it is dead already."""
         process = self._awaited.get(number)
         if process is None:
             return
@@ -301,7 +301,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 yield pure.LinkLost(worker, number, str(error))
 
     def _hear(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
-        """The events that a link has for us now, its death last."""
+        """The events that a link has now; the loss of the link is the last."""
         try:
             flush(link)
         except TransportError as error:
@@ -317,7 +317,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     yield from self._events(worker, number, link, received.message)
         except (TransportError, ProtocolError) as error:
             yield pure.LinkLost(worker, number, str(error))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other links are still served
+        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
             yield pure.LinkLost(worker, number, mishandled(link, error))
 
     def _give_up(self, link: Link, reason: str) -> None:
@@ -326,12 +326,12 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self._step(pure.LinkLost(worker, number, reason))
 
     def _listens(self, worker: int, number: int) -> bool:
-        """Whether a link is in force. One that is lost amid a step is closed behind it."""
+        """Whether a link is the worker's current one and is open. A link lost within a step is closed after it."""
         entry = self.data.workers.get(worker)
         return entry is not None and entry.link == number and entry.open
 
     def _last_words(self, worker: int, number: int, reason: str) -> Iterator[pure.Event]:
-        """The events of a link that cannot be written to any more: what it said before its death, then its death."""
+        """The events of a link that can no longer be written to: what arrived before its loss, then the loss."""
         if number in self._links:
             yield from self._heard(worker, number, self._links[number][1])
         yield pure.LinkLost(worker, number, reason)
@@ -345,7 +345,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self._verify(message)
                 packed, stale = self._packed.get(message.version), self.data.stale
                 yield pure.Answer(worker, number, message)
-                # Handshakes tell a layout that somebody took, not one that was only sent.
+                # Handshakes carry a layout that a worker has accepted, not one that was only sent.
                 if isinstance(message, Ack) and packed is not None and self.data.stale == stale:
                     self.layout = packed.layout
                 self._catch_up(worker, number, message)
@@ -363,7 +363,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self._finish()
 
     def _verify(self, message: Ack | Refusal) -> None:
-        """An ack must name the digest of what we sent as that version."""
+        """Check that an ack carries the digest of the version as it was sent."""
         packed = self._packed.get(message.version)
         if not isinstance(message, Ack) or packed is None or message.incarnation != self.data.incarnation:
             return
@@ -376,7 +376,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     # ----------------------------------------------------------------------------------------- retained
 
     def _forget(self) -> None:
-        """Release the versions that are due to nobody any more."""
+        """Release the versions that are due to no worker any more."""
         due = {self.data.due_all, *(entry.due for entry in self.data.workers.values())}
         if self.data.outstanding is not None:
             due.add(self.data.outstanding.version)
@@ -390,5 +390,5 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self._packed.pop(version).buffer.unpin(self)
 
     def packed(self, version: int) -> Packed | None:
-        """The version's weights as they travelled, while they are due to anybody."""
+        """The version's weights as they were sent, while they are due to any worker; None: they were released."""
         return self._packed.get(version)

@@ -1,4 +1,4 @@
-"""Sends one after another, where the caller has no verb to wait for an update or to give it up."""
+"""Sequential sends, for callers that have no method to wait for an update or to abandon it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ logger = logging.getLogger("weightsync")
 
 
 class SequentialSends:
-    """Sends by one sender that is never asked to wait or to abandon by anybody else.
+    """Sends by one sender, one after another.
 
-    A send first abandons an update whose failure was already reported, and first waits for one that nobody was told
-    about.
+    A send first settles the update before: it abandons one whose failure was already reported, and waits for one that
+    was not reported yet.
 
     Args:
-        sender: whose sends these are.
+        sender: the sender. Nobody else waits on it or abandons its updates.
     """
 
     def __init__(self, sender: WeightSender) -> None:
         self._sender = sender
-        self._told = 0
+        self._reported = 0
 
     def send(
         self,
@@ -37,9 +37,9 @@ class SequentialSends:
         timeout: float | Timeout | None = Timeout.DEFAULT,
         on_failure: OnFailure | str = OnFailure.RAISE,
     ) -> SyncReport:
-        """Send and wait, as `WeightSender.send` does, after what is outstanding was settled.
+        """Settle the update before, then send and wait as `WeightSender.send` does.
 
-        What became of the update before is logged, if it failed: this one overtakes it.
+        A failure of the update before is logged: this one supersedes it.
 
         Raises:
             As `WeightSender.send`.
@@ -49,7 +49,7 @@ class SequentialSends:
         if before is not None and before.failed:
             logger.warning("the update before: %s", before.error())
         report = self._sender.send(weights, worker_ids, timeout=deadline.remaining, on_failure=OnFailure.REPORT)
-        self._tell(report)
+        self._note(report)
         if failing is OnFailure.RAISE:
             report.raise_on_failure()
         return report
@@ -62,10 +62,10 @@ class SequentialSends:
         timeout: float | Timeout | None = Timeout.DEFAULT,
         on_failure: OnFailure | str = OnFailure.RAISE,
     ) -> SyncReport:
-        """Send and go on, as `WeightSender.send_async` does, after what is outstanding was settled.
+        """Settle the update before, then send as `WeightSender.send_async` does.
 
         Raises:
-            SyncError: the update before did not reach everybody: this one was dispatched all the same. Otherwise as
+            SyncError: the update before did not reach every worker. This one was dispatched all the same. Otherwise as
                 `WeightSender.send_async`.
         """
         deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
@@ -78,25 +78,25 @@ class SequentialSends:
         return report
 
     def settle(self, timeout: float | Timeout | None = Timeout.DEFAULT) -> SyncReport | None:
-        """Wait for an update that nobody was told about, then give up what is still outstanding.
+        """Wait for an outstanding update that was not reported yet, then abandon it if it is still outstanding.
 
         Returns:
-            The report of that update, whatever is in it; None: there was none, or its failure was reported already.
+            The report of that update; None: there was none, or its failure was reported already.
 
         Raises:
             StateError: another thread is waiting for it.
         """
         if self._sender.state is not State.PENDING_ASYNC:
             return None
-        if self._told == self._sender.version:
+        if self._reported == self._sender.version:
             self._sender.abandon()
             return None
         report = self._sender.wait_async(timeout=timeout, on_failure=OnFailure.REPORT)
-        self._tell(report)
+        self._note(report)
         if self._sender.state is State.PENDING_ASYNC:
             self._sender.abandon()
         return report
 
-    def _tell(self, report: SyncReport) -> None:
-        """Somebody is about to be told."""
-        self._told = report.version or 0
+    def _note(self, report: SyncReport) -> None:
+        """Note that this report reaches the caller."""
+        self._reported = report.version or 0

@@ -1,4 +1,4 @@
-"""What senders and receivers need of the scheme that wires them."""
+"""What senders and receivers need from their scheme."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SchemeServices(Protocol):
 
     @property
     def strategy(self) -> WeightStrategy:
-        """How weights are taken from a model, and applied by hand."""
+        """How weights are read from a model, and applied by hand."""
 
     @property
     def apply_mode(self) -> Mode:
@@ -25,15 +25,15 @@ class SchemeServices(Protocol):
 
     @property
     def packer(self) -> Packer:
-        """A new packer, with buffers of the kind that the scheme's links carry best."""
+        """A new packer, with the type of buffer that suits the scheme's links."""
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        """A link over ``endpoint`` (a pipe's end, or a context that has one) to ``peer``, in words."""
+        """A link over ``endpoint`` (a pipe's end, or a context that has one) to ``peer``, a name for messages."""
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Have ``accept`` called with each link by which a sender reaches us at ``endpoint``, the first one included.
+        """Call ``accept`` with each link over which a sender reaches us at ``endpoint``, including the first.
 
-        It may be called at once, and later from any thread. What is returned ends the listening.
+        It may be called at once, and later from any thread. Call the returned function to stop listening.
         """
 
     def user_messages(self, endpoint: Any) -> UserMessages:
@@ -43,7 +43,7 @@ class SchemeServices(Protocol):
         """One of TorchRL's transport classes over ``receiver``, which listens at ``endpoint``."""
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """The weights that a send with these arguments means."""
+        """The weights to send for these arguments."""
 
     def published(self, model_id: str, weights: Any) -> None:
         """Called with each version's weights before it is dispatched."""

@@ -1,4 +1,4 @@
-"""Who serves a model just now, and who may change it: forwards share it, a swap has it alone."""
+"""The lock of a served model: forwards share it, a swap holds it alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, Final
 from weightsync.clock import Deadline
 from weightsync.errors import ModelBusyError
 
-#: Seconds that a forward waits for those already under way before it goes on beside them with the version served.
+#: Seconds that a forward waits for those under way, so that a staged version goes live, before it runs beside them.
 #: Without a bound, a forward that waits for another forward of the same model in another thread would never end.
 PATIENCE: Final = 1.0
 
 
 class ServingLock:
-    """Shared by those who serve a model, each as deep as it likes; a swap takes it alone."""
+    """Shared by the threads that serve a model, which may nest; a swap holds it alone."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -30,7 +30,7 @@ class ServingLock:
         """Begin to serve; waits for a swap to end.
 
         Args:
-            frame: the call that serves. Should it end without `leave`, its entry is void.
+            frame: the call that serves. If it ends without `leave`, its entry no longer counts.
         """
         own = threading.get_ident()
         with self._changed:
@@ -39,7 +39,7 @@ class ServingLock:
             self._serving[own].append(frame)
 
     def leave(self) -> None:
-        """End what this thread entered last, if anything."""
+        """End what this thread began last, if anything."""
         own = threading.get_ident()
         with self._changed:
             entries = self._serving.get(own)
@@ -50,14 +50,14 @@ class ServingLock:
                     self._changed.notify_all()
 
     def mine(self) -> bool:
-        """Whether this thread serves."""
+        """Whether this thread serves the model."""
         return threading.get_ident() in self._serving
 
     @contextlib.contextmanager
     def swapping(self, timeout: float | None = 0.0) -> Iterator[bool]:
-        """Have the model alone, if nobody serves it within ``timeout`` seconds; yields whether that is so.
+        """Hold the lock alone, if nobody serves the model within ``timeout`` seconds. Yields whether that is so.
 
-        A thread that serves it itself does not get it.
+        A thread that serves the model itself does not get it.
         """
         own, got = threading.get_ident(), False
         with self._changed:
@@ -73,14 +73,14 @@ class ServingLock:
 
     @contextlib.contextmanager
     def alone(self, deadline: Deadline, asked: str) -> Iterator[None]:
-        """Have the model alone but for what this thread itself serves; waits for all others.
+        """Hold the lock alone, beside what this thread itself serves. Waits for all other threads.
 
         Args:
-            deadline: until when.
-            asked: the public method that needs the model, for messages to people.
+            deadline: how long to wait.
+            asked: the public method that was called, for the error.
 
         Raises:
-            ModelBusyError: others served it until then.
+            ModelBusyError: other threads served the model until then.
         """
         own = threading.get_ident()
         with self._changed:
@@ -118,30 +118,30 @@ class ServingLock:
 
 
 def _over(frame: FrameType | None) -> bool:
-    """Whether a call has ended. torch skips its hooks when a KeyboardInterrupt ends a forward."""
+    """Whether a call has ended. torch skips our hook when a KeyboardInterrupt ends a forward."""
     if frame is None:
         return False
     try:
         frame.clear()
     except RuntimeError:
-        return False  # it is still being executed
+        return False  # it is still running
     return True
 
 
 class Hook:
-    """One of the two hooks of a guarded module. A copy of the module has inert ones."""
+    """One of the two hooks of a guarded module. In a copy of the module they do nothing."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Inert, ()
 
 
 class Inert:
-    """What a copied module has in place of our hooks: it does nothing."""
+    """A hook of a copied module: it does nothing."""
 
     def __call__(self, *_: Any) -> None:
         """Do nothing."""
 
 
 def calling_frame() -> FrameType:
-    """The call whose hook asks."""
+    """The frame of the call that runs the hook."""
     return sys._getframe(2)

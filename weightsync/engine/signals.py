@@ -1,4 +1,4 @@
-"""Signals are deferred over what must not be cut in two: a dispatch to all targets, a swap."""
+"""Defers signals while something must not be interrupted: a dispatch to all targets, a swap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-#: Signals whose Python handlers may raise in the middle of anything.
+#: Signals whose Python handlers may raise at any point.
 DEFERRED = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -20,10 +20,10 @@ DEFERRED = (
 
 
 class Shield:
-    """Records signals instead of handling them; `deliver` and the end of the block hand them to their handlers.
+    """Records signals instead of handling them; `deliver` and the end of the block call their handlers.
 
     Python runs signal handlers in the main thread only, so in any other thread this does nothing. Signals that
-    have no Python handler (ignored, or default action) keep their meaning.
+    have no Python handler (ignored, or the default action) act as usual.
 
     Args:
         wake: called when a signal is recorded, so that a blocking wait inside the block returns.
@@ -54,7 +54,7 @@ class Shield:
         self.deliver()
 
     def deliver(self) -> None:
-        """Call the handlers of the signals recorded so far; what a handler raises is raised here."""
+        """Call the handlers of the signals recorded so far. What a handler raises is raised here."""
         while self._recorded:
             signum, frame = self._recorded.pop(0)
             self._previous[signum](signum, frame)

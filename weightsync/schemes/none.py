@@ -69,9 +69,9 @@ class NoReceiver(WeightReceiver):
         timeout: float | Timeout | None = Timeout.DEFAULT,
     ) -> None:
         """Write weights into the registered model; no sender is told."""
-        if self._model is None:
+        if self.model is None:
             raise ConfigurationError("no model is registered: call register_model() first.")
-        self._scheme.strategy.apply_weights(self._model, weights, inplace)
+        self._scheme.strategy.apply_weights(self.model, weights, inplace)
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

@@ -95,7 +95,7 @@ class RayModuleTransformSender(ActorSender):
         Raises:
             ConfigurationError: (a ValueError) no actor is found.
         """
-        if ONLY not in self.worker_ids and not self._endpoints:
+        if ONLY not in self.worker_ids and not self._workers.endpoints:
             self.add_worker(ONLY, self._scheme.actor(self._context(), self._model_id))
 
 

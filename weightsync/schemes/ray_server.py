@@ -189,8 +189,8 @@ class ActorSender(WeightSender):
         scheme: the scheme that sets it up.
     """
 
-    def _travelling(self) -> dict[int, Any]:
-        return dict(self._endpoints)
+    def _carried(self) -> dict[int, Any]:
+        return dict(self._workers.endpoints)
 
 
 class ActorReceiver(WeightReceiver):

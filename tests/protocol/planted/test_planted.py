@@ -10,7 +10,7 @@ from typing import Any
 import checks
 import pytest
 
-from weightsync.engine.receiver import WeightReceiver
+from weightsync.engine.applier import Applier
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.sender import WeightSender
 from weightsync.engine.sender_driver import SenderDriver
@@ -45,7 +45,7 @@ def any_ack_counts(patch: pytest.MonkeyPatch) -> None:
 def acks_before_the_swap(patch: pytest.MonkeyPatch) -> None:
     """G2: the ack leaves before the swap."""
 
-    def apply(self: WeightReceiver, target: Any) -> bool:
+    def apply(self: Applier, target: Any) -> bool:
         pending = self._driver.pending
         assert pending is not None
         self._driver.take(pure_receiver.Applied(self._ack(pending, pending.update.digest, 0.0)))
@@ -53,7 +53,7 @@ def acks_before_the_swap(patch: pytest.MonkeyPatch) -> None:
             target.swap(target.stage(pending.layout, pending.payload, pending.update.extras))
         return True
 
-    patch.setattr(WeightReceiver, "_apply", apply)
+    patch.setattr(Applier, "apply", apply)
 
 
 def slots_are_not_pinned(patch: pytest.MonkeyPatch) -> None:
@@ -123,12 +123,12 @@ def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
         shipped(self)
         self.pending = pending
 
-    def receive_and_apply(self: WeightReceiver, target: Any) -> bool | None:
+    def receive_and_apply(self: Applier, target: Any) -> bool | None:
         self._driver.pump()
-        return None if self._driver.pending is None else self._apply(target)
+        return None if self._driver.pending is None else self.apply(target)
 
     patch.setattr(ReceiverDriver, "close", close)
-    patch.setattr(WeightReceiver, "receive_and_apply", receive_and_apply)
+    patch.setattr(Applier, "receive_and_apply", receive_and_apply)
 
 
 def losses_are_not_heard(patch: pytest.MonkeyPatch) -> None:

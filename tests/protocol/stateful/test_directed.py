@@ -285,13 +285,13 @@ def test_the_version_moves_with_the_weights(world: World) -> None:
         with real.serving() as version:
             seen.append((version, policy.extra))
 
-    shipped, thread = real._target.swap, threading.Thread(target=reader)
+    shipped, thread = real.target().swap, threading.Thread(target=reader)
 
     def swap(staged: object) -> None:
         shipped(staged)
         thread.start()
 
-    real._target.swap = swap
+    real.target().swap = swap  # type: ignore[method-assign]
     offered(world)
     world.deliver_all()
     world.receive(worker(world))

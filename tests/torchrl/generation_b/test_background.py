@@ -114,7 +114,7 @@ def test_the_outermost_forward_makes_live_what_is_staged_in_its_own_thread(duo: 
     with receiver.serving():
         duo.sending.sync = False
         duo.send(2.0)
-        while receiver._staged is None:
+        while receiver._served.staged is None:
             os.sched_yield()
         receiver.driver.lock.acquire()  # the thread cannot be the first
     try:

@@ -320,7 +320,7 @@ def test_g11_a_payload_that_finds_no_memory_is_refused_and_the_next_one_is_appli
         patched.setattr(exchange, "anonymous", none_left)
         pair.sender.send_async()
         assert pair.receiver.receive(timeout=PATIENCE) is False
-    with pytest.raises(RefusedError, match="could not be taken: No memory for 161200 bytes"):
+    with pytest.raises(RefusedError, match="could not be received: No memory for 161200 bytes"):
         pair.sender.wait_async(timeout=PATIENCE)
 
     assert pair.sync().ok

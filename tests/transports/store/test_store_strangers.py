@@ -314,7 +314,7 @@ def test_registering_again_and_again_leaves_one_listener(pair: StorePair) -> Non
 
     until(lambda: listeners() == 1)
     until(lambda: len(os.listdir("/proc/self/fd")) <= opened)
-    assert len(pair.receiver._listening) == 1
+    assert len(pair.receiver._listening._listeners) == 1
     pair.sender.add_worker(0, (pair.store, 1))
     assert pair.sync().ok
 

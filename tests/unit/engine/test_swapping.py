@@ -99,7 +99,7 @@ def test_an_update_that_was_damaged_on_its_way_is_refused_after_a_second_look(
     monkeypatch.setattr(applier, "digest", digest)
     pair.sender.send_async()
     outcome = refused(pair)
-    assert outcome.reason.startswith(f"version 1 arrived with digest {'01' * 16}, but its sender named ")
+    assert outcome.reason.startswith(f"version 1 arrived with digest {'01' * 16}, but its sender sent ")
     assert (len(looks), pair.receiver.version) == (2, None)
 
     looks.append(b"")

@@ -113,7 +113,7 @@ def test_g2_what_is_no_model_any_more_refuses_and_serves_nothing(pair: Any, when
 
     assert pair.receiver.receive(timeout=PATIENCE) is False
 
-    with pytest.raises(RefusedError, match=r"what stands at 'policy' cannot be received into: .*elsewhere") as caught:
+    with pytest.raises(RefusedError, match=r"weights cannot be applied to what is at 'policy': .*elsewhere") as caught:
         pair.sender.wait_async(timeout=PATIENCE)
     assert str(pair.receiver.last_refusal) in str(caught.value)
     pair.actor.policy = filled(0.0)

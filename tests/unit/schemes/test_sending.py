@@ -907,7 +907,9 @@ def test_g5_a_second_send_says_who_is_awaited_and_what_can_be_done(three: Pair) 
         "(or 'wait'). Nothing has changed: the sender is pending_async and allows wait_async(), abandon(), "
         "add_worker(), remove_worker(), close(), poll()."
     )
-    assert "send_async(): version 2 has been answered, but nobody was told yet how. Call wait_async()" in str(settled)
+    assert "send_async(): version 2 has been answered, but the outcome was not reported yet. Call wait_async()" in str(
+        settled
+    )
     assert error.steps[-2:] == (
         ("SEND_ASYNC", "ready", "pending_async"),
         ("REPLY", "pending_async", "pending_async"),

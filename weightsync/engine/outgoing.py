@@ -1,0 +1,90 @@
+"""The weights that a sender sends: the registered model's, or those that a call is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from weightsync.engine.packer import Packed, Packer
+from weightsync.engine.sender_driver import SenderDriver
+from weightsync.engine.services import SchemeServices
+from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.weights.layout import Layout
+
+
+class OutgoingWeights:
+    """Reads, checks and packs the weights of one sender.
+
+    Args:
+        services: the scheme, which knows the registered model.
+        driver: the sender's driver.
+        packer: packs them.
+        context: gives the object on which models are found.
+    """
+
+    def __init__(
+        self, services: SchemeServices, driver: SenderDriver, packer: Packer, context: Callable[[], Any]
+    ) -> None:
+        self._services = services
+        self._driver = driver
+        self._packer = packer
+        self._context = context
+
+    def registered_layout(self) -> Layout | None:
+        """The layout of the registered model; None: there is no such model yet.
+
+        Raises:
+            ConfigurationError, LayoutError: its weights cannot be sent.
+        """
+        try:
+            weights = self._prepared(None, self._context())
+        except (ConfigurationError, LayoutError):
+            return None  # the first send says why
+        return self._packer.layout_of(weights)
+
+    def pack(self, weights: Any) -> Packed:
+        """Pack weights, which are the caller's until `Packer.handed_over`.
+
+        Args:
+            weights: what `WeightSender.send` takes.
+
+        Raises:
+            ConfigurationError, LayoutError: they cannot be sent, or are not those of the registered model.
+            TransportError: there is not enough memory.
+        """
+        # Only weights that are found on the context need it: otherwise it may have been collected.
+        context = self._context() if weights is None or isinstance(weights, str) else None
+        prepared = self._prepared(weights, context)
+        packed = self._packer.pack(prepared)
+        try:
+            if weights is not None:
+                self._refuse_other_model(packed.layout)
+            self._services.published(self._driver.model_id, prepared)
+        except BaseException:
+            self._packer.handed_over(packed)
+            raise
+        return packed
+
+    def _prepared(self, weights: Any, context: Any) -> Any:
+        return self._services.prepare_weights(weights, self._driver.model_id, self._services.strategy, context)
+
+    def _refuse_other_model(self, given: Layout) -> None:
+        """Refuse weights of another model than the registered one: every worker would refuse them.
+
+        Raises:
+            LayoutError: their names, shapes or dtypes differ.
+        """
+        if given == self._driver.layout:
+            return
+        try:
+            registered = self.registered_layout()
+        except (ConfigurationError, LayoutError):
+            return  # a model that cannot be sent does not show which weights can
+        text = f"The weights are not those of the model that is registered for {self._driver.model_id!r}"
+        error = None if registered is None else registered.difference(given, text)
+        if registered is not None and error is not None:
+            message = (
+                f"{error} The model has {registered.summary()}. The weights have {given.summary()}. Nothing was sent. "
+                "If the workers have another model now, register it in the trainer first (scheme.model = ...)."
+            )
+            raise LayoutError(message, error.missing, error.unexpected, error.mismatched)
