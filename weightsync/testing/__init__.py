@@ -1,12 +1,12 @@
-"""A conformance kit: holds anybody's transport to the contract of links, and to the delivery that it declares.
+"""A conformance kit: checks any transport against the contract of links and the delivery that it declares.
 
     from weightsync.testing import Ends, check_transport
 
     def test_my_transport():
         print(check_transport(lambda model_id: Ends(*my_pair(model_id))))
 
-`check_transport` raises `Nonconforming`, which names each rule that was broken, in which scenario and at which step.
-It needs no pytest. ``docs/testing.md`` has the contract of factories and an example.
+`check_transport` raises `Nonconforming`, which names each broken rule with its scenario and step.
+It does not need pytest. ``docs/testing.md`` describes the contract of factories and has an example.
 """
 
 from weightsync.testing.check import check_transport

@@ -1,4 +1,4 @@
-"""The actions of the model, done to real drivers over an adapter's links. Names and arguments are the model's."""
+"""The model's actions, performed by real drivers over an adapter's links. Names and arguments are the model's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from weightsync.testing.step_gate import StepGate
 
 
 class Acting(ReplayActors):
-    """What the senders, the receivers and the network of a path can do."""
+    """The actions that the senders, the receivers and the network of a path can take."""
 
     def acts(self) -> Mapping[str, Callable[..., None]]:
-        """By name."""
+        """The actions by name."""
         return {
             Action.COPY: self._copy,
             Action.DIE: self._die,
@@ -64,7 +64,7 @@ class Acting(ReplayActors):
         player = self._senders[s]
         self._dead.add(s)
         for version in list(player.driver._packed):
-            player.driver._release(version)  # it died with its memory
+            player.driver._release(version)  # its memory is gone with it
         for step_gate in player.step_gates.values():
             step_gate.close()
 
@@ -111,7 +111,7 @@ class Acting(ReplayActors):
         self._await_end(step_gate, self._receivers[w].at(step_gate.place))
         own = player.driver.data.incarnation
         if any(isinstance(each.message, Bye) and each.message.incarnation == own for each in step_gate.waiting):
-            raise Breach(Rule.STATE, f"worker {w} said goodbye, which takes it off the roll, and is only to be LOST")
+            raise Breach(Rule.STATE, f"worker {w} said goodbye, which removes it; in the model it is only LOST")
         step_gate.tell_end()
         player.driver.pump()
 
@@ -185,7 +185,7 @@ class Acting(ReplayActors):
             lambda: receiver.driver.machine.state is not State.AWAITING_ACK,
             receiver.driver.pump,
             Rule.NEVER_BLOCKS,
-            f"the answer of worker {w} does not leave",
+            f"worker {w} does not send its answer",
         )
 
     def _break(self, w: int) -> None:
@@ -211,7 +211,7 @@ class Acting(ReplayActors):
         for place in [place for place in self._owners if place[1] == w]:
             step_gate = old.at(place)
             if not self._senders[place[0]].driver.data.incarnation:
-                self._owners[place] = new  # nothing was said over it yet: who starts again finds it as it is
+                self._owners[place] = new  # nothing was sent over it yet: the restarted worker finds it unused
                 if step_gate is not None:
                     new.add(step_gate)
             elif step_gate is not None:

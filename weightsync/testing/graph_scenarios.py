@@ -1,4 +1,4 @@
-"""Paths of the model's graph as scenarios: one a configuration of the model."""
+"""Paths of the model's graph as scenarios, one for each configuration of the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync.testing.replay_data import Configuration, Step, graphs
 from weightsync.testing.replaying import Replay
 from weightsync.testing.script import Scenario
 
-STRAYED = "the adapter lost a message on the way there, as it may"
+STRAYED = "the adapter lost a message on the way there, which it may do"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +23,19 @@ class GraphScenario(Scenario):
     configuration: str = ""
 
     def beside(self, delivery: Delivery) -> str:
-        """Its network may misbehave only as the links may."""
+        """Why it does not apply: its network may misbehave only as the links may."""
         links = graphs().configurations[self.configuration].links
         may = {"Reorders": delivery.reorders, "Duplicates": delivery.duplicates, "Loses": delivery.loses}
         beyond = sorted(fault.lower() for fault in links if not may[fault])
         if beyond:
-            return f"in its model the network {' and '.join(beyond)}, and links of delivery {delivery.name} do not"
+            return f"in its model, the network {' and '.join(beyond)}, and links of delivery {delivery.name} do not"
         if delivery.loses and "Loses" not in links:
-            return f"links of delivery {delivery.name} may lose messages, and need not tell of deaths"
+            return f"links of delivery {delivery.name} may lose messages and need not report deaths"
         return ""
 
 
 def replayed(link_setup: LinkSetup, name: str) -> None:
-    """Walk all paths of a configuration."""
+    """Replay all paths of a configuration."""
     configuration = graphs().configurations[name]
     link_setup.coverage.edges |= configuration.edges
     tried: set[str] = set()

@@ -1,4 +1,4 @@
-"""Links that are watched."""
+"""Links whose calls are recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightsync.transports.buffers import Buffer
 
 
 class LinkRecorder:
-    """One end of a cable: a link whose every call is watched. See `weightsync.transports.base.Link`."""
+    """One end of a connection: a link that records every call. See `weightsync.transports.base.Link`."""
 
     def __init__(self, link: Link, link_pair: LinkPair, end: End) -> None:
         self.link = link
@@ -20,13 +20,13 @@ class LinkRecorder:
         link_pair.met = link_pair.met or end is End.RECEIVER
         self.end = end
         self.delivery = link.delivery
-        #: What was tried to be sent, as (kind, incarnation, version).
+        #: The messages that were given to `send`, as (kind, incarnation, version).
         self.attempts: list[tuple[str, int, int]] = []
         #: Which of these failed.
         self.failures: set[int] = set()
         #: The updates that were sent.
         self.updates: list[Update] = []
-        #: What has not left yet, as far as `flush` has said.
+        #: The messages that have not been fully written yet, as far as `flush` has reported.
         self._queued: list[Flying] = []
         self.dead = False
 
@@ -49,7 +49,7 @@ class LinkRecorder:
         self.attempts.append((type(message).__name__, message.incarnation, version))
         if isinstance(message, Update):
             self.updates.append(message)
-        # Before it is sent: where both ends share a process it may come out inside the call.
+        # Recorded before it is sent: where both ends share a process, it may arrive inside the call.
         flown = self.link_pair.sent(self.end, message, payload)
         self._queued.append(flown)
         try:
@@ -72,13 +72,13 @@ class LinkRecorder:
         return self._noted(written)
 
     def write(self) -> None:
-        """Have it write what it can; that it is dead is found when it is read."""
+        """Write what the link can; its death is found by reading."""
         with contextlib.suppress(TransportError):
             self._noted(self.link.flush())
 
     @property
     def queued(self) -> bool:
-        """Whether something has not left yet, as far as writing has said."""
+        """Whether something has not been fully written yet, as far as writing has reported."""
         return bool(self._queued)
 
     def _noted(self, written: bool) -> bool:

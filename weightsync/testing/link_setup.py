@@ -1,4 +1,4 @@
-"""Makes an adapter's links for a scenario, and waits for them: no longer than the kit's patience."""
+"""Makes an adapter's links for a scenario, and waits for them up to the kit's patience."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from weightsync.testing.rules import Breach, Rule
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer, Storage
 
-#: What a scenario of links alone needs to know of what cannot be reached.
+#: What a scenario of links alone needs to know about unreachable scenarios.
 _NOTHING: Mapping[str, str] = {}
-#: Seconds for which a link that may lose messages is given to deliver what it will deliver.
+#: Seconds in which a link that may lose messages can deliver those that it does not lose.
 _GRACE = 0.02
-#: Reads of nothing after which a waitable must have become quiet.
+#: Reads that find nothing, after which a waitable must have stopped being readable.
 _SPURIOUS = 50
 
 
 class LinkSetup:
-    """Where one scenario plays.
+    """The connections of one scenario.
 
     Args:
         factory: makes fresh connections.
-        patience: seconds after which something counts as never.
+        patience: seconds after which an expected event counts as never happening.
         storage: where payloads lie.
         unreachable: the scenarios that the adapter declares unreachable, with its reasons.
-        coverage: where it is noted what was replayed of the model's graph.
+        coverage: records which edges of the model's graph were replayed.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class LinkSetup:
         self._waker = Waker()
 
     def lay(self, model_id: str) -> Ends:
-        """A fresh connection."""
+        """Make a new connection."""
         return self.adopt(self._factory(model_id))
 
     def adopt(self, ends: Ends) -> Ends:
-        """Close these too when the scenario is over."""
+        """Close these ends too when the scenario is over."""
         self._ends.append(ends)
         return ends
 
     def listen(self, ends: Ends, accept: Callable[[Link], None]) -> None:
-        """Have ``accept`` called with the receiver's end once it is there, until the scenario is over."""
+        """Call ``accept`` with the receiver's end once it exists, until the scenario is over."""
 
         def accepted(link: Link) -> None:
             self._accepted.append(link)
@@ -73,7 +73,7 @@ class LinkSetup:
         self._stops.append(ends.listen(accepted))
 
     def link_pair(self, ends: Ends, name: str) -> LinkPair:
-        """What lies between the ends."""
+        """The connection between the ends."""
         return LinkPair(self.watch, name, ends.sender.delivery)
 
     def clear(self) -> None:
@@ -88,22 +88,22 @@ class LinkSetup:
             each.dispose()
 
     def strike(self) -> None:
-        """Take the scenario down."""
+        """End the scenario."""
         self.clear()
         self._waker.close()
 
     # ------------------------------------------------------------------------------------------- waiting
 
     def until(self, done: Callable[[], bool], act: Callable[[], object], rule: Rule, what: str) -> None:
-        """Act until it is done.
+        """Call ``act`` until ``done`` is true.
 
         Raises:
-            Breach: of ``rule``, since patience ran out.
+            Breach: patience ran out, which breaks ``rule``.
         """
         deadline = Deadline(self.patience)
         while not done():
             if deadline.passed:
-                raise Breach(rule, f"{what}, not within {self.patience:g} seconds")
+                raise Breach(rule, f"{what} within {self.patience:g} seconds")
             act()
             self.watch.check()
             _breathe()
@@ -111,13 +111,13 @@ class LinkSetup:
     def until_arrived(
         self, recorder: LinkRecorder, pump: Callable[[], None], flush: Callable[[LinkPair], None]
     ) -> None:
-        """Pump until all that was sent to this end has come out at it."""
+        """Pump until all that was sent to this end has arrived at it."""
         self._until_came(recorder.link_pair, recorder.end, recorder, pump, lambda: flush(recorder.link_pair))
 
     def until_came(
         self, link_pair: LinkPair, end: End, pump: Callable[[], None], flush: Callable[[LinkPair], None]
     ) -> None:
-        """Pump until all that was sent to that end has come out at it."""
+        """Pump until all that was sent to that end has arrived at it."""
         self._until_came(link_pair, end, None, pump, lambda: flush(link_pair))
 
     def _until_came(
@@ -138,16 +138,16 @@ class LinkSetup:
                 _breathe()
             if len(link_pair.arrived[end]) > before and not readable and deadline.passed:
                 raise Breach(
-                    Rule.WAKES, f"at {link_pair.name}, {end.value}, a message lay unread, and no waitable said so"
+                    Rule.WAKES, f"{end.value} of {link_pair.name} had a message to receive, but no readable waitable"
                 )
             if deadline.passed and self._expected(link_pair, end):
                 if link_pair.delivery.loses:
                     return
                 missing = ", ".join(words(each.message) for each in link_pair.flying[end])
-                raise Breach(Rule.ARRIVES, f"{missing} never came out at {link_pair.name}, {end.value}")
+                raise Breach(Rule.ARRIVES, f"{missing} never arrived at {link_pair.name}, {end.value}")
 
     def _expected(self, link_pair: LinkPair, end: End) -> list[Message]:
-        """What must still come out at that end. A goodbye may be lost with its link."""
+        """The messages that must still arrive at that end. A goodbye may be lost with its link."""
         if link_pair.cut or end in link_pair.closed or end in link_pair.told:
             return []
         if link_pair.closed and not link_pair.met:
@@ -156,39 +156,43 @@ class LinkSetup:
         return [message for message in flying if not isinstance(message, Bye)] if link_pair.closed else flying
 
     def until_dead(self, recorder: LinkRecorder, pump: Callable[[], None]) -> None:
-        """Pump until this end has told that it is dead, woken by its waitables alone."""
+        """Pump until this end has reported its death, woken by its waitables alone."""
         deadline = Deadline(self.patience)
         while not recorder.dead:
             if not self.readable(recorder, deadline.remaining or 0.0):
                 pump()
                 if recorder.dead:
-                    raise Breach(Rule.WAKES, f"{recorder.end.value} was dead, and no waitable said so")
-                raise Breach(Rule.DEATH_TOLD, f"{recorder.end.value} was not told within {self.patience:g} seconds")
+                    raise Breach(Rule.WAKES, f"{recorder.end.value} was dead, but no waitable became readable")
+                raise Breach(
+                    Rule.DEATH_TOLD, f"{recorder.end.value} reported no death within {self.patience:g} seconds"
+                )
             pump()
             self.watch.check()
             if deadline.passed and not recorder.dead:
-                raise Breach(Rule.DEATH_TOLD, f"{recorder.end.value} was not told within {self.patience:g} seconds")
+                raise Breach(
+                    Rule.DEATH_TOLD, f"{recorder.end.value} reported no death within {self.patience:g} seconds"
+                )
 
     def until_written(self, recorder: LinkRecorder, read: Callable[[], object]) -> None:
-        """Have it write whenever a descriptor of its own says so, while the other end is read."""
+        """Have it write whenever one of its own descriptors says so, while the other end is read."""
         deadline, asked = Deadline(self.patience), True
         while not (asked and recorder.flush()):
             if deadline.passed:
-                what = "has something to write, and neither wants_write() nor a waitable says when it can"
+                what = "has something to write, but neither wants_write() nor a waitable says when it can"
                 raise Breach(Rule.WAKES, f"{recorder.end.value} {what}")
             read()
             asked = bool(wait(self._waker, [recorder], 0.02))
 
     def readable(self, recorder: LinkRecorder, seconds: float) -> bool:
-        """Whether one of its waitables becomes readable in that time."""
+        """Whether one of its waitables becomes readable within that time."""
         return bool(wait(self._waker, [recorder], seconds)) if recorder.waitables() else recorder.dead
 
     def flush(self, recorder: LinkRecorder) -> None:
-        """Have it write what it can; that it is dead is found when it is read."""
+        """Have it write what it can; its death is found by reading."""
         recorder.write()
 
     def quiet(self, recorder: LinkRecorder) -> None:
-        """Once there is nothing to receive, no waitable may stay readable."""
+        """Require that no waitable stays readable once there is nothing to receive."""
         for _ in range(_SPURIOUS):
             poller = select.poll()
             for fd in recorder.waitables():
@@ -198,11 +202,11 @@ class LinkSetup:
             recorder.flush()
             if recorder.receive():
                 return
-        what = f"{recorder.end.value} says that there is something to receive, and {_SPURIOUS} reads found nothing"
+        what = f"{recorder.end.value} reports something to receive, but {_SPURIOUS} reads found nothing"
         raise Breach(Rule.QUIET, what)
 
     def until_free(self, buffers: Sequence[Buffer], what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Every buffer is free, or becomes so; ``what`` is said of those that do not."""
+        """Require that every buffer becomes free; ``what`` describes those that do not."""
         held = [buffer for buffer in buffers if buffer.pinned]
 
         def act() -> None:
@@ -214,5 +218,5 @@ class LinkSetup:
 
 
 def _breathe() -> None:
-    """Let the transport's own threads run: one that looks without a pause leaves them little of the interpreter."""
+    """Let the transport's own threads run: a loop without a pause would hold the interpreter."""
     select.poll().poll(1)

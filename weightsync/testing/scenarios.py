@@ -1,4 +1,4 @@
-"""All scenarios, in the order in which they are played."""
+"""All scenarios, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weightsync.testing.protocol_scenarios import PROTOCOL_SCENARIOS
 from weightsync.testing.script import Scenario
 from weightsync.testing.walks import WALKS
 
-#: By name.
+#: The scenarios by name.
 SCENARIOS: dict[str, Scenario] = {
     scenario.name: scenario
     for scenario in (*LINK_SCENARIOS, *ENDING_SCENARIOS, *PROTOCOL_SCENARIOS, *WALKS, *GRAPH_SCENARIOS)

@@ -1,4 +1,4 @@
-"""The steps of a run's machines as actions of AckProtocol.tla, and what they show."""
+"""The steps of a run's machines as actions of AckProtocol.tla, with the states that they lead to."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from weightsync.verify.replaying import Machine, Moment
 
 
 class SenderActs:
-    """What senders do.
+    """The actions of senders.
 
     Args:
-        names: what the model calls things.
+        names: the model's names.
     """
 
     def __init__(self, names: Naming) -> None:
         self._names = names
 
     def of(self, machine: Machine, number: int) -> Iterator[tuple[int, Acted]]:
-        """The actions of one sender, and when each was."""
+        """The actions of one sender, each with its time."""
         if number > 1:
             line = machine.lines[0]
             yield line.time, Acted(line, {"a": Action.COPY, "s": 1, "t": number})
@@ -43,7 +43,7 @@ class SenderActs:
         match moment.event:
             case sending.Connect(incarnation):
                 if not moment.before.workers:  # type: ignore[union-attr]
-                    raise BeyondTheModelError("a sender connects to nobody")
+                    raise BeyondTheModelError("a sender connects without workers")
                 return {"a": Action.CONNECT, "s": s, "c": self._names.ranks[incarnation]}
             case sending.Send(targets):
                 return self._dispatch("Send", s, targets)
@@ -145,17 +145,17 @@ class SenderActs:
 
 
 class WorkerActs:
-    """What workers do.
+    """The actions of workers.
 
     Args:
-        names: what the model calls things.
+        names: the model's names.
     """
 
     def __init__(self, names: Naming) -> None:
         self._names = names
 
     def of(self, w: int) -> Iterator[tuple[int, Acted]]:
-        """The lives of one worker, one after another."""
+        """The actions of one worker's processes, one process after another."""
         lives = sorted(
             (self._names.network.by_name[name] for name, seat in self._names.seats.items() if seat == w),
             key=lambda machine: machine.lines[0].time,
@@ -163,15 +163,15 @@ class WorkerActs:
         for life, after in zip(lives, [*lives[1:], None], strict=True):
             acts = [*self._of_receiver(life, w)]
             yield from acts
-            # One that has done nothing yet is to the model the worker that comes after it.
+            # The model takes a process that has done nothing for the process that follows it.
             if after is not None and acts:
                 end = life.lines[-1]
                 if any(time < end.time for time in self._laid_to(after)):
-                    raise BeyondTheModelError("two lives of a worker overlap")
+                    raise BeyondTheModelError("two processes of one worker overlap")
                 yield end.time, Acted(end, {"a": Action.CRASH_RECEIVER, "w": w})
 
     def _unnoticed(self, machine: Machine, w: int, sent: Moment | None) -> Iterator[tuple[int, Acted]]:
-        """ANSWERED, which the worker did not come to know, or to write: its answer has left, since a sender has it."""
+        """ANSWERED that the worker did not record: its answer was sent, since a sender has it."""
         if sent is not None and self._arrived(machine, sent):
             step = receiving.step(sent.state, sent.after, receiving.Answered())  # type: ignore[arg-type]
             answered = replace(sent, event=receiving.Answered(), state=step.to, after=step.data)
@@ -179,7 +179,7 @@ class WorkerActs:
             yield sent.line.time, Acted(sent.line, {"a": Action.ANSWERED, "w": w, **shown})
 
     def _arrived(self, machine: Machine, moment: Moment) -> bool:
-        """Whether what was sent was taken from the other end of the link."""
+        """Whether the message was received at the other end of the link."""
         network = self._names.network
         return any(
             heard.message == moment.message
@@ -189,7 +189,7 @@ class WorkerActs:
         )
 
     def _laid_to(self, receiver: Machine) -> Iterator[int]:
-        """When links to a receiver were laid."""
+        """The times at which links to a receiver were laid."""
         for (name, _), ends in self._names.network.hellos.items():
             for sender, link in ends if name == receiver.name else ():
                 for moment in self._names.network.by_name[sender].of(What.LINK):
@@ -197,7 +197,7 @@ class WorkerActs:
                         yield moment.line.time
 
     def _of_receiver(self, machine: Machine, w: int) -> Iterator[tuple[int, Acted]]:
-        #: The answer that was given to a link and is not known to have left.
+        #: The answer that was given to a link and may not have been sent yet.
         owed: Moment | None = None
         for moment in machine.moments:
             event, line = moment.event, moment.line
@@ -206,12 +206,12 @@ class WorkerActs:
             if line.what is What.REFUSED:
                 raise BeyondTheModelError("a peer broke the protocol")
             if isinstance(event, receiving.Invalidate) and owed is not None:
-                raise BeyondTheModelError("weights were written by hand while an answer was on its way")
+                raise BeyondTheModelError("weights were applied by hand while an answer was in flight")
             if line.what is not What.STEP or moment.step is None or moment.step.input is None:
                 continue
             time = line.time
             if isinstance(event, receiving.Answered) and owed is not None:
-                # The model's answer leaves when the receiver knows that it has; a sender may have read it before.
+                # In the model, an answer is sent when the receiver knows that; a sender may have read it before.
                 time, owed = owed.line.time, None
             elif moment.state is not State.AWAITING_ACK:
                 yield from self._unnoticed(machine, w, owed)
@@ -266,7 +266,7 @@ _KINDS = {Ack: "ACK", receiving.Deferred: "DEFERRED", Refusal: RefusalKind.REFUS
 
 
 def _said_to_another(machine: Machine, event: sending.Answer) -> bool:
-    """A goodbye to another sender, or to nobody, by a worker that has met none: the model knows of no such word."""
+    """Whether it is a goodbye for another sender, or from a worker without a sender. The model has no such message."""
     return isinstance(event.message, Bye) and event.message.incarnation != machine.incarnation
 
 

@@ -1,4 +1,4 @@
-"""Values of the protocol as they stand in a trace, made values again."""
+"""Decodes the values of the protocol in a trace."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def decoded(kind: Any, told: Any) -> Any:
-    """The value that ``told`` stands for, where a value of type ``kind`` is meant.
+    """The value of type ``kind`` that ``told`` encodes.
 
     Raises:
-        ValueError: it stands for none.
+        ValueError: it encodes no such value.
     """
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
@@ -32,7 +32,7 @@ def decoded(kind: Any, told: Any) -> Any:
 def _scalar(kind: Any, told: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         if told not in kind.__members__:
-            raise ValueError(f"{told!r} is no {kind.__name__}")
+            raise ValueError(f"{told!r} is not a {kind.__name__}")
         return kind[told]
     if kind is bytes and isinstance(told, str):
         return bytes.fromhex(told)
@@ -40,7 +40,7 @@ def _scalar(kind: Any, told: Any) -> Any:
         return told
     if kind in (int, str, bool) and type(told) is kind:
         return told
-    raise ValueError(f"{told!r} stands for no {getattr(kind, '__name__', kind)}")
+    raise ValueError(f"{told!r} encodes no {getattr(kind, '__name__', kind)}")
 
 
 def _one_of(kinds: tuple[Any, ...], told: Any) -> Any:
@@ -57,21 +57,21 @@ def _one_of(kinds: tuple[Any, ...], told: Any) -> Any:
 
 
 def _tuple(kind: Any, told: Any) -> tuple[Any, ...]:
-    """All tuples of events and messages are of one kind, and of any length."""
+    """Decode a tuple; all tuples of events and messages have one element type and any length."""
     if not isinstance(told, list):
-        raise ValueError(f"{told!r} is no list")
+        raise ValueError(f"{told!r} is not a list")
     return tuple(decoded(kind, each) for each in told)
 
 
 def _mapping(kind: Any, told: Any) -> dict[int, Any]:
     if not isinstance(told, dict):
-        raise ValueError(f"{told!r} is no mapping")
+        raise ValueError(f"{told!r} is not a mapping")
     return {int(key): decoded(kind, each) for key, each in told.items()}
 
 
 def _record(kind: type, told: Any) -> Any:
     if not isinstance(told, dict) or told.get("is") != kind.__name__:
-        raise ValueError(f"{told!r} is no {kind.__name__}")
+        raise ValueError(f"{told!r} is not a {kind.__name__}")
     hints = _hints(kind)
     unknown = set(told) - set(hints) - {"is"}
     if unknown:
@@ -79,7 +79,7 @@ def _record(kind: type, told: Any) -> Any:
     try:
         return kind(**{name: decoded(hints[name], each) for name, each in told.items() if name != "is"})
     except TypeError as error:
-        raise ValueError(f"a {kind.__name__} lacks something: {error}") from error
+        raise ValueError(f"a {kind.__name__} is incomplete: {error}") from error
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The network between the machines: what comes out at one end went in at the other, as the link promises."""
+"""The network between the machines: each message that arrives was sent at the other end, as the link promises."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ class Flown:
 
 @dataclass
 class Network:
-    """All machines of a trace, and who talked with whom.
+    """All machines of a trace, and who exchanged messages with whom.
 
     Args:
-        machines: all of them, replayed.
+        machines: all machines, replayed.
     """
 
     machines: Sequence[Machine]
     by_name: dict[str, Machine] = field(default_factory=dict)
-    #: Senders by incarnation, and when they connected. Random bits tell them apart, but not where a test's clock runs.
+    #: Senders by incarnation, with the time they connected. Incarnations may be equal under a test's clock.
     senders: dict[int, list[tuple[int, Machine]]] = field(default_factory=lambda: defaultdict(list))
-    #: What each end of a link was given, in order.
+    #: The messages that each end of a link was given, in order.
     sent: dict[Place, list[Flown]] = field(default_factory=lambda: defaultdict(list))
     delivery: dict[Place, Delivery] = field(default_factory=dict)
-    #: The links of senders whose Hello came over a receiver's link, and the reverse.
+    #: The links of senders whose Hello arrived over a receiver's link, and the reverse.
     hellos: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
     heard_by: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    #: Receivers, and senders whose handshake came to them, over whichever link.
+    #: Receivers, and the senders whose handshakes reached them over any link.
     acquainted: list[tuple[str, str]] = field(default_factory=list)
-    #: The incarnations whose handshakes came over a receiver's link, recorded or not.
+    #: The incarnations whose handshakes arrived over a receiver's link, recorded or not.
     met: dict[Place, set[int]] = field(default_factory=lambda: defaultdict(set))
-    #: Messages whose sender is in no file, or was not recorded any more.
+    #: Messages whose sender is in no file or was no longer recorded.
     unseen: list[Line] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Network:
         if message is None:
             said = moment.line.said
             if machine.role == "receiver":
-                return  # it said why, or nothing
+                return  # it sent the reason, or nothing
             message = Bye(model_id=str(said["model"]), incarnation=said["incarnation"])
         self.sent[place].append(Flown(moment.line, machine.clock, message, _key(message)))
 
@@ -102,7 +102,7 @@ class Network:
         return self.hellos[place] + self.heard_by[place]
 
     def findings(self) -> Iterator[Finding]:
-        """The first message over each link that may not have come as it did."""
+        """The first message over each link that could not have arrived that way."""
         for machine in self.machines:
             newest: dict[Place, int] = {}
             broken: set[int] = set()
@@ -120,7 +120,7 @@ class Network:
         place = (machine.name, moment.link)
         ends = self._origins(machine, moment, message)
         if not ends and self._unmet(place, message):
-            return Finding(moment.line, f"no handshake of incarnation {message.incarnation} came", (), RULE)
+            return Finding(moment.line, f"no handshake of incarnation {message.incarnation} arrived", (), RULE)
         if not ends:
             self.unseen.append(moment.line)
             return None
@@ -133,20 +133,20 @@ class Network:
         end, at = index
         flown = self.sent[end][at]
         if flown.clock == machine.clock and flown.line.time > moment.line.time:
-            return Finding(moment.line, f"it came before it was sent ({flown.line.place})", (), RULE)
+            return Finding(moment.line, f"it arrived before it was sent ({flown.line.place})", (), RULE)
         if flown.taken and not self.delivery[place].duplicates:
-            return Finding(moment.line, f"it came again: {_where(flown)}", (self._promise(place),), RULE)
+            return Finding(moment.line, f"it arrived again: {_where(flown)}", (self._promise(place),), RULE)
         flown.taken = True
         return self._order(machine, moment, newest, end, at)
 
     def _sender(self, incarnation: int, moment: Moment) -> Machine | None:
-        """The sender of an incarnation: of several, the last that had connected by then."""
+        """The sender of an incarnation: if there are several, the last that had connected by then."""
         known = self.senders.get(incarnation, [])
         before = [(time, machine.name) for time, machine in known if time <= moment.line.time]
         return self.by_name[max(before)[1]] if before else known[0][1] if known else None
 
     def _origins(self, machine: Machine, moment: Moment, message: Message) -> list[Place]:
-        """The ends of links that it may have come from; none: its speaker is not recorded."""
+        """The ends of links that it may have come from; none: its sender is not recorded."""
         place = (machine.name, moment.link)
         if machine.role == "sender":
             known = self.heard_by[place]
@@ -160,20 +160,20 @@ class Network:
         return over or [end for end in self.sent if end[0] == sender.name]
 
     def _unmet(self, place: Place, message: Message) -> bool:
-        """Whether an ordered link has brought handshakes, and none of that incarnation."""
+        """Whether an ordered link has delivered handshakes, but none of that incarnation."""
         met = self.met[place]
         ordered = not self.delivery[place].reorders
         return bool(met) and ordered and not isinstance(message, Hello) and message.incarnation not in met
 
     def _unseen(self, machine: Machine, moment: Moment, ends: Sequence[Place]) -> bool:
-        """Whether a peer's recording had ended by then: it may have said so."""
+        """Whether a peer's recording had ended by then, so that it may have sent this unseen."""
         return any(self.by_name[name].is_unseen(machine.clock, moment.line.time) for name, _ in ends)
 
     def _is(self, end: Place, role: str) -> bool:
         return self.by_name[end[0]].role == role
 
     def _match(self, ends: Sequence[Place], message: Message, now: tuple[str, int]) -> tuple[Place, int] | None:
-        """Where it was sent: one that was sent by now and has not come yet, if there is one."""
+        """Where it was sent: preferably a message that was sent by now and has not arrived yet."""
         wanted, later, again = _key(message), None, None
         for end in ends:
             for at, flown in enumerate(self.sent[end]):
@@ -188,35 +188,35 @@ class Network:
         return again or later
 
     def _nowhere(self, moment: Moment, ends: Sequence[Place], message: Message) -> Finding | None:
-        # An adapter that has no receiver of ours behind it speaks for it, and says so.
+        # An adapter without a receiver of ours answers in its place, and records that.
         if isinstance(message, Ack | Refusal) and message.evidence is not Evidence.ANSWER:
             return None
         if any(self.by_name[end[0]].finding is not None for end in ends):
             return None
         waiting = [_said(each.message) for end in ends for each in self.sent[end] if not each.taken]
-        on_its_way = f"on their way there: {', '.join(waiting) or 'nothing'}"
-        return Finding(moment.line, f"{_said(message)} came, and nobody sent it", (on_its_way,), RULE)
+        on_its_way = f"in flight there: {', '.join(waiting) or 'nothing'}"
+        return Finding(moment.line, f"{_said(message)} arrived, but nobody sent it", (on_its_way,), RULE)
 
     def _order(self, machine: Machine, moment: Moment, newest: dict[Place, int], end: Place, at: int) -> Finding | None:
         place = (machine.name, moment.link)
         delivery, before = self.delivery[place], newest.get(end, -1)
         assert moment.message is not None
-        # What speaks of another sender's versions may be of any of its workers' ends.
+        # A message about another sender's versions may come from any of its workers' ends.
         foreign = machine.role == "sender" and moment.message.incarnation != machine.incarnation
         if not foreign:
             newest[end] = max(before, at)
         if foreign or delivery.reorders:
             return None
         if at < before:
-            return Finding(moment.line, "it came after what was sent later", (self._promise(place),), RULE)
+            return Finding(moment.line, "it arrived after a message that was sent later", (self._promise(place),), RULE)
         missed = [each for each in self.sent[end][before + 1 : at] if self._due(each, machine, end)]
         if missed and not delivery.loses:
-            what = f"{_said(missed[0].message)}, sent before it ({missed[0].line.place}), has not come"
+            what = f"{_said(missed[0].message)}, sent before it ({missed[0].line.place}), has not arrived"
             return Finding(moment.line, what, (self._promise(place),), RULE)
         return None
 
     def _due(self, flown: Flown, machine: Machine, end: Place) -> bool:
-        """Whether what was skipped had to come: an update whose loss the adapter has told its sender had not."""
+        """Whether the skipped message had to arrive. An update that the adapter reported as lost had not."""
         message = flown.message
         if flown.taken or isinstance(message, Bye):
             return False
@@ -232,17 +232,17 @@ class Network:
         return f"this link promises {self.delivery[place].name}"
 
 
-#: What adapters add to a message on its way, or say in a way of their own.
+#: The fields that adapters add to a message in flight, or express differently.
 _THEIRS = frozenset({"layout", "slot", "extras", "form"})
 
 
 def _key(message: Message) -> str:
-    """What of a message must be the same at both ends."""
+    """The part of a message that must be the same at both ends."""
     match message:
         case Bye():
             return f"Bye {message.model_id} {message.incarnation}"
         case Refusal():
-            # What text cannot be encoded travels escaped.
+            # Text that cannot be encoded is transmitted escaped.
             told = message.reason, message.remote_traceback
             reason, trace = (text.encode(errors="backslashreplace").decode() for text in told)
             message = replace(message, reason=reason, remote_traceback=trace)

@@ -1,4 +1,4 @@
-"""One machine's lines, stepped by the shipped pure halves: exactly so it must have gone."""
+"""Replays one machine's lines through the shipped pure halves, and requires the same steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HALVES = {
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A line that is as it must be, with what was before and after it."""
+    """A line that was checked, with the state before and after it."""
 
     line: Line
     before: Data
@@ -46,7 +46,7 @@ class Moment:
     state_before: State
     state: State
     event: Any = None
-    #: What the pure half made of the event; None: it refused, or there was none.
+    #: The step that the pure half took for the event; None: it refused, or there was no event.
     step: Step | None = None
     message: Message | None = None
 
@@ -72,12 +72,12 @@ class Machine:
 
     @property
     def incarnation(self) -> int:
-        """A sender's; 0: it never connected, or is a receiver."""
+        """A sender's incarnation; 0: it never connected, or is a receiver."""
         last = self.moments[-1].after if self.moments else None
         return last.incarnation if isinstance(last, sending.SenderData) else 0
 
     def is_unseen(self, clock: str, time: int) -> bool:
-        """Whether it may have done by then what its file does not tell: its recording ended, and it had not."""
+        """Whether it may have acted by then without a record: its recording had ended, but not the machine."""
         if self.ended is None or (self.moments and self.moments[-1].state is State.CLOSED):
             return False
         return clock != self.clock or self.ended <= time
@@ -95,7 +95,7 @@ class _Broken(Exception):
 
 
 def replay(machine: Machine) -> None:
-    """Step a machine through its lines, up to the first that is not as it must be; that is its finding."""
+    """Replay a machine's lines up to the first that is wrong, which becomes its finding."""
     player = _Player(machine)
     for number, line in enumerate(machine.lines):
         try:
@@ -104,7 +104,7 @@ def replay(machine: Machine) -> None:
             machine.finding = Finding(line, broken.what, broken.allowed, "the machine's own steps")
             return
         except (ValueError, KeyError, TypeError) as error:
-            what = f"it tells of no value of the protocol: {error}"
+            what = f"it has a value that is not the protocol's: {error}"
             machine.finding = Finding(line, what, ("values as the recorder writes them",), "the machine's own steps")
             return
 
@@ -121,20 +121,18 @@ class _Player:
 
     def take(self, number: int, line: Line) -> Moment:
         if line.said.get("n") != number:
-            raise _Broken(f"it is event {line.said.get('n')} of its machine, and event {number} is missing before it")
+            raise _Broken(f"it is event {line.said.get('n')} of its machine, but event {number} is missing before it")
         if (line.what is What.BORN) != (number == 0):
             raise _Broken("a machine begins once, with its birth")
         if line.said.get("role") != self._role:
             raise _Broken(f"its machine is a {self._role}")
         if line.time < self._time:
-            raise _Broken("it was written before the one that stands before it")
+            raise _Broken("it was written before the line that precedes it")
         self._time = line.time
         _require_fields(line)
         self._number_links(line)
         if self._reports.due is not None and line.what is not What.TOLD:
-            raise _Broken(
-                f"the caller was not told what came of {type(self._reports.due).__name__}", ("first its report",)
-            )
+            raise _Broken(f"the caller got no report after {type(self._reports.due).__name__}", ("first its report",))
         state, data = self._state, self._data
         event, step = self._advance(line)
         told = line.said.get("message")
@@ -142,12 +140,12 @@ class _Player:
         return Moment(line, data, self._data, state, self._state, event, step, message)
 
     def _number_links(self, line: Line) -> None:
-        """Links are numbered as they are laid; only those that are laid can be used."""
+        """Links are numbered as they are laid, and only laid links can be used."""
         link = line.said.get("link")
         if line.what is What.LINK:
             self._links += 1
             if link != self._links:
-                raise _Broken(f"link {link} is laid, and {self._links} is the next")
+                raise _Broken(f"link {link} is laid, but {self._links} is the next number")
         elif link is not None and not 1 <= link <= self._links:
             raise _Broken(f"link {link} was never laid")
 
@@ -184,7 +182,7 @@ class _Player:
             self._compare(line, told)
             return
         named = step.input.value if step.input else "LATE"
-        raise _Broken(f"the model takes this event, as {named}", (possible(self._role, self._state),))
+        raise _Broken(f"the model accepts this event, as {named}", (possible(self._role, self._state),))
 
     def _told(self, line: Line) -> None:
         if not isinstance(self._data, sending.SenderData):
@@ -216,11 +214,11 @@ def _require_fields(line: Line) -> None:
         if type(line.said.get(name)) is not kind:
             raise ValueError(f"its {name} is {line.said.get(name)!r}")
     if line.what is What.LINK and line.said["delivery"] not in Delivery.__members__:
-        raise ValueError(f"nothing is delivered {line.said['delivery']}")
+        raise ValueError(f"there is no delivery {line.said['delivery']}")
     if line.what is What.CLOSED and line.said["role"] == "sender" and type(line.said.get("incarnation")) is not int:
-        raise ValueError("it names no incarnation")
+        raise ValueError("it has no incarnation")
     if line.what is What.LINK and line.said["role"] == "sender" and type(line.said.get("worker")) is not int:
-        raise ValueError("it names no worker")
+        raise ValueError("it has no worker")
 
 
 def _allowed(must: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What the two roles say and hear between their steps."""
+"""The messages that each role sends and receives between its steps."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from weightsync.verify.talking import RULE, Said, Talk, Unfit
 
 
 class SenderTalk(Talk):
-    """A sender's."""
+    """A sender's messages."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: The link that was laid, and whose worker joins next; 0: none.
+        #: The link that was laid and whose worker joins next; 0: none.
         self._joining = 0
 
     def _laid(self, moment: Moment) -> None:
         self._nothing_waits(moment)
         if self._joining:
-            raise Unfit(f"nobody has joined on link {self._joining}", "first its worker joins")
+            raise Unfit(f"no worker has joined on link {self._joining}", "first its worker joins")
         self._joining = moment.link
 
     def _stepped(self, moment: Moment) -> None:
@@ -43,7 +43,7 @@ class SenderTalk(Talk):
         link = self.open.get(event.link)
         if link is not None:
             link.heard = None
-            # What it said last comes before the loss that its failure is.
+            # Its last messages come before the loss that its failure causes.
             link.failing = None if link.failing == event.reason else link.failing
 
     def _join(self, event: object) -> None:
@@ -51,10 +51,10 @@ class SenderTalk(Talk):
             case sending.Join(worker, link):
                 laid = self.open.get(link)
                 if link != self._joining or laid is None or laid.worker != worker:
-                    raise Unfit(f"link {link} was not laid to worker {worker} just now", f"link {self._joining}")
+                    raise Unfit(f"link {link} was not just laid to worker {worker}", f"link {self._joining}")
                 self._joining = 0
             case _ if self._joining and not isinstance(event, sending.LinkLost):
-                raise Unfit(f"nobody has joined on link {self._joining}", "first its worker joins")
+                raise Unfit(f"no worker has joined on link {self._joining}", "first its worker joins")
 
     def _follow(self, effect: object, incarnation: int) -> None:
         match effect:
@@ -68,7 +68,7 @@ class SenderTalk(Talk):
                 self.todo.append(Said(link, sending.CloseLink))
 
     def _amid(self, moment: Moment) -> bool:
-        # A link that could not be written to is told again by reading it, and is replaced or lost by then.
+        # A link that could not be written to is reported again when read, and is replaced or lost by then.
         return moment.step is not None and moment.step.input is None
 
     def _taken(self, event: sending.Answer) -> None:
@@ -78,7 +78,7 @@ class SenderTalk(Talk):
             link.heard = None
         if heard == event.message and link is not None and link.worker == event.worker:
             return
-        raise Unfit(f"no such message came over link {event.link} from worker {event.worker}", f"what came: {heard}")
+        raise Unfit(f"no such message arrived over link {event.link} from worker {event.worker}", f"what came: {heard}")
 
     def _catch_up(self, event: sending.Answer, data: sending.SenderData) -> None:
         link, message = self.open.get(event.link), event.message
@@ -89,11 +89,11 @@ class SenderTalk(Talk):
 
 
 class ReceiverTalk(Talk):
-    """A receiver's."""
+    """A receiver's messages."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: Links that may close though no effect says so; and those over which a goodbye may be said first.
+        #: Links that may close without an effect, and those over which a goodbye may be sent first.
         self._may_close: set[int] = set()
         self._may_leave: set[int] = set()
 
@@ -101,7 +101,7 @@ class ReceiverTalk(Talk):
         data = moment.after
         assert isinstance(data, receiving.ReceiverData)
         if moment.state is State.AWAITING_ACK and moment.link == data.link:
-            raise Unfit("the link in force is read while an answer is owed", "first the answer leaves")
+            raise Unfit("the link in force is read while an answer is owed", "first the answer is sent")
         super()._heard(moment)
 
     def _amid(self, moment: Moment) -> bool:
@@ -158,14 +158,14 @@ class ReceiverTalk(Talk):
         if isinstance(event, receiving.UpdateArrived):
             fits = fits and isinstance(heard, Update) and heard.version == event.version
         if not fits:
-            raise Unfit(f"no such {wanted.__name__} came over link {event.link}", f"what came: {heard}")
+            raise Unfit(f"no such {wanted.__name__} arrived over link {event.link}", f"what came: {heard}")
 
 
 _MESSAGES = {receiving.HelloArrived: Hello, receiving.UpdateArrived: Update, receiving.Goodbye: Bye}
 
 
 def listen(machine: Machine) -> Finding | None:
-    """The first line of a machine that says or takes what it may not, if there is one."""
+    """The first line at which a machine sends or takes a message that it may not, if there is one."""
     talk: Talk = SenderTalk() if machine.role == "sender" else ReceiverTalk()
     for moment in machine.moments:
         try:

@@ -1,4 +1,4 @@
-"""What lines tell, in words."""
+"""Lines and values of traces in words."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SHORT = 24
 
 
 def story(line: Line) -> str:
-    """What a line tells, in one sentence."""
+    """A line in one sentence."""
     said, who = line.said, f"{line.said.get('role', 'the recorder')} of model {line.said.get('model')!r}"
     match line.what:
         case What.STEP:
-            named = said.get("input") or "nothing any more (LATE)"
+            named = said.get("input") or "no input (LATE)"
             moved = f"from {state_name(said.get('before'))} to {state_name(said.get('after'))}"
             return f"{who} takes {value(said.get('event'))}, which is {named}, and goes {moved}"
         case What.REFUSED:
@@ -29,7 +29,7 @@ def story(line: Line) -> str:
             to = f" to worker {said['worker']}" if "worker" in said else ""
             return f"{who} lays link {said.get('link')}{to}, which promises {said.get('delivery')}"
         case What.TOLD:
-            return f"{who} tells its caller of version {said.get('version')}: {value(said.get('outcomes'))}"
+            return f"{who} reports version {said.get('version')}: {value(said.get('outcomes'))}"
         case What.HEADER | What.NOTE | What.END:
             return f"{line.what.value}: {said.get('text', '')}"
         case _:
@@ -38,7 +38,7 @@ def story(line: Line) -> str:
 
 
 def shown(finding: Finding) -> Iterator[str]:
-    """One line that is wrong, and what the model allows there."""
+    """A wrong line, and what the model allows there."""
     yield f"{finding.line.place}: {finding.what}."
     if finding.line.said.get("what"):
         yield f"  the trace:  {story(finding.line)}"
@@ -48,7 +48,7 @@ def shown(finding: Finding) -> Iterator[str]:
 
 
 def value(told: Any) -> str:
-    """A recorded value, short enough to be read."""
+    """A recorded value, shortened for reading."""
     if isinstance(told, dict):
         inner = ", ".join(f"{name}={value(each)}" for name, each in told.items() if name not in _DULL)
         return f"{told.get('is', '')}({inner})"
@@ -64,7 +64,7 @@ _DULL = frozenset({"is", "model_id", "host", "pid", "started", "layout", "second
 
 
 def number(told: int) -> str:
-    """A number; of an incarnation its last digits."""
+    """A number; for an incarnation its last digits."""
     return f"..{told % 10**8:08d}" if told > 2**64 else str(told)
 
 
@@ -81,9 +81,9 @@ def possible(role: str, state: State) -> str:
 
 
 def differences(told: Any, wanted: Any, where: str = "") -> Iterator[str]:
-    """Where what was recorded is not as it must be, innermost."""
+    """The innermost differences between a recorded value and the expected one."""
     if isinstance(told, dict) and isinstance(wanted, dict):
         for name in {**told, **wanted}:
             yield from differences(told.get(name), wanted.get(name), f"{where}.{name}" if where else name)
     elif told != wanted:
-        yield f"{where or 'it'} is {value(told)}, and must be {value(wanted)}"
+        yield f"{where or 'it'} is {value(told)}, but must be {value(wanted)}"

@@ -1,4 +1,4 @@
-"""A courier that finds out first whether a receiver of ours listens at the other end."""
+"""A call client that first asks whether a receiver of ours listens at the other end."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weightsync.transports.calls.client import Answers, CallClient
 
 
 class ForwardingClient:
-    """Finds out at the first message whether a receiver of ours listens, and carries all in that one's way.
+    """Asks at the first message whether a receiver of ours listens, then uses the matching call client.
 
     Args:
-        ask: asks.
-        ours: for a process with our receiver.
-        plain: for one without.
+            ask: asks the other end.
+            ours: the call client for a process with our receiver.
+            plain: the call client for one without.
     """
 
     def __init__(self, ask: Callable[[], Future[bool]], ours: CallClient, plain: CallClient) -> None:
@@ -34,7 +34,7 @@ class ForwardingClient:
         self._waiting: deque[tuple[Message, Buffer | None, Answers]] = deque()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call that carries a message, once it is known how: see `CallClient.start`."""
+        """Begin the call that carries a message, once the call client is known: see `CallClient.start`."""
         with self._lock:
             if self._failure is not None:
                 raise TransportError(str(self._failure)) from self._failure
@@ -60,19 +60,19 @@ class ForwardingClient:
     def _begin(self, message: Message, payload: Buffer | None) -> Answers:
         try:
             return self.start(message, payload)
-        except Exception as failure:  # noqa: BLE001 - told to whoever waits for the answers
+        except Exception as failure:  # noqa: BLE001 - reported to whoever waits for the answers
             failed: Answers = Future()
             failed.set_exception(failure)
             return failed
 
     def close(self) -> None:
-        """No further call will be begun: see `CallClient.close`."""
+        """Begin no further calls: see `CallClient.close`."""
         self._ours.close()
         self._plain.close()
 
 
 class NoCallClient:
-    """Carries nothing: there is no way to the worker.
+    """Refuses every message: the worker cannot be reached.
 
     Args:
         reason: why, for messages to people.
@@ -81,16 +81,16 @@ class NoCallClient:
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
-    def start(self, message: Message, payload: Buffer | None) -> Answers:  # noqa: ARG002 - nothing is carried
-        """Fail: see `CallClient.start`."""
+    def start(self, message: Message, payload: Buffer | None) -> Answers:  # noqa: ARG002 - it sends nothing
+        """Raise: see `CallClient.start`."""
         raise TransportError(self._reason)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""
 
 
 def hand_on(answers: Future[Any], over: Future[Any]) -> None:
-    """End one future as another has ended."""
+    """Complete one future like another."""
     error = over.exception()
     if error is None:
         answers.set_result(over.result())

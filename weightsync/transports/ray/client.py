@@ -1,4 +1,4 @@
-"""Couriers whose calls are those of Ray actors."""
+"""Call clients that call Ray actors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from weightsync.transports.ray.object_store import CachedObject, ObjectCaches
 from weightsync.transports.ray.session import ACTOR_WATCH, Session, plain, put_away, require_ray, settle
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
 
-#: Links over Ray, in the identities of those under a key.
+#: The name of this transport in link identities, where there is a key.
 WAY: Final = "ray"
 
 
 class _RayCallClient:
-    """What the couriers to actors have in common: one put a version, the session's end, how a call ends.
+    """The common part of the call clients for actors: the object cache, the end of a session, the end of a call.
 
     Args:
-        peer: who is at the other end, for messages to people.
-        rows: where its sender's row is found.
+            peer: the name of the other end, for messages to people.
+            rows: finds the sender's cached object.
     """
 
     def __init__(self, peer: str, rows: ObjectCaches) -> None:
@@ -39,7 +39,7 @@ class _RayCallClient:
         self._calls: set[Answers] = set()
 
     def close(self) -> None:
-        """No further call will be begun: see `CallClient.close`."""
+        """Begin no further calls: see `CallClient.close`."""
         if self._row is not None:
             put_away(self._row)
             self._row = None
@@ -57,12 +57,12 @@ class _RayCallClient:
         said: Callable[[Future[Any]], Sequence[Message]],
         again: Callable[[], Any] | None = None,
     ) -> Answers:
-        """Begin a call; one that comes home with a challenge is begun again by ``again``, and its end is that one's."""
+        """Begin a call. One that is answered with a challenge is repeated by ``again``, whose end then counts."""
         answers: Answers = Future()
         try:
             raw = submit().future()
         except Exception as error:
-            raise TransportError(f"Ray took no call for {self._peer}: {plain(str(error))}") from error
+            raise TransportError(f"Ray accepted no call for {self._peer}: {plain(str(error))}") from error
         self._calls.add(answers)
         answers.add_done_callback(self._calls.discard)
         ACTOR_WATCH.attend(answers, self._peer)
@@ -119,15 +119,15 @@ class _RayCallClient:
         return lost
 
     def _full(self, update: Update, error: BaseException) -> Answers:
-        """Ray's object store did not take the weights: the worker has heard of nothing."""
+        """Ray's object store did not take the weights: the worker was not called."""
         return _done(_refusal(update, f"Ray's object store did not take the weights: {plain(str(error))}"))
 
 
 def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]], Sequence[Message]]) -> None:
-    """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``."""
+    """Complete ``answers``, whatever happened. Runs in a thread of Ray's."""
     try:
         messages = said(over)
-    except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
+    except Exception as error:  # noqa: BLE001 - reported to whoever waits for the answers
         settle(answers, error=error)
     else:
         settle(answers, messages)
@@ -174,18 +174,18 @@ def _refusal(update: Update, reason: str, trace: str = "", evidence: Evidence = 
 
 
 class ActorCallClient(_RayCallClient):
-    """Carries messages to an actor that has our receiver: what comes back is its own answer.
+    """Carries messages to an actor that has our receiver, and returns the receiver's own answers.
 
     Args:
         call: the actor's method that takes ``(model_id, link, number, frame, payload, lost)``.
         model_id: the model.
-        peer: who is at the other end, for messages to people.
-        rows: where its sender's row is found.
-        key: shared with the worker; None: its answers are believed as they come.
-        actor: the actor's id, as it knows it itself: what is sealed for one actor is believed by no other.
+            peer: the name of the other end, for messages to people.
+            rows: finds the sender's cached object.
+            key: shared with the worker. None: its answers are trusted as they are.
+            actor: the actor's id, as it knows it itself: a message sealed for one actor is valid for no other.
     """
 
-    def __init__(  # noqa: PLR0917 - all by name, but those that every courier takes
+    def __init__(  # noqa: PLR0917 - all by name, except those that every call client takes
         self, call: Any, model_id: str, peer: str, rows: ObjectCaches, key: SharedKey | None = None, actor: str = ""
     ) -> None:
         super().__init__(peer, rows)
@@ -228,7 +228,7 @@ class ActorCallClient(_RayCallClient):
         return self._call.remote(self._model_id, self._link, number, self._seal.again(number), None, ())
 
     def close(self) -> None:
-        """No further call will be begun: see `CallClient.close`."""
+        """Begin no further calls: see `CallClient.close`."""
         self._closed = True
         super().close()
 
@@ -238,7 +238,7 @@ class ActorCallClient(_RayCallClient):
             return self._seal.brought(over.result())
         if not isinstance(error, _exceptions().ObjectLostError) or not isinstance(message, Update):
             raise self._gone(error)
-        # Ray gives up a call whose argument is gone before the actor's code sees it: the worker heard nothing.
+        # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing.
         self._lost.append(number)
         self._untold = self._untold or message.layout
         if self._row is not None:
@@ -248,12 +248,12 @@ class ActorCallClient(_RayCallClient):
 
 
 class PlainActorCallClient(_RayCallClient):
-    """Carries versions to an actor without our receiver: that its method returned is all that is known.
+    """Carries versions to an actor without our receiver: all that is known is that its method returned.
 
     Args:
         call: calls the actor's method with a reference to the weights.
-        peer: who is at the other end, for messages to people.
-        rows: where its sender's row is found; it presents weights as the method takes them.
+            peer: the name of the other end, for messages to people.
+            rows: finds the sender's cached object, which has the weights in the form that the method takes.
     """
 
     def __init__(self, call: Callable[[Any], Any], peer: str, rows: ObjectCaches) -> None:
@@ -274,13 +274,13 @@ class PlainActorCallClient(_RayCallClient):
                 return self._begin(lambda: self._call(ref), lambda over: self._said(message, over))
             case Bye():
                 return _done()
-        raise TransportError(f"A sender says no {type(message).__name__} to {self._peer}.")
+        raise TransportError(f"A sender sends no {type(message).__name__} to {self._peer}.")
 
     def _said(self, update: Update, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
             return [_ack(update)]
-        # First of all: what the actor's method raised may be of any of Ray's types, too.
+        # Checked first, since the actor's method may also raise any of Ray's errors.
         if isinstance(error, _exceptions().RayTaskError):
             if isinstance(error, _exceptions().ObjectLostError) and self._row is not None:
                 self._row.forget(update.version)
@@ -290,10 +290,10 @@ class PlainActorCallClient(_RayCallClient):
 
 
 def ask_attended(actor: Any, model_id: str, peer: str) -> Future[bool]:
-    """Ask an actor whether a receiver of ours listens in it. One that cannot be asked has none.
+    """Ask an actor whether a receiver of ours listens in it. An actor that cannot be asked has none.
 
     Raises:
-        TransportError: Ray took no call.
+        TransportError: Ray accepted no call.
     """
     found: Future[bool] = Future()
 
@@ -309,28 +309,28 @@ def ask_attended(actor: Any, model_id: str, peer: str) -> Future[bool]:
     try:
         raw = actor.__ray_call__.remote(server.is_attended, model_id).future()
     except Exception as error:
-        raise TransportError(f"Ray took no call for {peer}: {plain(str(error))}") from error
+        raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
     ACTOR_WATCH.attend(found, peer)
     raw.add_done_callback(lambda over: _conclude(Future(), over, said))
     return found
 
 
 def lost_call(peer: str, error: BaseException) -> TransportError:
-    """A call that ended without an answer."""
-    found = TransportError(f"The call to {peer} did not come back: {plain(str(error)) or repr(error)}")
+    """The error of a call that ended without an answer."""
+    found = TransportError(f"The call to {peer} did not return: {plain(str(error)) or repr(error)}")
     found.__cause__ = error
     return found
 
 
 class CalledThrough:
-    """What senders call in an actor whose class is not ours: Ray's own way to run a function there.
+    """Calls functions in an actor whose class is not ours, in Ray's own way.
 
     Args:
-        actor: its handle.
+        actor: the actor's handle.
     """
 
     def __init__(self, actor: Any) -> None:
-        # A call that Ray made twice would be another message.
+        # A call that Ray repeated would be another message.
         self._run = actor.__ray_call__.options(max_task_retries=0)
 
     def remote(self, *arguments: Any) -> Any:

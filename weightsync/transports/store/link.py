@@ -21,13 +21,13 @@ class StoreLink(WakeableLink):
     """A link over a store. See `weightsync.transports.base.Link` for its contract.
 
     Args:
-        meeting: the store, and the worker's rank.
-        name: of the link, the same at both ends and used for no other.
-        side: which end this is.
-        guard: what its letters are sealed and opened by.
+            rendezvous: the store, and the worker's rank.
+            name: the link's name, the same at both ends and used for no other link.
+            side: which end this is.
+            guard: seals and opens its messages.
 
     Raises:
-        ConfigurationError: the backend is not to be had here.
+        ConfigurationError: the backend is not available here.
         TransportError: no descriptor or thread is left.
     """
 
@@ -44,12 +44,12 @@ class StoreLink(WakeableLink):
             raise
 
     def when_admitted(self, accept: Callable[[StoreLink], None], turn_away: Callable[[StoreLink], None]) -> None:
-        """Have one of the two called, from whichever thread, once it is known whether the peer is who it says."""
+        """Call one of the two, from any thread, once it is known whether the peer is authentic."""
         self._exchange.when_admitted(lambda: (accept if self._exchange.admits else turn_away)(self))
 
     @property
     def failure(self) -> str:
-        """Why nothing more will come; empty: something may."""
+        """Why nothing more will arrive; empty: something may."""
         return str(self._exchange.failed or "")
 
     # ------------------------------------------------------------------------------- called by the driver
@@ -62,7 +62,7 @@ class StoreLink(WakeableLink):
         frame, carried = codec.encode(message), None
         if isinstance(message, Update) and message.nbytes:
             if payload is None or payload.nbytes < message.nbytes:
-                raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
+                raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
             carried = payload.view[: message.nbytes]
         if payload is None or not isinstance(message, Update):
             before = self._side.before_goodbye if isinstance(message, Bye) else _nothing_first
@@ -79,12 +79,12 @@ class StoreLink(WakeableLink):
         self._exchange.post(store_message)
 
     def flush(self) -> bool:
-        """Whether the writing thread has written all; if not, a waitable tells once it has: see `Link.flush`."""
+        """Whether the writing thread has written everything; if not, a waitable reports it later: see `Link.flush`."""
         self._require_open()
         return self._exchange.flushed()
 
     def receive(self) -> list[Received]:
-        """Everything that has arrived whole: see `Link.receive`."""
+        """All whole messages that have arrived: see `Link.receive`."""
         self._require_open()
         self._waker.clear()
         death = self._death()
@@ -95,14 +95,14 @@ class StoreLink(WakeableLink):
         if failed is not None:
             if not arrived:
                 raise failed
-            # What came before is delivered now, the error at the next call: the wait before it must end.
+            # Earlier messages are delivered now and the error at the next call, so the wait before that must end.
             self._waker.fire()
         return arrived
 
     def close(self) -> None:
-        """Give the link up: see `Link.close`.
+        """Close the link: see `Link.close`.
 
-        What is queued still leaves, up to the first payload that the peer would have to take from us.
+        Queued messages are still written, up to the first payload that the peer would have to receive from us.
         """
         if self._closed:
             return
@@ -111,7 +111,7 @@ class StoreLink(WakeableLink):
         self._let_go()
 
     def forget(self) -> None:
-        """In a forked child: be closed."""
+        """In a forked child: count as closed."""
         super().forget()
         self._exchange.forget()
 
