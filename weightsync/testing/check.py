@@ -32,8 +32,8 @@ def check_transport(
 
     Args:
         factory: makes a new connection for the model id that it is called with. See `Ends`.
-            unreachable: names of scenarios (see `SCENARIOS`) that the adapter cannot reach, each with the reason. The
-                result lists them.
+        unreachable: names of scenarios (see `SCENARIOS`) that the adapter cannot reach, each with the reason. The
+            result lists them.
         patience: seconds after which an expected event counts as never happening.
         only: the names of the scenarios to run. None runs all.
 
@@ -42,8 +42,8 @@ def check_transport(
 
     Raises:
         Nonconforming: rules were broken; the error says which, where and how.
-            ConfigurationError: a scenario is unknown or is declared unreachable without a reason, the factory does not
-                return `Ends`, or its links declare no `Delivery`.
+        ConfigurationError: a scenario is unknown or is declared unreachable without a reason, the factory does not
+            return `Ends`, or its links declare no `Delivery`.
     """
     declared = dict(unreachable or {})
     chosen = _chosen(declared, only)

@@ -32,10 +32,10 @@ class FaultyTransport:
         link: the end to wrap.
         delivery: what the wrapped link promises. No fault may break that promise.
         seed: the seed of the random faults; the same seed does the same to the same sends.
-            drop: the probability that a message is lost.
-            duplicate: the probability that a message arrives twice.
-            delay: the probability that a message is sent some calls later. Messages sent in between overtake it where
-                the delivery allows that.
+        drop: the probability that a message is lost.
+        duplicate: the probability that a message arrives twice.
+        delay: the probability that a message is sent some calls later. Messages sent in between overtake it where
+            the delivery allows that.
 
     Raises:
         ConfigurationError: ``delivery`` rules a fault out.

@@ -26,8 +26,8 @@ class Line:
     The sender's end sends first, and the receiver's end sends at most one answer per message: calls carry answers back.
 
     Args:
-            link_setup: makes the connection.
-            ends: its ends. None: new ones.
+        link_setup: makes the connection.
+        ends: its ends. None: new ones.
     """
 
     def __init__(self, link_setup: LinkSetup, model_id: str = "policy", ends: Ends | None = None) -> None:

@@ -26,8 +26,8 @@ class ReplayActors:
     """The senders, receivers and links of one path.
 
     Args:
-            link_setup: makes the links.
-            configuration: the configuration that the path belongs to.
+        link_setup: makes the links.
+        configuration: the configuration that the path belongs to.
     """
 
     def __init__(self, link_setup: LinkSetup, configuration: Configuration) -> None:

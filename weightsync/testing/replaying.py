@@ -19,9 +19,9 @@ class Replay(Acting):
     """One path, step by step.
 
     Args:
-            link_setup: makes the links.
-            configuration: the configuration that the path belongs to.
-            tried: nodes at which the refusals were already tried.
+        link_setup: makes the links.
+        configuration: the configuration that the path belongs to.
+        tried: nodes at which the refusals were already tried.
     """
 
     def __init__(self, link_setup: LinkSetup, configuration: Configuration, tried: set[str]) -> None:
@@ -32,8 +32,8 @@ class Replay(Acting):
         """Do the step, and compare every machine with the model.
 
         Raises:
-                Breach: a machine differs from the model, or the adapter broke a rule on the way.
-                Strayed: the adapter lost a message, as it may.
+            Breach: a machine differs from the model, or the adapter broke a rule on the way.
+            Strayed: the adapter lost a message, as it may.
         """
         name, *arguments = step.label
         self.link_setup.watch.steps.append(f"{name}({', '.join(map(str, arguments))})")

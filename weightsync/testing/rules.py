@@ -38,8 +38,8 @@ class Breach(AssertionError):
     """A rule was broken just now. Used inside the kit.
 
     Args:
-            rule: which rule.
-            what: how it was broken, in words.
+        rule: which rule.
+        what: how it was broken, in words.
     """
 
     def __init__(self, rule: Rule, what: str) -> None:

@@ -62,14 +62,14 @@ class Link(Protocol):
         """Queue a message and write what fits now; `flush` writes the rest.
 
         Args:
-                message: the message. Leave an update's ``slot`` None: the link sets it.
-                payload: its first ``message.nbytes`` bytes are sent with the message. It stays pinned while the link or
-                    the worker may still read it.
+            message: the message. Leave an update's ``slot`` None: the link sets it.
+            payload: its first ``message.nbytes`` bytes are sent with the message. It stays pinned while the link or
+                the worker may still read it.
 
         Raises:
-                TransportError: the link is dead or closed. The peer will never see this message. Messages from the peer
-                    may still be there: call `receive` until that raises too, then count the link as lost.
-                ConfigurationError: the message does not fit the wire format. Nothing was queued.
+            TransportError: the link is dead or closed. The peer will never see this message. Messages from the peer
+                may still be there: call `receive` until that raises too, then count the link as lost.
+            ConfigurationError: the message does not fit the wire format. Nothing was queued.
         """
 
     def flush(self) -> bool:
@@ -83,9 +83,9 @@ class Link(Protocol):
         """All whole messages that have arrived, in the order of arrival; empty if there are none.
 
         Raises:
-                TransportError: the link is dead or closed. Earlier calls have delivered everything that was readable.
-                ProtocolError: the peer sent malformed bytes of ours, or speaks another version of the protocol. Nothing
-                    more can be read; `send` still works, for a last message before `close`.
+            TransportError: the link is dead or closed. Earlier calls have delivered everything that was readable.
+            ProtocolError: the peer sent malformed bytes of ours, or speaks another version of the protocol. Nothing
+                more can be read; `send` still works, for a last message before `close`.
         """
 
     def waitables(self) -> list[int]:
@@ -250,10 +250,10 @@ def wait(waker: Waker, links: Sequence[_Waited], timeout: float | None, since: i
     """Block until a link is readable or writable, the waker fires, or the time is up.
 
     Args:
-            waker: ends the wait from another thread. The wait clears it.
-            links: what to wait for.
-            timeout: in seconds; None: no limit.
-            since: `Waker.fired` before the caller looked for work. If it was fired since then, the wait does not block.
+        waker: ends the wait from another thread. The wait clears it.
+        links: what to wait for.
+        timeout: in seconds; None: no limit.
+        since: `Waker.fired` before the caller looked for work. If it was fired since then, the wait does not block.
 
     Returns:
         The links that are readable, writable while they want to write, or dead.

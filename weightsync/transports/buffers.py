@@ -256,8 +256,8 @@ class Buffer:
     """Memory for one payload, with the pins of those who may still be reading it.
 
     Args:
-            nbytes: the size that it must have.
-            storage: the kind of memory.
+        nbytes: the size that it must have.
+        storage: the kind of memory.
     """
 
     def __init__(self, nbytes: int, storage: Storage = Storage.HEAP) -> None:
@@ -417,9 +417,9 @@ class Mapped:
         """The mapping of a segment, made now if its descriptor came with the frame.
 
         Args:
-                slot: names the segment.
-                descriptors: the descriptors that came with the frame.
-                untaken: why a passed descriptor could not be taken; empty: none was lost.
+            slot: names the segment.
+            descriptors: the descriptors that came with the frame.
+            untaken: why a passed descriptor could not be taken; empty: none was lost.
 
         Raises:
             ProtocolError: the peer never passed that segment.

@@ -50,8 +50,8 @@ def tell(link: str, remedy: str = _OUR_KEY) -> None:
     """Warn in the log, once per process, that others can reach a link without a key.
 
     Args:
-            link: which link, and how it is reached: the beginning of a sentence.
-            remedy: what to do: the beginning of a sentence.
+        link: which link, and how it is reached: the beginning of a sentence.
+        remedy: what to do: the beginning of a sentence.
     """
     if _said.once():
         logger.warning(

@@ -151,8 +151,8 @@ def watching(pid: int, started: int) -> ProcessWatch:
     """A watch for that process.
 
     Raises:
-            TransportError: it cannot be watched: no descriptor is left, this is not permitted, or no process can have that
-                number.
+        TransportError: it cannot be watched: no descriptor is left, this is not permitted, or no process can have that
+            number.
     """
     try:
         return ProcessWatch(pid, started)

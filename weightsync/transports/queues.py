@@ -27,8 +27,8 @@ class QueueChannel:
     """The only reader and writer of a pair of queues in this process. Frames are bytes, sorted by model.
 
     Args:
-            outbox: where frames are put. None: the sender cannot be reached.
-            inbox: where frames are read. None: nobody can answer.
+        outbox: where frames are put. None: the sender cannot be reached.
+        inbox: where frames are read. None: nobody can answer.
 
     Raises:
         ConfigurationError: one of them is not a ``multiprocessing.Queue``.
@@ -73,8 +73,8 @@ class QueueChannel:
         """Take out what has arrived for a model.
 
         Raises:
-                TransportError: the queue is closed, or too many objects arrived that are not ours.
-                ProtocolError: a frame is malformed, or that model, or those without a link, exceeded their limit.
+            TransportError: the queue is closed, or too many objects arrived that are not ours.
+            ProtocolError: a frame is malformed, or that model, or those without a link, exceeded their limit.
         """
         self._read(model_id)
         with self._lock:

@@ -218,10 +218,10 @@ def begin(
     """Begin a call; ``said`` makes its answers, in a thread of RPC's.
 
     Args:
-            peer: the name of the worker, for messages to people.
-            call: begins the call.
-            said: the answers of a finished call.
-            again: repeats the call if it was answered with a challenge; then the end of the repeated call counts.
+        peer: the name of the worker, for messages to people.
+        call: begins the call.
+        said: the answers of a finished call.
+        again: repeats the call if it was answered with a challenge; then the end of the repeated call counts.
 
     Raises:
         TransportError: RPC accepted no call. The worker will never see it.
@@ -274,10 +274,10 @@ class RpcCallClient:
     """Carries messages to a process with our receiver, and returns the receiver's own answers.
 
     Args:
-            worker: the worker.
-            model_id: the model.
-            peer: the name of the worker, for messages to people.
-            key: shared with the worker. None: its answers are trusted as they are.
+        worker: the worker.
+        model_id: the model.
+        peer: the name of the worker, for messages to people.
+        key: shared with the worker. None: its answers are trusted as they are.
     """
 
     def __init__(self, worker: WorkerInfo, model_id: str, peer: str, key: SharedKey | None = None) -> None:

@@ -293,9 +293,9 @@ class CallSeal(Protocol):
         """The answers of a call.
 
         Raises:
-                Challenged: the answer is the worker's challenge.
-                AuthenticationError: the worker has another key, or the answer is not the worker's.
-                ProtocolError: an answer is malformed.
+            Challenged: the answer is the worker's challenge.
+            AuthenticationError: the worker has another key, or the answer is not the worker's.
+            ProtocolError: an answer is malformed.
         """
 
 
@@ -329,9 +329,9 @@ class KeyedSeal:
     """For links with a key.
 
     Args:
-            key: shared with the worker.
-            identity: the link's identity.
-            peer: the name of the other end, for messages to people.
+        key: shared with the worker.
+        identity: the link's identity.
+        peer: the name of the other end, for messages to people.
     """
 
     def __init__(self, key: SharedKey, identity: Identity, peer: str) -> None:

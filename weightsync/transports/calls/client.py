@@ -43,8 +43,8 @@ class CallLink(WakeableLink):
     """A link over the calls of a `CallClient`. See `weightsync.transports.base.Link` for its contract.
 
     Args:
-            call_client: begins the calls.
-            peer: the name of the other end, for messages to people.
+        call_client: begins the calls.
+        peer: the name of the other end, for messages to people.
     """
 
     delivery = Delivery.ORDERED

@@ -19,9 +19,9 @@ class ForwardingClient:
     """Asks at the first message whether a receiver of ours listens, then uses the matching call client.
 
     Args:
-            ask: asks the other end.
-            ours: the call client for a process with our receiver.
-            plain: the call client for one without.
+        ask: asks the other end.
+        ours: the call client for a process with our receiver.
+        plain: the call client for one without.
     """
 
     def __init__(self, ask: Callable[[], Future[bool]], ours: CallClient, plain: CallClient) -> None:

@@ -44,10 +44,10 @@ class Gate:
     """Checks and opens the parcels for one model.
 
     Args:
-            key: shared with the sender. None: parcels are passed on unchanged.
-            model_id: the model.
-            way: the transport that carries the calls.
-            worker: this process's name in that transport, as its senders call it.
+        key: shared with the sender. None: parcels are passed on unchanged.
+        model_id: the model.
+        way: the transport that carries the calls.
+        worker: this process's name in that transport, as its senders call it.
     """
 
     def __init__(self, key: SharedKey | None, model_id: str, way: str, worker: Callable[[], str]) -> None:

@@ -36,9 +36,9 @@ class CallServer:
     """Receives the calls for one model in this process. Calls that arrive before a receiver listens wait here.
 
     Args:
-            model_id: the model.
-            way: the transport that carries the calls.
-            worker: this process's name in that transport, as its senders call it.
+        model_id: the model.
+        way: the transport that carries the calls.
+        worker: this process's name in that transport, as its senders call it.
     """
 
     def __init__(self, model_id: str, way: str = "calls", worker: Callable[[], str] = str) -> None:

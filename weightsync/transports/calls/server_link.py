@@ -73,12 +73,12 @@ class CallServerLink(WakeableLink):
         The first call after the link was closed returns the last messages, if they were not delivered yet.
 
         Args:
-                number: the number of the call on this link.
-                received: its content: see `opened`. None: it has arrived before.
+            number: the number of the call on this link.
+            received: its content: see `opened`. None: it has arrived before.
 
         Raises:
-                ProtocolError: the frame is malformed, or the limit of unread messages is exceeded.
-                GivenUp: the link was closed here.
+            ProtocolError: the frame is malformed, or the limit of unread messages is exceeded.
+            GivenUp: the link was closed here.
         """
         with self._lock:
             if self._closed and self._unsaid:

@@ -230,8 +230,8 @@ class Channel:
         """Read what is there, and take out the frames for ``box``.
 
         Raises:
-                TransportError: no frame is left for it, and the connection is dead or closed.
-                ProtocolError: no frame is left for it, and what follows is malformed.
+            TransportError: no frame is left for it, and the connection is dead or closed.
+            ProtocolError: no frame is left for it, and what follows is malformed.
         """
         with self._lock:
             self._read(box)
@@ -277,8 +277,8 @@ class Channel:
         """The next of the user's messages; None if another thread has just taken it.
 
         Raises:
-                TransportError: none is left, and the connection is dead or closed.
-                ProtocolError: none is left, and what follows is malformed.
+            TransportError: none is left, and the connection is dead or closed.
+            ProtocolError: none is left, and what follows is malformed.
         """
         with self._lock:
             if not self._sorter.user_messages and self._deaf is not None:

@@ -119,8 +119,8 @@ class _Skipping(_Filling):
     """Bytes that are read and dropped for lack of memory, so that the following frames can be read.
 
     Args:
-            nbytes: how many bytes.
-            why: why there is no memory.
+        nbytes: how many bytes.
+        why: why there is no memory.
     """
 
     def __init__(self, nbytes: int, why: str) -> None:
@@ -347,10 +347,10 @@ class Outgoing:
 
     Args:
         control: its first bytes.
-            payload: the bytes that follow. They are not copied, so they must not change until the frame was written.
-            descriptors: file descriptors that are sent with its first byte.
-            keep: the owner of the descriptors, kept alive until the frame was written.
-            done: called once, when the frame was written or never will be.
+        payload: the bytes that follow. They are not copied, so they must not change until the frame was written.
+        descriptors: file descriptors that are sent with its first byte.
+        keep: the owner of the descriptors, kept alive until the frame was written.
+        done: called once, when the frame was written or never will be.
     """
 
     def __init__(

@@ -137,8 +137,8 @@ class Sorter:
         """Put a frame where it belongs, and wake its owner unless the owner is the reader.
 
         Raises:
-                ProtocolError: there are too many frames for models that are not registered.
-                TransportError: there are too many unread messages of the user's.
+            ProtocolError: there are too many frames for models that are not registered.
+            TransportError: there are too many unread messages of the user's.
         """
         self._sorted += 1
         if isinstance(frame, UserMessage):

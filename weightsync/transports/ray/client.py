@@ -27,8 +27,8 @@ class _RayCallClient:
     """The common part of the call clients for actors: the object cache, the end of a session, the end of a call.
 
     Args:
-            peer: the name of the other end, for messages to people.
-            rows: finds the sender's cached object.
+        peer: the name of the other end, for messages to people.
+        rows: finds the sender's cached object.
     """
 
     def __init__(self, peer: str, rows: ObjectCaches) -> None:
@@ -179,10 +179,10 @@ class ActorCallClient(_RayCallClient):
     Args:
         call: the actor's method that takes ``(model_id, link, number, frame, payload, lost)``.
         model_id: the model.
-            peer: the name of the other end, for messages to people.
-            rows: finds the sender's cached object.
-            key: shared with the worker. None: its answers are trusted as they are.
-            actor: the actor's id, as it knows it itself: a message sealed for one actor is valid for no other.
+        peer: the name of the other end, for messages to people.
+        rows: finds the sender's cached object.
+        key: shared with the worker. None: its answers are trusted as they are.
+        actor: the actor's id, as it knows it itself: a message sealed for one actor is valid for no other.
     """
 
     def __init__(  # noqa: PLR0917 - all by name, except those that every call client takes
@@ -252,8 +252,8 @@ class PlainActorCallClient(_RayCallClient):
 
     Args:
         call: calls the actor's method with a reference to the weights.
-            peer: the name of the other end, for messages to people.
-            rows: finds the sender's cached object, which has the weights in the form that the method takes.
+        peer: the name of the other end, for messages to people.
+        rows: finds the sender's cached object, which has the weights in the form that the method takes.
     """
 
     def __init__(self, call: Callable[[Any], Any], peer: str, rows: ObjectCaches) -> None:

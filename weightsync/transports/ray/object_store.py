@@ -19,8 +19,8 @@ class CachedObject:
     """One sender's newest version in the object store.
 
     Args:
-            present: converts an update and its payload into the object to store.
-            options: for `ray.put`.
+        present: converts an update and its payload into the object to store.
+        options: for `ray.put`.
     """
 
     def __init__(self, present: Present, **options: Any) -> None:
@@ -69,10 +69,10 @@ class ObjectCaches:
     """One kind of cached object in an object cache, for the call clients of a scheme.
 
     Args:
-            shelf: the cache that the scheme's call clients share.
-            kind: a name for what ``present`` makes.
-            present: converts an update and its payload into the object to store.
-            options: for `ray.put`.
+        shelf: the cache that the scheme's call clients share.
+        kind: a name for what ``present`` makes.
+        present: converts an update and its payload into the object to store.
+        options: for `ray.put`.
     """
 
     def __init__(self, shelf: ObjectCache, kind: str, present: Present, **options: Any) -> None:

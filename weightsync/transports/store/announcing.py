@@ -112,10 +112,10 @@ def worker_link(rendezvous: StoreEnd, model_id: str, name: str, before_end: Call
     """The worker's end of a link that it has accepted.
 
     Args:
-            rendezvous: the store, and the worker's rank.
-            model_id: the model.
-            name: the link's name.
-            before_end: called by a thread of the link before it reports that the sender has ended it.
+        rendezvous: the store, and the worker's rank.
+        model_id: the model.
+        name: the link's name.
+        before_end: called by a thread of the link before it reports that the sender has ended it.
 
     Raises:
         TransportError: no descriptor or thread is left.

@@ -39,8 +39,8 @@ class Rendezvous(Store):
 
     Args:
         client: used by one thread at a time.
-            prefix: the prefix of all keys.
-            over: set once this end no longer wants a group.
+        prefix: the prefix of all keys.
+        over: set once this end no longer wants a group.
     """
 
     def __init__(self, client: Client, prefix: str, over: threading.Event) -> None:
@@ -154,9 +154,9 @@ class Group:
         """Send a payload; returns or raises once the group no longer reads it.
 
         Args:
-                client: a connection to the store, for the rendezvous.
-                payload: the payload.
-                in_flight: how many buckets are in flight at once.
+            client: a connection to the store, for the rendezvous.
+            payload: the payload.
+            in_flight: how many buckets are in flight at once.
 
         Raises:
             TransportError: the other rank has ended, or the group was aborted.
@@ -344,8 +344,8 @@ def own_address(stays_on_host: bool, towards_store: str | None) -> str | None:
     """The address to listen at for the other rank; None: the backend's choice, which is the host's name.
 
     Args:
-            stays_on_host: whether the other rank is in our network namespace.
-            towards_store: our address on the connection to the store.
+        stays_on_host: whether the other rank is in our network namespace.
+        towards_store: our address on the connection to the store.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None

@@ -218,7 +218,7 @@ def join(store: Store, told: Told) -> HeartbeatMember:
     """Start the heartbeat of this process in a store, or join it.
 
     Args:
-            store: the user's; prefixes do not matter.
-            told: the callbacks for the loss of the store, or of a followed process.
+        store: the user's; prefixes do not matter.
+        told: the callbacks for the loss of the store, or of a followed process.
     """
     return _pulses.join(base_of(store), told)

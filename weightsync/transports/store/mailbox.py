@@ -153,8 +153,8 @@ class Inbox:
         """The next message, once it is whole.
 
         Raises:
-                Shut, Ended: there is none.
-                TransportError: the store is gone, or a stranger has written over a message.
+            Shut, Ended: there is none.
+            TransportError: the store is gone, or a stranger has written over a message.
         """
         pieces: list[bytes] = []
         while True:

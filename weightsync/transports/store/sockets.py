@@ -87,9 +87,9 @@ def watching(make: Callable[[], Made], addresses: Collection[bytes]) -> tuple[Ma
     """Make an object that opens a connection, and watch that connection.
 
     Args:
-            make: makes the object.
-            addresses: texts with the addresses of the connection, once it is made. Others that are opened meanwhile
-                are ignored.
+        make: makes the object.
+        addresses: texts with the addresses of the connection, once it is made. Others that are opened meanwhile are
+            ignored.
 
     Returns:
         The object, and its connection, or None if that has ended already or cannot be identified.

@@ -127,9 +127,9 @@ class StoreEnd:
         store: a TCPStore, or PrefixStores around one.
         rank: the worker's rank: the trainer is rank 0, worker i is rank i + 1.
         backend: "gloo" or "nccl".
-            in_flight: how many buckets of a payload are in flight at once.
-            key: shared by the trainer and its workers. None: the contents of the store are trusted.
-            hints: what is written to TorchRL's keys; each copy has its own.
+        in_flight: how many buckets of a payload are in flight at once.
+        key: shared by the trainer and its workers. None: the contents of the store are trusted.
+        hints: what is written to TorchRL's keys; each copy has its own.
 
     Raises:
         ConfigurationError: the store or the rank is of another kind.

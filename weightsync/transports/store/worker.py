@@ -62,15 +62,15 @@ class StoreWorker:
     """Writes and reads store messages. Its methods never block; its threads end soon after `close`, or when it fails.
 
     Args:
-            rendezvous: the store, and the worker's rank.
-            name: the link's name, the same at both ends and used for no other link.
-            side: which end this is.
-            guard: seals and opens its messages.
-            waker: fired when a message has arrived, or the worker has failed.
+        rendezvous: the store, and the worker's rank.
+        name: the link's name, the same at both ends and used for no other link.
+        side: which end this is.
+        guard: seals and opens its messages.
+        waker: fired when a message has arrived, or the worker has failed.
 
     Raises:
-            ConfigurationError: the backend is not available here.
-            TransportError: no more threads can be started.
+        ConfigurationError: the backend is not available here.
+        TransportError: no more threads can be started.
     """
 
     def __init__(self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
