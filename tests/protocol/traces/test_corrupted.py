@@ -109,8 +109,8 @@ def test_an_edited_state_is_refused_beside_what_the_model_allows(file: Path) -> 
 
     [finding] = [found for found in judged(file).findings if found.line.number == number]
 
-    assert "not as it was written" in finding.what
-    assert "after is 'CLOSED', and must be 'READY'" in finding.what
+    assert "changed after it was written" in finding.what
+    assert "after is 'CLOSED', but must be 'READY'" in finding.what
     assert any("leads to READY" in allowed for allowed in finding.allowed)
     assert any(allowed.startswith("rows of a sender in pending_async: ") for allowed in finding.allowed)
 

@@ -180,9 +180,17 @@ WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
         takes(receiving.Refused),
         {"before": lambda moment: replace(moment.before, served=(1, 1))},
     ),
-    "G6 RefusalKeepsServing: what is served changes, and nothing": ("receiver", arrives, after(served=(LATE, 9))),
-    "G7 OnlyTargetsChange: version 3 goes to [1], no target of it": ("sender", leaves(2, worker=1), said(version=3)),
-    "G9 ClosedIsFinal: a closed machine goes on": ("receiver", APPLIED, {"state_before": lambda _: State.CLOSED}),
+    "G6 RefusalKeepsServing: the served version changes, but nothing": ("receiver", arrives, after(served=(LATE, 9))),
+    "G7 OnlyTargetsChange: version 3 is sent to [1], which is no target of it": (
+        "sender",
+        leaves(2, worker=1),
+        said(version=3),
+    ),
+    "G9 ClosedIsFinal: a closed machine takes another step": (
+        "receiver",
+        APPLIED,
+        {"state_before": lambda _: State.CLOSED},
+    ),
     "G9 ClosedIsFinal: a closed machine": ("sender", SENDS, {"state_before": lambda _: State.CLOSED}),
     "G11 EverybodyIsToldTheTruth: version 1 is over": ("sender", asks(sending.Conclude), concluded(owed={0: 1})),
     "G11 EverybodyIsToldTheTruth: version 1 is over, and its outcomes are those of []": (
@@ -288,7 +296,7 @@ def test_an_update_that_an_ordered_link_loses_is_missed_when_a_later_one_comes(r
     [found] = run.network.findings()
 
     assert "Update of version 1, sent before it" in found.what
-    assert "has not come" in found.what
+    assert "has not arrived" in found.what
     assert found.allowed == ("this link promises ORDERED",)
 
 

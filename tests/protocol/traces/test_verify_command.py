@@ -113,7 +113,7 @@ def test_a_file_that_is_missing_fails_only_where_all_are_asked_for(parts: dict[s
     whole = run(parts[role], "--complete")
 
     assert (alone.exit_code, whole.exit_code) == (CONFORMS, DOES_NOT)
-    assert "the machine that sent it is in no file given" in whole.output
+    assert "none of the given files has the machine that sent it" in whole.output
     assert run(*parts.values(), "--complete").exit_code == CONFORMS
 
 

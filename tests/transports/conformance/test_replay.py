@@ -61,7 +61,7 @@ def test_what_was_reached_is_told_and_what_was_not_with_its_reason() -> None:
     )
     assert set(part.unreached.values()) == {"nothing can be cut"}
     assert 0 < part.covered["receiver"][0] < part.covered["receiver"][1]
-    assert f"{len(part.unreached)} edges were not reached, since nothing can be cut" in str(part)
+    assert f"{len(part.unreached)} edges were not reached: nothing can be cut" in str(part)
 
 
 def test_a_network_misbehaves_only_where_links_may() -> None:

@@ -182,7 +182,7 @@ def test_what_is_kept_for_models_without_a_link_is_bounded_by_count_and_by_bytes
     for version in range(1, 5):
         nobody.send(Update(model_id="nobody", incarnation=1, version=version, layout_digest=b"", nbytes=1000), buffer)
 
-    with pytest.raises(ProtocolError, match="another came"):
+    with pytest.raises(ProtocolError, match="another arrived"):
         second.receive()
     nobody.close()
 
@@ -200,7 +200,7 @@ def test_the_users_messages_that_nobody_reads_are_bounded_and_those_kept_still_c
     assert second.receive() == []
     first.user.send_bytes(b"one too many")
 
-    with pytest.raises(TransportError, match=r"3 messages of your own \(3000 bytes\) lie here unread.*pipe"):
+    with pytest.raises(TransportError, match=r"3 messages of your own \(3000 bytes\) are unread.*pipe"):
         second.receive()
     assert [second.user.recv_bytes()[0] for _ in range(3)] == [3, 4, 5]
     with pytest.raises(EOFError):

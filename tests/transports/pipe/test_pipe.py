@@ -463,7 +463,7 @@ def test_a_one_way_pipe_is_refused_with_what_to_do():
 
 
 def test_what_is_no_connection_is_refused_by_type():
-    with pytest.raises(ConfigurationError, match=r"A str is no connection: .*Pipe\(duplex=True\)"):
+    with pytest.raises(ConfigurationError, match=r"A str is not a connection: .*Pipe\(duplex=True\)"):
         PipeLink("pipe", "policy")
 
 

@@ -416,7 +416,7 @@ def test_an_unknown_name_is_refused_and_says_that_nobody_new_is_admitted(world: 
 
     assert isinstance(error, ConfigurationError)
     assert "w9" in str(error)
-    assert "admits nobody" in str(error)
+    assert "cannot replace" in str(error)
     assert comes_to_rest(world)
     world.trainer.do(retire)
 

@@ -40,7 +40,7 @@ def test_an_end_is_a_tcp_store_and_a_workers_rank(store: Any) -> None:
             StoreEnd(store, rank)  # type: ignore[arg-type]
         assert str(caught.value) == f"rank is {rank!r}: the trainer is rank 0, worker i is rank i + 1."
     for other in (dist.HashStore(), dist.PrefixStore("ours", dist.HashStore())):
-        with pytest.raises(ConfigurationError, match=r"^a HashStore is no store that trainer and workers can meet "):
+        with pytest.raises(ConfigurationError, match=r"^a HashStore is not a store that trainer and workers can share"):
             StoreEnd(other, 1)
 
 
@@ -212,7 +212,7 @@ def test_a_connection_that_ends_as_it_is_made_is_told(store: Any, monkeypatch: p
     with pytest.raises(TransportError) as caught:
         Client(store)
     where = f"the store at {store.host}:{store.port}"
-    assert str(caught.value) == f"The connection to {where} ended as it was made, or no descriptor is left."
+    assert str(caught.value) == f"The connection to {where} ended while it was being made, or no descriptor is left."
 
 
 @pytest.mark.parametrize("left", [0, 2, 3])
