@@ -144,12 +144,12 @@ def rejoins(moment: Moment) -> bool:
 SENDS, APPLIED = takes(sending.SendAsync, version=2), takes(receiving.Applied, version=2)
 #: What a machine does wrong: its role, where in the run, and how.
 WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
-    "G1 AckNamesItsVersion: version 2 is applied, its ack names 9": ("receiver", APPLIED, answer(version=9)),
-    "G1 AckNamesItsVersion: version 1 leaves with two digests": ("sender", leaves(1, worker=1), said(digest=OTHER)),
+    "G1 AckNamesItsVersion: version 2 is applied, but its ack names 9": ("receiver", APPLIED, answer(version=9)),
+    "G1 AckNamesItsVersion: version 1 is sent with two digests": ("sender", leaves(1, worker=1), said(digest=OTHER)),
     "G1 AckNamesItsVersion: an ack for another sender counts": ("sender", counts, heard(incarnation=1)),
     "G2 AckedMeansServed: digest 0101": ("receiver", APPLIED, answer(digest=OTHER)),
     "G2 AckedMeansServed: the ack names the digest of other weights": ("sender", counts, heard(digest=OTHER)),
-    "G2 AckedMeansServed: worker 0 counts as APPLIED, and has not applied version 9": (
+    "G2 AckedMeansServed: worker 0 counts as APPLIED, but has not applied version 9": (
         "sender",
         counts,
         heard(version=9),
@@ -193,13 +193,13 @@ WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
     ),
     "G9 ClosedIsFinal: a closed machine": ("sender", SENDS, {"state_before": lambda _: State.CLOSED}),
     "G11 EverybodyIsToldTheTruth: version 1 is over": ("sender", asks(sending.Conclude), concluded(owed={0: 1})),
-    "G11 EverybodyIsToldTheTruth: version 1 is over, and its outcomes are those of []": (
+    "G11 EverybodyIsToldTheTruth: version 1 is over, but its outcomes are those of []": (
         "sender",
         asks(sending.Conclude),
         concluded(outcomes={}),
     ),
-    "G12 LateJoinerCatchesUp: version 2 is due to it, and 0": ("sender", rejoins, greets(0)),
-    "G12 LateJoinerCatchesUp: version 2 is due to it, and 9": ("sender", rejoins, greets(9)),
+    "G12 LateJoinerCatchesUp: version 2 is due to it, but 0": ("sender", rejoins, greets(0)),
+    "G12 LateJoinerCatchesUp: version 2 is due to it, but 9": ("sender", rejoins, greets(9)),
 }
 
 
@@ -223,7 +223,7 @@ def test_a_version_that_is_served_and_never_came_is_told(run: Run) -> None:
 
     [found] = run.breaches()
 
-    assert (found.rule, found.what) == ("G2 AckedMeansServed", "version 1 never came")
+    assert (found.rule, found.what) == ("G2 AckedMeansServed", "version 1 never arrived")
 
 
 def never(run: Run) -> None:

@@ -16,7 +16,7 @@ EVENTS = 168
 TESTS = """
 import pytest
 from recorded import play
-from weightsync import tracing
+from weightsync.engine import recorder as tracing
 
 
 def test_that_conforms():

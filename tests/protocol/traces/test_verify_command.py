@@ -55,7 +55,7 @@ def test_the_first_line_that_is_wrong_is_shown_in_words_beside_what_the_model_al
     shown = result.output[result.output.index(f"{file}:{number}: ") :]
     assert "no effect of a step asks for this" in shown
     assert "the trace:  receiver of model 'policy' sends Ack(incarnation=.." in shown
-    assert "the model:  now Ack of version 1 leaves over link 1" in shown
+    assert "the model:  now Ack of version 1 is sent over link 1" in shown
 
 
 def test_the_json_says_the_same(forged: tuple[Path, int], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_sender_that_floods_a_door_loses_its_own_link(
 
     good, flooded = links
     assert len(flooded.receive()) == 5
-    with pytest.raises(ProtocolError, match="given up"):
+    with pytest.raises(ProtocolError, match="this link is closed"):
         flooded.receive()
     assert [each.message.version for each in good.receive()] == [1]
     opened.submit(parcel("good", 1))
