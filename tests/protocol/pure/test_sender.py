@@ -55,7 +55,7 @@ def sender() -> Sender:
     return sender
 
 
-def test_connect_greets_every_worker_on_the_roll() -> None:
+def test_connect_greets_every_worker() -> None:
     sender = Sender()
     sender.take(pure.Join(0, 1))
 
@@ -151,7 +151,7 @@ def test_g7_only_targets_are_sent_to(sender: Sender) -> None:
     assert sender.data.workers[0].due == 0
 
 
-def test_a_lost_target_is_told_at_once_and_owes_nothing(sender: Sender) -> None:
+def test_a_lost_target_is_reported_at_once_and_owes_nothing(sender: Sender) -> None:
     sender.take(pure.LinkLost(0, 1, "died"))
 
     sender.take(pure.Send(None))
@@ -198,7 +198,7 @@ def test_no_send_to_those_who_all_refused_the_handshake(sender: Sender) -> None:
     assert (sender.state, sender.data.version) == (State.READY, 0)
 
 
-def test_a_worker_that_failed_is_lost_for_its_reason_and_stays_on_the_roll(sender: Sender) -> None:
+def test_a_worker_that_failed_is_lost_for_its_reason_and_stays_a_member(sender: Sender) -> None:
     sender.take(pure.Send((0,)))
 
     step = sender.hears(0, replace(refusal(0, RefusalKind.FAILED), remote_traceback="line 1"))
@@ -212,7 +212,7 @@ def test_a_worker_that_failed_is_lost_for_its_reason_and_stays_on_the_roll(sende
     assert concluded.left == {}
 
 
-def test_a_goodbye_takes_a_worker_off_the_roll_and_is_in_the_report_that_it_ends(sender: Sender) -> None:
+def test_a_goodbye_removes_a_worker_and_is_in_the_report_that_it_ends(sender: Sender) -> None:
     sender.take(pure.Send((0,)))
 
     bye = Bye(model_id="policy", incarnation=INCARNATION, reason="done")
@@ -326,7 +326,7 @@ def test_g12_a_worker_that_rejoins_gets_the_newest_that_named_it(sender: Sender)
     assert joined.effects == (pure.Greet(0, 9, 2),)
 
 
-def test_a_joiner_that_refuses_is_told_in_the_next_report(sender: Sender) -> None:
+def test_a_joiner_that_refuses_is_reported_in_the_next_report(sender: Sender) -> None:
     sender.take(pure.SendAsync(None))
     sender.take(pure.Abandon())
     sender.take(pure.Join(2, 3))

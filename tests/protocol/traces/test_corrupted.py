@@ -298,7 +298,7 @@ def test_a_worker_left_out_of_a_report_is_missed_at_its_line(file: Path) -> None
         assert first(judged(write(file, changed))) == number + 1
 
 
-def test_a_deadline_or_an_abandon_of_which_the_caller_is_not_told_is_refused(file: Path) -> None:
+def test_a_deadline_or_an_abandon_that_is_not_reported_to_the_caller_is_refused(file: Path) -> None:
     lines = lines_of(file)
     ends = [n for n, line in enumerate(lines) if line.get("event", {}).get("is") in ("Deadline", "Abandon")]
     assert {lines[number]["event"]["is"] for number in ends} == {"Deadline", "Abandon"}
@@ -307,7 +307,7 @@ def test_a_deadline_or_an_abandon_of_which_the_caller_is_not_told_is_refused(fil
         assert _dropped(file, lines, told)
 
 
-def test_what_became_of_a_version_is_told_once(file: Path) -> None:
+def test_the_outcome_of_a_version_is_reported_once(file: Path) -> None:
     lines = lines_of(file)
     [number] = [n for n in told_in(lines) if {each["kind"] for each in lines[n]["outcomes"].values()} == {"ABANDONED"}]
 

@@ -6,7 +6,7 @@ from functools import partial
 from threading import Timer
 
 import pytest
-from in_process_courier import DirectCourier
+from in_process_call_client import DirectCallClient
 
 from weightsync.testing.bench import Bench
 from weightsync.testing.ends import Ends
@@ -18,7 +18,7 @@ PATIENCE = 20.0
 LATE = 0.2
 
 
-class LateCourier(DirectCourier):
+class LateCallClient(DirectCallClient):
     """Brings each call a while after it was begun."""
 
     def _bring(self, parcel: Parcel, answers: Answers) -> None:
@@ -27,7 +27,7 @@ class LateCourier(DirectCourier):
 
 def late(model_id: str) -> Ends:
     opened = CallServer(model_id)
-    return Ends(CallLink(LateCourier(opened), "the worker"), opened.open)
+    return Ends(CallLink(LateCallClient(opened), "the worker"), opened.open)
 
 
 @pytest.mark.untraced("the kit's own bench")

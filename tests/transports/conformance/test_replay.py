@@ -50,7 +50,7 @@ def test_the_paths_take_every_edge_of_both_roles(configuration: Any) -> None:
     assert {edge.role for edge in taken} == {"sender", "receiver"}
 
 
-def test_what_was_reached_is_told_and_what_was_not_with_its_reason() -> None:
+def test_the_result_has_what_was_reached_and_what_was_not_with_its_reason() -> None:
     whole = check_transport(lay(), only=["the graph of losses"], patience=5.0)
     assert whole.unreached == {}
     assert all(taken == of > 0 for taken, of in whole.covered.values())

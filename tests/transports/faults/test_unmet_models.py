@@ -104,7 +104,7 @@ def test_a_model_that_is_registered_after_its_handshake_was_answered_is_served_a
     assert sender._driver.remark(0) == ""
 
 
-def test_models_that_are_all_registered_before_anything_is_read_are_told_of_nothing(
+def test_models_that_are_all_registered_before_anything_is_read_get_no_answer(
     apart: Apart, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "weightsync"):

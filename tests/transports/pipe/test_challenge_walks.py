@@ -134,7 +134,7 @@ class Row:
 
 
 @pytest.mark.parametrize("seeds", [range(40), range(40, 80)], ids=["these", "those"])
-def test_over_rows_of_letters_an_end_believes_what_the_model_says(seeds: range) -> None:
+def test_over_rows_of_messages_an_end_believes_what_the_model_says(seeds: range) -> None:
     believed = 0
     for seed in seeds:
         walk = Row(seed)

@@ -264,7 +264,7 @@ def test_a_plain_connection_and_ours_understand_each_other(ends, size):
     link.close()
 
 
-def test_foreign_pickles_are_not_unpickled_by_the_link(laid, ends):
+def test_user_pickles_are_not_unpickled_by_the_link(laid, ends):
     _, second = laid("policy", ends)
     ends[0].send_bytes(b"\x80\x05no pickle at all.")
 
@@ -282,14 +282,14 @@ def test_messages_that_begin_as_ours_are_refused_at_the_source(laid, ends):
     assert not second.user.poll()
 
 
-def test_who_reads_the_raw_pipe_is_told_where_to_read(laid, ends):
+def test_a_reader_of_the_raw_pipe_is_told_where_to_read(laid, ends):
     first, _ = laid("policy", ends)
     first.send(ack(1))
     with pytest.raises(ConfigurationError, match=r"receiver\.pipe\.recv\(\)"):
         ends[1].recv()
 
 
-def test_poll_waits_as_long_as_it_is_told(laid, ends):
+def test_poll_waits_as_long_as_it_is_asked_to(laid, ends):
     first, second = laid("policy", ends)
     begun = time.monotonic()
     assert not second.user.poll(0.05)

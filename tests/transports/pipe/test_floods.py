@@ -51,7 +51,7 @@ def call_server() -> Iterator[tuple[CallServer, list[Any]]]:
 @pytest.mark.parametrize(
     ("bound", "most", "nbytes"), [("MAX_UNREAD", 5, 0), ("MAX_UNREAD_NBYTES", 50, 10)], ids=["messages", "bytes"]
 )
-def test_a_sender_that_floods_a_door_loses_its_own_link(
+def test_a_sender_that_floods_a_call_server_loses_its_own_link(
     call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch, bound: str, most: int, nbytes: int
 ) -> None:
     monkeypatch.setattr(server_link, bound, most)

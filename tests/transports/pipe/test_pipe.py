@@ -127,7 +127,7 @@ def test_an_update_without_its_bytes_is_refused(laid):
     assert second.receive() == []
 
 
-def test_a_landing_is_not_used_again_while_somebody_looks_at_it(laid):
+def test_a_receive_buffer_is_not_used_again_while_somebody_looks_at_it(laid):
     first, second = laid(payloads=Payloads.INLINE)
     kept = []
     for seed in range(6):
@@ -138,7 +138,7 @@ def test_a_landing_is_not_used_again_while_somebody_looks_at_it(laid):
     assert all(view == content for view, content in kept)
 
 
-def test_a_landing_is_used_again_when_nobody_does(laid):
+def test_a_receive_buffer_is_used_again_when_nobody_does(laid):
     first, second = laid(payloads=Payloads.INLINE)
     places = set()
     for version in range(1, 7):

@@ -138,7 +138,7 @@ def test_a_lost_payload_is_a_refusal_and_the_link_goes_on(
     assert get(setups[0].shows.remote()) == {3.0}
 
 
-def test_the_layout_that_a_lost_call_brought_is_told_again(
+def test_the_layout_that_a_lost_call_carried_is_sent_again(
     setups: list[Any], trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = trainer(setups[:1], small(1.0))

@@ -57,7 +57,7 @@ def test_an_end_travels_with_all_it_was_given_and_without_prefixes(store: Any) -
 
 
 @pytest.mark.parametrize(("exposed", "key"), [(True, None), (True, SharedKey("secret")), (False, None)])
-def test_a_store_that_others_can_reach_is_told_of_unless_there_is_a_key(
+def test_a_store_that_others_can_reach_is_warned_about_unless_there_is_a_key(
     store: Any, exposed: bool, key: SharedKey | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -207,7 +207,7 @@ def test_only_a_socket_that_must_be_ours_is_watched(store: Any, monkeypatch: pyt
     theirs.close()
 
 
-def test_a_connection_that_ends_as_it_is_made_is_told(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_ends_as_it_is_made_is_reported(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, Socket(store.port))
     with pytest.raises(TransportError) as caught:
         Client(store)

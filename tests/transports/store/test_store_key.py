@@ -211,7 +211,7 @@ def test_g4_a_recording_of_all_that_was_written_has_no_effect(
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_a_letter_that_was_changed_in_the_store_is_not_believed(
+def test_a_message_that_was_changed_in_the_store_is_not_believed(
     keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     recorder = Recorder(monkeypatch)

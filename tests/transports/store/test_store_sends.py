@@ -217,7 +217,7 @@ def test_a_worker_that_comes_late_is_served_what_is_due(store: Any) -> None:
         assert {6.0} == constants(model)
 
 
-def test_a_receiver_that_closes_leaves_the_roll_and_may_come_back(pair: StorePair) -> None:
+def test_a_receiver_that_closes_is_removed_and_may_come_back(pair: StorePair) -> None:
     pair.sync()
     pair.schemes[0].close()
     again, model = DistributedWeightSyncScheme(), large()

@@ -92,7 +92,7 @@ def link_of(pair: StorePair) -> str:
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_junk_under_a_links_next_letter_is_passed_over(pair: StorePair, junk: bytes, way: str) -> None:
+def test_junk_under_a_links_next_message_is_passed_over(pair: StorePair, junk: bytes, way: str) -> None:
     assert pair.sync().ok
     end = pair.sender._driver.by_worker()[0] if way == "up" else pair.receiver._driver.links()[0]
     number = end._exchange._inbox.number
@@ -144,7 +144,7 @@ FRAME = codec.encode(Ack(model_id="m", incarnation=1, version=1))
 NAME = b"0123456789abcdef" * 2
 
 
-def test_letters_come_out_as_they_were_written(row: tuple[Client, Inbox]) -> None:
+def test_messages_come_out_as_they_were_written(row: tuple[Client, Inbox]) -> None:
     client, inbox = row
     outbox = Outbox(client, "row")
     for store_message in (NAME, FRAME, FRAME + bytes(5 * 2**20), FRAME):
@@ -165,7 +165,7 @@ def test_junk_before_the_end_of_a_row_is_passed_over(row: tuple[Client, Inbox], 
         inbox.take()
 
 
-def test_a_letter_that_was_written_over_is_a_lost_link_and_no_protocol_error(row: tuple[Client, Inbox]) -> None:
+def test_a_message_that_was_written_over_is_a_lost_link_and_no_protocol_error(row: tuple[Client, Inbox]) -> None:
     client, inbox = row
     outbox = Outbox(client, "row")
     outbox.put(NAME)

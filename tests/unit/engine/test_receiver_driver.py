@@ -333,7 +333,7 @@ def test_what_follows_a_goodbye_is_not_heard() -> None:
     assert worker.driver.pending is None
 
 
-def test_how_a_sender_ended_is_told_and_raised_as_it_was() -> None:
+def test_how_a_sender_ended_is_reported_and_raised_as_it_was() -> None:
     worker = Worker(1)
     worker.hears(0, bye(EPOCH - 1))
     assert (worker.driver.ended, worker.link.closed) == ("", 0)
@@ -420,7 +420,7 @@ def test_an_update_names_a_layout_and_a_size_that_its_link_has_carried() -> None
         assert worker.driver.ended == told
 
 
-def test_whoever_cannot_be_watched_is_told_why_its_link_ends() -> None:
+def test_a_worker_that_cannot_be_watched_is_told_why_its_link_ends() -> None:
     driver, link = ReceiverDriver("policy"), Scripted()
     driver.add_link(link)
     link.raises["watch"] = TransportError("no descriptor")

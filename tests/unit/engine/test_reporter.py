@@ -68,7 +68,7 @@ def reason_of(made: Reported, worker: int) -> list[str]:
 # --------------------------------------------------------------------------------------------------- what is known
 
 
-def test_what_is_outstanding_is_told_of_those_who_answered_and_of_those_who_owe(clock: FakeClock) -> None:
+def test_an_outstanding_update_reports_those_who_answered_and_those_who_owe(clock: FakeClock) -> None:
     made = Reported(Scripted(), Scripted())
     made.sends(pack_s=2.0)
     clock.advance(3.0)
@@ -116,7 +116,7 @@ def test_workers_that_are_lost_or_gone_or_of_no_concern_delay_no_connecting(cloc
     assert made.reporter.so_far(OutcomeKind.PENDING).connect_s == 0.0
 
 
-def test_the_size_is_told_though_the_version_is_due_to_nobody_any_more() -> None:
+def test_the_size_is_reported_though_the_version_is_due_to_nobody_any_more() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends(targets=(0,))
     made.driver.remove(0, "not needed")
@@ -125,7 +125,7 @@ def test_the_size_is_told_though_the_version_is_due_to_nobody_any_more() -> None
     assert made.driver.packed(1) is None
 
 
-def test_who_asks_between_a_dispatch_and_its_note_is_told_no_times(clock: FakeClock) -> None:
+def test_a_caller_between_a_dispatch_and_its_note_gets_no_times(clock: FakeClock) -> None:
     made = Reported(Scripted())
     made.driver.dispatch(pure.SendAsync(None), packed())
     report = made.reporter.so_far(OutcomeKind.PENDING)
@@ -133,14 +133,14 @@ def test_who_asks_between_a_dispatch_and_its_note_is_told_no_times(clock: FakeCl
     assert (report.version, report.nbytes, report.pack_s, report.connect_s) == (1, 0, 0.0, 0.0)
 
 
-def test_nothing_outstanding_is_told_as_nothing() -> None:
+def test_nothing_outstanding_is_reported_as_nothing() -> None:
     made = Reported(Scripted())
     empty = SyncReport(model_id="policy", version=None, incarnation=EPOCH, outcomes={})
 
     assert made.reporter.so_far(OutcomeKind.PENDING) == made.reporter.empty() == empty
 
 
-def test_whoever_left_or_did_not_catch_up_is_told_of_in_the_next_report() -> None:
+def test_whoever_left_or_did_not_catch_up_is_reported_in_the_next_report() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends(targets=(0,))
     made.fleet.hears(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
@@ -196,7 +196,7 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
 # --------------------------------------------------------------------------------------- updates before this one
 
 
-def test_versions_given_up_in_favour_of_later_ones_are_told_until_their_worker_was_told_of_another() -> None:
+def test_versions_given_up_in_favour_of_later_ones_are_reported_until_their_worker_was_sent_another() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends()
     made.fleet.hears(1, ack(1))
@@ -217,7 +217,7 @@ def test_versions_given_up_in_favour_of_later_ones_are_told_until_their_worker_w
     assert made.reporter._given_up == {}
 
 
-def test_what_became_of_the_update_before_is_told_once() -> None:
+def test_the_outcome_of_the_update_before_is_reported_once() -> None:
     made = Reported(Scripted(), Scripted())
     before = SyncReport(model_id="policy", version=7, incarnation=EPOCH, outcomes={})
     made.reporter.follows(before)

@@ -104,7 +104,7 @@ def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
     assert fleet.driver.remark(1) == ""
 
 
-def test_those_that_only_a_caller_who_waits_can_be_sent_to_are_told() -> None:
+def test_workers_that_need_a_waiting_caller_are_reported() -> None:
     fleet = Fleet(Scripted(), Blocking(), Blocking())  # type: ignore[call-arg]
 
     assert fleet.driver.blocking(None) == [1, 2]
@@ -112,7 +112,7 @@ def test_those_that_only_a_caller_who_waits_can_be_sent_to_are_told() -> None:
     assert fleet.driver.blocking(()) == []
 
 
-def test_links_are_told_by_worker_in_the_order_of_their_numbers() -> None:
+def test_links_are_listed_by_worker_in_the_order_of_their_numbers() -> None:
     fleet, late = both(), Scripted()
     fleet.driver.join(0, late)
 

@@ -13,7 +13,7 @@ from weightsync.transports.calls.client import Answers
 from weightsync.transports.calls.server import CallServer, Parcel, decoded
 
 
-class DirectCourier:
+class DirectCallClient:
     """Knocks in the thread that sends."""
 
     def __init__(self, call_server: CallServer) -> None:
@@ -43,7 +43,7 @@ class DirectCourier:
         self._closed = True
 
 
-class ThreadedCourier(DirectCourier):
+class ThreadedCallClient(DirectCallClient):
     """Knocks in threads of its own, so that calls overtake each other."""
 
     def __init__(self, call_server: CallServer) -> None:

@@ -208,7 +208,7 @@ def test_a_run_whose_machines_are_right_breaks_no_guarantee(run: Run) -> None:
 
 
 @pytest.mark.parametrize("told", WRONG)
-def test_what_a_pure_half_at_fault_does_is_told(run: Run, told: str) -> None:
+def test_what_a_pure_half_at_fault_does_is_reported(run: Run, told: str) -> None:
     role, wanted, how = WRONG[told]
     machine, index = run.find(role, wanted)
     line = machine.moments[index].line
@@ -218,7 +218,7 @@ def test_what_a_pure_half_at_fault_does_is_told(run: Run, told: str) -> None:
     assert (line, told) in [(each.line, f"{each.rule}: {each.what}"[: len(told)]) for each in run.breaches()]
 
 
-def test_a_version_that_is_served_and_never_came_is_told(run: Run) -> None:
+def test_a_version_that_is_served_and_never_came_is_reported(run: Run) -> None:
     run.drop("receiver", arrives)
 
     [found] = run.breaches()
@@ -243,7 +243,7 @@ def too_late(run: Run) -> None:
 
 
 @pytest.mark.parametrize("wrong", [never, too_late])
-def test_an_ack_that_counts_though_its_worker_had_not_applied_is_told(run: Run, wrong: Callable[[Run], None]) -> None:
+def test_an_ack_that_counts_though_its_worker_had_not_applied_is_reported(run: Run, wrong: Callable[[Run], None]) -> None:
     wrong(run)
     assert run.told() == ["G2 AckedMeansServed"]
 

@@ -192,7 +192,7 @@ def test_what_was_read_is_removed_from_the_store_from_the_first_key_on(
     _until(lambda: _written(store, "down") | _written(store, "up") <= {2})
 
 
-def test_letters_that_are_left_when_a_link_closes_keep_their_bytes_though_their_buffers_go_back() -> None:
+def test_messages_that_are_left_when_a_link_closes_keep_their_bytes_though_their_buffers_go_back() -> None:
     given_back: list[int] = []
     buffers = [bytearray(b"first"), bytearray(b"other")]
     outgoing = Outgoing()
