@@ -9,12 +9,11 @@
 It does not need pytest. ``docs/testing.md`` describes the contract of factories and has an example.
 """
 
-from weightsync.testing.check import check_transport
+from weightsync.testing.check import SCENARIOS, check_transport
 from weightsync.testing.clock import FakeClock
 from weightsync.testing.ends import Ends, Factory, Listen
 from weightsync.testing.faulty import FaultyTransport
 from weightsync.testing.rules import Broken, Conformance, Nonconforming, Rule
-from weightsync.testing.scenarios import SCENARIOS
 
 __all__ = [
     "SCENARIOS",

@@ -11,8 +11,8 @@ from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal
 from weightsync.testing.link_pair import End
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
-from weightsync.testing.replay_actors import ReplayActors, letter, refusal
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.replay_actors import ReplayActors, refusal, update_or_hello
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.testing.step_gate import StepGate
 
 
@@ -52,7 +52,7 @@ class Acting(ReplayActors):
             Action.BROKEN: self._break,
             Action.ANSWERED: self._answer, Action.CLOSE_RECEIVER: self._close, Action.CRASH_RECEIVER: self._crash,
             Action.LINK_FAILED: self._link_failed, Action.FAIL_RECEIVER: self._fail,
-            Action.LOSE_LETTER: self._lose_letter, Action.LOSE_ANSWER: self._lose_answer,
+            Action.LOSE_LETTER: self._lose_update, Action.LOSE_ANSWER: self._lose_answer,
         }  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ senders
@@ -111,8 +111,8 @@ class Acting(ReplayActors):
         self._await_end(step_gate, self._receivers[w].at(step_gate.place))
         own = player.driver.data.incarnation
         if any(isinstance(each.message, Bye) and each.message.incarnation == own for each in step_gate.waiting):
-            raise Breach(Rule.STATE, f"worker {w} said goodbye, which removes it; in the model it is only LOST")
-        step_gate.tell_end()
+            raise RuleViolation(Rule.STATE, f"worker {w} said goodbye, which removes it; in the model it is only LOST")
+        step_gate.report_end()
         player.driver.pump()
 
     def _hear(self, place: tuple[int, ...], wanted: Callable[[Message], bool]) -> None:
@@ -126,7 +126,7 @@ class Acting(ReplayActors):
 
     def _read(self, place: tuple[int, int, int], version: int) -> None:
         receiver, step_gate, other = self._far_end(place)
-        step_gate.let_through(self._await(step_gate, other, letter(version)))
+        step_gate.let_through(self._await(step_gate, other, update_or_hello(version)))
         receiver.driver.pump()
 
     def _link_down(self, w: int, s: int, k: int) -> None:
@@ -137,7 +137,7 @@ class Acting(ReplayActors):
         owing = receiver.driver.machine.state is State.AWAITING_ACK and step_gate is receiver.in_force()
         bye = self._await_end(step_gate, other, or_goodbye=not owing)
         if bye is None:
-            step_gate.tell_end()
+            step_gate.report_end()
         else:
             step_gate.let_through(bye)
         receiver.driver.pump()
@@ -148,7 +148,7 @@ class Acting(ReplayActors):
         assert pending is not None
         update = pending.update
         if not self.payloads.intact(pending.payload, update.digest):
-            raise Breach(Rule.PINNED, f"version {update.version} changed between its arrival and its use")
+            raise RuleViolation(Rule.PINNED, f"version {update.version} changed before it was applied")
         receiver.served = (pending.payload, update.digest)
         answer = Ack(
             model_id=update.model_id, incarnation=update.incarnation, version=update.version, digest=update.digest
@@ -219,9 +219,9 @@ class Acting(ReplayActors):
 
     # ------------------------------------------------------------------------------------------ the network
 
-    def _lose_letter(self, s: int, w: int, k: int, version: int) -> None:
+    def _lose_update(self, s: int, w: int, k: int, version: int) -> None:
         _, step_gate, other = self._far_end((s, w, k))
-        step_gate.lose(self._await(step_gate, other, letter(version)))
+        step_gate.lose(self._await(step_gate, other, update_or_hello(version)))
 
     def _lose_answer(self, s: int, w: int, k: int, version: int, kind: str) -> None:
         step_gate = next(

@@ -14,7 +14,7 @@ from weightsync.testing.comparing import Comparing, Receiver, Sender
 from weightsync.testing.link_pair import End, LinkPair
 from weightsync.testing.link_recorder import LinkRecorder
 from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Link
 
 
@@ -88,7 +88,7 @@ class Bench(Comparing):
         message = recorder.updates[-back]
         with self.step(f"version {message.version} is sent to worker {worker} again"):
             number = next(number for number, each in sender.links.items() if each is recorder)
-            sender.oracle.said[number].append(("Update", message.incarnation, message.version))
+            sender.oracle.sent[number].append(("Update", message.incarnation, message.version))
             recorder.send(message, self.payloads.again(message.digest))
 
     def abandon(self) -> None:
@@ -148,7 +148,7 @@ class Bench(Comparing):
             receiver.driver.pump()
         except ProtocolError as error:
             self.link_setup.watch.check()
-            raise Breach(Rule.STATE, f"worker {receiver.worker} closed its link: {error}") from error
+            raise RuleViolation(Rule.STATE, f"worker {receiver.worker} closed its link: {error}") from error
         self.link_setup.watch.check()
 
     def _flush(self, link_pair: LinkPair) -> None:
@@ -165,7 +165,9 @@ class Bench(Comparing):
             pending = receiver.driver.pending
             assert pending is not None
             if not self.payloads.intact(pending.payload, pending.update.digest):
-                raise Breach(Rule.PINNED, f"version {pending.update.version} changed between its arrival and its use")
+                raise RuleViolation(
+                    Rule.PINNED, f"version {pending.update.version} changed between its arrival and its use"
+                )
             receiver.served = (pending.payload, pending.update.digest)
             update = pending.update
             answer = Ack(

@@ -8,12 +8,20 @@ from collections.abc import Collection, Mapping
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.testing.coverage import Coverage
+from weightsync.testing.ending_scenarios import ENDING_SCENARIOS
 from weightsync.testing.ends import Ends, Factory
-from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.rules import Breach, Broken, Conformance, Nonconforming, Rule
-from weightsync.testing.scenarios import SCENARIOS
-from weightsync.testing.script import Scenario
+from weightsync.testing.graph_scenarios import GRAPH_SCENARIOS
+from weightsync.testing.link_scenarios import LINK_SCENARIOS
+from weightsync.testing.link_setup import LinkSetup, Scenario
+from weightsync.testing.protocol_scenarios import PROTOCOL_SCENARIOS
+from weightsync.testing.rules import Broken, Conformance, Nonconforming, Rule, RuleViolation
+from weightsync.testing.walks import WALKS
 
+#: The scenarios by name, in the order in which they run.
+SCENARIOS: dict[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (*LINK_SCENARIOS, *ENDING_SCENARIOS, *PROTOCOL_SCENARIOS, *WALKS, *GRAPH_SCENARIOS)
+}
 #: Seconds between two checks of a running scenario.
 _LOOK = 0.02
 
@@ -34,7 +42,7 @@ def check_transport(
         factory: makes a new connection for the model id that it is called with. See `Ends`.
         unreachable: names of scenarios (see `SCENARIOS`) that the adapter cannot reach, each with the reason. The
             result lists them.
-        patience: seconds after which an expected event counts as never happening.
+        patience: seconds after which an expected event counts as never kind.
         only: the names of the scenarios to run. None runs all.
 
     Returns:
@@ -110,14 +118,14 @@ def _played(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
     )
     thread.start()
     blocked = _watched(thread, link_setup)
-    unclosed = _struck(scenario, link_setup)
+    unclosed = _torn_down(scenario, link_setup)
     thread.join(link_setup.patience)
     if blocked:
         return Broken(Rule.NEVER_BLOCKS, scenario.name, tuple(link_setup.watch.steps), blocked)
     if not raised:
         return unclosed
     error = link_setup.watch.breach or raised[0]
-    if isinstance(error, Breach):
+    if isinstance(error, RuleViolation):
         return Broken(error.rule, scenario.name, tuple(link_setup.watch.steps), error.what)
     if isinstance(error, TransportError | ProtocolError | ConfigurationError):
         what = f"{error!r} was raised where the contract allows no error"
@@ -125,10 +133,10 @@ def _played(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
     raise error
 
 
-def _struck(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
+def _torn_down(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
     """End the scenario: close every link, even those that are already closed."""
     try:
-        link_setup.strike()
+        link_setup.tear_down()
     except Exception as error:  # noqa: BLE001 - whatever an adapter raises here is reported
         what = f"after the scenario, closing all links raised {error!r}"
         return Broken(Rule.CLOSED, scenario.name, tuple(link_setup.watch.steps), what)

@@ -36,15 +36,15 @@ class FakeClock(Clock):
         self._advanced = 0.0
         self._incarnations = 0
         self._started = super().monotonic(), super().time_ns()
-        self._told = contextlib.ExitStack()
+        self._installed = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._started = super().monotonic(), super().time_ns()
-        self._told.enter_context(clock.told_by(self))
+        self._installed.enter_context(clock.told_by(self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._told.close()
+        self._installed.close()
 
     def advance(self, seconds: float) -> None:
         """Advance the time at once. May be called from any thread.

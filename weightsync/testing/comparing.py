@@ -10,12 +10,12 @@ from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.protocol._tables import State
 from weightsync.testing.ends import Ends
-from weightsync.testing.link_pair import Happening
+from weightsync.testing.link_pair import EventKind
 from weightsync.testing.link_recorder import LinkRecorder
 from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.oracle import ReceiverOracle, SenderOracle
 from weightsync.testing.payloads import Payloads
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 
 
 class Sender:
@@ -93,11 +93,11 @@ class Comparing:
         for sender in self.senders:
             if not sender.gone:
                 self._agree(sender.name, sender.oracle.difference(sender.driver))
-                self._spoken(sender.name, sender.links, sender.oracle.said)
+                self._compare_sent(sender.name, sender.links, sender.oracle.sent)
         for receiver in self.receivers.values():
             if not receiver.gone:
                 self._agree(f"worker {receiver.worker}", receiver.oracle.difference(receiver.driver))
-                self._spoken(f"worker {receiver.worker}", receiver.links, receiver.oracle.said)
+                self._compare_sent(f"worker {receiver.worker}", receiver.links, receiver.oracle.sent)
         self.payloads.scribble()
         self._still_served()
 
@@ -105,7 +105,7 @@ class Comparing:
         log, self.link_setup.watch.log = self.link_setup.watch.log, []
         for seen in log:
             oracle, number = self._owner(seen.recorder)
-            if seen.happening is Happening.CAME and seen.message is not None:
+            if seen.kind is EventKind.CAME and seen.message is not None:
                 oracle.came(number, seen.message)
             else:
                 oracle.ended(number)
@@ -118,17 +118,19 @@ class Comparing:
 
     def _agree(self, who: str, difference: str) -> None:
         if difference:
-            raise Breach(Rule.STATE, f"of {who}, {difference}")
+            raise RuleViolation(Rule.STATE, f"of {who}, {difference}")
 
-    def _spoken(self, who: str, links: dict[int, LinkRecorder], said: dict[int, list[tuple[str, int, int]]]) -> None:
+    def _compare_sent(
+        self, who: str, links: dict[int, LinkRecorder], sent: dict[int, list[tuple[str, int, int]]]
+    ) -> None:
         for number, recorder in links.items():
-            if recorder.attempts != said[number]:
-                raise Breach(
-                    Rule.STATE, f"{who} sent {recorder.attempts} over link {number}, but must send {said[number]}"
+            if recorder.attempts != sent[number]:
+                raise RuleViolation(
+                    Rule.STATE, f"{who} sent {recorder.attempts} over link {number}, but must send {sent[number]}"
                 )
 
     def _still_served(self) -> None:
         for receiver in self.receivers.values():
             if receiver.served is not None and not self.payloads.intact(*receiver.served):
                 what = f"what worker {receiver.worker} serves was overwritten before it acked a newer version"
-                raise Breach(Rule.PINNED, f"{what}: its buffer was not pinned")
+                raise RuleViolation(Rule.PINNED, f"{what}: its buffer was not pinned")

@@ -11,9 +11,8 @@ from functools import partial
 from weightsync.errors import TransportError
 from weightsync.testing.line import Line, must_raise
 from weightsync.testing.link_recorder import LinkRecorder
-from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.script import Ability, Scenario
+from weightsync.testing.link_setup import Ability, LinkSetup, Scenario
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Storage
 
@@ -40,7 +39,7 @@ def closing(link_setup: LinkSetup) -> None:
         must_raise("flush() on a closed link", recorder.flush, Rule.CLOSED)
         must_raise("receive() on a closed link", recorder.receive, Rule.CLOSED)
         if recorder.waitables() or recorder.wants_write() is not None:
-            raise Breach(Rule.CLOSED, f"{recorder.end.value} is closed but still has waitables")
+            raise RuleViolation(Rule.CLOSED, f"{recorder.end.value} is closed but still has waitables")
 
 
 def _unheard(line: Line, recorder: LinkRecorder) -> None:
@@ -97,7 +96,7 @@ def the_receivers_last_words(link_setup: LinkSetup) -> None:
         line.answer(line.ack(version))
     line.drained(line.receiver)
     line.receiver.close()
-    line.receive_until_told(line.sender)
+    line.receive_until_dead(line.sender)
 
 
 def an_update_that_is_cut_off(link_setup: LinkSetup) -> None:

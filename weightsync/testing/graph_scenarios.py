@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from weightsync.protocol._tables import Delivery
-from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.replay_actors import Strayed
+from weightsync.testing.link_setup import LinkSetup, Scenario
+from weightsync.testing.replay_actors import MessageLost
 from weightsync.testing.replay_data import Configuration, Step, graphs
 from weightsync.testing.replaying import Replay
-from weightsync.testing.script import Scenario
 
 STRAYED = "the adapter lost a message on the way there, which it may do"
 
@@ -53,7 +52,7 @@ def _walk(link_setup: LinkSetup, configuration: Configuration, path: Sequence[St
             break
         try:
             replay.take(step)
-        except Strayed:
+        except MessageLost:
             link_setup.coverage.stop(path[place:], STRAYED)
             break
         link_setup.coverage.take(step)

@@ -12,7 +12,7 @@ from weightsync.testing.link_pair import End, words
 from weightsync.testing.link_recorder import LinkRecorder
 from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.payloads import fill
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Link, Received
 from weightsync.transports.buffers import Buffer
 
@@ -97,7 +97,7 @@ class Line:
         other = self.sender if recorder.end is End.RECEIVER else self.receiver
         received: list[Received] = []
         deadline = Deadline(self.link_setup.patience if not self.link_pair.delivery.loses else 0.05)
-        while self.link_pair.flying[recorder.end]:
+        while self.link_pair.in_flight[recorder.end]:
             self._write(other)
             woken = self.link_setup.readable(recorder, min(deadline.remaining or 0.0, 0.05))
             if not woken and not deadline.passed:
@@ -111,16 +111,16 @@ class Line:
 
     def _judge(self, recorder: LinkRecorder, found: bool) -> None:
         if found:
-            raise Breach(Rule.WAKES, f"{recorder.end.value} had a message to receive, but no readable waitable")
+            raise RuleViolation(Rule.WAKES, f"{recorder.end.value} had a message to receive, but no readable waitable")
         if not self.link_pair.delivery.loses:
-            missing = ", ".join(words(each.message) for each in self.link_pair.flying[recorder.end])
-            raise Breach(Rule.ARRIVES, f"{missing} never arrived at {recorder.end.value}")
+            missing = ", ".join(words(each.message) for each in self.link_pair.in_flight[recorder.end])
+            raise RuleViolation(Rule.ARRIVES, f"{missing} never arrived at {recorder.end.value}")
 
     def _write(self, recorder: LinkRecorder) -> None:
         if not recorder.dead:
             self.link_setup.flush(recorder)
 
-    def receive_until_told(self, recorder: LinkRecorder) -> None:
+    def receive_until_dead(self, recorder: LinkRecorder) -> None:
         """Receive all that was sent to that end, which may report its death only after that."""
         try:
             self.receive(recorder)
@@ -154,10 +154,10 @@ def must_raise(what: str, use: Callable[[], object], rule: Rule) -> None:
     """Call what must raise TransportError.
 
     Raises:
-        Breach: it did not raise, which breaks ``rule``.
+        RuleViolation: it did not raise, which breaks ``rule``.
     """
     try:
         found = use()
     except TransportError:
         return
-    raise Breach(rule, f"{what} returned {found!r}")
+    raise RuleViolation(rule, f"{what} returned {found!r}")

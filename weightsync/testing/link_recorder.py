@@ -6,7 +6,7 @@ import contextlib
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Bye, Message, Update
-from weightsync.testing.link_pair import End, Flying, Happening, LinkPair, Seen, Watch, words
+from weightsync.testing.link_pair import End, EventKind, LinkPair, LogEntry, MessageInFlight, Watch, words
 from weightsync.transports.base import Link, Received
 from weightsync.transports.buffers import Buffer
 
@@ -27,7 +27,7 @@ class LinkRecorder:
         #: The updates that were sent.
         self.updates: list[Update] = []
         #: The messages that have not been fully written yet, as far as `flush` has reported.
-        self._queued: list[Flying] = []
+        self._queued: list[MessageInFlight] = []
         self.dead = False
 
     @property
@@ -50,15 +50,15 @@ class LinkRecorder:
         if isinstance(message, Update):
             self.updates.append(message)
         # Recorded before it is sent: where both ends share a process, it may arrive inside the call.
-        flown = self.link_pair.sent(self.end, message, payload)
-        self._queued.append(flown)
+        entry = self.link_pair.sent(self.end, message, payload)
+        self._queued.append(entry)
         try:
             with self._calling(f"send({words(message)})"):
                 self.link.send(message, payload)
         except (TransportError, ConfigurationError):
             self.failures.add(number)
-            self._watch.log.append(Seen(Happening.FAILED, self))
-            self.link_pair.unsent(self.end, flown)
+            self._watch.log.append(LogEntry(EventKind.FAILED, self))
+            self.link_pair.unsent(self.end, entry)
             raise
 
     def flush(self) -> bool:
@@ -67,7 +67,7 @@ class LinkRecorder:
             with self._calling("flush()"):
                 written = self.link.flush()
         except TransportError:
-            self._watch.log.append(Seen(Happening.FAILED, self))
+            self._watch.log.append(LogEntry(EventKind.FAILED, self))
             raise
         return self._noted(written)
 
@@ -93,12 +93,12 @@ class LinkRecorder:
                 arrived = self.link.receive()
         except (TransportError, ProtocolError) as error:
             self.dead = True
-            self._watch.log.append(Seen(Happening.ENDED, self))
+            self._watch.log.append(LogEntry(EventKind.ENDED, self))
             self.link_pair.ended(self.end, error)
             raise
         for received in arrived:
             self.link_pair.came(self.end, received)
-            self._watch.log.append(Seen(Happening.CAME, self, received.message))
+            self._watch.log.append(LogEntry(EventKind.CAME, self, received.message))
         return arrived
 
     def waitables(self) -> list[int]:
@@ -118,8 +118,8 @@ class LinkRecorder:
 
     def close(self) -> None:
         """See `Link.close`."""
-        for flown in self._queued:
-            flown.given_up = True
+        for entry in self._queued:
+            entry.given_up = True
         self.link_pair.closed.add(self.end)
         self.dead = True
         with self._calling("close()"):

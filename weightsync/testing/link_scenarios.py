@@ -9,10 +9,9 @@ from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Hello, Refusal, WeightsForm
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 from weightsync.testing.line import INCARNATION, Line
-from weightsync.testing.link_setup import LinkSetup
+from weightsync.testing.link_setup import Ability, LinkSetup, Scenario
 from weightsync.testing.payloads import Payloads
-from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.script import Ability, Scenario
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.buffers import Buffer, Storage
 
 _MIB = 2**20
@@ -89,7 +88,7 @@ def payloads(link_setup: LinkSetup, sizes: tuple[int, ...], storage: Storage) ->
         guard.scribble()
         received = line.receive(line.receiver)
         if held is not None and not guard.intact(*held):
-            raise Breach(Rule.PINNED, "a payload was overwritten before a newer version was acked")
+            raise RuleViolation(Rule.PINNED, "a payload was overwritten before a newer version was acked")
         held = guard.seal(received[0].payload) if received else None
         line.answer(line.ack(version))
         line.receive(line.sender)

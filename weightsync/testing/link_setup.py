@@ -1,17 +1,20 @@
-"""Makes an adapter's links for a scenario, and waits for them up to the kit's patience."""
+"""What a scenario is; makes an adapter's links for it, and waits for them up to the kit's patience."""
 
 from __future__ import annotations
 
 import select
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 from weightsync.clock import Deadline
+from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Message
 from weightsync.testing.coverage import Coverage
 from weightsync.testing.ends import Ends, Factory
 from weightsync.testing.link_pair import End, LinkPair, Watch, words
 from weightsync.testing.link_recorder import LinkRecorder
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer, Storage
 
@@ -28,7 +31,7 @@ class LinkSetup:
 
     Args:
         factory: makes fresh connections.
-        patience: seconds after which an expected event counts as never happening.
+        patience: seconds after which an expected event counts as never kind.
         storage: where payloads lie.
         unreachable: the scenarios that the adapter declares unreachable, with its reasons.
         coverage: records which edges of the model's graph were replayed.
@@ -87,7 +90,7 @@ class LinkSetup:
         for each in reversed(ends):
             each.dispose()
 
-    def strike(self) -> None:
+    def tear_down(self) -> None:
         """End the scenario."""
         self.clear()
         self._waker.close()
@@ -98,12 +101,12 @@ class LinkSetup:
         """Call ``act`` until ``done`` is true.
 
         Raises:
-            Breach: patience ran out, which breaks ``rule``.
+            RuleViolation: patience ran out, which breaks ``rule``.
         """
         deadline = Deadline(self.patience)
         while not done():
             if deadline.passed:
-                raise Breach(rule, f"{what} within {self.patience:g} seconds")
+                raise RuleViolation(rule, f"{what} within {self.patience:g} seconds")
             act()
             self.watch.check()
             _breathe()
@@ -137,22 +140,22 @@ class LinkSetup:
             if recorder is None and self._expected(link_pair, end):
                 _breathe()
             if len(link_pair.arrived[end]) > before and not readable and deadline.passed:
-                raise Breach(
+                raise RuleViolation(
                     Rule.WAKES, f"{end.value} of {link_pair.name} had a message to receive, but no readable waitable"
                 )
             if deadline.passed and self._expected(link_pair, end):
                 if link_pair.delivery.loses:
                     return
-                missing = ", ".join(words(each.message) for each in link_pair.flying[end])
-                raise Breach(Rule.ARRIVES, f"{missing} never arrived at {link_pair.name}, {end.value}")
+                missing = ", ".join(words(each.message) for each in link_pair.in_flight[end])
+                raise RuleViolation(Rule.ARRIVES, f"{missing} never arrived at {link_pair.name}, {end.value}")
 
     def _expected(self, link_pair: LinkPair, end: End) -> list[Message]:
         """The messages that must still arrive at that end. A goodbye may be lost with its link."""
-        if link_pair.cut or end in link_pair.closed or end in link_pair.told:
+        if link_pair.cut or end in link_pair.closed or end in link_pair.dead:
             return []
         if link_pair.closed and not link_pair.met:
             return []
-        flying = [each.message for each in link_pair.flying[end] if not each.given_up]
+        flying = [each.message for each in link_pair.in_flight[end] if not each.given_up]
         return [message for message in flying if not isinstance(message, Bye)] if link_pair.closed else flying
 
     def until_dead(self, recorder: LinkRecorder, pump: Callable[[], None]) -> None:
@@ -162,14 +165,14 @@ class LinkSetup:
             if not self.readable(recorder, deadline.remaining or 0.0):
                 pump()
                 if recorder.dead:
-                    raise Breach(Rule.WAKES, f"{recorder.end.value} was dead, but no waitable became readable")
-                raise Breach(
+                    raise RuleViolation(Rule.WAKES, f"{recorder.end.value} was dead, but no waitable became readable")
+                raise RuleViolation(
                     Rule.DEATH_TOLD, f"{recorder.end.value} reported no death within {self.patience:g} seconds"
                 )
             pump()
             self.watch.check()
             if deadline.passed and not recorder.dead:
-                raise Breach(
+                raise RuleViolation(
                     Rule.DEATH_TOLD, f"{recorder.end.value} reported no death within {self.patience:g} seconds"
                 )
 
@@ -179,7 +182,7 @@ class LinkSetup:
         while not (asked and recorder.flush()):
             if deadline.passed:
                 what = "has something to write, but neither wants_write() nor a waitable says when it can"
-                raise Breach(Rule.WAKES, f"{recorder.end.value} {what}")
+                raise RuleViolation(Rule.WAKES, f"{recorder.end.value} {what}")
             read()
             asked = bool(wait(self._waker, [recorder], 0.02))
 
@@ -203,7 +206,7 @@ class LinkSetup:
             if recorder.receive():
                 return
         what = f"{recorder.end.value} reports something to receive, but {_SPURIOUS} reads found nothing"
-        raise Breach(Rule.QUIET, what)
+        raise RuleViolation(Rule.QUIET, what)
 
     def until_free(self, buffers: Sequence[Buffer], what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Require that every buffer becomes free; ``what`` describes those that do not."""
@@ -213,10 +216,38 @@ class LinkSetup:
             meanwhile()
             wait(self._waker, [], 0.01)
 
-        rule, told = Rule.UNPINNED, f"{len(held)} buffers {what}"
-        self.until(lambda: not any(buffer.pinned for buffer in held), act, rule, told)
+        rule, what = Rule.UNPINNED, f"{len(held)} buffers {what}"
+        self.until(lambda: not any(buffer.pinned for buffer in held), act, rule, what)
 
 
 def _breathe() -> None:
     """Let the transport's own threads run: a loop without a pause would hold the interpreter."""
     select.poll().poll(1)
+
+
+class Ability(Enum):
+    """What an adapter may be able to do beyond the contract of links."""
+
+    CUT = "Ends.cut"
+    ANOTHER = "Ends.another"
+
+    def of(self, ends: Ends) -> bool:
+        """Whether these ends can do it."""
+        return (ends.cut if self is Ability.CUT else ends.another) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Something that runs over an adapter's links."""
+
+    name: str
+    play: Callable[[LinkSetup], None]
+    needs: Ability | None = None
+    #: Whether it can run where messages may be lost.
+    over_losses: bool = False
+
+    def beside(self, delivery: Delivery) -> str:
+        """Why it does not apply to a delivery; empty: it applies."""
+        if delivery.loses and not self.over_losses:
+            return f"links of delivery {delivery.name} may lose messages and need not report deaths"
+        return ""

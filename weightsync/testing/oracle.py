@@ -14,7 +14,7 @@ from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
 
 #: Kind, incarnation and version of a message.
-Said = tuple[str, int, int]
+SentMessage = tuple[str, int, int]
 
 
 def sender_projection(state: State, data: sending.SenderData) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class SenderOracle:
         self.state = State.UNINITIALIZED
         self.data = sending.SenderData()
         #: What it must have tried to send, by link.
-        self.said: dict[int, list[Said]] = defaultdict(list)
+        self.sent: dict[int, list[SentMessage]] = defaultdict(list)
         self._open: dict[int, int] = {}
         self._lossy: set[int] = set()
         self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
@@ -70,24 +70,24 @@ class SenderOracle:
     def _follow(self, effect: sending.Effect) -> None:
         match effect:
             case sending.Greet(_, link, due):
-                self._say(link, "Hello", due)
+                self._send(link, "Hello", due)
                 if due:
                     self._update(link, due)
             case sending.Dispatch(_, link, version):
                 self._update(link, version)
             case sending.CloseLink(_, link):
                 if self._open.pop(link, None) is not None:
-                    self.said[link].append(("Bye", self.data.incarnation, 0))
+                    self.sent[link].append(("Bye", self.data.incarnation, 0))
             case sending.Conclude() | sending.Farewell():
                 pass
 
     def _update(self, link: int, version: int) -> None:
         if link in self._open and (link in self._lossy or self._backlogs[link].admit(version)):
-            self._say(link, "Update", version)
+            self._send(link, "Update", version)
 
-    def _say(self, link: int, kind: str, version: int) -> None:
+    def _send(self, link: int, kind: str, version: int) -> None:
         if link in self._open:
-            self.said[link].append((kind, self.data.incarnation, version))
+            self.sent[link].append((kind, self.data.incarnation, version))
 
     def join(self, worker: int, link: int, loses: bool) -> None:
         """A worker joins on a new link."""
@@ -150,7 +150,7 @@ class ReceiverOracle:
         self._failed = failed
         self.state = State.UNINITIALIZED
         self.data = receiving.ReceiverData()
-        self.said: dict[int, list[Said]] = defaultdict(list)
+        self.sent: dict[int, list[SentMessage]] = defaultdict(list)
         self.open: set[int] = set()
 
     def take(self, event: receiving.Event) -> None:
@@ -165,32 +165,32 @@ class ReceiverOracle:
             case receiving.Greet(link):
                 served = self.data.served
                 version = served[1] if served and served[0] == self.data.fence else 0
-                self._say(link, ("Hello", self.data.fence, version))
+                self._send(link, ("Hello", self.data.fence, version))
             case receiving.Reject(link, incarnation, _, _):
-                self._say(link, ("Refusal", incarnation, 0))
+                self._send(link, ("Refusal", incarnation, 0))
             case receiving.Disown(link, incarnation):
                 if link in self.open:
-                    self.said[link].append(("Refusal", incarnation, 0))
+                    self.sent[link].append(("Refusal", incarnation, 0))
             case receiving.Tell(link, key, _):
-                self._say(link, ("Refusal", *key))
+                self._send(link, ("Refusal", *key))
             case receiving.Reply(link, answer):
-                self._say(link, (type(answer).__name__, answer.incarnation, answer.version))
+                self._send(link, (type(answer).__name__, answer.incarnation, answer.version))
             case receiving.CloseLink(link):
                 self.open.discard(link)
             case receiving.Leave(link):
                 self.leave(link)
 
-    def _say(self, link: int, said: Said) -> None:
+    def _send(self, link: int, message: SentMessage) -> None:
         if link in self.open:
-            self.said[link].append(said)
-            if self._failed(link, len(self.said[link]) - 1):
+            self.sent[link].append(message)
+            if self._failed(link, len(self.sent[link]) - 1):
                 self.ended(link)
 
     def leave(self, link: int) -> None:
         """The link is closed, with a goodbye."""
         if link in self.open:
             self.open.remove(link)
-            self.said[link].append(("Bye", self.data.fence, 0))
+            self.sent[link].append(("Bye", self.data.fence, 0))
 
     def close_all(self) -> None:
         """Every link is closed."""

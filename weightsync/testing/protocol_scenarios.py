@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from weightsync.clock import new_incarnation
 from weightsync.testing.bench import Bench, bench_of
-from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.script import Ability, Scenario
+from weightsync.testing.link_setup import Ability, LinkSetup, Scenario
 
 
 def handshake(link_setup: LinkSetup) -> None:

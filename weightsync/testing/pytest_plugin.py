@@ -35,7 +35,7 @@ _SENT_AS = "weightsync_traces"
 
 
 @dataclass(slots=True)
-class _Played:
+class _RanTest:
     """One test, and when it ran."""
 
     name: str
@@ -44,7 +44,7 @@ class _Played:
 
 
 @dataclass
-class Told:
+class TraceResult:
     """The result for one process that ran tests."""
 
     folder: str
@@ -78,7 +78,7 @@ class Recording:
     """
 
     folder: Path
-    played: list[_Played] = field(default_factory=list)
+    ran: list[_RanTest] = field(default_factory=list)
     untraced: int = 0
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -104,46 +104,46 @@ class Recording:
                 self.untraced += 1
                 self.begin()
             else:
-                self.played.append(_Played(item.nodeid, begun, now_ns()))
+                self.ran.append(_RanTest(item.nodeid, begun, now_ns()))
 
-    def judge(self) -> Told:
+    def judge(self) -> TraceResult:
         """Judge all traces."""
-        told, begun = Told(str(self.folder), untraced=self.untraced), now_ns()
+        result, begun = TraceResult(str(self.folder), untraced=self.untraced), now_ns()
         if not any(file.stat().st_size for file in self.folder.glob(recorder.PATTERN)):
-            return told
+            return result
         verdict = verify([self.folder])
         findings = list(verdict.findings)
         try:
             followed = follow(find_toolchain(), verdict.runs)
         except ToolMissingError as error:
-            told.tool_missing = str(error)
+            result.tool_missing = str(error)
         else:
-            told.followed = followed.summary()
+            result.followed = followed.summary()
             findings += followed.findings
-        told.runs, told.events, told.wrong = len(verdict.runs), verdict.events, len(findings)
-        told.shown = [line for found in findings[:_SHOWN] for line in self._words(found)]
-        told.counts = self._counts(verdict.runs)
-        told.seconds = (now_ns() - begun) / 1e9
-        return told
+        result.runs, result.events, result.wrong = len(verdict.runs), verdict.events, len(findings)
+        result.shown = [line for found in findings[:_SHOWN] for line in self._words(found)]
+        result.counts = self._counts(verdict.runs)
+        result.seconds = (now_ns() - begun) / 1e9
+        return result
 
     def _words(self, found: Finding) -> list[str]:
         at = found.line.time
-        test = next((each.name for each in self.played if each.begun <= at <= each.ended), "no test")
+        test = next((each.name for each in self.ran if each.begun <= at <= each.ended), "no test")
         return [f"in {test}:", *(f"  {line}" for line in shown(found))]
 
     def _counts(self, runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
         spans = [(run.begun, run.ended, run.events) for run in runs if not run.findings]
         counts: dict[str, tuple[int, int]] = {}
-        for played in self.played:
-            met = [events for begun, ended, events in spans if begun <= played.ended and ended >= played.begun]
-            name = played.name.partition("[")[0]
+        for ran in self.ran:
+            met = [events for begun, ended, events in spans if begun <= ran.ended and ended >= ran.begun]
+            name = ran.name.partition("[")[0]
             count, events = counts.get(name, (0, 0))
             counts[name] = (count + len(met), events + sum(met))
         return {name: count for name, count in counts.items() if count[0]}
 
 
 @dataclass
-class Telling:
+class TraceReporter:
     """Reports on the traces of all processes that ran tests, and fails the session for what is wrong.
 
     Args:
@@ -157,7 +157,7 @@ class Telling:
     recording: Recording | None
     keeps: bool
     counts: Path | None
-    told: list[Told] = field(default_factory=list)
+    results: list[TraceResult] = field(default_factory=list)
 
     def pytest_sessionstart(self) -> None:
         """Start recording."""
@@ -173,15 +173,15 @@ class Telling:
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """A worker of pytest-xdist has ended. One that crashed has judged nothing, and its test has failed."""
         if error is None:
-            self.told.append(Told(**node.workeroutput[_SENT_AS]))
+            self.results.append(TraceResult(**node.workeroutput[_SENT_AS]))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, object, object]:
         """Judge all traces; the session fails if one does not conform."""
         if self.recording is not None:
             self.recording.pause()
-            self.told.append(self.recording.judge())
-        if any(told.fails for told in self.told) and session.exitstatus in _FINE:
+            self.results.append(self.recording.judge())
+        if any(result.fails for result in self.results) and session.exitstatus in _FINE:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.counts is not None:
             self.counts.write_text(json.dumps(self._counted(), indent=1) + "\n", encoding="utf-8")
@@ -190,7 +190,7 @@ class Telling:
     def _counted(self) -> dict[str, tuple[int, int]]:
         """All counts. Tests of one name with different parameters may have run in different processes."""
         counted: dict[str, tuple[int, int]] = {}
-        for name, (runs, events) in (item for told in self.told for item in told.counts.items()):
+        for name, (runs, events) in (item for result in self.results for item in result.counts.items()):
             before = counted.get(name, (0, 0))
             counted[name] = (before[0] + runs, before[1] + events)
         return dict(sorted(counted.items()))
@@ -198,28 +198,30 @@ class Telling:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Report how much was recorded and judged, and what is wrong."""
         terminalreporter.section("traces")
-        for told in self.told:
-            counted = f"{told.runs} traces of {told.events} events conform" if not told.wrong else "do not conform"
-            untraced = f", {told.untraced} untraced tests were not recorded" if told.untraced else ""
-            terminalreporter.line(f"{counted}{untraced} ({told.seconds:.1f} s)", red=bool(told.wrong))
-            if told.followed:
-                terminalreporter.line(told.followed)
-            if told.tool_missing:
-                terminalreporter.line(f"TLC DID NOT FOLLOW THEM: {told.tool_missing}", yellow=True)
-            for line in told.shown:
+        for result in self.results:
+            counted = (
+                f"{result.runs} traces of {result.events} events conform" if not result.wrong else "do not conform"
+            )
+            untraced = f", {result.untraced} untraced tests were not recorded" if result.untraced else ""
+            terminalreporter.line(f"{counted}{untraced} ({result.seconds:.1f} s)", red=bool(result.wrong))
+            if result.followed:
+                terminalreporter.line(result.followed)
+            if result.tool_missing:
+                terminalreporter.line(f"TLC DID NOT FOLLOW THEM: {result.tool_missing}", yellow=True)
+            for line in result.shown:
                 terminalreporter.line(line)
-            if told.wrong:
-                terminalreporter.line(f"{told.wrong} lines are wrong. The traces are kept in {told.folder}.")
+            if result.wrong:
+                terminalreporter.line(f"{result.wrong} lines are wrong. The traces are kept in {result.folder}.")
 
     def pytest_unconfigure(self) -> None:
         """Delete the traces unless they are to be kept."""
         if self.recording is not None:
             self.recording.pause()
-        if not (self.keeps or any(told.wrong for told in self.told)):
+        if not (self.keeps or any(result.wrong for result in self.results)):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Sending(Telling):
+class WorkerTraceReporter(TraceReporter):
     """In a worker of pytest-xdist: its result is reported by the process that started it."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -255,6 +257,6 @@ def pytest_configure(config: pytest.Config) -> None:
     recording = Recording(folder) if config.getoption("dist", "no") == "no" else None
     if recording is not None:
         config.pluginmanager.register(recording, "weightsync-recording")
-    kind = Sending if worker else Telling
+    kind = WorkerTraceReporter if worker else TraceReporter
     plugin = kind(folder, recording, bool(kept), Path(counts).absolute() if counts else None)
     config.pluginmanager.register(plugin, "weightsync-traces")

@@ -13,7 +13,7 @@ from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInpu
 from weightsync.protocol.messages import Ack
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.testing.step_gate import StepGate
 
 #: A worker that no sender knows.
@@ -27,7 +27,7 @@ def refusals_of_sender(player: SenderPlayer, payloads: Payloads, base: int) -> i
     """Try everything that this sender must refuse now; the number of attempts.
 
     Raises:
-        Breach: it accepted something, or changed something while refusing.
+        RuleViolation: it accepted something, or changed something while refusing.
     """
     driver = player.driver
     return _refused(
@@ -42,7 +42,7 @@ def refusals_of_receiver(player: ReceiverPlayer, base: int) -> int:
     """Try everything that this receiver must refuse now; the number of attempts.
 
     Raises:
-        Breach: as `refusals_of_sender`.
+        RuleViolation: as `refusals_of_sender`.
     """
     driver = player.driver
     events: dict[ReceiverInput, receiving.Event] = {
@@ -96,7 +96,7 @@ def _dispatch(driver: SenderDriver, payloads: Payloads, event: sending.Send | se
 
 def _refused(who: str, attempts: Any, look: Callable[[], Sequence[Any]], step_gates: Any) -> int:
     count = 0
-    before, said = look(), [len(step_gate.attempts) for step_gate in _all(step_gates)]
+    before, sent = look(), [len(step_gate.attempts) for step_gate in _all(step_gates)]
     for what, attempt, wanted in attempts:
         count += 1
         try:
@@ -104,11 +104,11 @@ def _refused(who: str, attempts: Any, look: Callable[[], Sequence[Any]], step_ga
         except wanted:
             pass
         else:
-            raise Breach(Rule.STATE, f"{who} must refuse this in its state, but accepted it: {what}")
+            raise RuleViolation(Rule.STATE, f"{who} must refuse this in its state, but accepted it: {what}")
         if look() != before:
-            raise Breach(Rule.STATE, f"{who} refused {what!r}, but its state changed: {before} -> {look()}")
-        if [len(step_gate.attempts) for step_gate in _all(step_gates)] != said:
-            raise Breach(Rule.STATE, f"{who} refused {what!r}, but sent something")
+            raise RuleViolation(Rule.STATE, f"{who} refused {what!r}, but its state changed: {before} -> {look()}")
+        if [len(step_gate.attempts) for step_gate in _all(step_gates)] != sent:
+            raise RuleViolation(Rule.STATE, f"{who} refused {what!r}, but sent something")
     return count
 
 

@@ -10,7 +10,7 @@ from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
 from weightsync.testing.replay_data import Configuration, Step
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.testing.step_gate import StepGate
 from weightsync.transports.base import Received
 
@@ -18,7 +18,7 @@ from weightsync.transports.base import Received
 _NBYTES = 1000
 
 
-class Strayed(Exception):
+class MessageLost(Exception):
     """The adapter lost a message that the path needs, as its delivery allows."""
 
 
@@ -66,10 +66,10 @@ class ReplayActors:
             self._wait(step_gate, other)
             if deadline.passed and step_gate.find(wanted) is None:
                 if step_gate.delivery.loses:
-                    raise Strayed
+                    raise MessageLost
                 self._look_elsewhere()
                 came = [type(each.message).__name__ for each in step_gate.waiting]
-                raise Breach(
+                raise RuleViolation(
                     Rule.ARRIVES,
                     f"a message in flight in the model never arrived at {step_gate.link_pair.name}; these did: {came}",
                 )
@@ -88,7 +88,7 @@ class ReplayActors:
             if or_goodbye and (bye := step_gate.find(lambda message: isinstance(message, Bye))) is not None:
                 return bye
             if deadline.passed:
-                raise Breach(
+                raise RuleViolation(
                     Rule.DEATH_TOLD,
                     f"{step_gate.link_pair.name}, {step_gate.end.value}: it did not report the link's end",
                 )
@@ -103,7 +103,7 @@ class ReplayActors:
         self.link_setup.readable(step_gate, 0.005)
 
 
-def letter(version: int) -> Callable[[Message], bool]:
+def update_or_hello(version: int) -> Callable[[Message], bool]:
     """Matches that version on its way to a worker; version 0: the handshake."""
     if version:
         return lambda message: isinstance(message, Update) and message.version == version

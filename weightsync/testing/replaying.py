@@ -12,7 +12,7 @@ from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.projecting import RECEIVER_FIELDS, SENDER_FIELDS, difference
 from weightsync.testing.refusing import refusals_of_receiver, refusals_of_sender
 from weightsync.testing.replay_data import Configuration, Step
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 
 
 class Replay(Acting):
@@ -32,8 +32,8 @@ class Replay(Acting):
         """Do the step, and compare every machine with the model.
 
         Raises:
-            Breach: a machine differs from the model, or the adapter broke a rule on the way.
-            Strayed: the adapter lost a message, as it may.
+            RuleViolation: a machine differs from the model, or the adapter broke a rule on the way.
+            MessageLost: the adapter lost a message, as it may.
         """
         name, *arguments = step.label
         self.link_setup.watch.steps.append(f"{name}({', '.join(map(str, arguments))})")
@@ -41,7 +41,7 @@ class Replay(Acting):
         try:
             self.acts()[name](*arguments)
         except ProtocolError as error:
-            raise Breach(Rule.STATE, f"a link was closed: {error}") from error
+            raise RuleViolation(Rule.STATE, f"a link was closed: {error}") from error
         self.link_setup.watch.check()
         self._compare(step)
         self._refuse(step)
@@ -58,11 +58,13 @@ class Replay(Acting):
             receiver = self._receivers[w]
             self._agree(f"worker {w}", difference(RECEIVER_FIELDS, wanted, receiver.projected(self._base)))
             if receiver.served is not None and not self.payloads.intact(*receiver.served):
-                raise Breach(Rule.PINNED, f"what worker {w} serves was overwritten before it acked a newer version")
+                raise RuleViolation(
+                    Rule.PINNED, f"what worker {w} serves was overwritten before it acked a newer version"
+                )
 
     def _agree(self, who: str, different: str) -> None:
         if different:
-            raise Breach(Rule.STATE, f"of {who}, {different}")
+            raise RuleViolation(Rule.STATE, f"of {who}, {different}")
 
     def _refuse(self, step: Step) -> None:
         """Try what must be refused, at each node that was not visited before."""

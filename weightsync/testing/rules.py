@@ -34,7 +34,7 @@ class Rule(Enum):
     DECLARED = "what an adapter cannot reach is declared, with the reason"
 
 
-class Breach(AssertionError):
+class RuleViolation(AssertionError):
     """A rule was broken just now. Used inside the kit.
 
     Args:

@@ -34,7 +34,7 @@ class StepGate(LinkRecorder):
         #: What reading raised.
         self.ended: TransportError | ProtocolError | None = None
         self._ready: list[Received] = []
-        self._telling = False
+        self._end_due = False
         self._held: list[Message] = []
 
     # ------------------------------------------------------------------------------ called by the replay
@@ -63,9 +63,9 @@ class StepGate(LinkRecorder):
         """Never give it to the driver."""
         self.waiting = [each for each in self.waiting if each is not received]
 
-    def tell_end(self) -> None:
+    def report_end(self) -> None:
         """Report the link's death to the driver at its next read."""
-        self._telling = True
+        self._end_due = True
 
     def release(self) -> None:
         """Send the answers that were held back."""
@@ -89,7 +89,7 @@ class StepGate(LinkRecorder):
 
     def flush(self) -> bool:
         """Write, unless the answer is held back: a driver that owes an answer reads nothing: writing reports it."""
-        if self._telling and self.ended is not None:
+        if self._end_due and self.ended is not None:
             raise self.ended
         if self.holding:
             return False
@@ -99,6 +99,6 @@ class StepGate(LinkRecorder):
     def receive(self) -> list[Received]:
         """The messages that were let through."""
         ready, self._ready = self._ready, []
-        if not ready and self._telling and self.ended is not None:
+        if not ready and self._end_due and self.ended is not None:
             raise self.ended
         return ready

@@ -10,8 +10,7 @@ from weightsync.clock import new_incarnation
 from weightsync.protocol._tables import State
 from weightsync.protocol.sender import LinkState
 from weightsync.testing.bench import Bench
-from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.script import Scenario
+from weightsync.testing.link_setup import LinkSetup, Scenario
 
 #: How many walks there are, and how many steps each has.
 COUNT = 12

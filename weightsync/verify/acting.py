@@ -12,7 +12,7 @@ from weightsync.protocol._actions import Action
 from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol.report import Evidence
-from weightsync.verify.naming import Acted, BeyondTheModelError, Naming, Value
+from weightsync.verify.naming import BeyondTheModelError, Naming, RecordedAction, Value
 from weightsync.verify.replaying import Machine, Moment
 
 
@@ -26,18 +26,18 @@ class SenderActs:
     def __init__(self, names: Naming) -> None:
         self._names = names
 
-    def of(self, machine: Machine, number: int) -> Iterator[tuple[int, Acted]]:
+    def of(self, machine: Machine, number: int) -> Iterator[tuple[int, RecordedAction]]:
         """The actions of one sender, each with its time."""
         if number > 1:
             line = machine.lines[0]
-            yield line.time, Acted(line, {"a": Action.COPY, "s": 1, "t": number})
+            yield line.time, RecordedAction(line, {"a": Action.COPY, "s": 1, "t": number})
         for moment in machine.of(What.STEP):
             if moment.step is None or moment.step.input is None:
                 continue
             if isinstance(moment.event, sending.Answer) and _said_to_another(machine, moment.event):
                 continue
             action = self._sender_action(machine, number, moment)
-            yield moment.line.time, Acted(moment.line, {**action, **self._sender_shown(machine, moment)})
+            yield moment.line.time, RecordedAction(moment.line, {**action, **self._sender_shown(machine, moment)})
 
     def _sender_action(self, machine: Machine, s: int, moment: Moment) -> dict[str, Value]:
         match moment.event:
@@ -83,7 +83,7 @@ class SenderActs:
     def _answer(self, machine: Machine, s: int, event: sending.Answer) -> dict[str, Value]:
         w, k = self._names.links[machine.name, event.link]
         message = event.message
-        if not self._names.network.heard_by[machine.name, event.link]:
+        if not self._names.network.hello_receivers[machine.name, event.link]:
             raise BeyondTheModelError("a worker is not recorded, or has no receiver of ours")
         if message.incarnation != machine.incarnation:
             raise BeyondTheModelError("an answer was meant for another sender")
@@ -108,14 +108,14 @@ class SenderActs:
         """Whether the worker closed while this link was in force."""
         return any(
             moment.before.link == link  # type: ignore[union-attr]
-            for name, link in self._names.network.heard_by[machine.name, event.link]
+            for name, link in self._names.network.hello_receivers[machine.name, event.link]
             for moment in self._names.network.by_name[name].of(What.STEP)
             if isinstance(moment.event, receiving.Close)
         )
 
     def _was_sent(self, machine: Machine, event: sending.Answer) -> bool:
-        ends = self._names.network.heard_by[machine.name, event.link]
-        return any(flown.message == event.message for end in ends for flown in self._names.network.sent[end])
+        ends = self._names.network.hello_receivers[machine.name, event.link]
+        return any(sent.message == event.message for end in ends for sent in self._names.network.sent[end])
 
     def _sender_shown(self, machine: Machine, moment: Moment) -> dict[str, Value]:
         data, out, told = moment.after, None, True
@@ -154,10 +154,10 @@ class WorkerActs:
     def __init__(self, names: Naming) -> None:
         self._names = names
 
-    def of(self, w: int) -> Iterator[tuple[int, Acted]]:
+    def of(self, w: int) -> Iterator[tuple[int, RecordedAction]]:
         """The actions of one worker's processes, one process after another."""
         lives = sorted(
-            (self._names.network.by_name[name] for name, seat in self._names.seats.items() if seat == w),
+            (self._names.network.by_name[name] for name, number in self._names.worker_of.items() if number == w),
             key=lambda machine: machine.lines[0].time,
         )
         for life, after in zip(lives, [*lives[1:], None], strict=True):
@@ -168,24 +168,24 @@ class WorkerActs:
                 end = life.lines[-1]
                 if any(time < end.time for time in self._laid_to(after)):
                     raise BeyondTheModelError("two processes of one worker overlap")
-                yield end.time, Acted(end, {"a": Action.CRASH_RECEIVER, "w": w})
+                yield end.time, RecordedAction(end, {"a": Action.CRASH_RECEIVER, "w": w})
 
-    def _unnoticed(self, machine: Machine, w: int, sent: Moment | None) -> Iterator[tuple[int, Acted]]:
+    def _unnoticed(self, machine: Machine, w: int, sent: Moment | None) -> Iterator[tuple[int, RecordedAction]]:
         """ANSWERED that the worker did not record: its answer was sent, since a sender has it."""
         if sent is not None and self._arrived(machine, sent):
             step = receiving.step(sent.state, sent.after, receiving.Answered())  # type: ignore[arg-type]
             answered = replace(sent, event=receiving.Answered(), state=step.to, after=step.data)
             shown = self._receiver_shown(machine, answered)
-            yield sent.line.time, Acted(sent.line, {"a": Action.ANSWERED, "w": w, **shown})
+            yield sent.line.time, RecordedAction(sent.line, {"a": Action.ANSWERED, "w": w, **shown})
 
     def _arrived(self, machine: Machine, moment: Moment) -> bool:
         """Whether the message was received at the other end of the link."""
         network = self._names.network
         return any(
-            heard.message == moment.message
+            received.message == moment.message
             for name, link in network.hellos[machine.name, moment.link]
-            for heard in network.by_name[name].of(What.RECEIVED)
-            if heard.link == link
+            for received in network.by_name[name].of(What.RECEIVED)
+            if received.link == link
         )
 
     def _laid_to(self, receiver: Machine) -> Iterator[int]:
@@ -196,7 +196,7 @@ class WorkerActs:
                     if moment.link == link:
                         yield moment.line.time
 
-    def _of_receiver(self, machine: Machine, w: int) -> Iterator[tuple[int, Acted]]:
+    def _of_receiver(self, machine: Machine, w: int) -> Iterator[tuple[int, RecordedAction]]:
         #: The answer that was given to a link and may not have been sent yet.
         owed: Moment | None = None
         for moment in machine.moments:
@@ -218,7 +218,7 @@ class WorkerActs:
                 owed = None
             action = self._receiver_action(machine, w, moment)
             if action is not None:
-                yield time, Acted(line, {**action, **self._receiver_shown(machine, moment)})
+                yield time, RecordedAction(line, {**action, **self._receiver_shown(machine, moment)})
         yield from self._unnoticed(machine, w, owed)
 
     def _receiver_action(self, machine: Machine, w: int, moment: Moment) -> dict[str, Value] | None:
@@ -227,15 +227,18 @@ class WorkerActs:
             case receiving.HelloArrived(misfit=misfit):
                 return {
                     "a": Action.MISFIT if misfit else Action.HELLO_ARRIVED,
-                    **self._names.over(machine, w, event.link),
+                    **self._names.model_link(machine, w, event.link),
                 }
             case receiving.UpdateArrived(version=version):
-                return {"a": Action.UPDATE_ARRIVED, **self._names.over(machine, w, event.link), "n": version}
+                return {"a": Action.UPDATE_ARRIVED, **self._names.model_link(machine, w, event.link), "n": version}
             case receiving.LinkDown(link) | receiving.Goodbye(link):
                 if moment.before.link is None and moment.state_before is State.UNINITIALIZED:  # type: ignore[union-attr]
                     return None
                 failed = isinstance(event, receiving.LinkDown) and event.failure
-                return {"a": Action.LINK_FAILED if failed else Action.LINK_DOWN, **self._names.over(machine, w, link)}
+                return {
+                    "a": Action.LINK_FAILED if failed else Action.LINK_DOWN,
+                    **self._names.model_link(machine, w, link),
+                }
             case receiving.Close():
                 return {"a": Action.CLOSE_RECEIVER, "w": w}
             case receiving.Fail():
@@ -248,7 +251,7 @@ class WorkerActs:
         assert isinstance(data, receiving.ReceiverData)
         where = (0, 0)
         if data.link is not None:
-            over = self._names.over(machine, 0, data.link)
+            over = self._names.model_link(machine, 0, data.link)
             where = (over["s"], over["k"])
         return {
             "who": "r",

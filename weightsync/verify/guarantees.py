@@ -21,8 +21,8 @@ _COUNTS = (SenderInput.REPLY, SenderInput.SETTLED, SenderInput.CAUGHT_UP)
 def breaches(network: Network) -> Iterator[Finding]:
     """The first moment of each machine at which a guarantee does not hold."""
     for machine in network.machines:
-        told = _of_sender(network, machine) if machine.role == "sender" else _of_receiver(machine)
-        yield from _first(told)
+        found = _of_sender(network, machine) if machine.role == "sender" else _of_receiver(machine)
+        yield from _first(found)
         yield from _first(_closed_is_final(machine))
 
 
@@ -99,22 +99,22 @@ def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
                 yield _broken(moment, "G5 OneOutstanding", "a version is dispatched while another is outstanding")
             asked = moment.event.targets
             targets[after.version] = tuple(before.workers) if asked is None else asked
-        yield from _says(machine, moment, targets, digests)
+        yield from _sends(machine, moment, targets, digests)
         yield from _concludes(moment, targets)
-        yield from _tells(moment, targets)
+        yield from _reports(moment, targets)
         if moment.step is not None and moment.step.input in _COUNTS:
             yield from _counts(network, machine, moment, digests)
         if isinstance(moment.event, sending.Join) and moment.step is not None:
-            yield from _greets(moment, targets)
+            yield from _sends_hello(moment, targets)
 
 
-def _says(
+def _sends(
     machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], digests: dict[int, bytes]
 ) -> Iterator[Finding]:
     update = moment.message
     if moment.line.what is not What.SENT or not isinstance(update, Update):
         return
-    workers = [e.line.said["worker"] for e in machine.of(What.LINK) if e.link == moment.link]
+    workers = [e.line.fields["worker"] for e in machine.of(What.LINK) if e.link == moment.link]
     data = moment.after
     assert isinstance(data, sending.SenderData)
     wide = update.version == data.due_all
@@ -135,16 +135,16 @@ def _concludes(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[
                 yield _broken(moment, "G11 EverybodyIsToldTheTruth", what)
 
 
-def _tells(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
+def _reports(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
     """A report must name each target, and no other worker."""
-    version = moment.line.said.get("version") if moment.line.what is What.TOLD else None
-    told = {int(worker) for worker in moment.line.said["outcomes"]} if version else set()
-    if version and told != set(targets.get(version, ())):
-        what = f"the report of version {version} names workers {sorted(told)}, but its targets are others"
+    version = moment.line.fields.get("version") if moment.line.what is What.TOLD else None
+    reported = {int(worker) for worker in moment.line.fields["outcomes"]} if version else set()
+    if version and reported != set(targets.get(version, ())):
+        what = f"the report of version {version} names workers {sorted(reported)}, but its targets are others"
         yield _broken(moment, "G11 EverybodyIsToldTheTruth", what)
 
 
-def _greets(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
+def _sends_hello(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
     data, worker = moment.after, moment.event.worker
     assert isinstance(data, sending.SenderData)
     for effect in () if moment.step is None else moment.step.effects:

@@ -53,8 +53,8 @@ class Run:
         answered = {place for machine in self.machines for place in _answered_by_an_adapter(machine)}
         first: dict[tuple[str, int], Line] = {}
         for line in self.unseen:
-            if line.said["message"]["is"] != Bye.__name__:
-                first.setdefault((line.machine, int(line.said["link"])), line)
+            if line.fields["message"]["is"] != Bye.__name__:
+                first.setdefault((line.machine, int(line.fields["link"])), line)
         return tuple(Finding(line, _MISSING, rule=_WHOLE) for place, line in first.items() if place not in answered)
 
     @property
@@ -160,11 +160,11 @@ def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
             if line.machine:
                 lines[file.clock, line.machine].append(line)
     machines = []
-    for (clock, name), told in lines.items():
-        first = told[0].said
+    for (clock, name), events in lines.items():
+        first = events[0].fields
         role = first.get("role")
-        machine = Machine(name, role if role in HALVES else "sender", str(first.get("model")), clock, told)
-        machine.ended = ended[told[-1].path]
+        machine = Machine(name, role if role in HALVES else "sender", str(first.get("model")), clock, events)
+        machine.ended = ended[events[-1].path]
         replay(machine)
         machines.append(machine)
     return machines
@@ -174,7 +174,7 @@ def runs_of(machines: Sequence[Machine]) -> list[Network]:
     """The machines, grouped by who exchanged messages with whom."""
     network = Network(machines)
     group = {machine.name: {machine.name} for machine in machines}
-    for ours, theirs in network.acquainted:
+    for ours, theirs in network.connected:
         joined = group[ours] | group[theirs]
         for each in joined:
             group[each] = joined

@@ -26,7 +26,7 @@ class Line:
     path: Path
     #: Counted from 1, as editors do.
     number: int
-    said: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def place(self) -> str:
@@ -36,17 +36,17 @@ class Line:
     @property
     def what(self) -> What:
         """The kind of the line."""
-        return _WHATS[self.said["what"]]
+        return _WHATS[self.fields["what"]]
 
     @property
     def machine(self) -> str:
         """The machine that it belongs to; empty: none."""
-        return str(self.said.get("m", ""))
+        return str(self.fields.get("m", ""))
 
     @property
     def time(self) -> int:
         """When it was written, by its file's clock."""
-        return int(self.said.get("t", 0))
+        return int(self.fields.get("t", 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Finding:
 
     def record(self) -> dict[str, Any]:
         """The whole finding, as JSON."""
-        where = {"file": str(self.line.path), "line": self.line.number, "told": dict(self.line.said)}
+        where = {"file": str(self.line.path), "line": self.line.number, "told": dict(self.line.fields)}
         return {**where, "rule": self.rule, "what": self.what, "allowed": list(self.allowed)}
 
 
@@ -83,7 +83,7 @@ class TraceFile:
     @property
     def clock(self) -> str:
         """Its clock: times of one clock can be compared."""
-        return str(self.lines[0].said.get("clock", "")) if self.lines else ""
+        return str(self.lines[0].fields.get("clock", "")) if self.lines else ""
 
 
 def find_files(places: Sequence[Path]) -> list[Path]:
@@ -116,22 +116,22 @@ def read_file(path: Path) -> TraceFile:
     for number, raw in _numbered(path):
         line = Line(path, number, _parsed(raw) or {})
         if number == 1:
-            _require_ours(path, line.said)
+            _require_ours(path, line.fields)
         if damage is None:
             damage, checksum = _damage(line, raw, checksum)
         if damage is None and lines and lines[-1].what is What.END:
             damage = _damaged(line, "the recording had ended before it")
         # The lines after a damaged one are judged too, as far as they can be read.
-        if not _tells(line):
+        if not _can_be_judged(line):
             break
         lines.append(line)
     return TraceFile(path, tuple(lines), damage)
 
 
-def _tells(line: Line) -> bool:
+def _can_be_judged(line: Line) -> bool:
     """Whether a line can be judged."""
-    known = line.said.get("what") in _WHATS and type(line.said.get("t")) is int
-    return known and isinstance(line.said.get("m", ""), str)
+    known = line.fields.get("what") in _WHATS and type(line.fields.get("t")) is int
+    return known and isinstance(line.fields.get("m", ""), str)
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, str]]:
@@ -166,12 +166,12 @@ def _require_ours(path: Path, header: Mapping[str, Any]) -> None:
 
 def _damage(line: Line, raw: str, before: int) -> tuple[Finding | None, int]:
     """The damage of a line, if any, and the checksum of the line."""
-    said, due = dict(line.said), line.number - 1
-    if not raw.endswith("\n") or said.pop("c", None) is None or not _tells(line):
+    fields, due = dict(line.fields), line.number - 1
+    if not raw.endswith("\n") or fields.pop("c", None) is None or not _can_be_judged(line):
         return _damaged(line, "it is cut off, or is not a line of a trace"), before
-    if said.get("i") != due:
-        return _damaged(line, f"it is numbered {said.get('i')} (from 0), but line {due} belongs here"), before
-    sealed, checksum = seal(said, before)
+    if fields.get("i") != due:
+        return _damaged(line, f"it is numbered {fields.get('i')} (from 0), but line {due} belongs here"), before
+    sealed, checksum = seal(fields, before)
     if sealed != raw:
         return _damaged(
             line, "it was changed after it was written: its checksum does not match the file up to here"

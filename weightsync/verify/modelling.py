@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weightsync.verify.acting import SenderActs, WorkerActs
 from weightsync.verify.judging import Run
-from weightsync.verify.naming import Acted, BeyondTheModelError, Bounds, Naming, Value
+from weightsync.verify.naming import BeyondTheModelError, Bounds, Naming, RecordedAction, Value
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Modelled:
     """A run as the model's events, with the constants that it needs."""
 
     run: Run
-    acts: list[Acted]
+    acts: list[RecordedAction]
     senders: int
     workers: int
     versions: int
@@ -43,10 +43,10 @@ def modelled(run: Run, bounds: Bounds) -> Modelled:
         BeyondTheModelError: the model cannot follow it.
     """
     names = Naming(run, bounds)
-    acts: list[tuple[int, Acted]] = []
+    acts: list[tuple[int, RecordedAction]] = []
     for name, number in names.senders.items():
         acts += SenderActs(names).of(names.network.by_name[name], number)
-    for worker in set(names.seats.values()):
+    for worker in set(names.worker_of.values()):
         acts += WorkerActs(names).of(worker)
     acts.sort(key=lambda act: act[0])
     if len(acts) > bounds.events:
@@ -73,5 +73,5 @@ def literal(value: Value) -> str:
 
 def data_module(traces: Sequence[Modelled]) -> str:
     """`TraceData.tla`: the traces as one literal."""
-    told = ",\n".join(f"<<\n{trace.text}\n>>" for trace in traces)
-    return f"---- MODULE TraceData ----\nTraces == <<\n{told}\n>>\n====\n"
+    literals = ",\n".join(f"<<\n{trace.text}\n>>" for trace in traces)
+    return f"---- MODULE TraceData ----\nTraces == <<\n{literals}\n>>\n====\n"

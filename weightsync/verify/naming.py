@@ -34,7 +34,7 @@ class BeyondTheModelError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Acted:
+class RecordedAction:
     """One action, and the line that records it."""
 
     line: Line
@@ -62,7 +62,7 @@ class Naming:
     #: For each link of a sender, its worker and its number among the links to that worker.
     links: dict[Place, tuple[int, int]] = field(default_factory=dict)
     #: The worker of each receiver.
-    seats: dict[str, int] = field(default_factory=dict)
+    worker_of: dict[str, int] = field(default_factory=dict)
     #: The newest version, and the largest number of links to one worker.
     versions: int = 0
     deepest: int = 1
@@ -83,7 +83,7 @@ class Naming:
             raise BeyondTheModelError("two senders have the same incarnation")
         for machine in connected:
             self._lay(machine)
-        self._seat()
+        self._number_workers()
         self._require_within()
 
     def _lay(self, sender: Machine) -> None:
@@ -95,12 +95,12 @@ class Naming:
                 number = self.workers.setdefault(worker, len(self.workers) + 1)
                 self.links[sender.name, link] = (number, laid[worker])
 
-    def _seat(self) -> None:
+    def _number_workers(self) -> None:
         for (receiver, link), ends in self.network.hellos.items():
             if len({sender for sender, _ in ends}) > 1 or len(ends) > 1:
                 raise BeyondTheModelError("two handshakes arrived over one link of a worker")
-            seat = self.links[ends[0]][0]
-            if self.seats.setdefault(receiver, seat) != seat:
+            number = self.links[ends[0]][0]
+            if self.worker_of.setdefault(receiver, number) != number:
                 raise BeyondTheModelError("two senders number one worker differently")
             del link
 
@@ -123,7 +123,7 @@ class Naming:
     def _sending(self) -> Iterator[Any]:
         return (self.network.by_name[name] for name in self.senders)
 
-    def over(self, machine: Machine, w: int, link: int) -> dict[str, Value]:
+    def model_link(self, machine: Machine, w: int, link: int) -> dict[str, Value]:
         """The model's link for a link of a worker."""
         ends = self.network.hellos[machine.name, link]
         if not ends:

@@ -21,7 +21,7 @@ Place = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Flown:
+class SentMessage:
     """A message that was given to a link."""
 
     line: Line
@@ -44,13 +44,13 @@ class Network:
     #: Senders by incarnation, with the time they connected. Incarnations may be equal under a test's clock.
     senders: dict[int, list[tuple[int, Machine]]] = field(default_factory=lambda: defaultdict(list))
     #: The messages that each end of a link was given, in order.
-    sent: dict[Place, list[Flown]] = field(default_factory=lambda: defaultdict(list))
+    sent: dict[Place, list[SentMessage]] = field(default_factory=lambda: defaultdict(list))
     delivery: dict[Place, Delivery] = field(default_factory=dict)
     #: The links of senders whose Hello arrived over a receiver's link, and the reverse.
     hellos: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    heard_by: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
+    hello_receivers: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
     #: Receivers, and the senders whose handshakes reached them over any link.
-    acquainted: list[tuple[str, str]] = field(default_factory=list)
+    connected: list[tuple[str, str]] = field(default_factory=list)
     #: The incarnations whose handshakes arrived over a receiver's link, recorded or not.
     met: dict[Place, set[int]] = field(default_factory=lambda: defaultdict(set))
     #: Messages whose sender is in no file or was no longer recorded.
@@ -70,15 +70,15 @@ class Network:
     def _given(self, machine: Machine, moment: Moment) -> None:
         place = (machine.name, moment.link)
         if moment.line.what is What.LINK:
-            self.delivery[place] = Delivery[moment.line.said["delivery"]]
+            self.delivery[place] = Delivery[moment.line.fields["delivery"]]
             return
         message = moment.message
         if message is None:
-            said = moment.line.said
+            fields = moment.line.fields
             if machine.role == "receiver":
                 return  # it sent the reason, or nothing
-            message = Bye(model_id=str(said["model"]), incarnation=said["incarnation"])
-        self.sent[place].append(Flown(moment.line, machine.clock, message, _key(message)))
+            message = Bye(model_id=str(fields["model"]), incarnation=fields["incarnation"])
+        self.sent[place].append(SentMessage(moment.line, machine.clock, message, _key(message)))
 
     def _join(self, receiver: Machine) -> None:
         for moment in receiver.of(What.RECEIVED):
@@ -90,16 +90,16 @@ class Network:
             sender = self._sender(hello.incarnation, moment)
             if sender is None:
                 continue
-            self.acquainted.append((receiver.name, sender.name))
+            self.connected.append((receiver.name, sender.name))
             if hello.link:
                 theirs = (sender.name, hello.link)
                 if theirs not in self.hellos[ours]:
                     self.hellos[ours].append(theirs)
-                    self.heard_by[theirs].append(ours)
+                    self.hello_receivers[theirs].append(ours)
 
     def peers(self, place: Place) -> list[Place]:
         """The other ends of a link, as far as they are recorded."""
-        return self.hellos[place] + self.heard_by[place]
+        return self.hellos[place] + self.hello_receivers[place]
 
     def findings(self) -> Iterator[Finding]:
         """The first message over each link that could not have arrived that way."""
@@ -131,12 +131,12 @@ class Network:
         if index is None:
             return self._nowhere(moment, ends, message)
         end, at = index
-        flown = self.sent[end][at]
-        if flown.clock == machine.clock and flown.line.time > moment.line.time:
-            return Finding(moment.line, f"it arrived before it was sent ({flown.line.place})", (), RULE)
-        if flown.taken and not self.delivery[place].duplicates:
-            return Finding(moment.line, f"it arrived again: {_where(flown)}", (self._promise(place),), RULE)
-        flown.taken = True
+        sent = self.sent[end][at]
+        if sent.clock == machine.clock and sent.line.time > moment.line.time:
+            return Finding(moment.line, f"it arrived before it was sent ({sent.line.place})", (), RULE)
+        if sent.taken and not self.delivery[place].duplicates:
+            return Finding(moment.line, f"it arrived again: {_where(sent)}", (self._promise(place),), RULE)
+        sent.taken = True
         return self._order(machine, moment, newest, end, at)
 
     def _sender(self, incarnation: int, moment: Moment) -> Machine | None:
@@ -149,7 +149,7 @@ class Network:
         """The ends of links that it may have come from; none: its sender is not recorded."""
         place = (machine.name, moment.link)
         if machine.role == "sender":
-            known = self.heard_by[place]
+            known = self.hello_receivers[place]
             if message.incarnation == machine.incarnation or not known:
                 return known
             return [*known, *(end for end in self.sent if end not in known and self._is(end, "receiver"))]
@@ -176,12 +176,12 @@ class Network:
         """Where it was sent: preferably a message that was sent by now and has not arrived yet."""
         wanted, later, again = _key(message), None, None
         for end in ends:
-            for at, flown in enumerate(self.sent[end]):
-                if flown.key != wanted:
+            for at, sent in enumerate(self.sent[end]):
+                if sent.key != wanted:
                     continue
-                if flown.taken:
+                if sent.taken:
                     again = (end, at)
-                elif flown.clock == now[0] and flown.line.time > now[1]:
+                elif sent.clock == now[0] and sent.line.time > now[1]:
                     later = later or (end, at)
                 else:
                     return end, at
@@ -193,9 +193,9 @@ class Network:
             return None
         if any(self.by_name[end[0]].finding is not None for end in ends):
             return None
-        waiting = [_said(each.message) for end in ends for each in self.sent[end] if not each.taken]
+        waiting = [_described(each.message) for end in ends for each in self.sent[end] if not each.taken]
         on_its_way = f"in flight there: {', '.join(waiting) or 'nothing'}"
-        return Finding(moment.line, f"{_said(message)} arrived, but nobody sent it", (on_its_way,), RULE)
+        return Finding(moment.line, f"{_described(message)} arrived, but nobody sent it", (on_its_way,), RULE)
 
     def _order(self, machine: Machine, moment: Moment, newest: dict[Place, int], end: Place, at: int) -> Finding | None:
         place = (machine.name, moment.link)
@@ -211,14 +211,14 @@ class Network:
             return Finding(moment.line, "it arrived after a message that was sent later", (self._promise(place),), RULE)
         missed = [each for each in self.sent[end][before + 1 : at] if self._due(each, machine, end)]
         if missed and not delivery.loses:
-            what = f"{_said(missed[0].message)}, sent before it ({missed[0].line.place}), has not arrived"
+            what = f"{_described(missed[0].message)}, sent before it ({missed[0].line.place}), has not arrived"
             return Finding(moment.line, what, (self._promise(place),), RULE)
         return None
 
-    def _due(self, flown: Flown, machine: Machine, end: Place) -> bool:
+    def _due(self, sent: SentMessage, machine: Machine, end: Place) -> bool:
         """Whether the skipped message had to arrive. An update that the adapter reported as lost had not."""
-        message = flown.message
-        if flown.taken or isinstance(message, Bye):
+        message = sent.message
+        if sent.taken or isinstance(message, Bye):
             return False
         if machine.role == "sender":
             return message.incarnation == machine.incarnation
@@ -254,10 +254,10 @@ def _connected(sender: Machine) -> int:
     return next(moment.line.time for moment in sender.of(What.STEP) if isinstance(moment.event, sending.Connect))
 
 
-def _said(message: Message) -> str:
+def _described(message: Message) -> str:
     version = "" if isinstance(message, Bye) else f" of version {message.version}"
     return f"{type(message).__name__}{version}"
 
 
-def _where(flown: Flown) -> str:
-    return f"sent once, at {flown.line.place}"
+def _where(sent: SentMessage) -> str:
+    return f"sent once, at {sent.line.place}"

@@ -46,19 +46,19 @@ class Reports:
             if outcome.kind is OutcomeKind.ABANDONED:
                 self._abandoned[worker].add(out.version)
 
-    def told(self, said: Mapping[str, Any], data: sending.SenderData) -> dict[str, object]:
+    def expected(self, recorded: Mapping[str, Any], data: sending.SenderData) -> dict[str, object]:
         """The contents that a report of this version must have.
 
         Args:
-            said: the report as recorded.
+            recorded: the report as recorded.
             data: what the sender remembers now.
 
         Raises:
             FalseReportError: this version cannot be reported now.
         """
-        outcomes = decoded(Mapping[int, Outcome], said["outcomes"])
-        superseded = decoded(Mapping[int, tuple[int, ...]], said["superseded"])
-        version, timed_out = said["version"], isinstance(self._due, sending.Deadline)
+        outcomes = decoded(Mapping[int, Outcome], recorded["outcomes"])
+        superseded = decoded(Mapping[int, tuple[int, ...]], recorded["superseded"])
+        version, timed_out = recorded["version"], isinstance(self._due, sending.Deadline)
         self._due = None
         must: dict[str, object] = {"incarnation": data.incarnation, "not_caught_up": {}}
         if version is None:
@@ -90,8 +90,8 @@ class Reports:
 
 def _reason(outcomes: Mapping[int, Outcome], worker: int, kind: OutcomeKind) -> str:
     """The reason of a LATE outcome is free text; every other reason is fixed."""
-    said = outcomes.get(worker)
-    return said.reason if said is not None and kind is OutcomeKind.TIMED_OUT else ""
+    outcome = outcomes.get(worker)
+    return outcome.reason if outcome is not None and kind is OutcomeKind.TIMED_OUT else ""
 
 
 def _all_ended(outcomes: Mapping[int, Outcome], data: sending.SenderData) -> dict[int, Outcome]:

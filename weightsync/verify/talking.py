@@ -17,7 +17,7 @@ UNANSWERED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class DueMessage:
     """A message that must be sent over a link; ``kind`` CloseLink: the link must close."""
 
     link: int
@@ -43,7 +43,7 @@ class Said:
         )
 
 
-class Unfit(Exception):
+class UnexpectedLine(Exception):
     """A line that does not follow from the lines before it."""
 
     def __init__(self, what: str, allowed: str = "") -> None:
@@ -61,7 +61,7 @@ class OpenLink:
     unanswered: set[int] = field(default_factory=set)
     waiting: int = 0
     #: The message that arrived and was not taken yet.
-    heard: Message | None = None
+    received: Message | None = None
     #: Why it is ending, if it is: steps may then come between others because of it.
     failing: str | None = None
 
@@ -85,34 +85,34 @@ class Talk:
 
     def __init__(self) -> None:
         self.open: dict[int, OpenLink] = {}
-        self.todo: deque[Said] = deque()
+        self.todo: deque[DueMessage] = deque()
         #: Messages that are sent as soon as possible, whatever else waits.
-        self.extra: list[Said] = []
+        self.extra: list[DueMessage] = []
 
     def take(self, moment: Moment) -> None:
         """Follow one line.
 
         Raises:
-            Unfit: it does not follow from those before it.
+            UnexpectedLine: it does not follow from those before it.
         """
         line = moment.line
         match line.what:
             case What.LINK:
                 self._laid(moment)
-                self.open[moment.link] = OpenLink(Delivery[line.said["delivery"]], line.said.get("worker", 0))
+                self.open[moment.link] = OpenLink(Delivery[line.fields["delivery"]], line.fields.get("worker", 0))
             case What.SENT:
-                self._said(moment, moment.message)
+                self._sent(moment, moment.message)
             case What.CLOSED:
                 self._named(moment)
-                self._said(moment, None)
+                self._sent(moment, None)
                 self.open.pop(moment.link, None)
             case What.RECEIVED:
                 self._nothing_waits(moment)
-                self._heard(moment)
+                self._received(moment)
             case What.FAILED:
                 if moment.link in self.open:
-                    self.open[moment.link].failing = str(moment.line.said.get("reason"))
-                    self.open[moment.link].heard = None
+                    self.open[moment.link].failing = str(moment.line.fields.get("reason"))
+                    self.open[moment.link].received = None
             case What.STEP | What.REFUSED:
                 self._nothing_waits(moment)
                 self._stepped(moment)
@@ -120,25 +120,25 @@ class Talk:
     def _named(self, moment: Moment) -> None:
         """A sender says goodbye as it closes a link."""
         data = moment.after
-        if isinstance(data, sending.SenderData) and moment.line.said.get("incarnation") != data.incarnation:
-            raise Unfit("its goodbye names another incarnation", f"incarnation {data.incarnation}")
+        if isinstance(data, sending.SenderData) and moment.line.fields.get("incarnation") != data.incarnation:
+            raise UnexpectedLine("its goodbye names another incarnation", f"incarnation {data.incarnation}")
 
-    def _said(self, moment: Moment, message: Message | None) -> None:
+    def _sent(self, moment: Moment, message: Message | None) -> None:
         if moment.link not in self.open:
-            raise Unfit(f"link {moment.link} is not open")
+            raise UnexpectedLine(f"link {moment.link} is not open")
         for each in self.extra:
             if each.fits(moment.link, message):
                 self.extra.remove(each)
                 return
         self._skip()
         if self.todo and self.todo[0].fits(moment.link, message):
-            said = self.todo.popleft()
-            if said.kind is Update:
-                self.open[said.link].unanswered.add(said.version)
+            head = self.todo.popleft()
+            if head.kind is Update:
+                self.open[head.link].unanswered.add(head.version)
             return
-        if not self._unasked(moment, message):
+        if not self._is_spontaneous(moment, message):
             due = f"now {self.todo[0]}" if self.todo else "nothing is to be sent now"
-            raise Unfit("no effect of a step asks for this", due)
+            raise UnexpectedLine("no effect of a step asks for this", due)
 
     def _skip(self) -> None:
         """Leave out messages that have nowhere to go, or wait for a worker's answers."""
@@ -155,22 +155,24 @@ class Talk:
         """Between steps everything is sent, unless a link fails in the meantime."""
         self._skip()
         waiting = [*self.extra, *self.todo]
-        if waiting and all(link.failing is None for link in self.open.values()) and not self._amid(moment):
-            raise Unfit(f"a step asked for what did not happen: {waiting[0]}", f"first {waiting[0]}")
+        if waiting and all(link.failing is None for link in self.open.values()) and not self._may_interleave(moment):
+            raise UnexpectedLine(f"a step asked for what did not happen: {waiting[0]}", f"first {waiting[0]}")
 
-    def _heard(self, moment: Moment) -> None:
+    def _received(self, moment: Moment) -> None:
         link = self.open.get(moment.link)
         if link is None:
-            raise Unfit(f"link {moment.link} is not open")
-        if link.heard is not None:
-            raise Unfit(f"the {type(link.heard).__name__} that arrived before over link {moment.link} was never taken")
-        link.heard = moment.message
+            raise UnexpectedLine(f"link {moment.link} is not open")
+        if link.received is not None:
+            raise UnexpectedLine(
+                f"the {type(link.received).__name__} that arrived before over link {moment.link} was never taken"
+            )
+        link.received = moment.message
 
-    def _unasked(self, moment: Moment, message: Message | None) -> bool:
+    def _is_spontaneous(self, moment: Moment, message: Message | None) -> bool:
         """Whether this may be sent without an effect that asks for it."""
         return False
 
-    def _amid(self, moment: Moment) -> bool:
+    def _may_interleave(self, moment: Moment) -> bool:
         """Whether this step may come while a message waits to be sent."""
         return False
 

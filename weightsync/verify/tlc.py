@@ -164,7 +164,9 @@ def _run(tools: Toolchain, traces: Sequence[Modelled], config: str) -> str:
         except subprocess.TimeoutExpired as error:
             raise TlcFailedError(f"TLC did not follow {len(traces)} traces within {_SECONDS:.0f} s.") from error
     if done.returncode != 0:
-        raise TlcFailedError(f"TLC failed on {len(traces)} traces (exit {done.returncode}):\n{_said(done.stdout)}")
+        raise TlcFailedError(
+            f"TLC failed on {len(traces)} traces (exit {done.returncode}):\n{_message_of(done.stdout)}"
+        )
     return done.stdout
 
 
@@ -174,7 +176,7 @@ def _command(tools: Toolchain, folder: Path) -> list[str]:
     return [str(tools.java), *jvm, "-cp", str(tools.jar), "tlc2.TLC", *tlc]
 
 
-def _said(output: str) -> str:
+def _message_of(output: str) -> str:
     lines = [line for line in output.splitlines() if not line.startswith("<<")]
     return "\n".join(lines[-40:])
 

@@ -238,12 +238,14 @@ def too_late(run: Run) -> None:
     run.change(
         "receiver",
         takes(receiving.Applied),
-        line=lambda moment: replace(moment.line, said={**moment.line.said, "t": time + 1}),
+        line=lambda moment: replace(moment.line, fields={**moment.line.fields, "t": time + 1}),
     )
 
 
 @pytest.mark.parametrize("wrong", [never, too_late])
-def test_an_ack_that_counts_though_its_worker_had_not_applied_is_reported(run: Run, wrong: Callable[[Run], None]) -> None:
+def test_an_ack_that_counts_though_its_worker_had_not_applied_is_reported(
+    run: Run, wrong: Callable[[Run], None]
+) -> None:
     wrong(run)
     assert run.told() == ["G2 AckedMeansServed"]
 

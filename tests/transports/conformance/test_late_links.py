@@ -32,8 +32,8 @@ def late(model_id: str) -> Ends:
 
 @pytest.mark.untraced("the kit's own bench")
 def test_a_link_that_comes_up_once_everything_is_closed_holds_no_buffer() -> None:
-    stage = LinkSetup(late, PATIENCE)
-    bench = Bench(stage)
+    link_setup = LinkSetup(late, PATIENCE)
+    bench = Bench(link_setup)
     bench.join(0)
     bench.connect()
     bench.send()
@@ -42,4 +42,4 @@ def test_a_link_that_comes_up_once_everything_is_closed_holds_no_buffer() -> Non
     bench.finish()
 
     assert not any(buffer.pinned for buffer in bench.payloads._buffers)
-    stage.strike()
+    link_setup.tear_down()
