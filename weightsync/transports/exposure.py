@@ -17,7 +17,7 @@ logger = logging.getLogger("weightsync")
 _LISTENS: Final = "0A"
 
 
-class _Said:
+class _Warning:
     """Whether this process has already warned."""
 
     def __init__(self) -> None:
@@ -26,17 +26,17 @@ class _Said:
     def forget(self) -> None:
         """In a forked child: not yet."""
         self._lock = threading.Lock()
-        self._said = False
+        self._warned = False
         forget_after_fork(self)
 
     def once(self) -> bool:
         """Whether to warn now."""
         with self._lock:
-            before, self._said = self._said, True
+            before, self._warned = self._warned, True
         return not before
 
 
-_said = _Said()
+_warning = _Warning()
 
 
 _OUR_KEY: Final = f"Give both ends the same secret as key= or in {VARIABLE}"
@@ -46,17 +46,17 @@ AUTHKEY: Final = (
 )
 
 
-def tell(link: str, remedy: str = _OUR_KEY) -> None:
+def warn_exposed(link: str, remedy: str = _OUR_KEY) -> None:
     """Warn in the log, once per process, that others can reach a link without a key.
 
     Args:
         link: which link, and how it is reached: the beginning of a sentence.
         remedy: what to do: the beginning of a sentence.
     """
-    if _said.once():
+    if _warning.once():
         logger.warning(
             "%s, and has no key of ours: whoever reaches it can read the weights and send others. %s, or keep the "
-            "network to yourself: see SECURITY.md. This is said once.",
+            "network to yourself: see SECURITY.md. This warning is logged once.",
             link,
             remedy,
         )

@@ -294,13 +294,13 @@ class RpcCallClient:
         number = self._next
         frame = self._seal.frame(number, message, payload)
         if isinstance(message, Bye):
-            answers = begin(self._peer, lambda: self._call(_hang_up, number, frame), self._said)
+            answers = begin(self._peer, lambda: self._call(_hang_up, number, frame), self._answers_of)
         else:
             carried = _carried(message, payload)
             answers = begin(
                 self._peer,
                 lambda: self._call(_deliver, number, frame, carried),
-                self._said,
+                self._answers_of,
                 lambda: self._call_again(number),
             )
         self._next += 1
@@ -316,7 +316,7 @@ class RpcCallClient:
             raise TransportError(f"The link to {self._peer} is closed.")
         return self._call(_deliver, number, self._seal.again(number), None)
 
-    def _said(self, over: torch.futures.Future[Delivered]) -> Sequence[Message]:
+    def _answers_of(self, over: torch.futures.Future[Delivered]) -> Sequence[Message]:
         try:
             delivered = over.value()
         except Exception as error:

@@ -31,7 +31,7 @@ from weightsync.keys import VARIABLE, SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Hello, Message, Update
 from weightsync.transports.buffers import Buffer, sent_digest
-from weightsync.transports.exposure import tell
+from weightsync.transports.exposure import warn_exposed
 from weightsync.transports.process import own_host
 
 MAGIC: Final = b"WSYK"
@@ -321,7 +321,7 @@ class NoSeal:
         """The answers, unless the worker has a key."""
         messages = decoded(frames, self._peer)
         if any(isinstance(each, Hello) and each.host not in {b"", own_host()} for each in messages):
-            tell(f"The link to {self._peer} goes to another host")
+            warn_exposed(f"The link to {self._peer} goes to another host")
         return messages
 
 

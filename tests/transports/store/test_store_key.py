@@ -139,7 +139,7 @@ def test_an_answer_that_a_stranger_writes_is_never_believed(
     assert pair.sync().version == 1
     ack = Ack(model_id="policy", incarnation=pair.sender._driver.data.incarnation, version=2)
     texts = {"a plain ack": b"L" + codec.encode(ack), "an answer of its own, again": said[-1]}
-    inbox = pair.sender._driver.by_worker()[0]._exchange._inbox
+    inbox = pair.sender._driver.by_worker()[0]._worker._inbox
     reader = reach(store.port)
     reader.set(f"{inbox._key}/{inbox.number}", texts.get(forged, b"L" + refusal(Reason.OTHER_KEY)))
 

@@ -87,7 +87,7 @@ def test_junk_where_links_are_announced_is_passed_over(store: Any, key: str, jun
 
 def link_of(pair: StorePair) -> str:
     """The key of the link to the worker."""
-    return pair.sender._driver.by_worker()[0]._exchange._key
+    return pair.sender._driver.by_worker()[0]._worker._key
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
@@ -95,7 +95,7 @@ def link_of(pair: StorePair) -> str:
 def test_junk_under_a_links_next_message_is_passed_over(pair: StorePair, junk: bytes, way: str) -> None:
     assert pair.sync().ok
     end = pair.sender._driver.by_worker()[0] if way == "up" else pair.receiver._driver.links()[0]
-    number = end._exchange._inbox.number
+    number = end._worker._inbox.number
     pair.store.set(f"{link_of(pair)}/{way}/{number}", junk)
     filled(pair.source, 2.0)
 

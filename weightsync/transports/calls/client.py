@@ -71,9 +71,9 @@ class CallLink(WakeableLink):
                 payload.unpin(token)
             raise
         self._calls.append(answers)
-        answers.add_done_callback(lambda _: self._over(payload, token))
+        answers.add_done_callback(lambda _: self._release_payload(payload, token))
 
-    def _over(self, payload: Buffer | None, token: object) -> None:
+    def _release_payload(self, payload: Buffer | None, token: object) -> None:
         """Release the payload. Runs in the thread in which the call ends, possibly after the link was closed."""
         if payload is not None:
             payload.unpin(token)
@@ -89,7 +89,7 @@ class CallLink(WakeableLink):
         self._waker.clear()
         # Read before the calls are checked: what the peer sent before its death is then certainly there.
         death = self._death()
-        received = [Received(message) for call in self._over_now() for message in self._said(call)]
+        received = [Received(message) for call in self._finished_calls() for message in self._messages_of(call)]
         if self._failed is None and death:
             self._failed = TransportError(f"{self._peer} has ended: {death}.")
         if self._failed is not None:
@@ -99,7 +99,7 @@ class CallLink(WakeableLink):
             self._waker.fire()
         return received
 
-    def _over_now(self) -> list[Answers]:
+    def _finished_calls(self) -> list[Answers]:
         """The finished calls up to the first one in flight or failed; all finished calls if the link has failed."""
         over = [call for call in self._calls if call.done()]
         errors = [error for call in over if (error := _error_of(call)) is not None]
@@ -108,7 +108,7 @@ class CallLink(WakeableLink):
         self._calls = [call for call in self._calls if call not in over]
         return over
 
-    def _said(self, call: Answers) -> Sequence[Message]:
+    def _messages_of(self, call: Answers) -> Sequence[Message]:
         error = _error_of(call)
         if error is None:
             return call.result()

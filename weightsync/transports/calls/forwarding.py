@@ -55,7 +55,7 @@ class ForwardingClient:
                 self._chosen = self._ours if found.result() else self._plain
             begun = [(answers, self._begin(message, payload)) for message, payload, answers in waiting]
         for answers, inner in begun:
-            inner.add_done_callback(functools.partial(hand_on, answers))
+            inner.add_done_callback(functools.partial(complete_like, answers))
 
     def _begin(self, message: Message, payload: Buffer | None) -> Answers:
         try:
@@ -89,7 +89,7 @@ class NoCallClient:
         """Nothing to close."""
 
 
-def hand_on(answers: Future[Any], over: Future[Any]) -> None:
+def complete_like(answers: Future[Any], over: Future[Any]) -> None:
     """Complete one future like another."""
     error = over.exception()
     if error is None:

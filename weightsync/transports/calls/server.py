@@ -14,11 +14,11 @@ from weightsync.protocol.messages import Hello
 from weightsync.transports.base import Link, Received
 from weightsync.transports.calls.gates import Gate, Kept, TurnedAway
 from weightsync.transports.calls.server_link import CallServerLink, Frames, Parcel, opened
-from weightsync.transports.exposure import tell
+from weightsync.transports.exposure import warn_exposed
 from weightsync.transports.process import own_host
 from weightsync.transports.sealing import decoded, is_envelope
 
-__all__ = ["CallServer", "CallServerLink", "Frames", "NotLetIn", "Parcel", "decoded"]
+__all__ = ["CallRefused", "CallServer", "CallServerLink", "Frames", "Parcel", "decoded"]
 
 #: How many links of one model may be open in a process, and how many closed ones are remembered.
 MAX_LINKS: Final = 256
@@ -28,7 +28,7 @@ MAX_UNMET: Final = 64
 MAX_UNMET_NBYTES: Final = 2**30
 
 
-class NotLetIn(Future[Frames]):
+class CallRefused(Future[Frames]):
     """The answer to a call from a sender that is not trusted: the call has no effect."""
 
 
@@ -75,7 +75,7 @@ class CallServer:
         admitted = gate.admit(parcel)
         if isinstance(admitted, Parcel):
             return gate.sealed(parcel.link, self._bring(admitted))
-        gone: Future[Frames] = NotLetIn() if isinstance(admitted, TurnedAway) else Future()
+        gone: Future[Frames] = CallRefused() if isinstance(admitted, TurnedAway) else Future()
         gone.set_result(admitted.frames)
         return gone
 
@@ -90,7 +90,7 @@ class CallServer:
     def _bring(self, parcel: Parcel) -> Future[Frames]:
         brought = opened(parcel) if parcel.frame else None
         if self._key is None and _is_from_elsewhere(brought):
-            tell(f"A sender of model {self.model_id!r} calls from another host")
+            warn_exposed(f"A sender of model {self.model_id!r} calls from another host")
         with self._lock:
             link = self._links.get(parcel.link)
             accept = None
@@ -238,7 +238,7 @@ class CallServer:
             else:
                 link.close("these calls came under another key than the receiver's, or under none.")
         for parcel, waiting in sealed:
-            self.submit(parcel).add_done_callback(partial(_hand_on, waiting))
+            self.submit(parcel).add_done_callback(partial(_complete_like, waiting))
         return self._shut
 
     def _shut(self) -> None:
@@ -251,7 +251,7 @@ def _is_from_elsewhere(brought: Received | ProtocolError | None) -> bool:
     return isinstance(hello, Hello) and hello.host not in {b"", own_host()}
 
 
-def _hand_on(waiting: Future[Frames], answer: Future[Frames]) -> None:
+def _complete_like(waiting: Future[Frames], answer: Future[Frames]) -> None:
     error = answer.exception()
     if error is None:
         waiting.set_result(answer.result())

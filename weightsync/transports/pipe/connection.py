@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError
 from weightsync.transports.base import Waker
-from weightsync.transports.exposure import AUTHKEY, leaves_host, tell
+from weightsync.transports.exposure import AUTHKEY, leaves_host, warn_exposed
 from weightsync.transports.pipe.framing import Frame, Inflow, Outflow, Outgoing, UserMessage, framed
 from weightsync.transports.pipe.mailbox import Mailbox, Sorter
 from weightsync.transports.process import ProcessWatch, forget_after_fork, watching
@@ -129,7 +129,7 @@ class Channel:
             if channel is None or channel.connection is not connection:
                 sock = socket_of(connection)
                 if leaves_host(sock):
-                    tell("A connection given as a pipe goes to another host", AUTHKEY)
+                    warn_exposed("A connection given as a pipe goes to another host", AUTHKEY)
                 channel = _channels[id(connection)] = cls(connection, sock)
             return channel
 

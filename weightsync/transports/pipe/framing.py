@@ -55,7 +55,7 @@ def may_be_ours(content: Readable) -> bool:
 _SHORT: Final = struct.Struct("!i")
 _LONG: Final = struct.Struct("!iQ")
 _CHUNK_NBYTES: Final = 64 * 1024
-_SPARE_LANDINGS: Final = 2
+_SPARE_BUFFERS: Final = 2
 #: Descriptors that have arrived and belong to no frame yet: a frame carries one, and is read before the next.
 _MAX_DESCRIPTORS: Final = 8
 # Plain integers: testing flags of an enum takes a microsecond.
@@ -145,7 +145,7 @@ class Inflow:
         self._head: codec.Head | None = None
         self._message: Message | None = None
         self._payload: memoryview | None = None
-        self._landings: deque[mmap.mmap] = deque(maxlen=_SPARE_LANDINGS)
+        self._receive_buffers: deque[mmap.mmap] = deque(maxlen=_SPARE_BUFFERS)
 
     def read(self) -> bool:
         """Read once; whether more may be there.
@@ -265,7 +265,7 @@ class Inflow:
         if self._message is None:
             self._message = codec.decode_with(self._head, filled.grown)
             if self._head.payload_nbytes:
-                self._filling = self._landing(self._head.payload_nbytes)
+                self._filling = self._payload_buffer(self._head.payload_nbytes)
                 return None
         if isinstance(filled, _Skipping):
             frame = Frame(self._message, None, (), filled.why)
@@ -274,10 +274,10 @@ class Inflow:
         self._head = self._message = self._payload = None
         return frame
 
-    def _landing(self, nbytes: int) -> _Filling:
+    def _payload_buffer(self, nbytes: int) -> _Filling:
         """Where to put a payload; nowhere if there is no memory for it."""
         try:
-            self._payload = self._land(nbytes)
+            self._payload = self._memory_for(nbytes)
         except NoRoom as error:
             return _Skipping(nbytes, str(error))
         return _Filling(nbytes, self._payload)
@@ -297,15 +297,15 @@ class Inflow:
         descriptor = self._descriptors.popleft()
         return ((descriptor,), "") if descriptor != _DROPPED else ((), _NO_DESCRIPTOR)
 
-    def _land(self, nbytes: int) -> memoryview:
+    def _memory_for(self, nbytes: int) -> memoryview:
         """Memory for a payload: pages used before, once nothing refers to them."""
         if nbytes < _CHUNK_NBYTES:
             return memoryview(bytearray(nbytes))
-        landing = next((known for known in self._landings if len(known) >= nbytes and _unused(known)), None)
-        if landing is None:
-            landing = anonymous(nbytes)
-            self._landings.append(landing)
-        return memoryview(landing)[:nbytes]
+        buffer = next((known for known in self._receive_buffers if len(known) >= nbytes and _unused(known)), None)
+        if buffer is None:
+            buffer = anonymous(nbytes)
+            self._receive_buffers.append(buffer)
+        return memoryview(buffer)[:nbytes]
 
     def close(self) -> None:
         """Close the descriptors that belong to no frame."""

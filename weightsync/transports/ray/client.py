@@ -78,7 +78,7 @@ class _RayCallClient:
     ) -> None:
         challenged: list[Challenged] = []
 
-        def told(call: Future[Any]) -> Sequence[Message]:
+        def checked(call: Future[Any]) -> Sequence[Message]:
             try:
                 return said(call)
             except Challenged as challenge:
@@ -86,11 +86,11 @@ class _RayCallClient:
                 raise
 
         inner: Answers = Future()
-        _conclude(inner, over, told)
+        _conclude(inner, over, checked)
         if challenged:
             self._follow(answers, said, again, challenged[0])
         else:
-            _hand_on(answers, inner)
+            _complete_like(answers, inner)
 
     def _follow(
         self,
@@ -107,7 +107,7 @@ class _RayCallClient:
         except TransportError as error:
             settle(answers, error=error)
             return
-        followed.add_done_callback(lambda over: _hand_on(answers, over))
+        followed.add_done_callback(lambda over: _complete_like(answers, over))
 
     def _gone(self, error: BaseException) -> TransportError:
         if isinstance(error, _exceptions().RayTaskError):
@@ -133,7 +133,7 @@ def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]],
         settle(answers, messages)
 
 
-def _hand_on(answers: Answers, over: Answers) -> None:
+def _complete_like(answers: Answers, over: Answers) -> None:
     error = over.exception()
     if isinstance(error, Exception):
         settle(answers, error=error)
@@ -196,25 +196,25 @@ class ActorCallClient(_RayCallClient):
         self._closed = False
         self._next = 0
         self._lost: list[int] = []
-        self._untold = b""
+        self._unsent_layout = b""
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries a message: see `CallClient.start`."""
         ray = self._session.require()
         carried = None
         if isinstance(message, Update):
-            untold, self._untold = self._untold, b""
-            message = replace(message, layout=message.layout or untold)
+            unsent_layout, self._unsent_layout = self._unsent_layout, b""
+            message = replace(message, layout=message.layout or unsent_layout)
             try:
                 carried = self._put(message, payload) if message.nbytes else None
             except ray.exceptions.RayError as error:
-                self._untold = message.layout
+                self._unsent_layout = message.layout
                 return self._full(message, error)
         lost, number = tuple(self._lost), self._next
         arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
         answers = self._begin(
             lambda: self._call.remote(*arguments),
-            lambda over: self._said(message, number, over),
+            lambda over: self._answers_of(message, number, over),
             lambda: self._call_again(number),
         )
         self._next += 1
@@ -232,7 +232,7 @@ class ActorCallClient(_RayCallClient):
         self._closed = True
         super().close()
 
-    def _said(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
+    def _answers_of(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
             return self._seal.brought(over.result())
@@ -240,7 +240,7 @@ class ActorCallClient(_RayCallClient):
             raise self._gone(error)
         # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing.
         self._lost.append(number)
-        self._untold = self._untold or message.layout
+        self._unsent_layout = self._unsent_layout or message.layout
         if self._row is not None:
             self._row.forget(message.version)
         reason = f"the weights were lost from Ray's object store before the worker read them: {plain(str(error))}"
@@ -271,12 +271,12 @@ class PlainActorCallClient(_RayCallClient):
                     ref = self._put(message, payload)
                 except ray.exceptions.RayError as error:
                     return self._full(message, error)
-                return self._begin(lambda: self._call(ref), lambda over: self._said(message, over))
+                return self._begin(lambda: self._call(ref), lambda over: self._answers_of(message, over))
             case Bye():
                 return _done()
         raise TransportError(f"A sender sends no {type(message).__name__} to {self._peer}.")
 
-    def _said(self, update: Update, over: Future[Any]) -> Sequence[Message]:
+    def _answers_of(self, update: Update, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
             return [_ack(update)]

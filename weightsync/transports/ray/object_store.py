@@ -54,14 +54,14 @@ class ObjectCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rows: weakref.WeakValueDictionary[tuple[str, int], CachedObject] = weakref.WeakValueDictionary()
+        self._objects: weakref.WeakValueDictionary[tuple[str, int], CachedObject] = weakref.WeakValueDictionary()
 
-    def row(self, kind: str, incarnation: int, make: Callable[[], CachedObject]) -> CachedObject:
+    def cached(self, kind: str, incarnation: int, make: Callable[[], CachedObject]) -> CachedObject:
         """The cached object of one kind for the sender with that incarnation."""
         with self._lock:
-            found = self._rows.get((kind, incarnation))
+            found = self._objects.get((kind, incarnation))
             if found is None:
-                found = self._rows[kind, incarnation] = make()
+                found = self._objects[kind, incarnation] = make()
             return found
 
 
@@ -69,17 +69,17 @@ class ObjectCaches:
     """One kind of cached object in an object cache, for the call clients of a scheme.
 
     Args:
-        shelf: the cache that the scheme's call clients share.
+        cache: the cache that the scheme's call clients share.
         kind: a name for what ``present`` makes.
         present: converts an update and its payload into the object to store.
         options: for `ray.put`.
     """
 
-    def __init__(self, shelf: ObjectCache, kind: str, present: Present, **options: Any) -> None:
-        self._shelf = shelf
+    def __init__(self, cache: ObjectCache, kind: str, present: Present, **options: Any) -> None:
+        self._cache = cache
         self._kind = kind
         self._make = lambda: CachedObject(present, **options)
 
     def of(self, incarnation: int) -> CachedObject:
         """The cached object of one sender."""
-        return self._shelf.row(self._kind, incarnation, self._make)
+        return self._cache.cached(self._kind, incarnation, self._make)

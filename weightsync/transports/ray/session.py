@@ -137,13 +137,13 @@ def settle(call: Future[Any], result: Any = None, error: Exception | None = None
         return
 
 
-_ATTIC: list[Any] = []
+_KEPT_AT_EXIT: list[Any] = []
 
 
 def put_away(holder: Any) -> None:
     """Drop an object that holds references, unless Ray is shutting down: then Ray would end the process."""
     if not require_ray("RayWeightSyncScheme").is_initialized():
-        _ATTIC.append(holder)
+        _KEPT_AT_EXIT.append(holder)
 
 
 #: The one watch of this process.

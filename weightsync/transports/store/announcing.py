@@ -85,11 +85,8 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
     def announce(client: Client) -> None:
         # Not a counter: a sender may die between counting and writing, and the worker would wait for ever. And not a
         # hint at the newest link: anybody could write it, and the worker reads all announcements in turn anyway.
-        call_servers = (f"{base}/door/{number}" for number in itertools.count())
-        while (
-            client.value(call_server := next(call_servers)) is not None
-            or client.claim(call_server, announced) != announced
-        ):
+        keys = (f"{base}/door/{number}" for number in itertools.count())
+        while client.value(call_server := next(keys)) is not None or client.claim(call_server, announced) != announced:
             continue
         made.set()
 

@@ -50,19 +50,19 @@ class Rendezvous(Store):
         self._over = over
         self._own: set[str] = set()
         #: The values that the two ranks have exchanged: the addresses at which gloo can reach each.
-        self.told: set[bytes] = set()
+        self.exchanged: set[bytes] = set()
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch passes bytes
         """Write a value."""
         self._own.add(key)
-        self.told.add(bytes(value))
+        self.exchanged.add(bytes(value))
         self._client.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
         """The value of a key, once it exists."""
         self.wait([key])
         value = self._client.await_value(self._prefix + key)
-        self.told.add(value)
+        self.exchanged.add(value)
         return value
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -199,7 +199,7 @@ class Group:
             with contextlib.suppress(RuntimeError):
                 self._recv(_byte(), _NOBODYS_TAG)(group).wait(_AT_ONCE)
 
-    def tell(self, client: Client) -> None:
+    def notify_aborted(self, client: Client) -> None:
         """Tell the other rank, which may be waiting for us, that the group was aborted.
 
         Raises:
@@ -229,12 +229,12 @@ class Group:
     def _meet(self, client: Client) -> None:
         if self._group is None:
             rendezvous = Rendezvous(client, self._prefix, self._over)
-            with _told("could not be made"):
+            with _errors_as("could not be made"):
                 if self._over.is_set():
                     rendezvous.give_up()
                     raise TransportError("the process group was aborted")
                 address = own_address(self.stays_on_host, client.own_address)
-                self._adopt(*watching(lambda: self._make(rendezvous, self._rank, address), rendezvous.told))
+                self._adopt(*watching(lambda: self._make(rendezvous, self._rank, address), rendezvous.exchanged))
 
     def _adopt(self, group: Any, connection: Watched | None) -> None:
         with self._lock:
@@ -254,7 +254,7 @@ class Group:
     ) -> None:
         ends: deque[Callable[[], None]] = deque()
         try:
-            with _told("failed"):
+            with _errors_as("failed"):
                 for number, bucket in enumerate(buckets):
                     if len(ends) == in_flight:
                         ends.popleft()()
@@ -280,7 +280,7 @@ class Group:
         staged = bucket if self._device is None else torch.empty_like(bucket, device=self._device)
         finish = self._posted(self._recv(staged, number))
 
-        def landed() -> None:
+        def received() -> None:
             finish()
             if staged is not bucket:
                 bucket.copy_(staged)
@@ -289,7 +289,7 @@ class Group:
                 with contextlib.suppress(RuntimeError):
                     self._posted(self._send(_byte(), _RECEIPTS + number))()
 
-        return landed
+        return received
 
     def _send(self, tensor: torch.Tensor, tag: int) -> _Post:
         return lambda group: group.send([tensor], 1 - self._rank, tag)
@@ -327,7 +327,7 @@ def _byte() -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Any:
+def _errors_as(what: str) -> Any:
     try:
         yield
     except TransportError:

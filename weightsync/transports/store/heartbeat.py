@@ -24,7 +24,7 @@ _SILENCE: Final = 3.5
 
 
 @dataclass(frozen=True)
-class Told:
+class Callbacks:
     """The callbacks of a member, called from another thread with the reason."""
 
     #: The followed process has no heartbeat any more.
@@ -39,7 +39,7 @@ class Told:
 class _Member:
     """A member of a heartbeat."""
 
-    told: Told
+    callbacks: Callbacks
     process: str = ""
     beat: bytes | None = None
     missed: int = 0
@@ -66,11 +66,11 @@ class Heartbeat:
         """Start beating."""
         start(self, self._beat, self._judge)
 
-    def add(self, told: Told) -> int:
+    def add(self, callbacks: Callbacks) -> int:
         """Add a member, which is called when the store is lost. Returns a token for the other methods."""
         with self._lock:
             self._last += 1
-            self._members[self._last] = _Member(told)
+            self._members[self._last] = _Member(callbacks)
             return self._last
 
     def follow(self, token: int, process: str) -> None:
@@ -122,13 +122,13 @@ class Heartbeat:
         with self._lock:
             members = list(self._members.values())
         for member in members:
-            member.told.beat()
+            member.callbacks.beat()
         for member in [member for member in members if member.process]:
             beat = client.peek(f"weightsync/pulse/{member.process}")
             member.missed = 0 if beat != member.beat else member.missed + 1
             member.beat = beat
             if member.missed == ROUNDS:
-                member.told.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
+                member.callbacks.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
 
     def _judge(self) -> None:
         self._dialled.wait()
@@ -142,11 +142,11 @@ class Heartbeat:
         if self._over.is_set():
             return
         self._over.set()
-        _pulses.forget_one(self)
+        _heartbeats.forget_one(self)
         with self._lock:
-            told = [member.told for member in self._members.values()]
-        for tell in told:
-            tell.store_lost(reason)
+            callbacks = [member.callbacks for member in self._members.values()]
+        for each in callbacks:
+            each.store_lost(reason)
         if self._client is not None:
             self._client.cut()
 
@@ -166,7 +166,7 @@ class _Heartbeats:
         # Once forgotten, a holder is off the list, and a child of the child is another process again.
         forget_after_fork(self)
 
-    def join(self, store: TCPStore, told: Told) -> HeartbeatMember:
+    def join(self, store: TCPStore, callbacks: Callbacks) -> HeartbeatMember:
         where = store.host, store.port
         with self._lock:
             heartbeat = self._running.get(where)
@@ -174,7 +174,7 @@ class _Heartbeats:
                 heartbeat = Heartbeat(store)
                 heartbeat.start()
                 self._running[where] = heartbeat
-            return HeartbeatMember(heartbeat, heartbeat.add(told))
+            return HeartbeatMember(heartbeat, heartbeat.add(callbacks))
 
     def leave(self, heartbeat_member: HeartbeatMember) -> None:
         with self._lock:
@@ -203,22 +203,22 @@ class HeartbeatMember:
 
     def leave(self) -> None:
         """Remove the member. The heartbeat ends with its last member."""
-        _pulses.leave(self)
+        _heartbeats.leave(self)
 
 
-_pulses = _Heartbeats()
+_heartbeats = _Heartbeats()
 
 
 def process_name() -> str:
     """The name of this process in stores; a forked child has another."""
-    return _pulses.name
+    return _heartbeats.name
 
 
-def join(store: Store, told: Told) -> HeartbeatMember:
+def join(store: Store, callbacks: Callbacks) -> HeartbeatMember:
     """Start the heartbeat of this process in a store, or join it.
 
     Args:
         store: the user's; prefixes do not matter.
-        told: the callbacks for the loss of the store, or of a followed process.
+        callbacks: the callbacks for the loss of the store, or of a followed process.
     """
-    return _pulses.join(base_of(store), told)
+    return _heartbeats.join(base_of(store), callbacks)

@@ -30,7 +30,7 @@ _LOOKS: Final = 200
 _LOOK: Final = 0.01
 
 
-class _Listening:
+class _Listeners:
     """The listeners of this process."""
 
     def __init__(self) -> None:
@@ -57,14 +57,14 @@ class _Listening:
         return [each for each in self._listeners if each.where == where]
 
 
-_listening = _Listening()
+_listeners = _Listeners()
 
 
 class _Listener:
     """A thread that waits under the worker's key for the next link."""
 
     def __init__(self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> None:
-        self._meeting = rendezvous
+        self._rendezvous = rendezvous
         self._model_id = model_id
         store = base_of(rendezvous.store)
         self.where = store.host, store.port, base_key(model_id, rendezvous.rank)
@@ -73,50 +73,50 @@ class _Listener:
         self._over = threading.Event()
         self._client: Client | None = None
         #: Wakes the thread when it is blocked on the other client.
-        self._bell: Client | None = None
+        self._waking_client: Client | None = None
         self._next = 0
         #: Links whose senders have not proved yet that they have the key.
         self._unproven: set[StoreLink] = set()
-        self._heartbeat_member = heartbeat.join(rendezvous.store, heartbeat.Told(self._lose, self._lose))
+        self._heartbeat_member = heartbeat.join(rendezvous.store, heartbeat.Callbacks(self._lose, self._lose))
         forget_after_fork(self)
         start(self, self._listen)
 
     def forget(self) -> None:
         """In a forked child: stop listening. The thread is the parent's."""
         self._over.set()
-        keep_in_child(self._client, self._bell, self._heartbeat_member, self._meeting)
+        keep_in_child(self._client, self._waking_client, self._heartbeat_member, self._rendezvous)
 
     def _listen(self) -> None:
-        _listening.add(self)
+        _listeners.add(self)
         try:
-            self._bell = Client(self._meeting.store)
-            client = self._client = Client(self._meeting.store)
+            self._waking_client = Client(self._rendezvous.store)
+            client = self._client = Client(self._rendezvous.store)
             while not self._over.is_set():
-                announced = client.await_value(self._call_server).decode("ascii", "replace")
+                announced = client.await_value(self._next_key).decode("ascii", "replace")
                 if not self._over.is_set() and announced != _NOBODY:
-                    self._meet(client, Announced.of(announced))
+                    self._process(client, Announced.of(announced))
                 self._next += 1
         except TransportError as error:
             if not self._over.is_set():
                 self._accept(LostLink(error))
         finally:
-            _listening.drop(self)
+            _listeners.drop(self)
             self._heartbeat_member.leave()
-            for opened in (self._client, self._bell):
+            for opened in (self._client, self._waking_client):
                 if opened is not None:
                     opened.close()
 
     @property
-    def _call_server(self) -> str:
+    def _next_key(self) -> str:
         """The key under which the next link will be announced."""
         return f"{self._base}/door/{self._next}"
 
-    def _meet(self, client: Client, announced: Announced | None) -> None:
+    def _process(self, client: Client, announced: Announced | None) -> None:
         """Accept an announced link, unless it is another worker's, or refuse it before any receiver sees it."""
         if announced is None:
-            logger.warning("the store's key %s names no link: it is skipped", self._call_server)
+            logger.warning("the store's key %s names no link: it is skipped", self._next_key)
             return
-        refused = announced.why_refused(self._meeting, self._model_id)
+        refused = announced.why_refused(self._rendezvous, self._model_id)
         if refused is not None:
             logger.warning("model %r: a sender was turned away: %s.", self._model_id, TURNED_AWAY[refused])
             announced.refuse(client, refused)
@@ -125,7 +125,7 @@ class _Listener:
 
     def _take(self, client: Client, name: str) -> None:
         try:
-            link = worker_link(self._meeting, self._model_id, name, self._before_end)
+            link = worker_link(self._rendezvous, self._model_id, name, self._before_end)
         except TransportError as error:
             logger.error("a link to %s was announced but cannot be accepted: %s", self._base, error)
             decline(client, name)
@@ -152,13 +152,13 @@ class _Listener:
         """A link has ended: wait for a while until links announced before that are processed."""
         pause = threading.Event()
         for _ in range(_LOOKS):
-            if not any(each.is_behind(client) for each in _listening.at(self.where)):
+            if not any(each.is_behind(client) for each in _listeners.at(self.where)):
                 return
             pause.wait(_LOOK)
 
     def is_behind(self, client: Client) -> bool:
         """Whether a link was announced that was not processed yet."""
-        return not self._over.is_set() and (bool(self._unproven) or client.present(self._call_server))
+        return not self._over.is_set() and (bool(self._unproven) or client.present(self._next_key))
 
     def _lose(self, _: str) -> None:
         self.cut()
@@ -180,8 +180,8 @@ class _Listener:
         """Announce a dummy link where the thread waits. A link that has just been announced there wakes it as well."""
         # Without this client the thread is not waiting yet: it checks before it waits.
         try:
-            if self._bell is not None:
-                self._bell.claim(self._call_server, _NOBODY)
+            if self._waking_client is not None:
+                self._waking_client.claim(self._next_key, _NOBODY)
         except TransportError:
             self.cut()
 
@@ -229,7 +229,7 @@ class LostLink:
             waker.close()
 
 
-class _Ears:
+class _Registered:
     """The registered listeners of this process: one receiver for each model, rank and store."""
 
     def __init__(self) -> None:
@@ -272,11 +272,11 @@ def _where(store: Store) -> Hashable:
     return (base.host, base.port) if store is base else store
 
 
-_ears = _Ears()
+_registered = _Registered()
 
 
 @dataclass(frozen=True)
-class Ear:
+class ListenerHandle:
     """Ends what `listen` began when called. Two listeners at one place for one worker are equal."""
 
     where: Where
@@ -291,7 +291,7 @@ class Ear:
         self.leave()
 
 
-def listen(rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Ear:
+def listen(rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> ListenerHandle:
     """Call ``accept``, from a thread, with each link that a sender announces to this worker.
 
     Returns:
@@ -302,11 +302,11 @@ def listen(rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) 
         TransportError: no more threads can be started.
     """
     rendezvous.tell_if_exposed()
-    leave = _ears.open(rendezvous, model_id, accept)
+    leave = _registered.open(rendezvous, model_id, accept)
     try:
         listener = _Listener(rendezvous, model_id, accept)
     except BaseException:
         leave()
         raise
     prefixed = id(rendezvous.store) if isinstance(rendezvous.store, PrefixStore) else 0
-    return Ear(listener.where, prefixed, listener, leave)
+    return ListenerHandle(listener.where, prefixed, listener, leave)

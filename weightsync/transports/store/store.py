@@ -28,7 +28,7 @@ from typing import Any, Final
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Ack, Message, Update
-from weightsync.transports.exposure import is_exposed, tell
+from weightsync.transports.exposure import is_exposed, warn_exposed
 from weightsync.transports.process import forget_after_fork
 from weightsync.transports.store.sockets import connected
 
@@ -151,7 +151,7 @@ class StoreEnd:
         """Warn once per process if other hosts can reach the store and there is no key."""
         base = base_of(self.store)
         if self.key is None and is_exposed(base.host, base.port):
-            tell(f"The store at {base.host}:{base.port} can be reached from other hosts")
+            warn_exposed(f"The store at {base.host}:{base.port} can be reached from other hosts")
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self.store, TCPStore):

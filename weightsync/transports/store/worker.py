@@ -37,11 +37,11 @@ class ReceiveBuffers:
         Raises:
             TransportError: there is not enough.
         """
-        landing = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
-        if landing is None:
-            landing = anonymous(nbytes)
-            self._known = [*self._known, landing][-_SPARE:]
-        return memoryview(landing)[:nbytes]
+        buffer = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
+        if buffer is None:
+            buffer = anonymous(nbytes)
+            self._known = [*self._known, buffer][-_SPARE:]
+        return memoryview(buffer)[:nbytes]
 
 
 def _unused(memory: mmap.mmap) -> bool:
@@ -74,7 +74,7 @@ class StoreWorker:
     """
 
     def __init__(self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
-        self._meeting = rendezvous
+        self._rendezvous = rendezvous
         self._side = side
         self._guard = guard
         self._key = f"weightsync/link/{name}"
@@ -86,7 +86,7 @@ class StoreWorker:
         self._held: list[Received] = []
         #: Called once the peer is known to be authentic, or lost before that.
         self._admitted: Callable[[], None] | None = None
-        self._landings = ReceiveBuffers()
+        self._receive_buffers = ReceiveBuffers()
         self._met = threading.Event()
         self._cut = threading.Event()
         self._failed: TransportError | ProtocolError | None = None
@@ -98,7 +98,7 @@ class StoreWorker:
         self._reader: Client | None = None
         self._inbox: Inbox | None = None
         self._heartbeat_member = heartbeat.join(
-            rendezvous.store, heartbeat.Told(self._lose, self._lose_store, self._look)
+            rendezvous.store, heartbeat.Callbacks(self._lose, self._lose_store, self._look)
         )
         try:
             start(self, self._write, self._read)
@@ -139,13 +139,13 @@ class StoreWorker:
                 self._outgoing.drop()
             self._condition.notify_all()
 
-    def when_admitted(self, tell: Callable[[], None]) -> None:
-        """Call ``tell``, from any thread, once the peer is known to be authentic or has failed."""
+    def when_admitted(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, from any thread, once the peer is known to be authentic or has failed."""
         with self._condition:
             if not self._guard.admits and self._failed is None:
-                self._admitted = tell
+                self._admitted = callback
                 return
-        tell()
+        callback()
 
     @property
     def admits(self) -> bool:
@@ -179,17 +179,17 @@ class StoreWorker:
     def forget(self) -> None:
         """In a forked child: do nothing more. The threads and torch's objects are the parent's."""
         self._condition = threading.Condition()
-        keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._meeting)
+        keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._rendezvous)
 
     # --------------------------------------------------------------------------------- the writing thread
 
     def _write(self) -> None:
         try:
-            client = self._writer = Client(self._meeting.store)
+            client = self._writer = Client(self._rendezvous.store)
         except TransportError as error:
             self._fail(error)
             self._cut_clients()
-            self._say_later()
+            self._notify_later()
             return
         try:
             outbox = Outbox(client, f"{self._key}/{self._side.writes}")
@@ -207,13 +207,13 @@ class StoreWorker:
         finally:
             self._finish(client, outbox)
 
-    def _say_later(self) -> None:
+    def _notify_later(self) -> None:
         """There was no connection: notify the peer, which waits for us, once there is one."""
         for _ in range(_TRIES):
             if self._cut.wait(_LOOK):
                 return
             try:
-                client = Client(self._meeting.store)
+                client = Client(self._rendezvous.store)
             except TransportError as error:
                 if isinstance(error.__cause__, OSError):
                     continue  # still no descriptor
@@ -266,12 +266,12 @@ class StoreWorker:
 
     def _transfer(self, payload: memoryview, client: Client) -> None:
         try:
-            self._group.send(client, payload, self._meeting.in_flight)
+            self._group.send(client, payload, self._rendezvous.in_flight)
         except TransportError as error:
             self.end_reading(str(error))
             with self._condition:
                 self._outgoing.drop()  # later messages would overtake it
-            self._group.tell(client)
+            self._group.notify_aborted(client)
 
     def _finish(self, client: Client, outbox: Outbox) -> None:
         """Tell the peer that nothing more comes, and end the reading thread."""
@@ -309,7 +309,7 @@ class StoreWorker:
         if self._closed:
             return
         try:
-            client = Client(self._meeting.store)
+            client = Client(self._rendezvous.store)
         except TransportError as error:
             self._fail(error)
             return
@@ -319,7 +319,7 @@ class StoreWorker:
                     return
                 self._reader = client
                 self._inbox = Inbox(client, f"{self._key}/{self._side.reads}")
-            self._take_in(self._inbox, client)
+            self._receive_all(self._inbox, client)
         except Shut:
             self._before_end(client)
             self._fail(TransportError(f"{self._side.peer} has closed this link."))
@@ -340,7 +340,7 @@ class StoreWorker:
             client.close()
             self._group.close()
 
-    def _take_in(self, inbox: Inbox, client: Client) -> None:
+    def _receive_all(self, inbox: Inbox, client: Client) -> None:
         process, _, network = bytes(self._next_text(inbox).text).decode("ascii", "replace").partition(" ")
         self._heartbeat_member.follow(process)
         self._group.stays_on_host = network == own_network()
@@ -373,10 +373,10 @@ class StoreWorker:
             self._arrived.extend(self._held)
             # Not kept until the next message: the memory of its payload may be needed for that.
             self._held.clear()
-            tell, self._admitted = self._admitted, None
+            callback, self._admitted = self._admitted, None
             arrived = bool(self._arrived)
-        if tell is not None:
-            tell()
+        if callback is not None:
+            callback()
         if arrived:
             self._waker.fire()
 
@@ -395,15 +395,15 @@ class StoreWorker:
         if nbytes <= INLINE_NBYTES:
             return Received(message, inline if nbytes else None)
         try:
-            landing = self._landings.find(nbytes)
+            buffer = self._receive_buffers.find(nbytes)
         except NoRoom as error:
             # Later messages are for us all the same.
-            self._group.skip(client, nbytes, self._meeting.in_flight)
+            self._group.skip(client, nbytes, self._rendezvous.in_flight)
             return Received(message, untaken=str(error))
-        self._group.receive(client, landing, self._meeting.in_flight)
-        if self._guard.keyed and digest_of(landing) != opened.digest:
+        self._group.receive(client, buffer, self._rendezvous.in_flight)
+        if self._guard.keyed and digest_of(buffer) != opened.digest:
             raise AuthenticationError("A payload is not the one that its sender sealed: it was rejected.")
-        return Received(message, landing)
+        return Received(message, buffer)
 
     # ------------------------------------------------------------------------------------------- the end
 
@@ -426,11 +426,11 @@ class StoreWorker:
                 self._failed = error
             self._outgoing.drop()
             self._held.clear()
-            tell, self._admitted = self._admitted, None
+            callback, self._admitted = self._admitted, None
             self._condition.notify_all()
         self._release()
-        if tell is not None:
-            tell()
+        if callback is not None:
+            callback()
         self._waker.fire()
 
     def _release(self) -> None:
