@@ -78,7 +78,7 @@ def over_pipes(scheme: Any, make: Callable[[], Any]) -> Iterator[Carrier]:
 
 
 class LinkScheme(WeightSyncScheme):
-    """Endpoints are links, or doors."""
+    """Endpoints are links, or call servers."""
 
     _sender_arguments = ("ends",)
     _worker_arguments = ("end",)

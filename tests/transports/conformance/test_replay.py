@@ -1,4 +1,4 @@
-"""The kit replays the model's graph: its paths are the graph's, take every edge, and see a driver that strays."""
+"""The kit replays the model's graph: its paths are the graph's, take every edge, and find a driver that differs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_network_misbehaves_only_where_links_may() -> None:
     assert found.passed == ("the graph of lost",)
 
 
-# ------------------------------------------------------------------------------------- drivers that stray are seen
+# ------------------------------------------------------------------------------------- drivers that differ are found
 
 
 def _a_broken_model_says_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:

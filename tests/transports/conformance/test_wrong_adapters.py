@@ -28,7 +28,7 @@ PATIENCE = 1.5
 
 
 class Wrong:
-    """A right link, wrapped; subclasses spoil one thing."""
+    """A correct link, wrapped; each subclass breaks one rule."""
 
     def __init__(self, link: LocalLink) -> None:
         self.link = link

@@ -1,4 +1,4 @@
-"""A worker leaves its trainer's roll by a clean close alone. Whatever fails is told, and the worker stays, LOST."""
+"""Only a clean close removes a worker from its trainer. Any failure is reported, and the worker stays, LOST."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def test_g11_another_models_handshake_is_answered_and_both_sides_are_told(
 
     assert "never connected" in caught.value.report[0].reason
     here, there = (record.getMessage() for record in caplog.records)
-    assert here.startswith("model 'policy': a sender's handshake came, and is not taken")
-    assert there.startswith("model 'policy': worker 0 has not taken the handshake")
+    assert here.startswith("model 'policy': a sender's handshake arrived and was not accepted")
+    assert there.startswith("model 'policy': worker 0 did not accept the handshake")
     assert all(TOLD in said for said in (here, there))
     assert sender.stale_answers == 0
 

@@ -55,14 +55,14 @@ def test_each_link_gets_its_own_model_whoever_reads(laid, ends):
 
 def test_a_link_whose_frame_another_took_is_woken(laid, ends):
     actor, critic = laid("actor", ends), laid("critic", ends)
-    waker, woken = Waker(), []
-    waiter = threading.Thread(target=lambda: woken.extend(wait(waker, [critic[1]], 10.0)))
+    waker, ready = Waker(), []
+    waiter = threading.Thread(target=lambda: ready.extend(wait(waker, [critic[1]], 10.0)))
     critic[0].send(ack(1, "critic"))
     assert versions(actor[1]) == []
     waiter.start()
     waiter.join()
 
-    assert [critic[1]] == woken
+    assert [critic[1]] == ready
     assert versions(critic[1]) == [1]
     assert wait(waker, [critic[1]], 0.0) == []
 

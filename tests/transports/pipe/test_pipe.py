@@ -272,7 +272,7 @@ def test_close_cuts_an_unfinished_frame_and_lets_its_payload_go(laid):
 # -------------------------------------------------------------------------------------------- bad frames
 
 
-def spoiled(how: str) -> bytes:
+def damaged(how: str) -> bytes:
     data, header = bytearray(frame(ack(2))), 4 + len(PREAMBLE)
     if how == "negative length":
         return struct.pack("!i", -2) + bytes(data[4:])
@@ -305,7 +305,7 @@ BAD = [
 def test_malformed_frames_are_a_protocol_error_behind_what_came_before(laid, how):
     first, second = laid()
     first.send(ack(1))
-    os.write(first._channel.connection.fileno(), spoiled(how) + frame(ack(3)))
+    os.write(first._channel.connection.fileno(), damaged(how) + frame(ack(3)))
 
     assert [ack(1)] == [r.message for r in second.receive()]
     assert [second] == wait(Waker(), [second], 1.0)

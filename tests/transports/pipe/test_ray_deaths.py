@@ -81,7 +81,7 @@ def without(actor: Actor) -> Any:
     return module.PlainActorCallClient(actor.remote, "worker 0", Row())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("courier", [with_our_receiver, without])
+@pytest.mark.parametrize("call_client", [with_our_receiver, without])
 @pytest.mark.parametrize("died", ["ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError"])
 def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
     call_client: Callable[[Actor], Any], died: str, monkeypatch: pytest.MonkeyPatch
@@ -99,7 +99,7 @@ def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
     error = getattr(ray.exceptions, died)
     call.set_exception(error("the actor is gone", None) if died == "ActorUnavailableError" else error())
 
-    with pytest.raises(TransportError, match="worker 0 did not come back"):
+    with pytest.raises(TransportError, match="worker 0 did not return"):
         link.receive()
     assert not buffer.pinned
     link.close()

@@ -355,7 +355,7 @@ def test_generation_b_connects_and_sends(setups: list[Any]) -> None:
         scheme.shutdown()
 
 
-# ------------------------------------------------------------------------------------ the desk, without Ray
+# ------------------------------------------------------------------------------------ the actor server, without Ray
 
 
 def test_a_link_that_begins_in_the_middle_is_refused_at_once() -> None:

@@ -52,7 +52,7 @@ def test_an_end_travels_with_all_it_was_given_and_without_prefixes(store: Any) -
     assert there.key._secret == b"secret"
     there.store.set("key", "value")
     assert store.get("key") == b"value"
-    with pytest.raises(ConfigurationError, match=r"^A PrefixStore does not travel to another process"):
+    with pytest.raises(ConfigurationError, match=r"^A PrefixStore cannot be sent to another process"):
         pickle.dumps(StoreEnd(dist.PrefixStore("ours", store), 3))
 
 
@@ -128,7 +128,7 @@ def test_a_value_is_claimed_once_and_strangers_are_written_over(
     assert caplog.messages == []
     client.set("key", b"\xffjunk")
     assert client.claim("key", "two", lambda value: value.isascii()) == "two"
-    assert caplog.messages == ["the store's key key held what nobody of ours wrote: it was written over"]
+    assert caplog.messages == ["the store's key key held a value that is not ours: it was overwritten"]
     assert client.claim("key", "three", lambda value: value.isascii()) == "two"
     client.set("key", b"\xff")
     assert client.claim("key", "three") == "\ufffd"

@@ -266,7 +266,7 @@ def test_a_worker_loop_written_for_the_reference(store: Any) -> None:
     def of(fill: float) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((300, 100), fill)}
 
-    with worker, trainer, scheme:  # the first trainer stays: a loop that hears its goodbye first ends
+    with worker, trainer, scheme:  # the first trainer stays: a loop that gets its goodbye first ends
         thread = threading.Thread(target=serve)
         thread.start()
         trainer.send_initial_weights(of(1.0))

@@ -154,7 +154,7 @@ def test_an_answer_that_a_stranger_writes_is_never_believed(
 
 
 def _consumed(store: Any, way: str, count: int) -> Callable[[], bool]:
-    """Whether the first letters of a way were read and forgotten."""
+    """Whether the first messages in one direction were read and deleted."""
     return lambda: not any(store.check([f"{way}/{number}"]) for number in range(count))
 
 
@@ -247,9 +247,9 @@ def test_a_payload_that_was_changed_on_its_way_is_not_believed(
         receiver.receive(timeout=PATIENCE)
         sender.wait_async(timeout=PATIENCE)
 
-        def receive(group: Group, client: Any, landing: memoryview, in_flight: int) -> None:
-            before(group, client, landing, in_flight)
-            landing[-1] ^= 1
+        def receive(group: Group, client: Any, buffer: memoryview, in_flight: int) -> None:
+            before(group, client, buffer, in_flight)
+            buffer[-1] ^= 1
 
         monkeypatch.setattr(worker.Group, "receive", receive)
         sender.send_async(filled(large(), 9.0))

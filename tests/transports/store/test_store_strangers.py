@@ -171,7 +171,7 @@ def test_a_message_that_was_written_over_is_a_lost_link_and_no_protocol_error(ro
     outbox.put(NAME)
     outbox.put(FRAME)
     client.set("row/0", b"junk")
-    with pytest.raises(TransportError, match="stranger has written over a letter, under the store's key row/0"):
+    with pytest.raises(TransportError, match="stranger has written over a message, under the store's key row/0"):
         inbox.take()
 
 
@@ -264,7 +264,7 @@ def test_a_worker_that_has_no_descriptor_for_a_new_link_declines_it_and_hears_of
     def refuses_once(*arguments: Any) -> Any:
         if not refused:
             refused.append(arguments)
-            raise TransportError("Nothing can be waited for: Too many open files.")
+            raise TransportError("No file descriptor to wait on: Too many open files.")
         return real(*arguments)
 
     monkeypatch.setattr(listener, "worker_link", refuses_once)

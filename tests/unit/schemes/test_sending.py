@@ -341,7 +341,7 @@ def test_a_refusal_carries_the_workers_own_traceback(three: Pair) -> None:
     assert constants(three.models[0]) == {1.0}
 
 
-# -------------------------------------------------------------------------------------------- the roll
+# -------------------------------------------------------------------------------------------- workers
 
 
 def test_a_late_joiner_catches_up(pair: Pair, scheme_class: Any) -> None:
