@@ -47,7 +47,7 @@ def _name(drawing: _Drawing, lines: Sequence[Line]) -> None:
     """Columns, and who is at the ends of each link: the handshakes tell."""
     counts = {"sender": 0, "receiver": 0}
     for line in lines:
-        said = line.said
+        said = line.fields
         if line.what is What.BORN:
             name = f"trainer {counts['sender'] + 1}" if said["role"] == "sender" else f"worker {counts['receiver']}"
             counts[said["role"]] += 1
@@ -61,7 +61,7 @@ def _name(drawing: _Drawing, lines: Sequence[Line]) -> None:
 
 
 def _drawn(drawing: _Drawing, line: Line) -> Iterator[str]:
-    said, machine = line.said, line.machine
+    said, machine = line.fields, line.machine
     match line.what:
         case What.SENT:
             drawing.flying.append((machine, said["link"], said["message"]))

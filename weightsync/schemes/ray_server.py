@@ -17,7 +17,7 @@ from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, S
 from weightsync.keys import SharedKey
 from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
-from weightsync.transports.calls.server import CallServer, Frames, NotLetIn, Parcel
+from weightsync.transports.calls.server import CallRefused, CallServer, Frames, Parcel
 from weightsync.transports.ray import server
 from weightsync.transports.ray.client import WAY
 from weightsync.transports.ray.session import own_actor
@@ -100,7 +100,7 @@ class ActorServer:
     def _decided(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
         self._require_known(parcel)
         answer = self._call_server.submit(parcel)
-        if isinstance(answer, NotLetIn):
+        if isinstance(answer, CallRefused):
             return answer.result()
         answers = [*self._unanswered.pop(parcel.link, []), answer]
         self._call_server.skip(parcel, lost)

@@ -1,20 +1,19 @@
-"""A conformance kit: holds anybody's transport to the contract of links, and to the delivery that it declares.
+"""A conformance kit: checks any transport against the contract of links and the delivery that it declares.
 
     from weightsync.testing import Ends, check_transport
 
     def test_my_transport():
         print(check_transport(lambda model_id: Ends(*my_pair(model_id))))
 
-`check_transport` raises `Nonconforming`, which names each rule that was broken, in which scenario and at which step.
-It needs no pytest. ``docs/testing.md`` has the contract of factories and an example.
+`check_transport` raises `Nonconforming`, which names each broken rule with its scenario and step.
+It does not need pytest. ``docs/testing.md`` describes the contract of factories and has an example.
 """
 
-from weightsync.testing.check import check_transport
+from weightsync.testing.check import SCENARIOS, check_transport
 from weightsync.testing.clock import FakeClock
 from weightsync.testing.ends import Ends, Factory, Listen
 from weightsync.testing.faulty import FaultyTransport
 from weightsync.testing.rules import Broken, Conformance, Nonconforming, Rule
-from weightsync.testing.scenarios import SCENARIOS
 
 __all__ = [
     "SCENARIOS",

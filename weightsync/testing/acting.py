@@ -1,4 +1,4 @@
-"""The actions of the model, done to real drivers over an adapter's links. Names and arguments are the model's."""
+"""The model's actions, performed by real drivers over an adapter's links. Names and arguments are the model's."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal
 from weightsync.testing.link_pair import End
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
-from weightsync.testing.replay_actors import ReplayActors, letter, refusal
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.replay_actors import ReplayActors, refusal, update_or_hello
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.testing.step_gate import StepGate
 
 
 class Acting(ReplayActors):
-    """What the senders, the receivers and the network of a path can do."""
+    """The actions that the senders, the receivers and the network of a path can take."""
 
     def acts(self) -> Mapping[str, Callable[..., None]]:
-        """By name."""
+        """The actions by name."""
         return {
             Action.COPY: self._copy,
             Action.DIE: self._die,
@@ -52,7 +52,7 @@ class Acting(ReplayActors):
             Action.BROKEN: self._break,
             Action.ANSWERED: self._answer, Action.CLOSE_RECEIVER: self._close, Action.CRASH_RECEIVER: self._crash,
             Action.LINK_FAILED: self._link_failed, Action.FAIL_RECEIVER: self._fail,
-            Action.LOSE_LETTER: self._lose_letter, Action.LOSE_ANSWER: self._lose_answer,
+            Action.LOSE_LETTER: self._lose_update, Action.LOSE_ANSWER: self._lose_answer,
         }  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ senders
@@ -64,7 +64,7 @@ class Acting(ReplayActors):
         player = self._senders[s]
         self._dead.add(s)
         for version in list(player.driver._packed):
-            player.driver._release(version)  # it died with its memory
+            player.driver._release(version)  # its memory is gone with it
         for step_gate in player.step_gates.values():
             step_gate.close()
 
@@ -111,8 +111,8 @@ class Acting(ReplayActors):
         self._await_end(step_gate, self._receivers[w].at(step_gate.place))
         own = player.driver.data.incarnation
         if any(isinstance(each.message, Bye) and each.message.incarnation == own for each in step_gate.waiting):
-            raise Breach(Rule.STATE, f"worker {w} said goodbye, which takes it off the roll, and is only to be LOST")
-        step_gate.tell_end()
+            raise RuleViolation(Rule.STATE, f"worker {w} said goodbye, which removes it; in the model it is only LOST")
+        step_gate.report_end()
         player.driver.pump()
 
     def _hear(self, place: tuple[int, ...], wanted: Callable[[Message], bool]) -> None:
@@ -126,7 +126,7 @@ class Acting(ReplayActors):
 
     def _read(self, place: tuple[int, int, int], version: int) -> None:
         receiver, step_gate, other = self._far_end(place)
-        step_gate.let_through(self._await(step_gate, other, letter(version)))
+        step_gate.let_through(self._await(step_gate, other, update_or_hello(version)))
         receiver.driver.pump()
 
     def _link_down(self, w: int, s: int, k: int) -> None:
@@ -137,7 +137,7 @@ class Acting(ReplayActors):
         owing = receiver.driver.machine.state is State.AWAITING_ACK and step_gate is receiver.in_force()
         bye = self._await_end(step_gate, other, or_goodbye=not owing)
         if bye is None:
-            step_gate.tell_end()
+            step_gate.report_end()
         else:
             step_gate.let_through(bye)
         receiver.driver.pump()
@@ -148,7 +148,7 @@ class Acting(ReplayActors):
         assert pending is not None
         update = pending.update
         if not self.payloads.intact(pending.payload, update.digest):
-            raise Breach(Rule.PINNED, f"version {update.version} changed between its arrival and its use")
+            raise RuleViolation(Rule.PINNED, f"version {update.version} changed before it was applied")
         receiver.served = (pending.payload, update.digest)
         answer = Ack(
             model_id=update.model_id, incarnation=update.incarnation, version=update.version, digest=update.digest
@@ -185,7 +185,7 @@ class Acting(ReplayActors):
             lambda: receiver.driver.machine.state is not State.AWAITING_ACK,
             receiver.driver.pump,
             Rule.NEVER_BLOCKS,
-            f"the answer of worker {w} does not leave",
+            f"worker {w} does not send its answer",
         )
 
     def _break(self, w: int) -> None:
@@ -211,7 +211,7 @@ class Acting(ReplayActors):
         for place in [place for place in self._owners if place[1] == w]:
             step_gate = old.at(place)
             if not self._senders[place[0]].driver.data.incarnation:
-                self._owners[place] = new  # nothing was said over it yet: who starts again finds it as it is
+                self._owners[place] = new  # nothing was sent over it yet: the restarted worker finds it unused
                 if step_gate is not None:
                     new.add(step_gate)
             elif step_gate is not None:
@@ -219,9 +219,9 @@ class Acting(ReplayActors):
 
     # ------------------------------------------------------------------------------------------ the network
 
-    def _lose_letter(self, s: int, w: int, k: int, version: int) -> None:
+    def _lose_update(self, s: int, w: int, k: int, version: int) -> None:
         _, step_gate, other = self._far_end((s, w, k))
-        step_gate.lose(self._await(step_gate, other, letter(version)))
+        step_gate.lose(self._await(step_gate, other, update_or_hello(version)))
 
     def _lose_answer(self, s: int, w: int, k: int, version: int, kind: str) -> None:
         step_gate = next(

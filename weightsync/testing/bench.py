@@ -1,4 +1,4 @@
-"""Real sender and receiver drivers over an adapter's links: each method is one step, and compares everything."""
+"""Real sender and receiver drivers over an adapter's links. Each method is one step and compares everything."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from weightsync.testing.comparing import Comparing, Receiver, Sender
 from weightsync.testing.link_pair import End, LinkPair
 from weightsync.testing.link_recorder import LinkRecorder
 from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Link
 
 
 class Bench(Comparing):
     """A sender, its workers, and their links.
 
-    Every method is one step: it does something to the drivers, has the oracles follow what the taps saw, and compares.
+    Every method is one step: it acts on the drivers, feeds the oracles with what the recorders saw, and compares.
     """
 
     # ------------------------------------------------------------------------------------ the sender's steps
 
     def join(self, worker: int, sender: Sender | None = None) -> None:
-        """A worker joins, or comes back, on a new link."""
+        """Let a worker join, or rejoin, on a new link."""
         sender = sender or self.sender
         with self.step(f"worker {worker} joins {sender.name} on a new link"):
             ends = self.link_setup.lay("policy")
@@ -49,7 +49,7 @@ class Bench(Comparing):
         self._come_up.append((receiver, LinkRecorder(link, link_pair, End.RECEIVER)))
 
     def _take_links(self) -> None:
-        """Give each worker the links that came up for it; in this thread, since drivers belong to one."""
+        """Give each worker the links that arrived for it, in this thread, since drivers belong to one thread."""
         while self._come_up:
             receiver, recorder = self._come_up.popleft()
             if receiver.driver.machine.state is State.CLOSED:
@@ -61,7 +61,7 @@ class Bench(Comparing):
             receiver.driver.add_link(recorder)
 
     def connect(self, sender: Sender | None = None, incarnation: int | None = None) -> None:
-        """The sender lays its links."""
+        """Connect the sender over all its links."""
         sender = sender or self.sender
         event = sending.Connect(new_incarnation(0) if incarnation is None else incarnation)
         with self.step(f"{sender.name} says Hello on every link"):
@@ -72,7 +72,7 @@ class Bench(Comparing):
         sender.driver.take(event)
 
     def send(self, targets: tuple[int, ...] | None = None, sender: Sender | None = None) -> int:
-        """The sender dispatches its next version."""
+        """Dispatch the sender's next version."""
         sender = sender or self.sender
         event = sending.SendAsync(targets)
         with self.step(f"{sender.name} sends version {sender.driver.data.version + 1} to {targets or 'all'}"):
@@ -83,45 +83,45 @@ class Bench(Comparing):
         return version
 
     def repeat(self, worker: int, back: int = 1) -> None:
-        """An update goes out once more, as a network that duplicates would have it."""
+        """Send an update again, as a network that duplicates messages would."""
         sender, recorder = self.sender, self.sender.of[worker]
         message = recorder.updates[-back]
-        with self.step(f"version {message.version} goes to worker {worker} once more"):
+        with self.step(f"version {message.version} is sent to worker {worker} again"):
             number = next(number for number, each in sender.links.items() if each is recorder)
-            sender.oracle.said[number].append(("Update", message.incarnation, message.version))
+            sender.oracle.sent[number].append(("Update", message.incarnation, message.version))
             recorder.send(message, self.payloads.again(message.digest))
 
     def abandon(self) -> None:
-        """The sender gives the outstanding version up."""
-        with self.step(f"{self.sender.name} abandons what is outstanding"):
+        """Abandon the sender's outstanding version."""
+        with self.step(f"{self.sender.name} abandons the outstanding version"):
             self._take(self.sender, sending.Abandon())
 
     def wait(self) -> None:
-        """A caller waits for the outstanding version; it ends here once nobody owes."""
+        """Wait for the outstanding version; the wait ends here once every worker has answered."""
         with self.step(f"a caller waits for {self.sender.name}"):
             self._take(self.sender, sending.Wait())
 
     def deadline(self) -> None:
-        """The wait's time is up."""
-        with self.step("the wait's time is up"):
+        """Let the deadline of the wait pass."""
+        with self.step("the deadline of the wait passes"):
             self._take(self.sender, sending.Deadline(self.sender.driver.data.version))
 
     def remove(self, worker: int) -> None:
-        """A worker is taken off the roll."""
+        """Remove a worker."""
         with self.step(f"worker {worker} is removed"):
             self.sender.oracle.remove(worker, "removed")
             self.sender.driver.remove(worker, "removed")
 
     def close_sender(self, sender: Sender | None = None) -> None:
-        """The sender closes."""
+        """Close the sender."""
         sender = sender or self.sender
         with self.step(f"{sender.name} closes"):
             self._take(sender, sending.Close())
 
     def hear(self, sender: Sender | None = None) -> None:
-        """The sender takes in all that its workers have said."""
+        """Process all messages that the workers have sent to the sender."""
         sender = sender or self.sender
-        with self.step(f"{sender.name} takes in what has arrived"):
+        with self.step(f"{sender.name} processes what has arrived"):
             for recorder in list(sender.links.values()):
                 self.link_setup.until_arrived(recorder, lambda: self._pump_sender(sender), self._flush)
             self._pump_sender(sender)
@@ -133,9 +133,9 @@ class Bench(Comparing):
     # ---------------------------------------------------------------------------------- the receivers' steps
 
     def receive_and_apply(self, worker: int) -> None:
-        """A worker takes in all that was sent to it, and applies nothing yet."""
+        """Receive all that was sent to a worker, without applying it."""
         receiver = self.receivers[worker]
-        with self.step(f"worker {worker} takes in what has arrived"):
+        with self.step(f"worker {worker} processes what has arrived"):
             for link_pair in [
                 recorder.link_pair for sender in self.senders for w, recorder in sender.of.items() if w == worker
             ]:
@@ -148,24 +148,26 @@ class Bench(Comparing):
             receiver.driver.pump()
         except ProtocolError as error:
             self.link_setup.watch.check()
-            raise Breach(Rule.STATE, f"worker {receiver.worker} took its link down: {error}") from error
+            raise RuleViolation(Rule.STATE, f"worker {receiver.worker} closed its link: {error}") from error
         self.link_setup.watch.check()
 
     def _flush(self, link_pair: LinkPair) -> None:
         owners: list[Sender | Receiver] = [*self.senders, *self._all_receivers]
         for owner in owners:
-            for recorder in list(owner.links.values()):  # one that is flushed in vain is closed
+            for recorder in list(owner.links.values()):  # a link that fails to flush is closed
                 if recorder.link_pair is link_pair and not recorder.dead and not owner.gone:
                     self.link_setup.flush(recorder)
 
     def apply(self, worker: int) -> None:
-        """A worker applies what is pending, and answers."""
+        """Apply a worker's pending update, and answer it."""
         receiver = self.receivers[worker]
-        with self.step(f"worker {worker} applies what is pending"):
+        with self.step(f"worker {worker} applies its pending update"):
             pending = receiver.driver.pending
             assert pending is not None
             if not self.payloads.intact(pending.payload, pending.update.digest):
-                raise Breach(Rule.PINNED, f"version {pending.update.version} changed between its arrival and its use")
+                raise RuleViolation(
+                    Rule.PINNED, f"version {pending.update.version} changed between its arrival and its use"
+                )
             receiver.served = (pending.payload, pending.update.digest)
             update = pending.update
             answer = Ack(
@@ -177,9 +179,9 @@ class Bench(Comparing):
             self._decide(receiver, receiving.Applied(answer))
 
     def refuse(self, worker: int) -> None:
-        """A worker refuses what is pending."""
+        """Refuse a worker's pending update."""
         receiver = self.receivers[worker]
-        with self.step(f"worker {worker} refuses what is pending"):
+        with self.step(f"worker {worker} refuses its pending update"):
             pending = receiver.driver.pending
             assert pending is not None
             answer = Refusal(
@@ -199,12 +201,12 @@ class Bench(Comparing):
             lambda: receiver.driver.machine.state is not State.AWAITING_ACK,
             receiver.driver.pump,
             Rule.NEVER_BLOCKS,
-            f"the answer of worker {receiver.worker} does not leave",
+            f"worker {receiver.worker} does not send its answer",
         )
         receiver.oracle.answered()
 
     def close_receiver(self, worker: int) -> None:
-        """A worker's receiver closes, with a goodbye."""
+        """Close a worker's receiver, with a goodbye."""
         receiver = self.receivers[worker]
         with self.step(f"worker {worker} closes"):
             self._take_links()
@@ -215,26 +217,26 @@ class Bench(Comparing):
     # ------------------------------------------------------------------------------------------------- losses
 
     def lose_receiver(self, worker: int) -> None:
-        """A worker is gone without a word, as a process that was killed."""
+        """End a worker without a goodbye, like a killed process."""
         receiver = self.receivers[worker]
-        with self.step(f"worker {worker} is gone without a word"):
+        with self.step(f"worker {worker} ends without a goodbye"):
             self._take_links()
             receiver.gone = True
             for recorder in receiver.links.values():
                 recorder.close()
 
     def lose_sender(self, sender: Sender | None = None) -> None:
-        """The sender is gone without a word."""
+        """End the sender without a goodbye."""
         sender = sender or self.sender
-        with self.step(f"{sender.name} is gone without a word"):
+        with self.step(f"{sender.name} ends without a goodbye"):
             sender.gone = True
             for version in list(sender.driver._packed):
-                sender.driver._release(version)  # it died with its memory
+                sender.driver._release(version)  # its memory is gone with it
             for recorder in sender.links.values():
                 recorder.close()
 
     def cut(self, worker: int) -> None:
-        """What lies between the sender and a worker breaks."""
+        """Cut the connection between the sender and a worker."""
         recorder = self.sender.of[worker]
         with self.step(f"the link of worker {worker} is cut"):
             cut = self._laid[id(recorder)].cut
@@ -243,13 +245,13 @@ class Bench(Comparing):
             cut()
 
     def sender_notices(self, worker: int) -> None:
-        """The sender must notice that the link of a worker is dead."""
+        """Wait until the sender notices that a worker's link is dead."""
         sender, recorder = self.sender, self.sender.of[worker]
         with self.step(f"{sender.name} notices that the link of worker {worker} is dead"):
             self.link_setup.until_dead(recorder, lambda: self._pump_sender(sender))
 
     def receiver_notices(self, worker: int) -> None:
-        """A worker must notice that its link is dead."""
+        """Wait until a worker notices that its link is dead."""
         receiver = self.receivers[worker]
         with self.step(f"worker {worker} notices that its link is dead"):
             self._take_links()
@@ -260,7 +262,7 @@ class Bench(Comparing):
     # --------------------------------------------------------------------------------------------------- ending
 
     def sync(self, *workers: int) -> None:
-        """The workers take in and apply what was sent, and the sender hears of it."""
+        """Have the workers receive and apply what was sent, and the sender process their answers."""
         for worker in workers:
             self.receive_and_apply(worker)
             if self.receivers[worker].driver.pending is not None:
@@ -268,7 +270,7 @@ class Bench(Comparing):
         self.hear()
 
     def finish(self) -> None:
-        """Close all that is left: every buffer must be free then."""
+        """Close everything that is left; every buffer must then be free."""
         self.link_setup.watch.steps.append("everything is closed")
         self._take_links()
         for receiver in self.receivers.values():
@@ -279,7 +281,7 @@ class Bench(Comparing):
             if not sender.gone:
                 sender.driver.take(sending.Close())
         self.link_setup.watch.check()
-        # A link may come up only now: whoever sends over it waits until it is closed.
+        # A link may arrive only now. Whoever sends over it waits until it is closed.
         self.payloads.all_free(self.link_setup, self._close_late_links)
 
     def _close_late_links(self) -> None:
@@ -289,7 +291,7 @@ class Bench(Comparing):
 
 
 def bench_of(link_setup: LinkSetup, workers: int = 1) -> Bench:
-    """A sender and its workers, their handshakes made."""
+    """A bench with a sender and its workers, after their handshakes."""
     bench = Bench(link_setup)
     for worker in range(workers):
         bench.join(worker)

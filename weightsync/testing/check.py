@@ -1,4 +1,4 @@
-"""`check_transport`: plays every scenario over an adapter's links."""
+"""`check_transport`: runs every scenario over an adapter's links."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from collections.abc import Collection, Mapping
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.testing.coverage import Coverage
+from weightsync.testing.ending_scenarios import ENDING_SCENARIOS
 from weightsync.testing.ends import Ends, Factory
-from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.rules import Breach, Broken, Conformance, Nonconforming, Rule
-from weightsync.testing.scenarios import SCENARIOS
-from weightsync.testing.script import Scenario
+from weightsync.testing.graph_scenarios import GRAPH_SCENARIOS
+from weightsync.testing.link_scenarios import LINK_SCENARIOS
+from weightsync.testing.link_setup import LinkSetup, Scenario
+from weightsync.testing.protocol_scenarios import PROTOCOL_SCENARIOS
+from weightsync.testing.rules import Broken, Conformance, Nonconforming, Rule, RuleViolation
+from weightsync.testing.walks import WALKS
 
-#: Seconds between two looks at a scenario that is being played.
+#: The scenarios by name, in the order in which they run.
+SCENARIOS: dict[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (*LINK_SCENARIOS, *ENDING_SCENARIOS, *PROTOCOL_SCENARIOS, *WALKS, *GRAPH_SCENARIOS)
+}
+#: Seconds between two checks of a running scenario.
 _LOOK = 0.02
 
 
@@ -25,25 +33,25 @@ def check_transport(
     patience: float = 10.0,
     only: Collection[str] | None = None,
 ) -> Conformance:
-    """Hold an adapter to the contract of links, and to the delivery that its links declare.
+    """Check an adapter against the contract of links and the delivery that its links declare.
 
-    Each scenario is played over connections of its own, in a thread of its own, so that a call that blocks is told
-    and not waited for.
+    Each scenario runs over connections of its own, in a thread of its own, so that a call that blocks is reported
+    instead of waited for.
 
     Args:
-        factory: called with a model's id, makes a fresh connection: see `Ends`.
-        unreachable: names of scenarios (see `SCENARIOS`) that the adapter cannot reach, each with the reason. They
-            are listed in the result.
-        patience: seconds after which something that has not happened counts as never happening.
-        only: the names of the scenarios to play; None: all.
+        factory: makes a new connection for the model id that it is called with. See `Ends`.
+        unreachable: names of scenarios (see `SCENARIOS`) that the adapter cannot reach, each with the reason. The
+            result lists them.
+        patience: seconds after which an expected event counts as never kind.
+        only: the names of the scenarios to run. None runs all.
 
     Returns:
         What passed, and what was not reached and why.
 
     Raises:
-        Nonconforming: rules were broken; it says which, where and how.
-        ConfigurationError: an unknown scenario, or one declared unreachable without a reason; the factory makes no
-            `Ends`, or of links that declare no `Delivery`.
+        Nonconforming: rules were broken; the error says which, where and how.
+        ConfigurationError: a scenario is unknown or is declared unreachable without a reason, the factory does not
+            return `Ends`, or its links declare no `Delivery`.
     """
     declared = dict(unreachable or {})
     chosen = _chosen(declared, only)
@@ -71,7 +79,7 @@ def check_transport(
 
 def _required(made: object) -> Ends:
     if not isinstance(made, Ends):
-        raise ConfigurationError(f"the factory made a {type(made).__name__}: it must make Ends(sender, receiver).")
+        raise ConfigurationError(f"the factory made a {type(made).__name__}: it must return Ends(sender, receiver).")
     delivery = made.sender.delivery
     if not isinstance(delivery, Delivery):
         raise ConfigurationError(f"the sender's link declares delivery {delivery!r}: it must be a weightsync.Delivery.")
@@ -84,7 +92,7 @@ def _chosen(declared: Mapping[str, str], only: Collection[str] | None) -> list[S
         raise ConfigurationError(f"no such scenarios: {unknown}. There are {sorted(SCENARIOS)}.")
     silent = sorted(name for name, reason in declared.items() if not reason.strip())
     if silent:
-        raise ConfigurationError(f"scenarios are declared unreachable without a reason: {silent}.")
+        raise ConfigurationError(f"these scenarios are declared unreachable without a reason: {silent}.")
     return [scenario for name, scenario in SCENARIOS.items() if only is None or name in only]
 
 
@@ -103,34 +111,34 @@ def _dispose(ends: Ends) -> None:
 
 
 def _played(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
-    """Play it in a thread; what it broke, or None."""
+    """Run it in a thread; the rule it broke, or None."""
     raised: list[BaseException] = []
     thread = threading.Thread(
         target=_play, args=(scenario, link_setup, raised), name=f"kit: {scenario.name}", daemon=True
     )
     thread.start()
     blocked = _watched(thread, link_setup)
-    unclosed = _struck(scenario, link_setup)
+    unclosed = _torn_down(scenario, link_setup)
     thread.join(link_setup.patience)
     if blocked:
         return Broken(Rule.NEVER_BLOCKS, scenario.name, tuple(link_setup.watch.steps), blocked)
     if not raised:
         return unclosed
     error = link_setup.watch.breach or raised[0]
-    if isinstance(error, Breach):
+    if isinstance(error, RuleViolation):
         return Broken(error.rule, scenario.name, tuple(link_setup.watch.steps), error.what)
     if isinstance(error, TransportError | ProtocolError | ConfigurationError):
-        what = f"{error!r} was raised where the contract has no error"
+        what = f"{error!r} was raised where the contract allows no error"
         return Broken(Rule.OWN_ERRORS, scenario.name, tuple(link_setup.watch.steps), what)
     raise error
 
 
-def _struck(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
-    """Take the scenario down: every link is closed, whoever closed it before."""
+def _torn_down(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
+    """End the scenario: close every link, even those that are already closed."""
     try:
-        link_setup.strike()
-    except Exception as error:  # noqa: BLE001 - whatever an adapter raises here is told
-        what = f"behind the scenario, closing all links raised {error!r}"
+        link_setup.tear_down()
+    except Exception as error:  # noqa: BLE001 - whatever an adapter raises here is reported
+        what = f"after the scenario, closing all links raised {error!r}"
         return Broken(Rule.CLOSED, scenario.name, tuple(link_setup.watch.steps), what)
     return None
 
@@ -138,12 +146,12 @@ def _struck(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
 def _play(scenario: Scenario, link_setup: LinkSetup, raised: list[BaseException]) -> None:
     try:
         scenario.play(link_setup)
-    except BaseException as error:  # noqa: BLE001 - raised again by who asked
+    except BaseException as error:  # noqa: BLE001 - raised again by the caller
         raised.append(error)
 
 
 def _watched(thread: threading.Thread, link_setup: LinkSetup) -> str:
-    """Look on while it plays; what has blocked, or nothing."""
+    """Watch the scenario run; the call that blocked, or an empty string."""
     while thread.is_alive():
         thread.join(_LOOK)
         call = link_setup.watch.call

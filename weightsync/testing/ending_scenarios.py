@@ -1,4 +1,4 @@
-"""Scenarios of links that are closed, lost or cut: what was said before comes out, the end is told, nothing is left."""
+"""Scenarios of links that are closed, lost or cut: earlier messages arrive, the end is reported, nothing leaks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from functools import partial
 from weightsync.errors import TransportError
 from weightsync.testing.line import Line, must_raise
 from weightsync.testing.link_recorder import LinkRecorder
-from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.script import Ability, Scenario
+from weightsync.testing.link_setup import Ability, LinkSetup, Scenario
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Storage
 
-#: How many connections are laid to see whether they leave anything. A few descriptors may come and go beside them.
+#: How many connections are opened to see whether they leak. A few descriptors may come and go at the same time.
 _CONNECTIONS = 10
-#: Bytes, more than any transport takes at once.
+#: More bytes than any transport takes at once.
 _LARGE = 8 * 2**20
-#: What a process can run out of, and how much of it this one has.
+#: What a process can run out of, and how much of it this process uses.
 _OPENED: Mapping[str, Callable[[], int]] = {
     "descriptors": lambda: len(os.listdir("/dev/fd")),
     "threads": threading.active_count,
@@ -29,7 +28,7 @@ _OPENED: Mapping[str, Callable[[], int]] = {
 
 
 def closing(link_setup: LinkSetup) -> None:
-    """Closed is closed: at once, for good, and twice."""
+    """Closing takes effect at once, is final, and may be repeated."""
     line = Line(link_setup)
     line.greet()
     for recorder in (line.sender, line.receiver):
@@ -40,7 +39,7 @@ def closing(link_setup: LinkSetup) -> None:
         must_raise("flush() on a closed link", recorder.flush, Rule.CLOSED)
         must_raise("receive() on a closed link", recorder.receive, Rule.CLOSED)
         if recorder.waitables() or recorder.wants_write() is not None:
-            raise Breach(Rule.CLOSED, f"{recorder.end.value} is closed and still has descriptors to wait for")
+            raise RuleViolation(Rule.CLOSED, f"{recorder.end.value} is closed but still has waitables")
 
 
 def _unheard(line: Line, recorder: LinkRecorder) -> None:
@@ -48,7 +47,7 @@ def _unheard(line: Line, recorder: LinkRecorder) -> None:
 
 
 def many_connections(link_setup: LinkSetup) -> None:
-    """What a link opens it closes, and does not leave to the collector: its ends are still held here."""
+    """A link frees on close what it opened, and leaves nothing to garbage collection: its ends are still held here."""
     held = [*_used(link_setup)]
     gc.collect()
     before = {what: count() for what, count in _OPENED.items()}
@@ -56,7 +55,7 @@ def many_connections(link_setup: LinkSetup) -> None:
         held += _used(link_setup)
     link_setup.watch.steps.append(f"{_CONNECTIONS} connections have been used and closed")
     for what, count in before.items():
-        left = f"{_CONNECTIONS} connections were closed, and left one of their {what} each, or more"
+        left = f"{_CONNECTIONS} connections were closed, but each left at least one of its {what}"
         link_setup.until(partial(_fewer, what, count + _CONNECTIONS), lambda: None, Rule.FREED, left)
 
 
@@ -76,7 +75,7 @@ def _used(link_setup: LinkSetup) -> tuple[Link, Link]:
 
 
 def the_senders_last_words(link_setup: LinkSetup) -> None:
-    """What had left the sender's end before it was closed is delivered, then the death is told."""
+    """What the sender's end sent before it was closed is delivered. Then the receiver's end reports the death."""
     line = Line(link_setup)
     line.greet()
     for version in range(1, 11):
@@ -87,7 +86,7 @@ def the_senders_last_words(link_setup: LinkSetup) -> None:
 
 
 def the_receivers_last_words(link_setup: LinkSetup) -> None:
-    """What had left the receiver's end before it was closed is delivered."""
+    """What the receiver's end sent before it was closed is delivered."""
     line = Line(link_setup)
     line.greet()
     for version in range(1, 11):
@@ -97,22 +96,22 @@ def the_receivers_last_words(link_setup: LinkSetup) -> None:
         line.answer(line.ack(version))
     line.drained(line.receiver)
     line.receiver.close()
-    line.receive_until_told(line.sender)
+    line.receive_until_dead(line.sender)
 
 
 def an_update_that_is_cut_off(link_setup: LinkSetup) -> None:
-    """The sender's end is closed while a large update is on its way: it comes out whole, or not at all."""
+    """The sender's end is closed while it sends a large update, which arrives whole or not at all."""
     link_setup.storage = Storage.HEAP
     line = Line(link_setup)
     line.greet()
     line.tell(*line.update(1, nbytes=_LARGE))
-    link_setup.watch.steps.append("the sender's end is closed before all of it can have left")
+    link_setup.watch.steps.append("the sender's end is closed before it can have sent all of it")
     line.sender.close()
     line.ends_at(line.receiver)
 
 
 def a_receiver_that_is_gone(link_setup: LinkSetup) -> None:
-    """The receiver's end is closed while nothing is on its way: the sender's end tells so by itself."""
+    """The receiver's end is closed while no message is in flight: the sender's end reports that by itself."""
     line = Line(link_setup)
     line.greet()
     line.receiver.close()
@@ -120,7 +119,7 @@ def a_receiver_that_is_gone(link_setup: LinkSetup) -> None:
 
 
 def a_send_to_one_that_is_gone(link_setup: LinkSetup) -> None:
-    """The receiver's end is closed: a message that is sent then is refused, or the death is told soon after."""
+    """The receiver's end is closed: a later send raises, or the sender's end reports the death soon after."""
     line = Line(link_setup)
     line.greet()
     line.receiver.close()
@@ -132,7 +131,7 @@ def a_send_to_one_that_is_gone(link_setup: LinkSetup) -> None:
 
 
 def a_cut(link_setup: LinkSetup) -> None:
-    """The connection breaks: both ends tell so."""
+    """The connection breaks: both ends report it."""
     line = Line(link_setup)
     line.greet()
     line.tell(*line.update(1, nbytes=100_000))
@@ -142,7 +141,7 @@ def a_cut(link_setup: LinkSetup) -> None:
     line.ends.cut()
     for recorder in (line.sender, line.receiver):
         line.ends_at(recorder)
-        must_raise("send() on a link that told that it is dead", partial(_unheard, line, recorder), Rule.DEATH_TOLD)
+        must_raise("send() on a link that reported its death", partial(_unheard, line, recorder), Rule.DEATH_TOLD)
 
 
 ENDING_SCENARIOS = (

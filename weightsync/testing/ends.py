@@ -1,4 +1,4 @@
-"""What the kit needs of an adapter: fresh connections, and what it may do to them."""
+"""What an adapter gives the kit: new connections, and what may be done to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weightsync.transports.base import Link
 
-#: Has its argument called with each link by which a sender reaches the receiver; returns what ends that.
+#: Calls its argument with each link by which a sender reaches the receiver. Returns a function that ends this.
 Listen = Callable[[Callable[[Link], None]], Callable[[], None]]
 
 
@@ -17,26 +17,26 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """A fresh connection between a sender and a receiver."""
+    """A new connection between a sender and a receiver."""
 
     #: The sender's end.
     sender: Link
-    #: The receiver's end; or, where that exists only once a sender has spoken, a `Listen`.
+    #: The receiver's end. Where that exists only after a sender has sent something, a `Listen`.
     receiver: Link | Listen
-    #: Breaks what lies between the ends, both of which live on; None: cannot be done.
+    #: Breaks the connection between the ends, both of which live on. None: not possible.
     cut: Callable[[], None] | None = None
-    #: Lays the ends of one more model over the same connection; None: cannot be done.
+    #: Makes the ends for one more model over the same connection. None: not possible.
     another: Callable[[str], Ends] | None = None
-    #: Frees what closing both links does not.
+    #: Frees whatever closing both links does not free.
     dispose: Callable[[], None] = _nothing
 
     def listen(self, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Have ``accept`` called with the receiver's end, once it is there. What is returned ends that."""
+        """Call ``accept`` with the receiver's end once it exists. Returns a function that ends this."""
         if callable(self.receiver):
             return self.receiver(accept)
         accept(self.receiver)
         return _nothing
 
 
-#: Makes a fresh connection for the model of that id.
+#: Makes a new connection for the given model id.
 Factory = Callable[[str], Ends]

@@ -1,4 +1,4 @@
-"""`FaultyTransport`: a link that misbehaves as far as it declares, and no further."""
+"""`FaultyTransport`: a link that misbehaves as far as its declared delivery allows, and no further."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightsync.transports.buffers import Buffer
 
 @dataclass(slots=True)
 class _Held:
-    """A message that has not left, with a copy of its payload, and in how many calls it will."""
+    """A message that was not sent yet, with a copy of its payload, and the number of calls until it is sent."""
 
     message: Message
     payload: Buffer | None
@@ -23,21 +23,22 @@ class _Held:
 
 
 class FaultyTransport:
-    """Wraps one end of a link: what is sent there is dropped, doubled, overtaken, delayed, cut.
+    """Wraps one end of a link. Messages sent there are dropped, duplicated, reordered, delayed or cut off.
 
-    Wrap both ends alike, so that both declare the same. The first message over an end is never touched: a link that
-    reorders must hold back what would overtake the handshake, and one that loses must not lose it.
+    Wrap both ends alike, so that both declare the same delivery. The first message over an end is never touched: a
+    link that reorders must hold back what would overtake the handshake, and one that loses must not lose it.
 
     Args:
         link: the end to wrap.
-        delivery: what the wrapped link promises; no fault may break more than that.
-        seed: of the draws; the same seed does the same to the same sends.
-        drop: how likely a message is lost.
-        duplicate: how likely it comes twice.
-        delay: how likely it leaves only some calls later; what is sent meanwhile overtakes it where that is allowed.
+        delivery: what the wrapped link promises. No fault may break that promise.
+        seed: the seed of the random faults; the same seed does the same to the same sends.
+        drop: the probability that a message is lost.
+        duplicate: the probability that a message arrives twice.
+        delay: the probability that a message is sent some calls later. Messages sent in between overtake it where
+            the delivery allows that.
 
     Raises:
-        ConfigurationError: a fault that ``delivery`` rules out.
+        ConfigurationError: ``delivery`` rules a fault out.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class FaultyTransport:
         return self.link.peer
 
     def cut(self) -> None:
-        """Break the link here; its other end is told by its own, wrapped, link's end."""
+        """Break the link here. The other end learns of it from its own wrapped link."""
         self._cut = True
         self._held.clear()
         self.link.close()
         self._waker.fire()
 
     def release(self) -> None:
-        """Let all go that is held back, as far as there is somebody to have it."""
+        """Send all that is held back, if the other end can still receive it."""
         held, self._held = self._held, []
         with contextlib.suppress(TransportError):
             for each in held:
@@ -88,7 +89,7 @@ class FaultyTransport:
             self.link.flush()
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
-        """Send it, or what a fault makes of that: see `Link.send`."""
+        """Send the message, with a random fault: see `Link.send`."""
         self._require_alive()
         first, self._begun = not self._begun, True
         if first:
@@ -105,13 +106,13 @@ class FaultyTransport:
         return None
 
     def flush(self) -> bool:
-        """Write what is queued, and what has been held long enough: see `Link.flush`."""
+        """Write what is queued, and what has been held back long enough: see `Link.flush`."""
         self._require_alive()
         self._let_go()
         return self.link.flush() and not self._held
 
     def _let_go(self) -> None:
-        """Send what was held long enough; in order, where that is promised."""
+        """Send what was held back long enough; in order where the delivery promises order."""
         self._waker.clear()
         for held in list(self._held):
             held.calls -= 1
@@ -131,7 +132,7 @@ class FaultyTransport:
             raise
 
     def waitables(self) -> list[int]:
-        """Those of the link, and one that is readable while something is held back: see `Link.waitables`."""
+        """The link's waitables, and one that is readable while something is held back: see `Link.waitables`."""
         if self._closed:
             return []
         return [self._waker.fileno(), *self.link.waitables()]
@@ -145,7 +146,7 @@ class FaultyTransport:
         self.link.watch(pid, started)
 
     def close(self) -> None:
-        """Give the link up. What is held back leaves first, unless links may lose it: see `Link.close`."""
+        """Close the link. Messages held back are sent first, unless the link may lose them: see `Link.close`."""
         if not self._closed and not self.delivery.loses:
             self.release()
         self._closed = True
@@ -166,7 +167,7 @@ class FaultyTransport:
 
 
 def _copied(message: Message, payload: Buffer | None) -> Buffer | None:
-    """What is held back is not pinned: it has bytes of its own."""
+    """A copy of the payload: a message held back pins no buffer."""
     if payload is None or not isinstance(message, Update):
         return None
     copy = Buffer(message.nbytes)

@@ -1,4 +1,4 @@
-"""Paths of the model's graph as scenarios: one a configuration of the model."""
+"""Paths of the model's graph as scenarios, one for each configuration of the model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from weightsync.protocol._tables import Delivery
-from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.replay_actors import Strayed
+from weightsync.testing.link_setup import LinkSetup, Scenario
+from weightsync.testing.replay_actors import MessageLost
 from weightsync.testing.replay_data import Configuration, Step, graphs
 from weightsync.testing.replaying import Replay
-from weightsync.testing.script import Scenario
 
-STRAYED = "the adapter lost a message on the way there, as it may"
+STRAYED = "the adapter lost a message on the way there, which it may do"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +22,19 @@ class GraphScenario(Scenario):
     configuration: str = ""
 
     def beside(self, delivery: Delivery) -> str:
-        """Its network may misbehave only as the links may."""
+        """Why it does not apply: its network may misbehave only as the links may."""
         links = graphs().configurations[self.configuration].links
         may = {"Reorders": delivery.reorders, "Duplicates": delivery.duplicates, "Loses": delivery.loses}
         beyond = sorted(fault.lower() for fault in links if not may[fault])
         if beyond:
-            return f"in its model the network {' and '.join(beyond)}, and links of delivery {delivery.name} do not"
+            return f"in its model, the network {' and '.join(beyond)}, and links of delivery {delivery.name} do not"
         if delivery.loses and "Loses" not in links:
-            return f"links of delivery {delivery.name} may lose messages, and need not tell of deaths"
+            return f"links of delivery {delivery.name} may lose messages and need not report deaths"
         return ""
 
 
 def replayed(link_setup: LinkSetup, name: str) -> None:
-    """Walk all paths of a configuration."""
+    """Replay all paths of a configuration."""
     configuration = graphs().configurations[name]
     link_setup.coverage.edges |= configuration.edges
     tried: set[str] = set()
@@ -53,7 +52,7 @@ def _walk(link_setup: LinkSetup, configuration: Configuration, path: Sequence[St
             break
         try:
             replay.take(step)
-        except Strayed:
+        except MessageLost:
             link_setup.coverage.stop(path[place:], STRAYED)
             break
         link_setup.coverage.take(step)

@@ -1,4 +1,4 @@
-"""Two ends without any driver: messages go in at one and come out at the other."""
+"""Two ends without drivers: messages are sent at one end and arrive at the other."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from weightsync.testing.link_pair import End, words
 from weightsync.testing.link_recorder import LinkRecorder
 from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.payloads import fill
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Link, Received
 from weightsync.transports.buffers import Buffer
 
-#: The incarnation under which lines speak.
+#: The incarnation that lines use.
 INCARNATION = 1 << 70
 
 
 class Line:
-    """A connection for one model, its ends watched.
+    """A connection for one model whose ends are recorded.
 
-    The sender's end speaks first, and the receiver's end says no more than it was told: calls bring answers home.
+    The sender's end sends first, and the receiver's end sends at most one answer per message: calls carry answers back.
 
     Args:
-        stage: where it is laid.
-        ends: its ends; None: fresh ones.
+        link_setup: makes the connection.
+        ends: its ends. None: new ones.
     """
 
     def __init__(self, link_setup: LinkSetup, model_id: str = "policy", ends: Ends | None = None) -> None:
@@ -45,36 +45,36 @@ class Line:
 
     @property
     def receiver(self) -> LinkRecorder:
-        """The receiver's end, which may have to be waited for."""
+        """The receiver's end; waits for it where it does not exist yet."""
         self.link_setup.until(
             lambda: bool(self._receiver),
             lambda: self._write(self.sender),
             Rule.ARRIVES,
-            "a message was sent, and the receiver's end never came to be",
+            "a message was sent, but the receiver's end never appeared",
         )
         return self._receiver[0]
 
     def greet(self) -> None:
-        """The handshake, there and back."""
+        """Exchange handshakes."""
         self.tell(Hello(model_id=self.model_id, incarnation=INCARNATION))
         self.receive(self.receiver)
         self.answer(Hello(model_id=self.model_id, incarnation=INCARNATION, fence=INCARNATION))
         self.receive(self.sender)
 
     def tell(self, message: Message, payload: Buffer | None = None) -> None:
-        """Say something at the sender's end."""
+        """Send a message from the sender's end."""
         self.link_setup.watch.steps.append(f"the sender's end sends {words(message)}")
         self.sender.send(message, payload)
         self.link_setup.watch.check()
 
     def answer(self, message: Message) -> None:
-        """Say something at the receiver's end."""
+        """Send a message from the receiver's end."""
         self.link_setup.watch.steps.append(f"the receiver's end sends {words(message)}")
         self.receiver.send(message)
         self.link_setup.watch.check()
 
     def update(self, version: int, nbytes: int = 0) -> tuple[Update, Buffer | None]:
-        """An update, and its payload's buffer."""
+        """An update and its payload's buffer."""
         message = Update(
             model_id=self.model_id, incarnation=INCARNATION, version=version, layout_digest=b"l" * 16, nbytes=nbytes
         )
@@ -92,12 +92,12 @@ class Line:
         return Bye(model_id=self.model_id, incarnation=INCARNATION, reason="the kit is done")
 
     def receive(self, recorder: LinkRecorder) -> list[Received]:
-        """Take in all that was sent to that end; messages out of order or missing are told at the end."""
-        self.link_setup.watch.steps.append(f"{recorder.end.value} takes in what has arrived")
+        """Receive all that was sent to an end; messages that are missing or out of order are reported at the end."""
+        self.link_setup.watch.steps.append(f"{recorder.end.value} receives what has arrived")
         other = self.sender if recorder.end is End.RECEIVER else self.receiver
         received: list[Received] = []
         deadline = Deadline(self.link_setup.patience if not self.link_pair.delivery.loses else 0.05)
-        while self.link_pair.flying[recorder.end]:
+        while self.link_pair.in_flight[recorder.end]:
             self._write(other)
             woken = self.link_setup.readable(recorder, min(deadline.remaining or 0.0, 0.05))
             if not woken and not deadline.passed:
@@ -111,33 +111,36 @@ class Line:
 
     def _judge(self, recorder: LinkRecorder, found: bool) -> None:
         if found:
-            raise Breach(Rule.WAKES, f"at {recorder.end.value} a message lay unread, and no waitable said so")
+            raise RuleViolation(Rule.WAKES, f"{recorder.end.value} had a message to receive, but no readable waitable")
         if not self.link_pair.delivery.loses:
-            missing = ", ".join(words(each.message) for each in self.link_pair.flying[recorder.end])
-            raise Breach(Rule.ARRIVES, f"{missing} never came out at {recorder.end.value}")
+            missing = ", ".join(words(each.message) for each in self.link_pair.in_flight[recorder.end])
+            raise RuleViolation(Rule.ARRIVES, f"{missing} never arrived at {recorder.end.value}")
 
     def _write(self, recorder: LinkRecorder) -> None:
         if not recorder.dead:
             self.link_setup.flush(recorder)
 
-    def receive_until_told(self, recorder: LinkRecorder) -> None:
-        """Take in all that was sent to that end; it may tell that it is dead, but not before."""
+    def receive_until_dead(self, recorder: LinkRecorder) -> None:
+        """Receive all that was sent to that end, which may report its death only after that."""
         try:
             self.receive(recorder)
         except TransportError:
             return
 
     def drained(self, recorder: LinkRecorder) -> None:
-        """Have an end write until nothing is left, while the other reads nothing."""
+        """Have an end write until nothing is left, while the other end reads nothing."""
         self.link_setup.until(
-            recorder.flush, lambda: self.link_setup.readable(recorder, 0.01), Rule.ARRIVES, "what was sent never left"
+            recorder.flush,
+            lambda: self.link_setup.readable(recorder, 0.01),
+            Rule.ARRIVES,
+            "a message was never written",
         )
 
     def ends_at(self, recorder: LinkRecorder) -> None:
-        """That end must tell that the link is dead."""
-        self.link_setup.watch.steps.append(f"{recorder.end.value} must tell that the link is dead")
+        """Require that this end reports the death of the link."""
+        self.link_setup.watch.steps.append(f"{recorder.end.value} must report that the link is dead")
         self.link_setup.until_dead(recorder, lambda: _swallow(recorder.receive))
-        must_raise("receive() on a link that told that it is dead", recorder.receive, Rule.DEATH_TOLD)
+        must_raise("receive() on a link that reported its death", recorder.receive, Rule.DEATH_TOLD)
 
 
 def _swallow(receive: Callable[[], list[Received]]) -> None:
@@ -151,10 +154,10 @@ def must_raise(what: str, use: Callable[[], object], rule: Rule) -> None:
     """Call what must raise TransportError.
 
     Raises:
-        Breach: of ``rule``: it did not.
+        RuleViolation: it did not raise, which breaks ``rule``.
     """
     try:
         found = use()
     except TransportError:
         return
-    raise Breach(rule, f"{what} returned {found!r}")
+    raise RuleViolation(rule, f"{what} returned {found!r}")

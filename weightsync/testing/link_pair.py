@@ -1,4 +1,4 @@
-"""What lies between two watched ends: what goes in at one is compared with what comes out at the other."""
+"""The two recorded ends of one connection: what is sent at one end is compared with what arrives at the other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weightsync.clock import Stopwatch
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer
 
 
 class End(Enum):
-    """An end of a cable."""
+    """An end of a connection."""
 
     SENDER = "the sender's end"
     RECEIVER = "the receiver's end"
@@ -32,7 +32,7 @@ class End(Enum):
 
 
 def words(message: Message) -> str:
-    """A message, for people."""
+    """A message, in words."""
     match message:
         case Update():
             return f"Update {message.version} of {message.nbytes} bytes"
@@ -44,55 +44,55 @@ def words(message: Message) -> str:
             return type(message).__name__
 
 
-class Happening(Enum):
-    """What a tap saw that its driver takes for an event."""
+class EventKind(Enum):
+    """What a recorder saw that its driver takes for an event."""
 
-    #: A message came out.
+    #: A message arrived.
     CAME = "came"
-    #: Writing told that the link is dead.
+    #: Writing reported that the link is dead.
     FAILED = "failed"
-    #: Reading told that the link is dead, or its peer's bytes malformed.
+    #: Reading reported that the link is dead, or that its peer's bytes are malformed.
     ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LogEntry:
     """One entry of a watch's log."""
 
-    happening: Happening
+    kind: EventKind
     recorder: object
     message: Message | None = None
 
 
 @dataclass
 class Watch:
-    """What all taps of one scenario share: the steps, the log, the first breach, the call that is in progress."""
+    """What all recorders of one scenario share: the steps, the log, the first broken rule, the call in progress."""
 
     steps: list[str] = field(default_factory=list)
-    log: list[Seen] = field(default_factory=list)
-    breach: Breach | None = None
+    log: list[LogEntry] = field(default_factory=list)
+    breach: RuleViolation | None = None
     call: str = ""
     since: Stopwatch = field(default_factory=Stopwatch)
 
-    def broke(self, rule: Rule, what: str) -> Breach:
-        """Remember a breach: a driver may swallow the exception."""
-        breach = Breach(rule, what)
+    def broke(self, rule: Rule, what: str) -> RuleViolation:
+        """Remember a broken rule, since a driver may swallow the exception."""
+        breach = RuleViolation(rule, what)
         self.breach = self.breach or breach
         return breach
 
     def check(self) -> None:
-        """Raise the breach that a driver has swallowed."""
+        """Raise the exception that a driver has swallowed."""
         if self.breach is not None:
             raise self.breach
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """Say which call of a link is in progress; what it may not raise is a breach."""
+        """Note which call of a link is in progress. An exception that the contract does not allow breaks a rule."""
         self.since = Stopwatch()
         self.call = call
         try:
             yield
-        except (TransportError, ProtocolError, ConfigurationError, Breach):
+        except (TransportError, ProtocolError, ConfigurationError, RuleViolation):
             raise
         except Exception as error:
             raise self.broke(Rule.OWN_ERRORS, f"{call} raised {error!r}") from error
@@ -101,109 +101,109 @@ class Watch:
 
 
 @dataclass(slots=True)
-class Flying:
-    """A message on its way, and the digest of its payload."""
+class MessageInFlight:
+    """A message in flight, with the digest of its payload."""
 
     message: Message
     digest: bytes
     number: int = 0
-    #: Whether its end was closed before it had said that this has left: it may come out, or not.
+    #: Whether its end was closed before it had reported the message as written: it may arrive, or not.
     given_up: bool = False
 
 
 @dataclass
 class LinkPair:
-    """What lies between two taps: what was sent at one end and has not come out at the other."""
+    """A connection between two recorders: the messages sent at one end that have not arrived at the other."""
 
     watch: Watch
     name: str
     delivery: Delivery
-    #: By the end that it goes to.
-    flying: dict[End, list[Flying]] = field(default_factory=lambda: {end: [] for end in End})
-    arrived: dict[End, list[Flying]] = field(default_factory=lambda: {end: [] for end in End})
-    #: Ends that were given up, and whether the connection was cut.
+    #: Messages in flight, by the end that they go to.
+    in_flight: dict[End, list[MessageInFlight]] = field(default_factory=lambda: {end: [] for end in End})
+    arrived: dict[End, list[MessageInFlight]] = field(default_factory=lambda: {end: [] for end in End})
+    #: The ends that were closed, and whether the connection was cut.
     closed: set[End] = field(default_factory=set)
     cut: bool = False
-    met: bool = False  # whether the receiver's end is there
-    #: Ends at which reading has told that the link is dead.
-    told: set[End] = field(default_factory=set)
-    #: Whether a message that comes too early is judged at once, or when it is known what became of the others.
+    met: bool = False  # whether the receiver's end exists
+    #: The ends at which reading has reported that the link is dead.
+    dead: set[End] = field(default_factory=set)
+    #: Whether a message that arrives too early is judged at once, or only once the fate of the earlier ones is known.
     patient: bool = False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _newest: dict[End, int] = field(default_factory=lambda: dict.fromkeys(End, -1))
 
-    def sent(self, end: End, message: Message, payload: Buffer | None) -> Flying:
-        """A message goes in at ``end``."""
+    def sent(self, end: End, message: Message, payload: Buffer | None) -> MessageInFlight:
+        """Record that a message is sent at ``end``."""
         nbytes = message.nbytes if isinstance(message, Update) else 0
         digest = xxhash.xxh3_128_digest(payload.view[:nbytes]) if payload is not None and nbytes else b""
-        flown = Flying(message, digest, next(self._numbers))
-        self.flying[end.other].append(flown)
-        return flown
+        entry = MessageInFlight(message, digest, next(self._numbers))
+        self.in_flight[end.other].append(entry)
+        return entry
 
-    def unsent(self, end: End, flown: Flying) -> None:
-        """It could not be sent after all."""
-        self.flying[end.other] = [each for each in self.flying[end.other] if each is not flown]
+    def unsent(self, end: End, entry: MessageInFlight) -> None:
+        """Record that a message could not be sent after all."""
+        self.in_flight[end.other] = [each for each in self.in_flight[end.other] if each is not entry]
 
     def came(self, end: End, received: Received) -> None:
-        """A message has come out at ``end``: is that allowed?"""
+        """Record that a message has arrived at ``end``, and check that it was allowed to."""
         message = received.message
         if isinstance(message, Update):
             message = replace(message, slot=None)
         index = self._place(end, message)
-        flown = self.flying[end].pop(index)
-        self.arrived[end].append(flown)
-        self._check_payload(end, flown, received)
+        entry = self.in_flight[end].pop(index)
+        self.arrived[end].append(entry)
+        self._check_payload(end, entry, received)
 
     def _place(self, end: End, message: Message) -> int:
-        flying = self.flying[end]
-        index = next((place for place, each in enumerate(flying) if each.message == message), None)
+        in_flight = self.in_flight[end]
+        index = next((place for place, each in enumerate(in_flight) if each.message == message), None)
         if index is None and any(each.message == message for each in self.arrived[end]):
             if not self.delivery.duplicates:
-                raise self.broke(Rule.ONCE, end, f"{words(message)} came out again")
-            self.flying[end].insert(0, next(each for each in self.arrived[end] if each.message == message))
+                raise self.broke(Rule.ONCE, end, f"{words(message)} arrived again")
+            self.in_flight[end].insert(0, next(each for each in self.arrived[end] if each.message == message))
             return 0
         if index is None:
-            raise self.broke(Rule.GENUINE, end, f"{words(message)} came out, and was never sent: {message!r}")
+            raise self.broke(Rule.GENUINE, end, f"{words(message)} arrived, but was never sent: {message!r}")
         self._check_order(end, index, message)
         return index
 
     def _check_order(self, end: End, index: int, message: Message) -> None:
-        flying = self.flying[end]
-        number, newest = flying[index].number, self._newest[end]
+        in_flight = self.in_flight[end]
+        number, newest = in_flight[index].number, self._newest[end]
         self._newest[end] = max(newest, number)
         if self.delivery.reorders:
             return
         if number < newest:
-            raise self.broke(Rule.ORDER, end, f"{words(message)} came out after what was sent later")
+            raise self.broke(Rule.ORDER, end, f"{words(message)} arrived after a message that was sent later")
         if index and not self.patient:
-            before = ", ".join(words(each.message) for each in flying[:index])
-            what = f"{words(message)} came out, and {before}, sent before it, had not"
+            before = ", ".join(words(each.message) for each in in_flight[:index])
+            what = f"{words(message)} arrived, but {before}, sent before it, had not"
             raise self.broke(Rule.ORDER, end, f"{what}: overtaken, or lost")
 
-    def _check_payload(self, end: End, flown: Flying, received: Received) -> None:
-        if not flown.digest:
+    def _check_payload(self, end: End, entry: MessageInFlight, received: Received) -> None:
+        if not entry.digest:
             if received.payload is not None and len(received.payload):
-                what = f"{words(flown.message)} came with {len(received.payload)} bytes"
-                raise self.broke(Rule.PAYLOAD, end, f"{what}, and left with none")
+                what = f"{words(entry.message)} arrived with {len(received.payload)} bytes"
+                raise self.broke(Rule.PAYLOAD, end, f"{what}, but was sent with none")
             return
         found = b"" if received.payload is None else xxhash.xxh3_128_digest(received.payload)
-        if found != flown.digest:
+        if found != entry.digest:
             size = "no payload" if received.payload is None else f"a payload of {len(received.payload)} bytes"
-            what = f"{words(flown.message)} came with {size}, which is not what left"
-            raise self.broke(Rule.PAYLOAD, end, f"{what}: torn, or rewritten on its way without being pinned")
+            what = f"{words(entry.message)} arrived with {size}, which is not what was sent"
+            raise self.broke(Rule.PAYLOAD, end, f"{what}: torn, or overwritten since it was not pinned")
 
     def ended(self, end: End, error: Exception) -> None:
-        """Reading at ``end`` raised: may the link be dead, and was all delivered?"""
-        self.told.add(end)
+        """Reading at ``end`` raised: check that the link may be dead and that everything was delivered."""
+        self.dead.add(end)
         if end in self.closed:
             return
         if not self.closed and not self.cut:
-            raise self.broke(Rule.LIVES, end, f"nobody had given it up: {error!r}") from error
-        missed = [each.message for each in self.flying[end] if not (isinstance(each.message, Bye) or each.given_up)]
+            raise self.broke(Rule.LIVES, end, f"the link died though neither end was closed: {error!r}") from error
+        missed = [each.message for each in self.in_flight[end] if not (isinstance(each.message, Bye) or each.given_up)]
         if missed and not self.cut and not self.delivery.loses:
-            said = ", ".join(words(message) for message in missed)
-            raise self.broke(Rule.LAST_WORDS, end, f"it told its end ({error}) before {said}") from error
+            names = ", ".join(words(message) for message in missed)
+            raise self.broke(Rule.LAST_WORDS, end, f"it reported its end ({error}) before {names}") from error
 
-    def broke(self, rule: Rule, end: End, what: str) -> Breach:
-        """Remember a breach, seen at ``end``."""
+    def broke(self, rule: Rule, end: End, what: str) -> RuleViolation:
+        """Remember a broken rule, seen at ``end``."""
         return self.watch.broke(rule, f"{self.name}, {end.value}: {what}")

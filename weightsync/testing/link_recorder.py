@@ -1,4 +1,4 @@
-"""Links that are watched."""
+"""Links whose calls are recorded."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Bye, Message, Update
-from weightsync.testing.link_pair import End, Flying, Happening, LinkPair, Seen, Watch, words
+from weightsync.testing.link_pair import End, EventKind, LinkPair, LogEntry, MessageInFlight, Watch, words
 from weightsync.transports.base import Link, Received
 from weightsync.transports.buffers import Buffer
 
 
 class LinkRecorder:
-    """One end of a cable: a link whose every call is watched. See `weightsync.transports.base.Link`."""
+    """One end of a connection: a link that records every call. See `weightsync.transports.base.Link`."""
 
     def __init__(self, link: Link, link_pair: LinkPair, end: End) -> None:
         self.link = link
@@ -20,14 +20,14 @@ class LinkRecorder:
         link_pair.met = link_pair.met or end is End.RECEIVER
         self.end = end
         self.delivery = link.delivery
-        #: What was tried to be sent, as (kind, incarnation, version).
+        #: The messages that were given to `send`, as (kind, incarnation, version).
         self.attempts: list[tuple[str, int, int]] = []
         #: Which of these failed.
         self.failures: set[int] = set()
         #: The updates that were sent.
         self.updates: list[Update] = []
-        #: What has not left yet, as far as `flush` has said.
-        self._queued: list[Flying] = []
+        #: The messages that have not been fully written yet, as far as `flush` has reported.
+        self._queued: list[MessageInFlight] = []
         self.dead = False
 
     @property
@@ -49,16 +49,16 @@ class LinkRecorder:
         self.attempts.append((type(message).__name__, message.incarnation, version))
         if isinstance(message, Update):
             self.updates.append(message)
-        # Before it is sent: where both ends share a process it may come out inside the call.
-        flown = self.link_pair.sent(self.end, message, payload)
-        self._queued.append(flown)
+        # Recorded before it is sent: where both ends share a process, it may arrive inside the call.
+        entry = self.link_pair.sent(self.end, message, payload)
+        self._queued.append(entry)
         try:
             with self._calling(f"send({words(message)})"):
                 self.link.send(message, payload)
         except (TransportError, ConfigurationError):
             self.failures.add(number)
-            self._watch.log.append(Seen(Happening.FAILED, self))
-            self.link_pair.unsent(self.end, flown)
+            self._watch.log.append(LogEntry(EventKind.FAILED, self))
+            self.link_pair.unsent(self.end, entry)
             raise
 
     def flush(self) -> bool:
@@ -67,18 +67,18 @@ class LinkRecorder:
             with self._calling("flush()"):
                 written = self.link.flush()
         except TransportError:
-            self._watch.log.append(Seen(Happening.FAILED, self))
+            self._watch.log.append(LogEntry(EventKind.FAILED, self))
             raise
         return self._noted(written)
 
     def write(self) -> None:
-        """Have it write what it can; that it is dead is found when it is read."""
+        """Write what the link can; its death is found by reading."""
         with contextlib.suppress(TransportError):
             self._noted(self.link.flush())
 
     @property
     def queued(self) -> bool:
-        """Whether something has not left yet, as far as writing has said."""
+        """Whether something has not been fully written yet, as far as writing has reported."""
         return bool(self._queued)
 
     def _noted(self, written: bool) -> bool:
@@ -93,12 +93,12 @@ class LinkRecorder:
                 arrived = self.link.receive()
         except (TransportError, ProtocolError) as error:
             self.dead = True
-            self._watch.log.append(Seen(Happening.ENDED, self))
+            self._watch.log.append(LogEntry(EventKind.ENDED, self))
             self.link_pair.ended(self.end, error)
             raise
         for received in arrived:
             self.link_pair.came(self.end, received)
-            self._watch.log.append(Seen(Happening.CAME, self, received.message))
+            self._watch.log.append(LogEntry(EventKind.CAME, self, received.message))
         return arrived
 
     def waitables(self) -> list[int]:
@@ -118,8 +118,8 @@ class LinkRecorder:
 
     def close(self) -> None:
         """See `Link.close`."""
-        for flown in self._queued:
-            flown.given_up = True
+        for entry in self._queued:
+            entry.given_up = True
         self.link_pair.closed.add(self.end)
         self.dead = True
         with self._calling("close()"):

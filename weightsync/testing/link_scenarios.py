@@ -1,4 +1,4 @@
-"""Scenarios of links alone: what goes in must come out, and nothing may block or lie."""
+"""Scenarios of links alone: what is sent must arrive, no call may block, and waitables must be right."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Hello, Refusal, WeightsForm
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 from weightsync.testing.line import INCARNATION, Line
-from weightsync.testing.link_setup import LinkSetup
+from weightsync.testing.link_setup import Ability, LinkSetup, Scenario
 from weightsync.testing.payloads import Payloads
-from weightsync.testing.rules import Breach, Rule
-from weightsync.testing.script import Ability, Scenario
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.buffers import Buffer, Storage
 
 _MIB = 2**20
@@ -21,7 +20,7 @@ SIZES = (0, 1, 3, 7, 63, 4095, 65_535, 65_536, 65_537, _MIB)
 
 
 def messages(link_setup: LinkSetup) -> None:
-    """Many small messages, there and back."""
+    """Many small messages in both directions."""
     line = Line(link_setup)
     line.greet()
     for version in range(1, _MANY + 1):
@@ -33,7 +32,7 @@ def messages(link_setup: LinkSetup) -> None:
 
 
 def fields(link_setup: LinkSetup) -> None:
-    """Every field of every message travels."""
+    """Every field of every message is transmitted."""
     line = Line(link_setup)
     hello = Hello(
         model_id=line.model_id,
@@ -76,7 +75,7 @@ def fields(link_setup: LinkSetup) -> None:
 
 
 def payloads(link_setup: LinkSetup, sizes: tuple[int, ...], storage: Storage) -> None:
-    """Payloads of every size, one after another; what was delivered stays as it is until a newer one is acked."""
+    """Payloads of every size, one after another. A delivered payload does not change until a newer one is acked."""
     link_setup.storage = storage
     line, guard = Line(link_setup), Payloads(1, storage)
     line.greet()
@@ -89,7 +88,7 @@ def payloads(link_setup: LinkSetup, sizes: tuple[int, ...], storage: Storage) ->
         guard.scribble()
         received = line.receive(line.receiver)
         if held is not None and not guard.intact(*held):
-            raise Breach(Rule.PINNED, "a payload was overwritten before anything newer was acked")
+            raise RuleViolation(Rule.PINNED, "a payload was overwritten before a newer version was acked")
         held = guard.seal(received[0].payload) if received else None
         line.answer(line.ack(version))
         line.receive(line.sender)
@@ -97,7 +96,7 @@ def payloads(link_setup: LinkSetup, sizes: tuple[int, ...], storage: Storage) ->
 
 
 def a_peer_that_does_not_read(link_setup: LinkSetup) -> None:
-    """Much is sent, and nobody reads; then all of it is read."""
+    """Many messages are sent before any is read; then all of them are read."""
     line = Line(link_setup)
     line.greet()
     for version in range(1, 13):
@@ -110,11 +109,11 @@ def a_peer_that_does_not_read(link_setup: LinkSetup) -> None:
 
 
 def room_to_write(link_setup: LinkSetup) -> None:
-    """What does not fit at once is written on when the link says that it can be: nobody asks unasked."""
+    """What does not fit at once is written when the link says that it can be; nothing else triggers a write."""
     line = Line(link_setup)
     line.greet()
     line.tell(*line.update(1, nbytes=4 * _MIB))
-    link_setup.watch.steps.append("the sender's end writes whenever it says that it can")
+    link_setup.watch.steps.append("the sender's end writes whenever it reports room to write")
     link_setup.until_written(line.sender, line.receiver.receive)
     line.receive(line.receiver)
     line.answer(line.ack(1))
@@ -122,7 +121,7 @@ def room_to_write(link_setup: LinkSetup) -> None:
 
 
 def waitables(link_setup: LinkSetup) -> None:
-    """Readable when there is something, and not for ever after."""
+    """Waitables are readable while there is something to receive, and not for ever after."""
     line = Line(link_setup)
     line.greet()
     for recorder in (line.sender, line.receiver):
@@ -137,7 +136,7 @@ def waitables(link_setup: LinkSetup) -> None:
 
 
 def buffers(link_setup: LinkSetup, storage: Storage) -> None:
-    """A buffer is free once the worker has acked a newer version; all are once both ends are closed."""
+    """A buffer is free once the worker has acked a newer version. All are free once both ends are closed."""
     link_setup.storage = storage
     line = Line(link_setup)
     line.greet()
@@ -150,14 +149,14 @@ def buffers(link_setup: LinkSetup, storage: Storage) -> None:
         line.answer(line.ack(version))
         line.receive(line.sender)
     link_setup.watch.steps.append("version 4 is acked")
-    link_setup.until_free(sent[:3], "are still pinned, though their worker acked a newer version")
+    link_setup.until_free(sent[:3], "are still pinned, although their worker has acked a newer version")
     line.receiver.close()
     line.sender.close()
     link_setup.until_free(sent, "are still pinned after both ends were closed")
 
 
 def several_models(link_setup: LinkSetup) -> None:
-    """Two models over one connection: each link has its own messages, and outlives the other."""
+    """Two models over one connection: each link has its own messages, and closing one leaves the other alone."""
     first = Line(link_setup, "policy")
     assert first.ends.another is not None
     second = Line(link_setup, "value", first.ends.another("value"))

@@ -1,37 +1,40 @@
-"""Makes an adapter's links for a scenario, and waits for them: no longer than the kit's patience."""
+"""What a scenario is; makes an adapter's links for it, and waits for them up to the kit's patience."""
 
 from __future__ import annotations
 
 import select
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 from weightsync.clock import Deadline
+from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Message
 from weightsync.testing.coverage import Coverage
 from weightsync.testing.ends import Ends, Factory
 from weightsync.testing.link_pair import End, LinkPair, Watch, words
 from weightsync.testing.link_recorder import LinkRecorder
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer, Storage
 
-#: What a scenario of links alone needs to know of what cannot be reached.
+#: What a scenario of links alone needs to know about unreachable scenarios.
 _NOTHING: Mapping[str, str] = {}
-#: Seconds for which a link that may lose messages is given to deliver what it will deliver.
+#: Seconds in which a link that may lose messages can deliver those that it does not lose.
 _GRACE = 0.02
-#: Reads of nothing after which a waitable must have become quiet.
+#: Reads that find nothing, after which a waitable must have stopped being readable.
 _SPURIOUS = 50
 
 
 class LinkSetup:
-    """Where one scenario plays.
+    """The connections of one scenario.
 
     Args:
         factory: makes fresh connections.
-        patience: seconds after which something counts as never.
+        patience: seconds after which an expected event counts as never kind.
         storage: where payloads lie.
         unreachable: the scenarios that the adapter declares unreachable, with its reasons.
-        coverage: where it is noted what was replayed of the model's graph.
+        coverage: records which edges of the model's graph were replayed.
     """
 
     def __init__(
@@ -55,16 +58,16 @@ class LinkSetup:
         self._waker = Waker()
 
     def lay(self, model_id: str) -> Ends:
-        """A fresh connection."""
+        """Make a new connection."""
         return self.adopt(self._factory(model_id))
 
     def adopt(self, ends: Ends) -> Ends:
-        """Close these too when the scenario is over."""
+        """Close these ends too when the scenario is over."""
         self._ends.append(ends)
         return ends
 
     def listen(self, ends: Ends, accept: Callable[[Link], None]) -> None:
-        """Have ``accept`` called with the receiver's end once it is there, until the scenario is over."""
+        """Call ``accept`` with the receiver's end once it exists, until the scenario is over."""
 
         def accepted(link: Link) -> None:
             self._accepted.append(link)
@@ -73,7 +76,7 @@ class LinkSetup:
         self._stops.append(ends.listen(accepted))
 
     def link_pair(self, ends: Ends, name: str) -> LinkPair:
-        """What lies between the ends."""
+        """The connection between the ends."""
         return LinkPair(self.watch, name, ends.sender.delivery)
 
     def clear(self) -> None:
@@ -87,23 +90,23 @@ class LinkSetup:
         for each in reversed(ends):
             each.dispose()
 
-    def strike(self) -> None:
-        """Take the scenario down."""
+    def tear_down(self) -> None:
+        """End the scenario."""
         self.clear()
         self._waker.close()
 
     # ------------------------------------------------------------------------------------------- waiting
 
     def until(self, done: Callable[[], bool], act: Callable[[], object], rule: Rule, what: str) -> None:
-        """Act until it is done.
+        """Call ``act`` until ``done`` is true.
 
         Raises:
-            Breach: of ``rule``, since patience ran out.
+            RuleViolation: patience ran out, which breaks ``rule``.
         """
         deadline = Deadline(self.patience)
         while not done():
             if deadline.passed:
-                raise Breach(rule, f"{what}, not within {self.patience:g} seconds")
+                raise RuleViolation(rule, f"{what} within {self.patience:g} seconds")
             act()
             self.watch.check()
             _breathe()
@@ -111,13 +114,13 @@ class LinkSetup:
     def until_arrived(
         self, recorder: LinkRecorder, pump: Callable[[], None], flush: Callable[[LinkPair], None]
     ) -> None:
-        """Pump until all that was sent to this end has come out at it."""
+        """Pump until all that was sent to this end has arrived at it."""
         self._until_came(recorder.link_pair, recorder.end, recorder, pump, lambda: flush(recorder.link_pair))
 
     def until_came(
         self, link_pair: LinkPair, end: End, pump: Callable[[], None], flush: Callable[[LinkPair], None]
     ) -> None:
-        """Pump until all that was sent to that end has come out at it."""
+        """Pump until all that was sent to that end has arrived at it."""
         self._until_came(link_pair, end, None, pump, lambda: flush(link_pair))
 
     def _until_came(
@@ -137,58 +140,62 @@ class LinkSetup:
             if recorder is None and self._expected(link_pair, end):
                 _breathe()
             if len(link_pair.arrived[end]) > before and not readable and deadline.passed:
-                raise Breach(
-                    Rule.WAKES, f"at {link_pair.name}, {end.value}, a message lay unread, and no waitable said so"
+                raise RuleViolation(
+                    Rule.WAKES, f"{end.value} of {link_pair.name} had a message to receive, but no readable waitable"
                 )
             if deadline.passed and self._expected(link_pair, end):
                 if link_pair.delivery.loses:
                     return
-                missing = ", ".join(words(each.message) for each in link_pair.flying[end])
-                raise Breach(Rule.ARRIVES, f"{missing} never came out at {link_pair.name}, {end.value}")
+                missing = ", ".join(words(each.message) for each in link_pair.in_flight[end])
+                raise RuleViolation(Rule.ARRIVES, f"{missing} never arrived at {link_pair.name}, {end.value}")
 
     def _expected(self, link_pair: LinkPair, end: End) -> list[Message]:
-        """What must still come out at that end. A goodbye may be lost with its link."""
-        if link_pair.cut or end in link_pair.closed or end in link_pair.told:
+        """The messages that must still arrive at that end. A goodbye may be lost with its link."""
+        if link_pair.cut or end in link_pair.closed or end in link_pair.dead:
             return []
         if link_pair.closed and not link_pair.met:
             return []
-        flying = [each.message for each in link_pair.flying[end] if not each.given_up]
+        flying = [each.message for each in link_pair.in_flight[end] if not each.given_up]
         return [message for message in flying if not isinstance(message, Bye)] if link_pair.closed else flying
 
     def until_dead(self, recorder: LinkRecorder, pump: Callable[[], None]) -> None:
-        """Pump until this end has told that it is dead, woken by its waitables alone."""
+        """Pump until this end has reported its death, woken by its waitables alone."""
         deadline = Deadline(self.patience)
         while not recorder.dead:
             if not self.readable(recorder, deadline.remaining or 0.0):
                 pump()
                 if recorder.dead:
-                    raise Breach(Rule.WAKES, f"{recorder.end.value} was dead, and no waitable said so")
-                raise Breach(Rule.DEATH_TOLD, f"{recorder.end.value} was not told within {self.patience:g} seconds")
+                    raise RuleViolation(Rule.WAKES, f"{recorder.end.value} was dead, but no waitable became readable")
+                raise RuleViolation(
+                    Rule.DEATH_TOLD, f"{recorder.end.value} reported no death within {self.patience:g} seconds"
+                )
             pump()
             self.watch.check()
             if deadline.passed and not recorder.dead:
-                raise Breach(Rule.DEATH_TOLD, f"{recorder.end.value} was not told within {self.patience:g} seconds")
+                raise RuleViolation(
+                    Rule.DEATH_TOLD, f"{recorder.end.value} reported no death within {self.patience:g} seconds"
+                )
 
     def until_written(self, recorder: LinkRecorder, read: Callable[[], object]) -> None:
-        """Have it write whenever a descriptor of its own says so, while the other end is read."""
+        """Have it write whenever one of its own descriptors says so, while the other end is read."""
         deadline, asked = Deadline(self.patience), True
         while not (asked and recorder.flush()):
             if deadline.passed:
-                what = "has something to write, and neither wants_write() nor a waitable says when it can"
-                raise Breach(Rule.WAKES, f"{recorder.end.value} {what}")
+                what = "has something to write, but neither wants_write() nor a waitable says when it can"
+                raise RuleViolation(Rule.WAKES, f"{recorder.end.value} {what}")
             read()
             asked = bool(wait(self._waker, [recorder], 0.02))
 
     def readable(self, recorder: LinkRecorder, seconds: float) -> bool:
-        """Whether one of its waitables becomes readable in that time."""
+        """Whether one of its waitables becomes readable within that time."""
         return bool(wait(self._waker, [recorder], seconds)) if recorder.waitables() else recorder.dead
 
     def flush(self, recorder: LinkRecorder) -> None:
-        """Have it write what it can; that it is dead is found when it is read."""
+        """Have it write what it can; its death is found by reading."""
         recorder.write()
 
     def quiet(self, recorder: LinkRecorder) -> None:
-        """Once there is nothing to receive, no waitable may stay readable."""
+        """Require that no waitable stays readable once there is nothing to receive."""
         for _ in range(_SPURIOUS):
             poller = select.poll()
             for fd in recorder.waitables():
@@ -198,21 +205,49 @@ class LinkSetup:
             recorder.flush()
             if recorder.receive():
                 return
-        what = f"{recorder.end.value} says that there is something to receive, and {_SPURIOUS} reads found nothing"
-        raise Breach(Rule.QUIET, what)
+        what = f"{recorder.end.value} reports something to receive, but {_SPURIOUS} reads found nothing"
+        raise RuleViolation(Rule.QUIET, what)
 
     def until_free(self, buffers: Sequence[Buffer], what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Every buffer is free, or becomes so; ``what`` is said of those that do not."""
+        """Require that every buffer becomes free; ``what`` describes those that do not."""
         held = [buffer for buffer in buffers if buffer.pinned]
 
         def act() -> None:
             meanwhile()
             wait(self._waker, [], 0.01)
 
-        rule, told = Rule.UNPINNED, f"{len(held)} buffers {what}"
-        self.until(lambda: not any(buffer.pinned for buffer in held), act, rule, told)
+        rule, what = Rule.UNPINNED, f"{len(held)} buffers {what}"
+        self.until(lambda: not any(buffer.pinned for buffer in held), act, rule, what)
 
 
 def _breathe() -> None:
-    """Let the transport's own threads run: one that looks without a pause leaves them little of the interpreter."""
+    """Let the transport's own threads run: a loop without a pause would hold the interpreter."""
     select.poll().poll(1)
+
+
+class Ability(Enum):
+    """What an adapter may be able to do beyond the contract of links."""
+
+    CUT = "Ends.cut"
+    ANOTHER = "Ends.another"
+
+    def of(self, ends: Ends) -> bool:
+        """Whether these ends can do it."""
+        return (ends.cut if self is Ability.CUT else ends.another) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Something that runs over an adapter's links."""
+
+    name: str
+    play: Callable[[LinkSetup], None]
+    needs: Ability | None = None
+    #: Whether it can run where messages may be lost.
+    over_losses: bool = False
+
+    def beside(self, delivery: Delivery) -> str:
+        """Why it does not apply to a delivery; empty: it applies."""
+        if delivery.loses and not self.over_losses:
+            return f"links of delivery {delivery.name} may lose messages and need not report deaths"
+        return ""

@@ -1,4 +1,4 @@
-"""The pure halves of sender and receiver, stepped by what the taps saw: where the drivers must be, and have said."""
+"""The pure halves of both roles, stepped by what the recorders saw: the drivers' expected states and messages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
 
 #: Kind, incarnation and version of a message.
-Said = tuple[str, int, int]
+SentMessage = tuple[str, int, int]
 
 
 def sender_projection(state: State, data: sending.SenderData) -> dict[str, Any]:
-    """What counts of a sender, without words."""
+    """The parts of a sender's state that are compared, without texts."""
     out = data.outstanding
     owed = None if out is None else dict(out.owed)
     outcomes = None if out is None else {worker: outcome.kind.name for worker, outcome in out.outcomes.items()}
@@ -35,7 +35,7 @@ def sender_projection(state: State, data: sending.SenderData) -> dict[str, Any]:
 
 
 def receiver_projection(state: State, data: receiving.ReceiverData) -> dict[str, Any]:
-    """What counts of a receiver, without words."""
+    """The parts of a receiver's state that are compared, without texts."""
     return {
         "state": state.value,
         "link": data.link,
@@ -47,20 +47,20 @@ def receiver_projection(state: State, data: receiving.ReceiverData) -> dict[str,
 
 
 class SenderOracle:
-    """Where a sender must be."""
+    """The expected state of a sender."""
 
     def __init__(self) -> None:
         self.state = State.UNINITIALIZED
         self.data = sending.SenderData()
-        #: What it must have tried to say, by link.
-        self.said: dict[int, list[Said]] = defaultdict(list)
+        #: What it must have tried to send, by link.
+        self.sent: dict[int, list[SentMessage]] = defaultdict(list)
         self._open: dict[int, int] = {}
         self._lossy: set[int] = set()
         self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
         self._late: list[sending.LinkLost] = []
 
     def take(self, event: sending.Event) -> None:
-        """An event happens."""
+        """Take an event."""
         step = sending.step(self.state, self.data, event)
         self.state, self.data = step.to, step.data
         for effect in step.effects:
@@ -70,24 +70,24 @@ class SenderOracle:
     def _follow(self, effect: sending.Effect) -> None:
         match effect:
             case sending.Greet(_, link, due):
-                self._say(link, "Hello", due)
+                self._send(link, "Hello", due)
                 if due:
                     self._update(link, due)
             case sending.Dispatch(_, link, version):
                 self._update(link, version)
             case sending.CloseLink(_, link):
                 if self._open.pop(link, None) is not None:
-                    self.said[link].append(("Bye", self.data.incarnation, 0))
+                    self.sent[link].append(("Bye", self.data.incarnation, 0))
             case sending.Conclude() | sending.Farewell():
                 pass
 
     def _update(self, link: int, version: int) -> None:
         if link in self._open and (link in self._lossy or self._backlogs[link].admit(version)):
-            self._say(link, "Update", version)
+            self._send(link, "Update", version)
 
-    def _say(self, link: int, kind: str, version: int) -> None:
+    def _send(self, link: int, kind: str, version: int) -> None:
         if link in self._open:
-            self.said[link].append((kind, self.data.incarnation, version))
+            self.sent[link].append((kind, self.data.incarnation, version))
 
     def join(self, worker: int, link: int, loses: bool) -> None:
         """A worker joins on a new link."""
@@ -99,12 +99,12 @@ class SenderOracle:
             self.take(event)
 
     def remove(self, worker: int, reason: str) -> None:
-        """A worker leaves the roll."""
+        """A worker is removed."""
         for event in sending.removal(self.state, self.data, worker, reason):
             self.take(event)
 
     def came(self, link: int, message: Message) -> None:
-        """A message came out at our end."""
+        """A message arrived at the sender's end."""
         worker = self._open.get(link)
         if worker is None:
             return
@@ -124,37 +124,37 @@ class SenderOracle:
                 self._update(link, waiting)
 
     def ended(self, link: int) -> None:
-        """The link told that it is dead: a loss, once all that it said is taken in."""
+        """The link reported its death: it is lost once all that it delivered is processed."""
         if link in self._open:
             self._late.append(sending.LinkLost(self._open[link], link, "dead"))
 
     def settle(self) -> None:
-        """Take the losses in."""
+        """Process the losses."""
         while self._late:
             self.take(self._late.pop(0))
 
     def difference(self, driver: SenderDriver) -> str:
-        """How the driver is not where it must be; empty: it is."""
+        """How the driver differs from the expected state; empty: it does not."""
         wanted = sender_projection(self.state, self.data)
         return _difference(wanted, sender_projection(driver.machine.state, driver.data))
 
 
 class ReceiverOracle:
-    """Where a receiver must be. A handshake never misfits here: the kit's models are all alike.
+    """The expected state of a receiver. Every handshake fits here: the kit's models are all alike.
 
     Args:
-        failed: whether what was said over a link, counted from 0, could not be sent.
+        failed: whether the message of this number over a link, counted from 0, could not be sent.
     """
 
     def __init__(self, failed: Callable[[int, int], bool]) -> None:
         self._failed = failed
         self.state = State.UNINITIALIZED
         self.data = receiving.ReceiverData()
-        self.said: dict[int, list[Said]] = defaultdict(list)
+        self.sent: dict[int, list[SentMessage]] = defaultdict(list)
         self.open: set[int] = set()
 
     def take(self, event: receiving.Event) -> None:
-        """An event happens."""
+        """Take an event."""
         step = receiving.step(self.state, self.data, event)
         self.state, self.data = step.to, step.data
         for effect in step.effects:
@@ -165,32 +165,32 @@ class ReceiverOracle:
             case receiving.Greet(link):
                 served = self.data.served
                 version = served[1] if served and served[0] == self.data.fence else 0
-                self._say(link, ("Hello", self.data.fence, version))
+                self._send(link, ("Hello", self.data.fence, version))
             case receiving.Reject(link, incarnation, _, _):
-                self._say(link, ("Refusal", incarnation, 0))
+                self._send(link, ("Refusal", incarnation, 0))
             case receiving.Disown(link, incarnation):
                 if link in self.open:
-                    self.said[link].append(("Refusal", incarnation, 0))
+                    self.sent[link].append(("Refusal", incarnation, 0))
             case receiving.Tell(link, key, _):
-                self._say(link, ("Refusal", *key))
+                self._send(link, ("Refusal", *key))
             case receiving.Reply(link, answer):
-                self._say(link, (type(answer).__name__, answer.incarnation, answer.version))
+                self._send(link, (type(answer).__name__, answer.incarnation, answer.version))
             case receiving.CloseLink(link):
                 self.open.discard(link)
             case receiving.Leave(link):
                 self.leave(link)
 
-    def _say(self, link: int, said: Said) -> None:
+    def _send(self, link: int, message: SentMessage) -> None:
         if link in self.open:
-            self.said[link].append(said)
-            if self._failed(link, len(self.said[link]) - 1):
+            self.sent[link].append(message)
+            if self._failed(link, len(self.sent[link]) - 1):
                 self.ended(link)
 
     def leave(self, link: int) -> None:
         """The link is closed, with a goodbye."""
         if link in self.open:
             self.open.remove(link)
-            self.said[link].append(("Bye", self.data.fence, 0))
+            self.sent[link].append(("Bye", self.data.fence, 0))
 
     def close_all(self) -> None:
         """Every link is closed."""
@@ -198,7 +198,7 @@ class ReceiverOracle:
             self.leave(link)
 
     def came(self, link: int, message: Message) -> None:
-        """A message came out at our end."""
+        """A message arrived at the receiver's end."""
         if link not in self.open:
             return
         match message:
@@ -212,23 +212,23 @@ class ReceiverOracle:
                 pass
 
     def ended(self, link: int, failure: str = "dead") -> None:
-        """The link is dead, or its sender has left."""
+        """The link is dead, or its sender has said goodbye."""
         if link not in self.open:
             return
         self.take(receiving.LinkDown(link, failure))
 
     def answered(self) -> None:
-        """The answer has left."""
+        """The answer was sent."""
         if self.state is State.AWAITING_ACK:
             self.take(receiving.Answered())
 
     def difference(self, driver: ReceiverDriver) -> str:
-        """How the driver is not where it must be; empty: it is."""
+        """How the driver differs from the expected state; empty: it does not."""
         wanted = receiver_projection(self.state, self.data)
         return _difference(wanted, receiver_projection(driver.machine.state, driver.data))
 
 
 def _difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
     return "; ".join(
-        f"{name} is {found[name]}, and must be {value}" for name, value in wanted.items() if found[name] != value
+        f"{name} is {found[name]}, but must be {value}" for name, value in wanted.items() if found[name] != value
     )

@@ -1,4 +1,4 @@
-"""Weights for the bench: bytes that say whose they are, in buffers that are overwritten once nobody pins them."""
+"""Weights for the bench: bytes that name their version, in buffers that are overwritten once they are not pinned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOISE = 0xA5
 
 
 def pattern(nbytes: int, seed: int) -> bytes:
-    """Bytes that tell which seed they came of, and where in the payload they belong."""
+    """Bytes that show which seed made them and where in the payload they belong."""
     block = bytes((seed * 37 + index * 11 + index // 256) % 256 for index in range(4093))
     return (block * (nbytes // len(block) + 1))[:nbytes]
 
@@ -38,7 +38,7 @@ class Payloads:
         self._seed_of: dict[bytes, int] = {}
 
     def packed(self) -> Packed:
-        """The next version's weights, pinned by us until `handed_over`."""
+        """The next version's weights, which we pin until `handed_over`."""
         seed = next(self._seeds)
         buffer = self._made(seed)
         buffer.pin(self)
@@ -53,37 +53,37 @@ class Payloads:
         return buffer
 
     def again(self, wanted: bytes) -> Buffer:
-        """The weights of that digest, once more."""
+        """The weights of that digest, made again."""
         return self._made(self._seed_of[wanted])
 
     def adopt(self, buffer: Buffer) -> None:
-        """Treat a buffer as one of ours."""
+        """Treat a buffer as one of these."""
         self._buffers.append(buffer)
 
     def seal(self, payload: memoryview | None) -> tuple[memoryview, bytes] | None:
-        """A payload, and what it must stay."""
+        """A payload, and the digest that it must keep."""
         return None if payload is None else (payload, digest(payload, b""))
 
     def handed_over(self, packed: Packed) -> None:
-        """The driver and the links have pinned it, as far as they need it."""
+        """Unpin the weights: the driver and the links have pinned what they need."""
         packed.buffer.unpin(self)
 
     def scribble(self) -> None:
-        """Write over every buffer that nobody pins, as a sender's pool would."""
+        """Overwrite every buffer that is not pinned, as a sender's pool would."""
         for buffer in self._buffers:
             if not buffer.pinned and not buffer.retired:
                 buffer.view[:] = bytes([_NOISE]) * buffer.nbytes
         self._buffers = [buffer for buffer in self._buffers if buffer.pinned]
 
     def intact(self, payload: memoryview, wanted: bytes) -> bool:
-        """Whether a payload still is what was sent."""
+        """Whether a payload is still what was sent."""
         return digest(payload, b"") == wanted
 
     def all_free(self, link_setup: LinkSetup, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Every buffer is free, or soon will be."""
+        """Require that every buffer becomes free."""
         link_setup.until_free(self._buffers, "are still pinned after everything was closed", meanwhile)
 
 
 def fill(buffer: Buffer, nbytes: int, seed: int) -> None:
-    """Write the pattern of that seed."""
+    """Write the pattern of that seed into a buffer."""
     buffer.view[:nbytes] = pattern(nbytes, seed)

@@ -1,4 +1,4 @@
-"""Where a driver stands, as the model counts: what `replay.json` has for each node of its role's projection."""
+"""A driver's state in the model's terms, as `replay.json` has it for each node of a role's projection."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ RECEIVER_FIELDS = ("state", "link", "fence", "decided", "pending", "served", "an
 
 
 class SenderPlayer:
-    """A sender that a path drives."""
+    """A sender that follows a path."""
 
     def __init__(self) -> None:
         self.driver = SenderDriver("policy")
-        #: By the driver's numbers; the newest of each worker.
+        #: Its ends of links by the driver's numbers, and the newest of each worker.
         self.step_gates: dict[int, StepGate] = {}
         self.of: dict[int, StepGate] = {}
         self._last: Outstanding | None = None
 
     def projected(self, workers: int, base: int) -> list[Any]:
-        """Where it stands; incarnations count from ``base``."""
+        """The sender's state; incarnations count from ``base``."""
         data = self.driver.data
         concluded = self.driver.concluded.get(data.version)
         self._last = data.outstanding or (concluded.outstanding if concluded else self._last)
@@ -67,14 +67,14 @@ class SenderPlayer:
 
 
 class ReceiverPlayer:
-    """A receiver that a path drives."""
+    """A receiver that follows a path."""
 
     def __init__(self) -> None:
         self.driver = ReceiverDriver("policy")
         self.step_gates: dict[int, StepGate] = {}
-        #: What it serves, as it arrived, and must stay.
+        #: The weights that it serves, as they arrived. They must not change.
         self.served: tuple[memoryview, bytes] | None = None
-        #: Whether its process is gone.
+        #: Whether its process has ended.
         self.gone = False
 
     def add(self, step_gate: StepGate) -> None:
@@ -86,7 +86,7 @@ class ReceiverPlayer:
         self.driver.add_link(step_gate)
 
     def at(self, place: tuple[int, int, int]) -> StepGate | None:
-        """Its end of that link, once it is there."""
+        """Its end of that link, if it exists."""
         return next((step_gate for step_gate in tuple(self.step_gates.values()) if step_gate.place == place), None)
 
     def in_force(self) -> StepGate | None:
@@ -95,7 +95,7 @@ class ReceiverPlayer:
         return None if link is None else self.step_gates[link]
 
     def projected(self, base: int) -> list[Any]:
-        """Where it stands; incarnations count from ``base``."""
+        """The receiver's state; incarnations count from ``base``."""
         data, step_gate = self.driver.data, self.in_force()
         keys = [_key(key, base) for key in (data.decided, data.pending, data.served)]
         answer = data.answer.kind.name if isinstance(data.answer, Refusal) else _ANSWERS[type(data.answer)]
@@ -115,6 +115,6 @@ def _key(key: Key | None, base: int) -> list[int]:
 
 
 def difference(fields: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> str:
-    """How a machine is not where the model is; empty: it is."""
+    """How a machine differs from the model; empty: it does not."""
     named = zip(fields, wanted, found, strict=True)
-    return "; ".join(f"{name} is {is_}, and in the model {must}" for name, must, is_ in named if is_ != must)
+    return "; ".join(f"{name} is {is_}, but {must} in the model" for name, must, is_ in named if is_ != must)

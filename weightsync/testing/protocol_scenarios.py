@@ -1,20 +1,19 @@
-"""Scenarios of the protocol: real drivers over an adapter's links, each step compared with the pure halves."""
+"""Scenarios of the protocol: real drivers over an adapter's links, compared with the pure halves at each step."""
 
 from __future__ import annotations
 
 from weightsync.clock import new_incarnation
 from weightsync.testing.bench import Bench, bench_of
-from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.script import Ability, Scenario
+from weightsync.testing.link_setup import Ability, LinkSetup, Scenario
 
 
 def handshake(link_setup: LinkSetup) -> None:
-    """Hello, and Hello back."""
+    """A Hello is sent and answered."""
     bench_of(link_setup, workers=3).finish()
 
 
 def updates(link_setup: LinkSetup) -> None:
-    """Versions, one after another, to all and to some."""
+    """Several versions are sent, to all workers and to some."""
     bench = bench_of(link_setup, workers=2)
     for targets in (None, (0,), (1,), None, (0, 1)):
         bench.send(targets)
@@ -24,7 +23,7 @@ def updates(link_setup: LinkSetup) -> None:
 
 
 def the_first_update_with_the_handshake(link_setup: LinkSetup) -> None:
-    """Hello and update leave together, before the worker has read anything."""
+    """Hello and update are sent together, before the worker has read anything."""
     bench = Bench(link_setup)
     bench.join(0)
     bench.connect()
@@ -35,7 +34,7 @@ def the_first_update_with_the_handshake(link_setup: LinkSetup) -> None:
 
 
 def refusal(link_setup: LinkSetup) -> None:
-    """A version is refused, the next one applied."""
+    """A version is refused, and the next one applied."""
     bench = bench_of(link_setup)
     bench.send()
     bench.receive_and_apply(0)
@@ -49,7 +48,7 @@ def refusal(link_setup: LinkSetup) -> None:
 
 
 def duplicate(link_setup: LinkSetup) -> None:
-    """An update comes again: while it is pending, and after it was applied."""
+    """An update arrives again, while it is pending and after it was applied."""
     bench = bench_of(link_setup)
     bench.send()
     bench.repeat(0)
@@ -64,7 +63,7 @@ def duplicate(link_setup: LinkSetup) -> None:
 
 
 def stale(link_setup: LinkSetup) -> None:
-    """An older update comes again after a newer one was applied."""
+    """An older update arrives again after a newer one was applied."""
     bench = bench_of(link_setup)
     for _ in range(2):
         bench.send()
@@ -97,7 +96,7 @@ def newer_overtakes(link_setup: LinkSetup) -> None:
 
 
 def deadline(link_setup: LinkSetup) -> None:
-    """Time is up before the answer comes, which still counts."""
+    """The deadline passes before the answer arrives, which still counts."""
     bench = bench_of(link_setup)
     bench.send()
     bench.wait()
@@ -108,7 +107,7 @@ def deadline(link_setup: LinkSetup) -> None:
 
 
 def takeover(link_setup: LinkSetup) -> None:
-    """A newer sender wins the worker, with a version pending; the older one is fenced."""
+    """A newer sender takes the worker over while a version is pending; the older sender is fenced."""
     bench = bench_of(link_setup)
     bench.send()
     bench.receive_and_apply(0)
@@ -125,7 +124,7 @@ def takeover(link_setup: LinkSetup) -> None:
 
 
 def fenced(link_setup: LinkSetup) -> None:
-    """An older sender comes after a newer one: it is refused with the fence, and disturbs nobody."""
+    """An older sender connects after a newer one: it is refused with the fence, and nothing else changes."""
     bench = bench_of(link_setup)
     newer = bench.sender
     bench.send()
@@ -146,7 +145,7 @@ def fenced(link_setup: LinkSetup) -> None:
 
 
 def the_sender_says_bye(link_setup: LinkSetup) -> None:
-    """The sender closes, with an update on its way; a new one goes on."""
+    """The sender closes while an update is in flight, and a new sender continues."""
     bench = bench_of(link_setup, workers=2)
     bench.send()
     bench.sync(0)
@@ -155,7 +154,7 @@ def the_sender_says_bye(link_setup: LinkSetup) -> None:
 
 
 def _another_sender_goes_on(bench: Bench) -> None:
-    """Both workers notice that their sender is gone; a new one serves them."""
+    """Both workers notice that their sender has ended, and a new one serves them."""
     for worker in (0, 1):
         bench.receiver_notices(worker)
     bench.new_sender()
@@ -169,7 +168,7 @@ def _another_sender_goes_on(bench: Bench) -> None:
 
 
 def a_worker_says_bye(link_setup: LinkSetup) -> None:
-    """A worker closes while it owes: its goodbye takes it off the roll, the other is served."""
+    """A worker closes while it owes an answer: its goodbye removes it, and the other worker is served."""
     bench = bench_of(link_setup, workers=2)
     bench.send()
     bench.receive_and_apply(0)
@@ -184,7 +183,7 @@ def a_worker_says_bye(link_setup: LinkSetup) -> None:
 
 
 def an_idle_worker_says_bye(link_setup: LinkSetup) -> None:
-    """A worker closes while nothing is on its way: its goodbye takes it off the roll."""
+    """A worker closes while nothing is in flight: its goodbye removes it."""
     bench = bench_of(link_setup, workers=2)
     bench.close_receiver(0)
     bench.sender_notices(0)
@@ -195,7 +194,7 @@ def an_idle_worker_says_bye(link_setup: LinkSetup) -> None:
 
 
 def a_worker_is_lost(link_setup: LinkSetup) -> None:
-    """A worker that owes is gone without a word: LOST; it comes back on a new link, and catches up."""
+    """A worker that owes an answer ends without a goodbye. It is LOST, rejoins on a new link, and catches up."""
     bench = bench_of(link_setup, workers=2)
     bench.send()
     bench.receive_and_apply(0)
@@ -212,7 +211,7 @@ def a_worker_is_lost(link_setup: LinkSetup) -> None:
 
 
 def a_worker_comes_back(link_setup: LinkSetup) -> None:
-    """A worker has a new link while its old one is in use, and catches up over it."""
+    """A worker gets a new link while its old one is in use, and catches up over the new one."""
     bench = bench_of(link_setup)
     bench.send()
     bench.sync(0)
@@ -230,7 +229,7 @@ def a_worker_comes_back(link_setup: LinkSetup) -> None:
 
 
 def the_sender_is_lost(link_setup: LinkSetup) -> None:
-    """The sender is gone without a word: its workers are told, and serve what they served."""
+    """The sender ends without a goodbye: its workers notice, and keep serving their version."""
     bench = bench_of(link_setup, workers=2)
     bench.send()
     bench.sync(0)
@@ -239,7 +238,7 @@ def the_sender_is_lost(link_setup: LinkSetup) -> None:
 
 
 def removal(link_setup: LinkSetup) -> None:
-    """A worker is taken off the roll while it owes; it is told, and may join again."""
+    """A worker is removed while it owes an answer: it is told so, and may join again."""
     bench = bench_of(link_setup, workers=2)
     bench.send()
     bench.receive_and_apply(0)
@@ -253,7 +252,7 @@ def removal(link_setup: LinkSetup) -> None:
 
 
 def a_cut_with_an_update_outstanding(link_setup: LinkSetup) -> None:
-    """The connection breaks, both live: the sender counts it lost, the worker makes a new handshake."""
+    """The connection breaks while both ends live: the sender counts the link as lost, the worker connects again."""
     bench = bench_of(link_setup, workers=2)
     bench.send()
     bench.receive_and_apply(0)

@@ -1,10 +1,10 @@
-"""A pytest plugin that records every test and holds all traces against the protocol in one batch at the end.
+"""A pytest plugin that records every test and checks all traces against the protocol in one batch at the end.
 
     pytest -p weightsync.testing.pytest_plugin
 
-The session fails if a trace does not conform, and names the test, the file and the line. Processes that tests start are
-recorded too. A test whose traces need not conform says why, and is not recorded: ``@pytest.mark.untraced("why")``.
-Each worker of pytest-xdist judges what it has recorded.
+The session fails if a trace does not conform, and names the test, the file and the line. Processes that tests start
+are recorded too. A test whose traces need not conform gives a reason and is not recorded:
+``@pytest.mark.untraced("why")``. Each worker of pytest-xdist judges what it has recorded.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from weightsync.engine import recorder
 from weightsync.model import ToolMissingError, find_toolchain
 from weightsync.verify import Finding, Run, follow, shown, verify
 
-_MARKER = "untraced(reason): plants a fault on purpose, or its machines are held to the protocol in another way"
-#: How many findings are shown; the rest is counted.
+_MARKER = "untraced(reason): plants a fault on purpose, or checks its machines against the protocol in another way"
+#: How many findings are shown; the rest are counted.
 _SHOWN = 10
 _FINE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-#: Under which name a worker of pytest-xdist is told where to record, and sends what it tells.
+#: The keys under which a worker of pytest-xdist learns where to record, and sends its result.
 _SENT_AS = "weightsync_traces"
 
 
 @dataclass(slots=True)
-class _Played:
+class _RanTest:
     """One test, and when it ran."""
 
     name: str
@@ -44,28 +44,28 @@ class _Played:
 
 
 @dataclass
-class Told:
-    """What is told of the traces of one process that ran tests."""
+class TraceResult:
+    """The result for one process that ran tests."""
 
     folder: str
     runs: int = 0
     events: int = 0
-    #: How many tests said why they are not recorded.
+    #: How many tests gave a reason not to be recorded.
     untraced: int = 0
-    #: Seconds that judging took.
+    #: The seconds that judging took.
     seconds: float = 0.0
-    #: What TLC made of them; empty: it was not asked.
+    #: What TLC reported; empty: it was not run.
     followed: str = ""
     tool_missing: str = ""
     #: How many lines are wrong, and the first of them in words.
     wrong: int = 0
     shown: list[str] = field(default_factory=list)
-    #: Of each test that was recorded, with all its parameters: the runs that conform, and their events.
+    #: For each recorded test, over all its parameters: the number of conforming runs, and of their events.
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def fails(self) -> bool:
-        """Whether the session fails for it."""
+        """Whether the session fails because of it."""
         return bool(self.wrong or (self.tool_missing and os.environ.get("CI")))
 
 
@@ -78,21 +78,21 @@ class Recording:
     """
 
     folder: Path
-    played: list[_Played] = field(default_factory=list)
+    ran: list[_RanTest] = field(default_factory=list)
     untraced: int = 0
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def begin(self) -> None:
-        """Record from now on."""
+        """Start recording."""
         self._stack.enter_context(recorder.record(self.folder))
 
     def pause(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._stack.close()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Remember when each test ran; leave those out that say why."""
+        """Note when each test ran; skip tests that give a reason not to be recorded."""
         untraced = item.get_closest_marker("untraced") is not None
         if untraced:
             self.pause()
@@ -104,127 +104,129 @@ class Recording:
                 self.untraced += 1
                 self.begin()
             else:
-                self.played.append(_Played(item.nodeid, begun, now_ns()))
+                self.ran.append(_RanTest(item.nodeid, begun, now_ns()))
 
-    def judge(self) -> Told:
+    def judge(self) -> TraceResult:
         """Judge all traces."""
-        told, begun = Told(str(self.folder), untraced=self.untraced), now_ns()
+        result, begun = TraceResult(str(self.folder), untraced=self.untraced), now_ns()
         if not any(file.stat().st_size for file in self.folder.glob(recorder.PATTERN)):
-            return told
+            return result
         verdict = verify([self.folder])
         findings = list(verdict.findings)
         try:
             followed = follow(find_toolchain(), verdict.runs)
         except ToolMissingError as error:
-            told.tool_missing = str(error)
+            result.tool_missing = str(error)
         else:
-            told.followed = followed.summary()
+            result.followed = followed.summary()
             findings += followed.findings
-        told.runs, told.events, told.wrong = len(verdict.runs), verdict.events, len(findings)
-        told.shown = [line for found in findings[:_SHOWN] for line in self._words(found)]
-        told.counts = self._counts(verdict.runs)
-        told.seconds = (now_ns() - begun) / 1e9
-        return told
+        result.runs, result.events, result.wrong = len(verdict.runs), verdict.events, len(findings)
+        result.shown = [line for found in findings[:_SHOWN] for line in self._words(found)]
+        result.counts = self._counts(verdict.runs)
+        result.seconds = (now_ns() - begun) / 1e9
+        return result
 
     def _words(self, found: Finding) -> list[str]:
         at = found.line.time
-        test = next((each.name for each in self.played if each.begun <= at <= each.ended), "no test")
+        test = next((each.name for each in self.ran if each.begun <= at <= each.ended), "no test")
         return [f"in {test}:", *(f"  {line}" for line in shown(found))]
 
     def _counts(self, runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
         spans = [(run.begun, run.ended, run.events) for run in runs if not run.findings]
         counts: dict[str, tuple[int, int]] = {}
-        for played in self.played:
-            met = [events for begun, ended, events in spans if begun <= played.ended and ended >= played.begun]
-            name = played.name.partition("[")[0]
+        for ran in self.ran:
+            met = [events for begun, ended, events in spans if begun <= ran.ended and ended >= ran.begun]
+            name = ran.name.partition("[")[0]
             count, events = counts.get(name, (0, 0))
             counts[name] = (count + len(met), events + sum(met))
         return {name: count for name, count in counts.items() if count[0]}
 
 
 @dataclass
-class Telling:
-    """Tells what became of the traces of all processes that ran tests, and fails the session for what is wrong.
+class TraceReporter:
+    """Reports on the traces of all processes that ran tests, and fails the session for what is wrong.
 
     Args:
-        folder: where the traces go; those of each worker of pytest-xdist into one of their own.
-        recording: this process's, if it runs tests itself.
-        keeps: whether the traces stay.
-        counts: where to write how much was recorded of each test; None: nowhere.
+        folder: where the traces go; each worker of pytest-xdist has a folder of its own in it.
+        recording: the recording of this process, if it runs tests itself.
+        keeps: whether the traces are kept.
+        counts: the file for how much was recorded of each test. None: no file.
     """
 
     folder: Path
     recording: Recording | None
     keeps: bool
     counts: Path | None
-    told: list[Told] = field(default_factory=list)
+    results: list[TraceResult] = field(default_factory=list)
 
     def pytest_sessionstart(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         if self.recording is not None:
             self.recording.begin()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """A worker of pytest-xdist begins."""
+        """A worker of pytest-xdist starts."""
         node.workerinput[_SENT_AS] = str(self.folder / node.gateway.id)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """A worker of pytest-xdist has ended. One that broke down has judged nothing, and its test has failed."""
+        """A worker of pytest-xdist has ended. One that crashed has judged nothing, and its test has failed."""
         if error is None:
-            self.told.append(Told(**node.workeroutput[_SENT_AS]))
+            self.results.append(TraceResult(**node.workeroutput[_SENT_AS]))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, object, object]:
         """Judge all traces; the session fails if one does not conform."""
         if self.recording is not None:
             self.recording.pause()
-            self.told.append(self.recording.judge())
-        if any(told.fails for told in self.told) and session.exitstatus in _FINE:
+            self.results.append(self.recording.judge())
+        if any(result.fails for result in self.results) and session.exitstatus in _FINE:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.counts is not None:
             self.counts.write_text(json.dumps(self._counted(), indent=1) + "\n", encoding="utf-8")
         return (yield)
 
     def _counted(self) -> dict[str, tuple[int, int]]:
-        """All counts. Tests of one name with several parameters may have run in several processes."""
+        """All counts. Tests of one name with different parameters may have run in different processes."""
         counted: dict[str, tuple[int, int]] = {}
-        for name, (runs, events) in (item for told in self.told for item in told.counts.items()):
+        for name, (runs, events) in (item for result in self.results for item in result.counts.items()):
             before = counted.get(name, (0, 0))
             counted[name] = (before[0] + runs, before[1] + events)
         return dict(sorted(counted.items()))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say how much was recorded and judged, and what is wrong."""
+        """Report how much was recorded and judged, and what is wrong."""
         terminalreporter.section("traces")
-        for told in self.told:
-            counted = f"{told.runs} traces of {told.events} events conform" if not told.wrong else "do not conform"
-            untraced = f", {told.untraced} untraced tests were not recorded" if told.untraced else ""
-            terminalreporter.line(f"{counted}{untraced} ({told.seconds:.1f} s)", red=bool(told.wrong))
-            if told.followed:
-                terminalreporter.line(told.followed)
-            if told.tool_missing:
-                terminalreporter.line(f"TLC DID NOT FOLLOW THEM: {told.tool_missing}", yellow=True)
-            for line in told.shown:
+        for result in self.results:
+            counted = (
+                f"{result.runs} traces of {result.events} events conform" if not result.wrong else "do not conform"
+            )
+            untraced = f", {result.untraced} untraced tests were not recorded" if result.untraced else ""
+            terminalreporter.line(f"{counted}{untraced} ({result.seconds:.1f} s)", red=bool(result.wrong))
+            if result.followed:
+                terminalreporter.line(result.followed)
+            if result.tool_missing:
+                terminalreporter.line(f"TLC DID NOT FOLLOW THEM: {result.tool_missing}", yellow=True)
+            for line in result.shown:
                 terminalreporter.line(line)
-            if told.wrong:
-                terminalreporter.line(f"{told.wrong} lines are wrong. The traces are kept in {told.folder}.")
+            if result.wrong:
+                terminalreporter.line(f"{result.wrong} lines are wrong. The traces are kept in {result.folder}.")
 
     def pytest_unconfigure(self) -> None:
-        """Let the traces go that nobody wants."""
+        """Delete the traces unless they are to be kept."""
         if self.recording is not None:
             self.recording.pause()
-        if not (self.keeps or any(told.wrong for told in self.told)):
+        if not (self.keeps or any(result.wrong for result in self.results)):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Sending(Telling):
-    """In a worker of pytest-xdist: what it has to tell is told by the process that started it."""
+class WorkerTraceReporter(TraceReporter):
+    """In a worker of pytest-xdist: its result is reported by the process that started it."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Judge all traces, and send what became of them along with the worker's end."""
+        """Judge all traces, and send the result with the worker's end."""
         assert self.recording is not None
         self.recording.pause()
         output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]
@@ -232,7 +234,7 @@ class Sending(Telling):
         return (yield)
 
     def pytest_unconfigure(self) -> None:
-        """The traces are let go of by the process that started this one, also where this one broke down."""
+        """Delete nothing: the process that started this one deletes the traces, even if this one crashed."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -244,7 +246,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin, unless nothing is to be recorded."""
+    """Start recording, unless nothing is to be recorded."""
     config.addinivalue_line("markers", _MARKER)
     if config.getoption("no_traces") or config.getoption("collectonly"):
         return
@@ -255,6 +257,6 @@ def pytest_configure(config: pytest.Config) -> None:
     recording = Recording(folder) if config.getoption("dist", "no") == "no" else None
     if recording is not None:
         config.pluginmanager.register(recording, "weightsync-recording")
-    kind = Sending if worker else Telling
+    kind = WorkerTraceReporter if worker else TraceReporter
     plugin = kind(folder, recording, bool(kept), Path(counts).absolute() if counts else None)
     config.pluginmanager.register(plugin, "weightsync-traces")

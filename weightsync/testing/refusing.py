@@ -1,4 +1,4 @@
-"""What a machine must refuse where it stands: the call raises, nothing has changed, and nobody was told anything."""
+"""What a machine must refuse in its state: the call raises, nothing changes, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInpu
 from weightsync.protocol.messages import Ack
 from weightsync.testing.payloads import Payloads
 from weightsync.testing.projecting import ReceiverPlayer, SenderPlayer
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.testing.step_gate import StepGate
 
-#: A worker that is on nobody's roll.
+#: A worker that no sender knows.
 _NOBODY = 99
 _ACK = Ack(model_id="policy", incarnation=1, version=1)
-#: What is tried, its words, and what it must raise.
+#: What is tried: its name, the call, and the error that it must raise.
 _Attempt = tuple[str, Callable[[], object], type[WeightSyncError]]
 
 
 def refusals_of_sender(player: SenderPlayer, payloads: Payloads, base: int) -> int:
-    """Try what this sender must refuse now; how much that was.
+    """Try everything that this sender must refuse now; the number of attempts.
 
     Raises:
-        Breach: it did not refuse something, or not without changing anything.
+        RuleViolation: it accepted something, or changed something while refusing.
     """
     driver = player.driver
     return _refused(
@@ -39,10 +39,10 @@ def refusals_of_sender(player: SenderPlayer, payloads: Payloads, base: int) -> i
 
 
 def refusals_of_receiver(player: ReceiverPlayer, base: int) -> int:
-    """Try what this receiver must refuse now; how much that was.
+    """Try everything that this receiver must refuse now; the number of attempts.
 
     Raises:
-        Breach: as `refusals_of_sender`.
+        RuleViolation: as `refusals_of_sender`.
     """
     driver = player.driver
     events: dict[ReceiverInput, receiving.Event] = {
@@ -72,7 +72,7 @@ def _sender_attempts(driver: SenderDriver, payloads: Payloads) -> Iterator[_Atte
         SenderInput.JOIN: lambda: driver.take(sending.Join(_NOBODY, _NOBODY)),
     }
     if driver.data.outstanding is not None and not driver.data.outstanding.owed:
-        del calls[SenderInput.WAIT]  # another input then: WAIT_SETTLED
+        del calls[SenderInput.WAIT]  # then it is another input: WAIT_SETTLED
     for input, call in calls.items():
         if (state, input) not in SENDER_ROWS:
             yield input.value, call, StateError
@@ -96,7 +96,7 @@ def _dispatch(driver: SenderDriver, payloads: Payloads, event: sending.Send | se
 
 def _refused(who: str, attempts: Any, look: Callable[[], Sequence[Any]], step_gates: Any) -> int:
     count = 0
-    before, said = look(), [len(step_gate.attempts) for step_gate in _all(step_gates)]
+    before, sent = look(), [len(step_gate.attempts) for step_gate in _all(step_gates)]
     for what, attempt, wanted in attempts:
         count += 1
         try:
@@ -104,11 +104,11 @@ def _refused(who: str, attempts: Any, look: Callable[[], Sequence[Any]], step_ga
         except wanted:
             pass
         else:
-            raise Breach(Rule.STATE, f"{who} must refuse in this state, and took: {what}")
+            raise RuleViolation(Rule.STATE, f"{who} must refuse this in its state, but accepted it: {what}")
         if look() != before:
-            raise Breach(Rule.STATE, f"{who} refused {what!r}, and is not where it was: {before} -> {look()}")
-        if [len(step_gate.attempts) for step_gate in _all(step_gates)] != said:
-            raise Breach(Rule.STATE, f"{who} refused {what!r}, and said something all the same")
+            raise RuleViolation(Rule.STATE, f"{who} refused {what!r}, but its state changed: {before} -> {look()}")
+        if [len(step_gate.attempts) for step_gate in _all(step_gates)] != sent:
+            raise RuleViolation(Rule.STATE, f"{who} refused {what!r}, but sent something")
     return count
 
 

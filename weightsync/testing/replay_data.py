@@ -11,13 +11,13 @@ from typing import Any
 
 from weightsync.protocol._actions import Action
 
-#: A node of a role's projection: state first. See `weightsync.testing.projecting`.
+#: A node of a role's projection, its state first. See `weightsync.testing.projecting`.
 Node = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What one machine goes through."""
+    """One transition of one machine."""
 
     role: str
     before: int
@@ -27,16 +27,16 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One action of the model, and where everybody is after it."""
+    """One action of the model, and the state of every machine after it."""
 
     #: The action, and its arguments.
     label: Sequence[Any]
-    #: The scenario that asks of an adapter what this step asks; empty: it only carries a message, or nothing.
+    #: The scenario that needs the same of an adapter; empty: the step needs at most that a message is carried.
     needs: str
-    #: By machine; None: it is not alive.
+    #: The nodes by machine; None: it is not alive.
     senders: Sequence[Node | None]
     receivers: Sequence[Node]
-    #: Of the machine that acts; None: the network does.
+    #: The edge of the machine that acts; None: the network acts.
     edge: Edge | None
 
 
@@ -49,20 +49,20 @@ class Configuration:
     workers: int
     #: How its network misbehaves: "Reorders", "Duplicates", "Loses".
     links: frozenset[str]
-    #: All that its machines go through.
+    #: All edges of its machines.
     edges: frozenset[Edge]
     paths: Sequence[Sequence[Step]]
 
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """All of them."""
+    """All configurations."""
 
     configurations: Mapping[str, Configuration]
     tables: Mapping[str, Any]
 
     def words(self, edge: Edge) -> str:
-        """An edge, for people."""
+        """An edge, in words."""
         nodes = self.tables[f"{edge.role}s"]
         name, *arguments = self.tables["labels"][edge.label]
         before, after = (nodes[at][0] if nodes[at] else "not alive" for at in (edge.before, edge.after))
@@ -71,7 +71,7 @@ class Graphs:
 
 @cache
 def graphs() -> Graphs:
-    """What the file says."""
+    """The contents of the file."""
     read = json.loads(files("weightsync.testing").joinpath("replay.json").read_text(encoding="utf-8"))
     return Graphs({name: _configuration(name, found, read) for name, found in read["configurations"].items()}, read)
 
@@ -98,7 +98,7 @@ def _step(row: Sequence[Any], tables: Mapping[str, Any]) -> Step:
     )
 
 
-#: What a receiver does; all else that a machine does, a sender does.
+#: The actions of receivers; every other action of a machine is a sender's.
 RECEIVERS_ACTIONS = frozenset(
     {
         Action.HELLO_ARRIVED,

@@ -12,16 +12,16 @@ from weightsync.testing.link_setup import LinkSetup
 from weightsync.testing.projecting import RECEIVER_FIELDS, SENDER_FIELDS, difference
 from weightsync.testing.refusing import refusals_of_receiver, refusals_of_sender
 from weightsync.testing.replay_data import Configuration, Step
-from weightsync.testing.rules import Breach, Rule
+from weightsync.testing.rules import Rule, RuleViolation
 
 
 class Replay(Acting):
     """One path, step by step.
 
     Args:
-        stage: makes the links.
-        configuration: whose path it is.
-        tried: nodes at which what must be refused was tried before.
+        link_setup: makes the links.
+        configuration: the configuration that the path belongs to.
+        tried: nodes at which the refusals were already tried.
     """
 
     def __init__(self, link_setup: LinkSetup, configuration: Configuration, tried: set[str]) -> None:
@@ -29,11 +29,11 @@ class Replay(Acting):
         self._tried = tried
 
     def take(self, step: Step) -> None:
-        """Do what the step says, and compare everybody with the model.
+        """Do the step, and compare every machine with the model.
 
         Raises:
-            Breach: somebody is not where the model is, or the adapter broke a rule on the way.
-            Strayed: the adapter lost a message, as it may.
+            RuleViolation: a machine differs from the model, or the adapter broke a rule on the way.
+            MessageLost: the adapter lost a message, as it may.
         """
         name, *arguments = step.label
         self.link_setup.watch.steps.append(f"{name}({', '.join(map(str, arguments))})")
@@ -41,7 +41,7 @@ class Replay(Acting):
         try:
             self.acts()[name](*arguments)
         except ProtocolError as error:
-            raise Breach(Rule.STATE, f"a link was taken down: {error}") from error
+            raise RuleViolation(Rule.STATE, f"a link was closed: {error}") from error
         self.link_setup.watch.check()
         self._compare(step)
         self._refuse(step)
@@ -58,11 +58,13 @@ class Replay(Acting):
             receiver = self._receivers[w]
             self._agree(f"worker {w}", difference(RECEIVER_FIELDS, wanted, receiver.projected(self._base)))
             if receiver.served is not None and not self.payloads.intact(*receiver.served):
-                raise Breach(Rule.PINNED, f"what worker {w} serves was overwritten before it acked anything newer")
+                raise RuleViolation(
+                    Rule.PINNED, f"what worker {w} serves was overwritten before it acked a newer version"
+                )
 
     def _agree(self, who: str, different: str) -> None:
         if different:
-            raise Breach(Rule.STATE, f"of {who}, {different}")
+            raise RuleViolation(Rule.STATE, f"of {who}, {different}")
 
     def _refuse(self, step: Step) -> None:
         """Try what must be refused, at each node that was not visited before."""
@@ -79,7 +81,7 @@ class Replay(Acting):
         return len(self._tried) > before
 
     def finish(self) -> None:
-        """Close all that is left: every buffer must be free then."""
+        """Close everything that is left; every buffer must then be free."""
         for receiver in self._receivers.values():
             receiver.served = None
             if receiver.driver.machine.state is not State.CLOSED:

@@ -1,4 +1,4 @@
-"""The rules that links are held to, and what is said of one that broke some."""
+"""The rules of links, and how broken rules are reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightsync.protocol._tables import Delivery
 
 
 class Rule(Enum):
-    """What the contract of `weightsync.transports.base.Link` asks for."""
+    """What the contract of `weightsync.transports.base.Link` requires."""
 
     GENUINE = "what arrives is what was sent, field by field"
     ARRIVES = "a message arrives, or the link breaks"
@@ -34,12 +34,12 @@ class Rule(Enum):
     DECLARED = "what an adapter cannot reach is declared, with the reason"
 
 
-class Breach(AssertionError):
-    """A rule was broken, just now. For the kit itself.
+class RuleViolation(AssertionError):
+    """A rule was broken just now. Used inside the kit.
 
     Args:
-        rule: which.
-        what: how, in words.
+        rule: which rule.
+        what: how it was broken, in words.
     """
 
     def __init__(self, rule: Rule, what: str) -> None:
@@ -50,11 +50,11 @@ class Breach(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A rule that was broken: where, and how."""
+    """A broken rule, with where and how it was broken."""
 
     rule: Rule
     scenario: str
-    #: What the kit had done in this scenario, the last of it where the rule was broken.
+    #: What the kit did in this scenario; the rule was broken at the last step.
     steps: Sequence[str]
     what: str
 
@@ -65,19 +65,19 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Conformance:
-    """What came of `check_transport`."""
+    """The result of `check_transport`."""
 
     delivery: Delivery | None
-    #: The scenarios that went as the contract says.
+    #: The scenarios that passed.
     passed: Sequence[str]
     broken: Sequence[Broken]
     #: The scenarios that the adapter declared unreachable, with its reasons.
     unreachable: Mapping[str, str]
-    #: The scenarios that do not apply to what the adapter declares, with the reason.
+    #: The scenarios that do not apply to the declared delivery, with the reason.
     beside: Mapping[str, str]
-    #: Of what a sender and a receiver go through in the model: by role, how many edges were replayed, of how many.
+    #: For each role, how many edges of the model's graph were replayed, and how many there are.
     covered: Mapping[str, tuple[int, int]]
-    #: The edges that were not, in words, each with the reason.
+    #: The edges that were not replayed, in words, each with the reason.
     unreached: Mapping[str, str]
 
     @property
@@ -89,12 +89,12 @@ class Conformance:
         name = self.delivery.name if self.delivery else "unknown"
         lines = [f"delivery {name}: {len(self.passed)} scenarios passed, {len(self.broken)} rules broken"]
         lines += [f"- {each}" for each in self.broken]
-        lines += [f"- not reached: {scenario}, since {why}" for scenario, why in self.unreachable.items()]
-        lines += [f"- does not apply: {scenario}, since {why}" for scenario, why in self.beside.items()]
+        lines += [f"- not reached: {scenario}: {why}" for scenario, why in self.unreachable.items()]
+        lines += [f"- does not apply: {scenario}: {why}" for scenario, why in self.beside.items()]
         for role, (taken, of) in self.covered.items():
             lines += [f"- {taken} of {of} edges of the {role}'s graph were replayed"] if of else []
         for why, count in Counter(self.unreached.values()).items():
-            lines += [f"- {count} edges were not reached, since {why}"]
+            lines += [f"- {count} edges were not reached: {why}"]
         return "\n".join(lines)
 
 
@@ -102,7 +102,7 @@ class Nonconforming(AssertionError):
     """An adapter breaks rules.
 
     Attributes:
-        conformance: all that was found.
+        conformance: the whole result.
     """
 
     def __init__(self, conformance: Conformance) -> None:

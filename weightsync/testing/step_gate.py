@@ -1,4 +1,4 @@
-"""An end of a cable that hands its driver one message at a time, when the replay says so."""
+"""An end of a connection that gives its driver one message at a time, when the replay says so."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from weightsync.transports.buffers import Buffer
 
 
 class StepGate(LinkRecorder):
-    """A tap behind which everything waits.
+    """A link recorder that holds back everything.
 
-    What the link delivers waits until it is let through, its death until it is told, and, while `holding`, what the
-    driver answers waits to be sent. So a driver goes through exactly what a path of the model has it go through.
+    A delivered message waits until it is let through, the link's death until it is reported, and, while `holding`,
+    the driver's answers wait to be sent. So a driver takes exactly the steps of a path of the model.
 
     Args:
-        worker: of the link, and its number among that worker's links with this sender.
+        place: sender, worker, and the link's number among that worker's links with this sender.
     """
 
     def __init__(self, link: Link, link_pair: LinkPair, end: End, place: tuple[int, int, int]) -> None:
         super().__init__(link, link_pair, end)
         #: Sender, worker and number of the link, as the model counts.
         self.place = place
-        #: What has come out of the link and was not let through; and what was, where links duplicate.
+        #: What the link delivered and was not let through, and what was let through, where links duplicate.
         self.waiting: list[Received] = []
         self.through: list[Received] = []
         self.holding = False
         #: What reading raised.
         self.ended: TransportError | ProtocolError | None = None
         self._ready: list[Received] = []
-        self._telling = False
+        self._end_due = False
         self._held: list[Message] = []
 
     # ------------------------------------------------------------------------------ called by the replay
 
     def fetch(self) -> None:
-        """Take in what has come out of the link."""
+        """Receive what the link has delivered."""
         if self.ended is not None or self.dead:
             return
         try:
@@ -49,26 +49,26 @@ class StepGate(LinkRecorder):
             self.ended = error
 
     def find(self, wanted: Callable[[Message], bool]) -> Received | None:
-        """The first of what waits, or, where links duplicate, was let through before."""
+        """The first match among what waits, or, where links duplicate, what was let through before."""
         known = [*self.waiting, *(self.through if self.delivery.duplicates else ())]
         return next((each for each in known if wanted(each.message)), None)
 
     def let_through(self, received: Received) -> None:
-        """Hand it to the driver when that reads next."""
+        """Give it to the driver at its next read."""
         self.lose(received)
         self.through.append(received)
         self._ready.append(received)
 
     def lose(self, received: Received) -> None:
-        """It never reaches the driver."""
+        """Never give it to the driver."""
         self.waiting = [each for each in self.waiting if each is not received]
 
-    def tell_end(self) -> None:
-        """Let the driver be told, when it reads next, that the link is dead."""
-        self._telling = True
+    def report_end(self) -> None:
+        """Report the link's death to the driver at its next read."""
+        self._end_due = True
 
     def release(self) -> None:
-        """Send what was held."""
+        """Send the answers that were held back."""
         self.holding = False
         held, self._held = self._held, []
         for message in held:
@@ -77,7 +77,7 @@ class StepGate(LinkRecorder):
     # ------------------------------------------------------------------------------ called by the driver
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
-        """Send it, or hold it. A link that is dead is told by reading, when the path comes to that."""
+        """Send it, or hold it back. A dead link is reported by reading, when the path gets to that."""
         if self.holding and not isinstance(message, Bye):
             self._held.append(message)
             return
@@ -88,8 +88,8 @@ class StepGate(LinkRecorder):
                 raise self.link_pair.broke(Rule.LIVES, self.end, f"{words(message)} was refused: {error}") from error
 
     def flush(self) -> bool:
-        """Write, unless the answer is held. Who owes an answer does not read: writing tells it of the end."""
-        if self._telling and self.ended is not None:
+        """Write, unless the answer is held back: a driver that owes an answer reads nothing: writing reports it."""
+        if self._end_due and self.ended is not None:
             raise self.ended
         if self.holding:
             return False
@@ -97,8 +97,8 @@ class StepGate(LinkRecorder):
         return not self.queued or self.ended is not None or bool(self.link_pair.closed) or self.link_pair.cut
 
     def receive(self) -> list[Received]:
-        """What was let through."""
+        """The messages that were let through."""
         ready, self._ready = self._ready, []
-        if not ready and self._telling and self.ended is not None:
+        if not ready and self._end_due and self.ended is not None:
             raise self.ended
         return ready

@@ -1,4 +1,4 @@
-"""Interleavings that nobody thought of: seeded walks over all that a sender and its workers may do."""
+"""Random interleavings: seeded walks over everything that a sender and its workers may do."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from weightsync.clock import new_incarnation
 from weightsync.protocol._tables import State
 from weightsync.protocol.sender import LinkState
 from weightsync.testing.bench import Bench
-from weightsync.testing.link_setup import LinkSetup
-from weightsync.testing.script import Scenario
+from weightsync.testing.link_setup import LinkSetup, Scenario
 
-#: How many walks there are, and of how many steps.
+#: How many walks there are, and how many steps each has.
 COUNT = 12
 STEPS = 40
 _WORKERS = 2
@@ -22,7 +21,7 @@ _Step = Callable[[], object]
 
 
 def walk(link_setup: LinkSetup, seed: int) -> None:
-    """Do what may be done, drawn at random; the same for the same seed."""
+    """Take allowed steps at random; the same steps for the same seed."""
     draw = random.Random(seed)
     bench = Bench(link_setup, nbytes=draw.choice((1, 1000, 70_001)))
     for worker in range(_WORKERS):

@@ -1,4 +1,4 @@
-"""What every transport offers: a `Link`, and how to wait for several at once."""
+"""The contract of every transport, `Link`, and how to wait for several links at once."""
 
 from __future__ import annotations
 
@@ -24,123 +24,122 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message, whole, with its payload."""
+    """A whole message with its payload."""
 
     message: Message
-    #: The payload's bytes, writable; None if the message has none. Valid as long as it is referred to.
+    #: The payload's bytes, writable; None if the message has none. Valid as long as something refers to them.
     payload: memoryview | None = None
-    #: Makes the payload read as it was sent, whatever this process has written over it since.
+    #: Restores the payload as it was sent, even if this process has written over it.
     refresh: Callable[[], None] = _nothing
-    #: Why this process could not take the payload, for want of memory or descriptors; empty: it could.
+    #: Why this process could not take the payload (no memory or no descriptors); empty: it could.
     untaken: str = ""
 
 
 class Payloads(Enum):
     """How large payloads travel."""
 
-    #: In shared memory where the link can hand it over, and inline where it cannot.
+    #: In shared memory where the link can pass it on, and inline where it cannot.
     SHARED = "shared"
     #: With their message, whatever their size.
     INLINE = "inline"
 
 
 class Link(Protocol):
-    """One sender-worker pair.
+    """The connection between a sender and one worker, for one model.
 
-    No method blocks. All are called under the lock of the one driver that owns the link. An adapter knows no
-    model and no clock.
+    No method blocks. All methods are called under the lock of the one driver that owns the link. An adapter knows
+    no model and no clock.
     """
 
-    #: What the transport promises of its messages.
+    #: What the transport promises about its messages.
     delivery: Delivery
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for messages to people."""
+        """The name of the other end, for messages to people."""
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
-        """Queue a message and write what fits now; the rest leaves in `flush`.
+        """Queue a message and write what fits now; `flush` writes the rest.
 
         Args:
-            message: what to say. An update's ``slot`` is the link's business: leave it None.
-            payload: the first ``message.nbytes`` bytes of it travel with the message. It stays pinned while
-                the link or the worker may still read it.
+            message: the message. Leave an update's ``slot`` None: the link sets it.
+            payload: its first ``message.nbytes`` bytes are sent with the message. It stays pinned while the link or
+                the worker may still read it.
 
         Raises:
-            TransportError: the link is dead or closed. The peer will never see this message. What it wrote
-                before may still be there: call `receive` until that raises too, then count the link as lost.
-            ConfigurationError: the message does not fit the wire. Nothing was queued.
+            TransportError: the link is dead or closed. The peer will never see this message. Messages from the peer
+                may still be there: call `receive` until that raises too, then count the link as lost.
+            ConfigurationError: the message does not fit the wire format. Nothing was queued.
         """
 
     def flush(self) -> bool:
-        """Write what is queued, as far as it fits; True once nothing is left.
+        """Write as much as possible of what is queued; True once nothing is left.
 
         Raises:
-            TransportError: the link is dead or closed. The peer will see none of what had not left whole.
+            TransportError: the link is dead or closed. The peer will see no message that was not written whole.
         """
 
     def receive(self) -> list[Received]:
-        """Everything that has arrived whole, in the order of arrival; empty if nothing has.
+        """All whole messages that have arrived, in the order of arrival; empty if there are none.
 
         Raises:
-            TransportError: the link is dead or closed. What was readable before has been delivered by earlier
-                calls.
-            ProtocolError: the peer sent bytes that are ours but malformed, or speaks another version of the
-                protocol. Nothing more can be read; `send` still works, for a last word before `close`.
+            TransportError: the link is dead or closed. Earlier calls have delivered everything that was readable.
+            ProtocolError: the peer sent malformed bytes of ours, or speaks another version of the protocol. Nothing
+                more can be read; `send` still works, for a last message before `close`.
         """
 
     def waitables(self) -> list[int]:
-        """File descriptors; one of them readable means: call `receive`. Empty once closed."""
+        """File descriptors. When one of them is readable, call `receive`. Empty once the link is closed."""
 
     def wants_write(self) -> int | None:
-        """The file descriptor to be watched for room to write, while something is queued; else None."""
+        """The file descriptor to watch for room to write while something is queued; else None."""
 
     def watch(self, pid: int, started: int) -> None:
-        """Notice the death of the peer's process, named by its Hello, even where the link would not show it.
+        """Watch the peer's process, named by its Hello, for links that would not show its death.
 
-        From then on that death makes `receive` raise TransportError, after delivering what was readable. With
-        pid 0 nothing changes.
+        After this, the death of that process makes `receive` raise TransportError, once it has delivered what was
+        readable. With pid 0 nothing changes.
         """
 
     def close(self) -> None:
-        """Give the link up, with whatever had not left. Closing twice is allowed.
+        """Close the link and drop what was not written. Closing twice is allowed.
 
-        Descriptors and threads that the link has begun end with it, not with the last who holds it; what blocks in
-        them, soon after.
+        The link's own descriptors and threads end now, not when the last reference to it goes. A thread that blocks
+        ends soon after.
 
-        Buffers that the peer may still be reading are retired (never written again), unless it is known dead.
+        Buffers that the peer may still be reading are retired (never written again), unless the peer is known dead.
         """
 
 
 class TellsWhatIsRead(ABC):
-    """A link that can tell whether its peer has read what was sent."""
+    """A link that knows whether its peer has read what was sent."""
 
     @abstractmethod
     def all_read(self) -> bool | None:
-        """Whether the peer's process has read all that was sent; None: that is not known."""
+        """Whether the peer's process has read everything that was sent; None: unknown."""
 
 
 class Remarks(ABC):
-    """A link that can say why its worker does not answer, though nothing has failed."""
+    """A link that can explain why its worker does not answer although nothing has failed."""
 
     @property
     @abstractmethod
     def remark(self) -> str:
-        """What was told of this link by others than its worker; empty: nothing, or its worker has answered since."""
+        """What others than the worker reported about this link; empty: nothing, or the worker has answered since."""
 
 
 class Waker:
     """Ends a `wait` from another thread.
 
-    Firing is remembered until a wait has seen it. A closed waker stays fired. In a forked child an inherited
-    waker counts as closed, and firing it there wakes nobody in the parent.
+    A waker stays fired until a wait has seen it, and a closed waker stays fired for good. In a forked child an
+    inherited waker counts as closed, and firing it there wakes nobody in the parent.
 
     Raises:
         TransportError: no file descriptor is left.
     """
 
     def __init__(self) -> None:
-        # Re-entrant: a signal handler may fire it while its own thread is inside.
+        # Re-entrant: a signal handler may fire it while its own thread holds the lock.
         self._lock = threading.RLock()
         self._waiting = 0
         self._fired = 0
@@ -150,34 +149,34 @@ class Waker:
         try:
             self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError as error:
-            raise TransportError(f"Nothing can be waited for: {error.strerror}.") from error
+            raise TransportError(f"No file descriptor to wait on: {error.strerror}.") from error
         forget_after_fork(self)
 
     def fileno(self) -> int:
-        """The descriptor that is readable while it is fired; -1 once closed."""
+        """The descriptor that is readable while the waker is fired; -1 once closed."""
         return -1 if self._fd is None else self._fd
 
     def fire(self) -> None:
-        """Wake whoever waits, or the next that will."""
+        """Wake the current waits, or else the next one."""
         with self._lock:
-            # A child that closes what it inherited must not wake its parent, with whom it shares the counter.
+            # A child that closes what it inherited must not wake its parent: they share the counter.
             if self._fd is not None and self._pid == os.getpid():
                 self._fired += 1
                 os.eventfd_write(self._fd, 1)
 
     @property
     def fired(self) -> int:
-        """How often it was fired: a wait that is told what the number was misses nothing that came since."""
+        """How often it was fired. A wait that is given an earlier number returns at once if it was fired since."""
         return self._fired
 
     def clear(self) -> None:
-        """Forget that it was fired, unless others wait who have not seen it yet."""
+        """Clear it, unless other waits have not seen it yet."""
         with self._lock:
             if self._fd is not None and not self._closed and self._waiting == 0:
                 _drain(self._fd)
 
     def enter(self) -> int | None:
-        """Begin to wait: the descriptor to watch, open until `leave`; None if it is fired for good."""
+        """Begin a wait; returns the descriptor to watch, open until `leave`, or None if it is fired for good."""
         with self._lock:
             if self._closed:
                 return None
@@ -193,7 +192,7 @@ class Waker:
     def close(self) -> None:
         """Fire for good. Closing twice is allowed."""
         with self._lock:
-            # Closed before it fires: a wait that saw the firing first would clear it, and the next would never end.
+            # Mark it closed before firing: a wait that saw it fired first would clear it, and the next would never end.
             self._closed = True
             self.fire()
             self._release()
@@ -206,7 +205,7 @@ class Waker:
         self._release()
 
     def _release(self) -> None:
-        # A descriptor closed under a poll would be reused by something else while that poll still watches it.
+        # A descriptor closed under a poll would be reused while that poll still watches it.
         if self._closed and self._waiting == 0 and self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -223,7 +222,7 @@ def _drain(eventfd: int) -> None:
 
 
 class Waitable(Protocol):
-    """What can be waited for: a link, or a whole channel."""
+    """Anything that can be waited for: a link, or a whole channel."""
 
     def waitables(self) -> list[int]:
         """File descriptors that are readable when there is something to do."""
@@ -233,10 +232,10 @@ class Waitable(Protocol):
 
 
 class WaitFailed(Exception):
-    """What is waited for cannot tell what it waits for itself.
+    """An object that was to be waited for raised an error.
 
     Args:
-        which: its index among those that were to be waited for.
+        which: its index in the list that was given to `wait`.
     """
 
     def __init__(self, which: int) -> None:
@@ -248,19 +247,19 @@ _Waited = TypeVar("_Waited", bound=Waitable)
 
 
 def wait(waker: Waker, links: Sequence[_Waited], timeout: float | None, since: int | None = None) -> list[_Waited]:
-    """Block until a link can be read or written, the waker fires, or time is up.
+    """Block until a link is readable or writable, the waker fires, or the time is up.
 
     Args:
-        waker: ends the wait from another thread; seen once, it is cleared.
-        links: whom to wait for.
-        timeout: seconds; None for ever.
-        since: `Waker.fired` as it was before the caller looked at what it waits for: fired since, it does not block.
+        waker: ends the wait from another thread. The wait clears it.
+        links: what to wait for.
+        timeout: in seconds; None: no limit.
+        since: `Waker.fired` before the caller looked for work. If it was fired since then, the wait does not block.
 
     Returns:
-        The links that have something to read, room for what they have to write, or are dead.
+        The links that are readable, writable while they want to write, or dead.
 
     Raises:
-        WaitFailed: one of them raised; that is the cause.
+        WaitFailed: one of the links raised; its error is the cause.
     """
     fd = waker.enter()
     if fd is None:

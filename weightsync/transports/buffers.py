@@ -1,15 +1,15 @@
-"""Payload buffers: shared memory where it pays, and when a buffer may be written again.
+"""Payload buffers: shared memory where it is worthwhile, and when a buffer may be written again.
 
-A `Segment` is anonymous memory of the kernel (memfd): it has no name, travels as a file descriptor, and is freed when
-the last process that maps it is gone, however that process ended. The trainer maps it shared and writes; a worker maps
+A `Segment` is anonymous kernel memory (memfd). It has no name, travels as a file descriptor, and is freed when the last
+process that maps it has ended, however that process ended. The trainer maps it shared and writes to it. A worker maps
 it private, so a worker that writes over its parameters changes only its own copy.
 
-`Pins` are the payloads that a worker may still be reading: its answers say when it is done.
+`Pins` are the payloads that a worker may still be reading. Its answers show when it is done.
 
-`Named` and `Mapped` are the segments that a worker maps, kept alike at both ends of a link without messages. Frames of
-a link arrive in order, so both lists change in step and drop the segment named longest ago when they are full. A
-worker that could not map one refuses what lies there; the trainer then passes its descriptor again with the next
-version there.
+`Named` and `Mapped` list the segments that a worker maps. Both ends of a link keep the same list without messages:
+frames of a link arrive in order, so both lists change in step and drop the oldest segment when they are full. A worker
+that could not map a segment refuses the update in it; the trainer then passes its descriptor again with the next
+version in that segment.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from weightsync.transports.process import forget_after_fork
 
 
 class _Computed:
-    """What one buffer held last."""
+    """The digest of what one buffer held last."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -54,7 +54,7 @@ def digest_of(payload: memoryview) -> bytes:
 
 
 def sent_digest(update: Update, payload: Buffer) -> bytes:
-    """The SHA-256 of an update's payload, while its buffer is pinned. Whoever comes second waits for the first."""
+    """The SHA-256 of an update's payload, while its buffer is pinned. Later callers wait for the first."""
     with _lock:
         computed = _known.setdefault(payload, _Computed())
     with computed.lock:
@@ -69,10 +69,10 @@ _Key = tuple[int, int]
 
 
 class Pins:
-    """The buffers that one link has shown to its worker.
+    """The buffers that one link has shared with its worker.
 
-    A worker maps what it serves. So a buffer stays pinned until the worker has acked a newer version, and so
-    has nothing of the old left, or refused that one without ever having acked it, or is known dead.
+    A worker maps the version that it serves. So a buffer stays pinned until the worker has acked a newer version,
+    or has refused this version without ever having acked it, or is known dead.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Pins:
         return len(self._held)
 
     def hold(self, update: Update, buffer: Buffer | None) -> None:
-        """Pin what goes out with ``update``; None: the worker gets a copy of its own."""
+        """Pin the buffer of ``update``; None: the worker gets its own copy."""
         key = (update.incarnation, update.version)
         self._sent = max(self._sent, key)
         if buffer is not None:
@@ -93,7 +93,7 @@ class Pins:
             buffer.pin(self._token(key))
 
     def answered(self, message: Message) -> None:
-        """Learn from what the worker says; an ack of what was never sent teaches nothing."""
+        """Release what the worker's answer shows to be free. An ack of a version that was never sent does nothing."""
         if isinstance(message, Ack):
             key = (message.incarnation, message.version)
             self._acked = max(self._acked, key) if key <= self._sent else self._acked
@@ -104,11 +104,11 @@ class Pins:
                 self._release([held for held in self._held if held[0] == key])
 
     def release(self) -> None:
-        """The worker's process is dead: nobody reads them."""
+        """Release everything: the worker's process is dead."""
         self._release(list(self._held))
 
     def retire(self) -> None:
-        """The worker can no longer be asked: none of them may be written again."""
+        """Retire everything: the worker can no longer be asked, so these buffers must not be written again."""
         for _, buffer in self._held:
             buffer.retire()
         self.release()
@@ -122,9 +122,9 @@ class Pins:
         return self._owner, key
 
 
-#: Below this a payload is cheaper to write into the pipe than to find in a segment.
+#: Smaller payloads are cheaper to write into the pipe than to map from a segment.
 INLINE_BELOW_NBYTES: Final = 64 * 1024
-#: Unpinned buffers that a pool keeps beside the one it hands out: two alternate in a steady run.
+#: Unpinned buffers that a pool keeps besides the one in use: two alternate in a steady run.
 SPARE_BUFFERS: Final = 1
 
 _F_SEAL_FUTURE_WRITE: Final = 0x10
@@ -132,33 +132,33 @@ _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _numbers = itertools.count(1)
 
 
-#: What the kernel says where a process, or the machine, has no room for more.
+#: The errors with which the kernel reports that a process or the machine has no resources left.
 _NO_ROOM: Final = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 
 
 class NoRoom(TransportError):
-    """This process has no memory, or no file descriptor, left for a payload. It may have some again later."""
+    """This process has no memory or file descriptor left for a payload. It may have some again later."""
 
 
 class Storage(Enum):
-    """Where a pool's buffers lie."""
+    """The memory in which a pool's buffers are."""
 
-    #: Large ones in segments that another process can map.
+    #: Large buffers in segments that another process can map.
     SEGMENTS = "segments"
-    #: All in this process's own memory.
+    #: All buffers in this process's own memory.
     HEAP = "heap"
 
 
 class Segment:
-    """Shared memory without a name, mapped for writing by the process that made it.
+    """Anonymous shared memory, mapped for writing by the process that made it.
 
-    In a forked child an inherited segment is gone: the memory is the parent's.
+    A forked child drops an inherited segment: the memory is the parent's.
 
     Args:
-        nbytes: its size; it never changes.
+        nbytes: the size, which never changes.
 
     Raises:
-        TransportError: there is not enough memory, or no file descriptor left.
+        TransportError: there is not enough memory, or no file descriptor is left.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -175,18 +175,18 @@ class Segment:
     def _allocate(self) -> None:
         _require_memory(self.nbytes)
         self.fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # The kernel makes it readable by everybody, whoever may look into this process's descriptors.
+        # The kernel makes it readable by everybody who may look into this process's descriptors.
         os.fchmod(self.fd, 0o600)
-        # Allocated now, a lack of memory is an error here and not a SIGBUS at the first write.
+        # Allocate it now: a lack of memory is an error here, not a SIGBUS at the first write.
         os.posix_fallocate(self.fd, 0, self.nbytes)
         shared = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._view = memoryview(shared)
-        # Whoever is handed the descriptor can neither resize the memory nor map it to write to it.
+        # A process that receives the descriptor can neither resize the memory nor map it for writing.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
 
     @property
     def view(self) -> memoryview:
-        """All of it, writable.
+        """The whole segment, writable.
 
         Raises:
             TransportError: in a forked child.
@@ -196,7 +196,7 @@ class Segment:
         return self._view
 
     def forget(self) -> None:
-        """In a forked child: let go of the memory."""
+        """In a forked child: release the memory."""
         self._view = None
         self._close()
 
@@ -210,7 +210,7 @@ class Segment:
 
 
 def _require_memory(nbytes: int) -> None:
-    # The kernel's tmpfs would sooner call the out-of-memory killer than refuse.
+    # The kernel's tmpfs would invoke the out-of-memory killer rather than refuse.
     with contextlib.suppress(FileNotFoundError, PermissionError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(":")
@@ -222,17 +222,17 @@ class Mapping:
     """A peer's segment, mapped private: reads see the peer's writes, writes stay in this process.
 
     Args:
-        fd: the segment's descriptor; the caller still closes it.
+        fd: the segment's descriptor, which the caller closes.
 
     Raises:
-        NoRoom: there is not enough memory, or no file descriptor left.
+        NoRoom: there is not enough memory, or no file descriptor is left.
         TransportError: it cannot be mapped, or is not a sealed segment.
     """
 
     def __init__(self, fd: int) -> None:
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
-                raise TransportError("The peer's shared memory could shrink under its reader: it is not sealed.")
+                raise TransportError("The peer's shared memory is not sealed, so it could shrink while it is read.")
             nbytes = os.fstat(fd).st_size
             self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE)
         except (OSError, ValueError) as error:
@@ -243,21 +243,21 @@ class Mapping:
         self.view = memoryview(self._map)
 
     def remap(self) -> None:
-        """Drop this process's own pages: everything reads as the peer wrote it."""
+        """Drop this process's own pages, so that everything reads as the peer wrote it."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size."""
         return len(self._map)
 
 
 class Buffer:
-    """Memory for one payload, and who may still be reading it.
+    """Memory for one payload, with the pins of those who may still be reading it.
 
     Args:
-        nbytes: how much it must hold.
-        storage: where it lies.
+        nbytes: the size that it must have.
+        storage: the kind of memory.
     """
 
     def __init__(self, nbytes: int, storage: Storage = Storage.HEAP) -> None:
@@ -280,25 +280,25 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """How much it can hold."""
+        """Its capacity in bytes."""
         return self.segment.nbytes if self.segment is not None else len(self.view)
 
     @property
     def pinned(self) -> bool:
-        """Whether somebody may still be reading it."""
+        """Whether it may still be read by somebody."""
         return bool(self._pins)
 
     @property
     def retired(self) -> bool:
-        """Whether it may never be written again."""
+        """Whether it must never be written again."""
         return self._retired
 
     def pin(self, token: Hashable) -> None:
-        """Keep it from being written; pinning twice with one token is once."""
+        """Keep it from being written; pinning twice with one token counts once."""
         self._pins.add(token)
 
     def unpin(self, token: Hashable) -> None:
-        """Take back `pin`; an unknown token is ignored."""
+        """Undo `pin`; an unknown token is ignored."""
         self._pins.discard(token)
 
     def retire(self) -> None:
@@ -307,7 +307,7 @@ class Buffer:
 
 
 def anonymous(nbytes: int) -> mmap.mmap:
-    """Fresh memory of this process alone, aligned to a page.
+    """New memory of this process alone, aligned to a page.
 
     Raises:
         NoRoom: there is not enough memory.
@@ -322,7 +322,7 @@ def anonymous(nbytes: int) -> mmap.mmap:
 
 
 class PoolStatistics(NamedTuple):
-    """What a pool holds."""
+    """The contents of a pool."""
 
     buffers: int
     pinned: int
@@ -331,10 +331,10 @@ class PoolStatistics(NamedTuple):
 
 
 class Pool:
-    """The payload buffers of one sender. Used under its driver's lock.
+    """The payload buffers of one sender. Called under its driver's lock.
 
     Args:
-        storage: where its buffers lie.
+        storage: the kind of memory of its buffers.
     """
 
     def __init__(self, storage: Storage = Storage.SEGMENTS) -> None:
@@ -342,12 +342,12 @@ class Pool:
         self._buffers: list[Buffer] = []
 
     def acquire(self, nbytes: int) -> Buffer:
-        """A buffer of at least ``nbytes`` bytes that nobody reads: one used before, or a new one.
+        """A buffer of at least ``nbytes`` bytes that nobody reads: a used one or a new one.
 
-        It is the caller's to write until the next `acquire`; pin it (`Link.send` does) to keep it longer.
+        The caller may write to it until the next `acquire`; pin it (`Link.send` does) to keep it longer.
 
         Raises:
-            TransportError: there is not enough memory. The pool is as before.
+            TransportError: there is not enough memory. The pool is unchanged.
         """
         self._buffers = [buffer for buffer in self._buffers if not buffer.retired]
         free = [buffer for buffer in self._buffers if not buffer.pinned]
@@ -359,7 +359,7 @@ class Pool:
         return chosen
 
     def statistics(self) -> PoolStatistics:
-        """What it holds now; retired buffers are no longer its own."""
+        """The current contents, without retired buffers."""
         held = [buffer for buffer in self._buffers if not buffer.retired]
         return PoolStatistics(
             buffers=len(held),
@@ -369,30 +369,30 @@ class Pool:
         )
 
     def close(self) -> None:
-        """Let all buffers go; each is freed when nobody maps it any more."""
+        """Drop all buffers. Each is freed when nobody maps it any more."""
         self._buffers.clear()
 
 
-#: Two alternate in a steady run, and a third is there while a worker is behind.
+#: Two alternate in a steady run; a third is there for a worker that is behind.
 MAX_SEGMENTS: Final = 4
 
 
 class Named:
-    """The trainer's side: the segments that this link has named last."""
+    """The trainer's list: the segments that this link has named last."""
 
     def __init__(self) -> None:
-        #: The number of each to the key of the version that it was named for last.
+        #: For each segment's number, the key of the version that it was named for last.
         self._keys: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        #: Those whose descriptors are to be passed again, since the worker may not map them.
+        #: Segments whose descriptors must be passed again, since the worker may not have mapped them.
         self._again: set[int] = set()
 
     def missing(self, segment: Segment) -> tuple[int, ...]:
-        """The descriptors that must travel with the frame that names ``segment`` next."""
+        """The descriptors to pass with the next frame that names ``segment``."""
         passed = segment.number in self._keys and segment.number not in self._again
         return () if passed else (segment.fd,)
 
     def name(self, segment: Segment, update: Update) -> None:
-        """A frame that names it is on its way."""
+        """Record that a frame names this segment."""
         self._keys[segment.number] = update.incarnation, update.version
         self._keys.move_to_end(segment.number)
         self._again.discard(segment.number)
@@ -400,17 +400,17 @@ class Named:
             self._again.discard(self._keys.popitem(last=False)[0])
 
     def answered(self, message: Message) -> None:
-        """Learn from what the worker says: it may have refused a version because it could not map its segment."""
+        """Process an answer: the worker may have refused a version because it could not map its segment."""
         if isinstance(message, Refusal):
             key = message.incarnation, message.version
             self._again.update(number for number, named_for in self._keys.items() if named_for == key)
 
 
 class Mapped:
-    """The worker's side: the segments it maps. Tensors keep a mapping alive that is no longer listed."""
+    """The worker's list: the segments that it maps. Tensors keep a mapping alive after it has left the list."""
 
     def __init__(self) -> None:
-        #: The mapping of each, or why there was no room for it.
+        #: The mapping of each segment, or why there was no room for it.
         self._mappings: OrderedDict[int, Mapping | str] = OrderedDict()
 
     def find(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str = "") -> Mapping:
@@ -418,12 +418,12 @@ class Mapped:
 
         Args:
             slot: names the segment.
-            descriptors: those that came with the frame.
-            untaken: why its descriptor did not come, though it was passed; empty: it was not.
+            descriptors: the descriptors that came with the frame.
+            untaken: why a passed descriptor could not be taken; empty: none was lost.
 
         Raises:
             ProtocolError: the peer never passed that segment.
-            NoRoom: it cannot be mapped just now, or could not be when its descriptor came.
+            NoRoom: there is no room to map it now, or there was none when its descriptor came.
             TransportError: it cannot be mapped.
         """
         try:
@@ -444,12 +444,12 @@ class Mapped:
 
     def _take(self, segment: int, descriptors: tuple[int, ...], untaken: str) -> None:
         if isinstance(self._mappings.get(segment), Mapping):
-            return  # passed again, after a refusal that had nothing to do with it
+            return  # passed again after a refusal for another reason
         try:
             self._mappings[segment] = untaken or Mapping(descriptors[0])
         except NoRoom as error:
             self._mappings[segment] = str(error)
 
     def clear(self) -> None:
-        """Map none any more, but for those that something still looks at."""
+        """Drop all mappings, except those that something still uses."""
         self._mappings.clear()

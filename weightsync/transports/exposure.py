@@ -1,4 +1,4 @@
-"""Links that others than their two ends can reach, and that no key protects: said once a process, in the log."""
+"""Warns in the log, once per process, about links that other hosts can reach and no key protects."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger("weightsync")
 _LISTENS: Final = "0A"
 
 
-class _Said:
-    """Whether it was said in this process."""
+class _Warning:
+    """Whether this process has already warned."""
 
     def __init__(self) -> None:
         self.forget()
@@ -26,44 +26,44 @@ class _Said:
     def forget(self) -> None:
         """In a forked child: not yet."""
         self._lock = threading.Lock()
-        self._said = False
+        self._warned = False
         forget_after_fork(self)
 
     def once(self) -> bool:
-        """Whether it is to be said now."""
+        """Whether to warn now."""
         with self._lock:
-            before, self._said = self._said, True
+            before, self._warned = self._warned, True
         return not before
 
 
-_said = _Said()
+_warning = _Warning()
 
 
 _OUR_KEY: Final = f"Give both ends the same secret as key= or in {VARIABLE}"
-#: Connections given as pipes are authenticated by who makes them.
+#: The makers of a connection that is given as a pipe authenticate it.
 AUTHKEY: Final = (
     f"Neither key= nor {VARIABLE} is used on a connection given as a pipe: give Listener and Client the same authkey="
 )
 
 
-def tell(link: str, remedy: str = _OUR_KEY) -> None:
-    """Say in the log, once a process, that a link without a key can be reached by others.
+def warn_exposed(link: str, remedy: str = _OUR_KEY) -> None:
+    """Warn in the log, once per process, that others can reach a link without a key.
 
     Args:
-        link: which, and how: the beginning of a sentence.
+        link: which link, and how it is reached: the beginning of a sentence.
         remedy: what to do: the beginning of a sentence.
     """
-    if _said.once():
+    if _warning.once():
         logger.warning(
             "%s, and has no key of ours: whoever reaches it can read the weights and send others. %s, or keep the "
-            "network to yourself: see SECURITY.md. This is said once.",
+            "network to yourself: see SECURITY.md. This warning is logged once.",
             link,
             remedy,
         )
 
 
 def is_exposed(host: str, port: int) -> bool:
-    """Whether others than this host can reach what listens there: its address is not the loopback's, or not only."""
+    """Whether other hosts can reach a server at that address: it is not the loopback's, or not only."""
     return not _is_loopback(host) or _listens_everywhere(port)
 
 
@@ -71,7 +71,7 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
-        pass  # a name
+        pass  # a host name
     try:
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     except OSError:
@@ -79,7 +79,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _listens_everywhere(port: int) -> bool:
-    """Whether somebody in our network namespace listens on that port of all interfaces, as a user's own store does."""
+    """Whether a process of our network namespace listens on that port of all interfaces, as a user's own store does."""
     for name in ("tcp", "tcp6"):
         try:
             rows = Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines()[1:]
@@ -94,7 +94,7 @@ def _listens_everywhere(port: int) -> bool:
 
 
 def leaves_host(sock: socket.socket) -> bool:
-    """Whether a connected socket's other end may be on another host."""
+    """Whether the other end of a connected socket may be on another host."""
     try:
         return sock.family != socket.AF_UNIX and not _is_loopback(sock.getpeername()[0])
     except OSError:

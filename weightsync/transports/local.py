@@ -1,4 +1,4 @@
-"""Links inside one process, over a network that a test controls: it delays, loses, doubles and cuts messages."""
+"""Links inside one process, over a network that a test controls: it delays, loses, duplicates and cuts off messages."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Side(Enum):
 
 
 class Pace(Enum):
-    """When what was sent arrives."""
+    """When a sent message arrives."""
 
     #: At once, in order.
     PROMPT = "prompt"
-    #: When the test says so.
+    #: When the test delivers it.
     HELD = "held"
 
 
@@ -47,13 +47,13 @@ class Parcel:
 
 
 class Network:
-    """What lies between the two ends of a pair, and what happens to it.
+    """The network between the two ends of a pair, and the faults that a test causes in it.
 
-    It keeps to what its delivery promises: a test that asks for more disorder gets a ConfigurationError.
+    It keeps the promises of its delivery: a test that asks for more disorder gets a ConfigurationError.
 
     Args:
-        delivery: what it promises.
-        pace: when what was sent arrives.
+        delivery: what the network promises.
+        pace: when a sent message arrives.
     """
 
     def __init__(self, delivery: Delivery, pace: Pace = Pace.PROMPT) -> None:
@@ -69,11 +69,11 @@ class Network:
 
     @property
     def in_flight(self) -> tuple[Parcel, ...]:
-        """What was sent and has not arrived, oldest first."""
+        """The messages that were sent and have not arrived, oldest first."""
         return tuple(self._flying)
 
     def deliverable(self) -> tuple[Parcel, ...]:
-        """What may arrive next: anything, or each side's oldest where order is promised."""
+        """The messages that may arrive next: any of them, or each side's oldest where order is promised."""
         if self.delivery.reorders:
             return self.in_flight
         oldest: dict[Side, Parcel] = {}
@@ -82,7 +82,7 @@ class Network:
         return tuple(oldest.values())
 
     def deliver(self, parcel: Parcel) -> None:
-        """Let it arrive."""
+        """Deliver a message."""
         with self.lock:
             self._require(parcel in self.deliverable(), "order")
             self._flying.remove(parcel)
@@ -90,19 +90,19 @@ class Network:
             self._wake(parcel.to)
 
     def deliver_all(self) -> None:
-        """Let everything in flight arrive, oldest first."""
+        """Deliver everything in flight, oldest first."""
         with self.lock:
             while self._flying:
                 self.deliver(self._flying[0])
 
     def drop(self, parcel: Parcel) -> None:
-        """Lose it, and let the link live on."""
+        """Lose a message, and keep the link alive."""
         self._require(self.delivery.loses, "to lose nothing")
         self._flying.remove(parcel)
 
     def duplicate(self, parcel: Parcel) -> Parcel:
-        """A second one of it in flight."""
-        self._require(self.delivery.duplicates, "to double nothing")
+        """Put a copy of a message in flight."""
+        self._require(self.delivery.duplicates, "to duplicate nothing")
         twin = Parcel(next(self._numbers), parcel.to, parcel.received)
         self._flying.append(twin)
         return twin
@@ -112,14 +112,14 @@ class Network:
             raise ConfigurationError(f"A network of delivery {self.delivery.name} promised {promised}.")
 
     def cut(self) -> None:
-        """The link breaks though both ends live: what is in flight is lost; both notice if they can."""
+        """Break the link while both ends live: messages in flight are lost, and both ends notice if they can."""
         with self.lock:
             self._flying.clear()
             for side in Side:
                 self._end(side, "was cut")
 
     def crash(self, side: Side) -> None:
-        """The process at that side is dead: what is in flight is lost; the other end notices if it can."""
+        """End the process at that side: messages in flight are lost, and the other end notices if it can."""
         with self.lock:
             self._flying.clear()
             self._crashed.add(side)
@@ -131,7 +131,7 @@ class Network:
         return side in self._crashed
 
     def post(self, to: Side, received: Received) -> None:
-        """Take a message on its way. For the links."""
+        """Put a message in flight. For the links."""
         with self.lock:
             self.require_alive(to.other)
             if to in self._crashed:
@@ -142,7 +142,7 @@ class Network:
                 self.deliver(parcel)
 
     def take(self, side: Side) -> list[Received]:
-        """What has arrived at that side. For the links."""
+        """The messages that have arrived at that side. For the links."""
         with self.lock:
             if side in self._wakers:
                 self._wakers[side].clear()
@@ -156,7 +156,7 @@ class Network:
             return arrived
 
     def leave(self, side: Side) -> None:
-        """That side closes its link; what it sent may still arrive. For the links."""
+        """Close the link at that side; its messages in flight may still arrive. For the links."""
         with self.lock:
             if side in self._wakers:
                 self._wakers.pop(side).close()
@@ -167,7 +167,7 @@ class Network:
             self._end(side.other, "was closed by the other end")
 
     def waker(self, side: Side) -> Waker:
-        """Fired when something arrives at that side. For the links."""
+        """The waker that is fired when something arrives at that side. For the links."""
         with self.lock:
             if side not in self._wakers:
                 self._wakers[side] = Waker()
@@ -209,7 +209,7 @@ class LocalLink:
         return f"the {self.side.other.value} end"
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
-        """Put a message in flight, as the wire would carry it: see `Link.send`."""
+        """Put a message in flight, as encoded and decoded: see `Link.send`."""
         self._require_open()
         carried = codec.decode(codec.encode(message))
         if not isinstance(message, Update) or not message.nbytes:
@@ -223,12 +223,12 @@ class LocalLink:
         self.network.post(self.side.other, Received(carried, view))
 
     def flush(self) -> bool:
-        """Everything leaves at once."""
+        """Every message is sent at once."""
         self._require_open()
         return True
 
     def receive(self) -> list[Received]:
-        """What has arrived: see `Link.receive`."""
+        """The messages that have arrived: see `Link.receive`."""
         self._require_open()
         arrived = self.network.take(self.side)
         for received in arrived:
@@ -236,7 +236,7 @@ class LocalLink:
         return arrived
 
     def waitables(self) -> list[int]:
-        """One descriptor, made when first asked for."""
+        """One descriptor, made at the first call."""
         return [] if self._closed else [self.network.waker(self.side).fileno()]
 
     def wants_write(self) -> int | None:
@@ -244,10 +244,10 @@ class LocalLink:
         return None
 
     def watch(self, pid: int, started: int) -> None:
-        """Nothing to watch: the network tells."""
+        """Do nothing: the network reports deaths."""
 
     def close(self) -> None:
-        """Give the link up: see `Link.close`."""
+        """Close the link: see `Link.close`."""
         if self._closed:
             return
         self._closed = True
@@ -271,12 +271,12 @@ def local_pair(
     """Two links that are each other's peer.
 
     Args:
-        delivery: what the network between them promises, and how it may misbehave.
-        pace: when what was sent arrives.
-        payloads: INLINE copies a payload when it is sent; SHARED shows the receiver the sender's own buffer.
+        delivery: what the network between them promises, and so which faults it may have.
+        pace: when a sent message arrives.
+        payloads: INLINE copies a payload when it is sent; SHARED gives the receiver the sender's own buffer.
 
     Returns:
-        The first and the second end; ``.network`` of either controls what lies between.
+        The first and the second end; ``.network`` of either controls the network between them.
     """
     network = Network(delivery, pace)
     return LocalLink(network, Side.FIRST, payloads), LocalLink(network, Side.SECOND, payloads)

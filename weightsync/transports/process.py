@@ -1,6 +1,6 @@
-"""Processes: whether a peer's process lives, and what a forked child lets go of.
+"""Processes: whether a peer's process is alive, and what a forked child must drop.
 
-Siblings inherit the ends of pipes, so the end of a stream may never come: the process itself is watched.
+Sibling processes inherit the ends of pipes, so a stream may never end. The process itself is watched instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightsync.errors import TransportError
 
 
 class Forgettable(Protocol):
-    """Holds something of the operating system that a forked child must not touch."""
+    """Holds a resource of the operating system that a forked child must not touch."""
 
     def forget(self) -> None:
         """In a forked child: close this process's copies of descriptors, and nothing of the parent's."""
@@ -28,7 +28,7 @@ _inherited: WeakSet[Forgettable] = WeakSet()
 
 
 def forget_after_fork(holder: Forgettable) -> None:
-    """Have ``holder.forget()`` called in every child forked from this process."""
+    """Call ``holder.forget()`` in every child forked from this process."""
     _inherited.add(holder)
 
 
@@ -43,7 +43,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def own_identity() -> tuple[int, int]:
-    """This process's id and its start in clock ticks since boot: what a Hello says of its speaker."""
+    """This process's id, and its start in clock ticks since boot, as its Hello states them."""
     pid = os.getpid()
     try:
         return pid, _own_start(pid)
@@ -53,10 +53,10 @@ def own_identity() -> tuple[int, int]:
 
 @lru_cache(maxsize=1)
 def own_host() -> bytes:
-    """What tells this machine and pid namespace from others, 16 bytes: a pid means something only there.
+    """Identifies this machine and pid namespace, in 16 bytes. A pid is unique only within them.
 
     Raises:
-        TransportError: the kernel does not say, since no descriptor is left. Asked again later, it may.
+        TransportError: the kernel does not say, since no descriptor is left. A later call may succeed.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -68,7 +68,7 @@ def own_host() -> bytes:
 
 @lru_cache(maxsize=1)
 def own_network() -> str:
-    """What tells this machine and network namespace from others: within them, all reach each other by the loopback."""
+    """Identifies this machine and network namespace. Within them, processes reach each other over the loopback."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return xxhash.xxh3_128_hexdigest(f"{boot} {os.readlink('/proc/self/ns/net')}".encode())
 
@@ -77,7 +77,7 @@ def own_network() -> str:
 def _own_start(pid: int) -> int:
     started = started_at(pid)
     if started is None:
-        raise ProcessLookupError(pid)  # not kept: it may be readable when it is asked for again
+        raise ProcessLookupError(pid)  # not cached: a later read may succeed
     return started
 
 
@@ -87,18 +87,18 @@ def started_at(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The second field is the program's name in parentheses, and may hold spaces and parentheses itself.
+    # The second field is the program's name in parentheses, and may contain spaces and parentheses itself.
     return int(stat.rpartition(")")[2].split()[19])
 
 
 class ProcessWatch:
-    """One process, and whether it is dead.
+    """Watches one process for its death.
 
-    In a forked child an inherited watch is over: it says neither.
+    In a forked child an inherited watch ends: it reports nothing.
 
     Args:
         pid: its id.
-        started: its start as `own_identity` told it: another start is another process. 0: not known.
+        started: its start as in `own_identity`: another start is another process. 0: unknown.
     """
 
     def __init__(self, pid: int, started: int) -> None:
@@ -111,7 +111,7 @@ class ProcessWatch:
         except ProcessLookupError:
             self._dead = True
         else:
-            # Read after the pidfd was opened: from here on the number can no longer change its meaning.
+            # Read after the pidfd was opened: from here on the number can no longer name another process.
             found = started_at(pid)
             self._dead = bool(started) and found is not None and found != started
             forget_after_fork(self)
@@ -130,17 +130,17 @@ class ProcessWatch:
         return self._dead
 
     def names(self, pid: int, started: int) -> bool:
-        """Whether it watches that very process."""
+        """Whether it watches exactly this process."""
         return (self.pid, self._started) == (pid, started)
 
     def close(self) -> None:
-        """Watch no longer. Closing twice is allowed."""
+        """Stop watching. Closing twice is allowed."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def forget(self) -> None:
-        """In a forked child: watch no longer."""
+        """In a forked child: stop watching."""
         self.close()
 
     def __del__(self) -> None:
@@ -148,10 +148,10 @@ class ProcessWatch:
 
 
 def watching(pid: int, started: int) -> ProcessWatch:
-    """A watch of that process.
+    """A watch for that process.
 
     Raises:
-        TransportError: it cannot be watched: no descriptor is left, that is not allowed, or no process can have that
+        TransportError: it cannot be watched: no descriptor is left, this is not permitted, or no process can have that
             number.
     """
     try:

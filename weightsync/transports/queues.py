@@ -1,4 +1,4 @@
-"""Links over two multiprocessing queues, one a direction."""
+"""Links over two multiprocessing queues, one for each direction."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ AnyQueue = multiprocessing.queues.Queue
 
 
 class QueueChannel:
-    """The one reader and writer of a pair of queues in this process: frames as bytes, sorted by model.
+    """The only reader and writer of a pair of queues in this process. Frames are bytes, sorted by model.
 
     Args:
-        outbox: where we put; None: there is no way back to whoever sends to us.
-        inbox: where we get from; None: nobody can answer us.
+        outbox: where frames are put. None: the sender cannot be reached.
+        inbox: where frames are read. None: nobody can answer.
 
     Raises:
-        ConfigurationError: one of them is no ``multiprocessing.Queue``.
+        ConfigurationError: one of them is not a ``multiprocessing.Queue``.
     """
 
     def __init__(self, outbox: Any, inbox: Any) -> None:
         for given in (outbox, inbox):
             if given is not None and not isinstance(given, AnyQueue):
-                raise ConfigurationError(f"A {type(given).__name__} is no multiprocessing.Queue. Nothing was sent.")
+                raise ConfigurationError(f"A {type(given).__name__} is not a multiprocessing.Queue. Nothing was sent.")
         self._outbox, self.inbox = outbox, inbox
         self._lock = threading.Lock()
         self._boxes: dict[str, deque[Received]] = {}
-        #: Of models of which more came than is kept: told behind what is kept.
+        #: For models that exceeded the limit: the error to report after the kept messages.
         self._flooded: dict[str, ProtocolError] = {}
-        #: Why nothing more is taken in.
+        #: Why nothing more is read.
         self._broken: TransportError | ProtocolError | None = None
-        #: Of links: one may take in what is another's.
+        #: The wakers of links: one link may read messages of another.
         self._wakers: dict[str, Waker] = {}
-        #: What is not ours: kept, in order.
+        #: Objects that are not ours, kept in order.
         self.user_messages: deque[Any] = deque()
 
     def put(self, frame: bytes) -> None:
@@ -61,10 +61,10 @@ class QueueChannel:
         try:
             self._outbox.put_nowait(frame)
         except (queue.Full, ValueError, OSError, AssertionError) as error:
-            raise TransportError(f"The queue takes nothing more: {error or 'it is full'}.") from error
+            raise TransportError(f"The queue accepts nothing more: {error or 'it is full'}.") from error
 
     def unclaimed(self) -> tuple[str, ...]:
-        """The models for which something is there."""
+        """The models for which messages are there."""
         self._read(None)
         with self._lock:
             return tuple(model_id for model_id, box in self._boxes.items() if box)
@@ -73,8 +73,8 @@ class QueueChannel:
         """Take out what has arrived for a model.
 
         Raises:
-            TransportError: the queue is closed, or too many objects came that are no messages of ours.
-            ProtocolError: a frame is malformed, or more came for that model, or for those without a link, than is kept.
+            TransportError: the queue is closed, or too many objects arrived that are not ours.
+            ProtocolError: a frame is malformed, or that model, or those without a link, exceeded their limit.
         """
         self._read(model_id)
         with self._lock:
@@ -86,21 +86,21 @@ class QueueChannel:
             return arrived
 
     def enroll(self, model_id: str, waker: Waker) -> None:
-        """Fire ``waker`` when something of that model is taken in."""
+        """Fire ``waker`` when a message of that model is read."""
         with self._lock:
             self._wakers[model_id] = waker
             if self._boxes.get(model_id):
                 waker.fire()
 
     def leave(self, model_id: str, waker: Waker) -> None:
-        """Fire it no more."""
+        """Stop firing it."""
         with self._lock:
             if self._wakers.get(model_id) is waker:
                 del self._wakers[model_id]
                 self._flooded.pop(model_id, None)
 
     def _read(self, reader: str | None) -> None:
-        """Take in what is in the queue, as far as there is room for what the reader takes out next."""
+        """Read what is in the queue, as long as there is room for what the reader takes out next."""
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -119,7 +119,7 @@ class QueueChannel:
         head = codec.peek(item)
         message = codec.decode_with(head, item[: head.control_nbytes])
         if len(item) - head.control_nbytes != head.payload_nbytes:
-            raise ProtocolError(f"A frame came without its {head.payload_nbytes} bytes.", unread=item[:64])
+            raise ProtocolError(f"A frame arrived without its {head.payload_nbytes} bytes.", unread=item[:64])
         self._keep(message.model_id, _with_payload(message, item, head))
 
     def _has_room(self, reader: str | None) -> bool:
@@ -130,7 +130,7 @@ class QueueChannel:
         return len(box) < MAX_UNREAD and _nbytes(box) < MAX_KEPT_NBYTES
 
     def _unclaimed(self) -> tuple[int, int]:
-        """How many messages lie here for models without a link, and the bytes of their payloads."""
+        """How many messages are here for models without a link, and the bytes of their payloads."""
         boxes = [box for known, box in self._boxes.items() if known not in self._wakers]
         return sum(map(len, boxes)), sum(map(_nbytes, boxes))
 
@@ -139,14 +139,14 @@ class QueueChannel:
         count, nbytes = self._unclaimed()
         if waker is None and (count >= MAX_UNCLAIMED or nbytes >= MAX_KEPT_NBYTES):
             self._broken = ProtocolError(
-                f"{count} messages of {nbytes} bytes lie here for models without a link, and another came (for "
+                f"{count} messages of {nbytes} bytes are kept for models without a link, and another arrived (for "
                 f"{model_id!r})."
             )
             raise self._broken
         if len(box) >= MAX_UNREAD or _nbytes(box) >= MAX_KEPT_NBYTES:
             self._flooded[model_id] = ProtocolError(
-                f"{len(box)} messages ({_nbytes(box)} bytes) for {model_id!r} lie here unread, and another came: this "
-                "link is given up."
+                f"{len(box)} messages ({_nbytes(box)} bytes) for {model_id!r} are unread here, and another arrived: "
+                "this link is closed."
             )
         if model_id not in self._flooded:
             self._boxes.setdefault(model_id, box).append(received)
@@ -156,8 +156,8 @@ class QueueChannel:
     def _keep_user_message(self, item: Any) -> None:
         if len(self.user_messages) >= MAX_USER_MESSAGES:
             self._broken = TransportError(
-                f"{len(self.user_messages)} objects that are no messages of ours came by this queue: "
-                "give it to nobody else."
+                f"{len(self.user_messages)} objects that are not messages of ours arrived in this queue: "
+                "use it for weightsync alone."
             )
             raise self._broken
         self.user_messages.append(item)
@@ -167,11 +167,11 @@ class QueueChannel:
         return [] if self.inbox is None else [self.inbox._reader.fileno()]
 
     def wants_write(self) -> None:
-        """A queue's own thread writes."""
+        """Nothing to write: the queue's own thread writes."""
 
 
 def _with_payload(message: Message, item: bytes, head: codec.Head) -> Received:
-    """A message with a copy of its payload, that may be written."""
+    """A message with a writable copy of its payload."""
     if not head.payload_nbytes:
         return Received(message)
     try:
@@ -188,7 +188,7 @@ class QueueLink:
     """One model's link over a `QueueChannel`. See `weightsync.transports.base.Link` for its contract."""
 
     def __init__(self, channel: QueueChannel, model_id: str, peer: str) -> None:
-        # Where nobody can answer, no answer is waited for, as where answers may be lost.
+        # Where nobody can answer, no answer is waited for, as with transports that may lose answers.
         self.delivery = Delivery.ORDERED if channel.inbox is not None else Delivery.BEST_EFFORT
         self._channel = channel
         self._model_id = model_id
@@ -200,7 +200,7 @@ class QueueLink:
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for messages to people."""
+        """The name of the other end, for messages to people."""
         return self._peer
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
@@ -209,25 +209,25 @@ class QueueLink:
         frame = codec.encode(message)
         if isinstance(message, Update) and message.nbytes:
             if payload is None or payload.nbytes < message.nbytes:
-                raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
+                raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
             frame = b"".join((frame, payload.view[: message.nbytes]))
         self._channel.put(frame)
 
     def flush(self) -> bool:
-        """A queue's own thread writes."""
+        """Nothing to write: the queue's own thread writes."""
         self._require_open()
         return True
 
     def receive(self) -> list[Received]:
-        """What has arrived: see `Link.receive`."""
+        """The messages that have arrived: see `Link.receive`."""
         self._require_open()
-        # Asked before looking: what the peer said before its death is then certainly there.
+        # Checked before reading: what the peer sent before its death is then certainly there.
         dead = self._watch is not None and self._watch.dead
         received = self._channel.collect(self._model_id)
         if dead and not received and self._watch is not None:
             raise TransportError(f"{self._peer} has ended: process {self._watch.pid} is dead.")
         if dead:
-            self._waker.fire()  # what came before is delivered now, the end at the next call
+            self._waker.fire()  # earlier messages are delivered now, the end at the next call
         return received
 
     def waitables(self) -> list[int]:
@@ -238,10 +238,10 @@ class QueueLink:
         return [self._waker.fileno(), *self._channel.waitables(), *watched]
 
     def wants_write(self) -> None:
-        """A queue's own thread writes."""
+        """Nothing to write: the queue's own thread writes."""
 
     def watch(self, pid: int, started: int) -> None:
-        """Notice the death of the peer's process: see `Link.watch`."""
+        """Watch the peer's process: see `Link.watch`."""
         if not pid or self._closed or (self._watch is not None and self._watch.names(pid, started)):
             return
         watch = watching(pid, started)
@@ -252,7 +252,7 @@ class QueueLink:
             self._waker.fire()
 
     def close(self) -> None:
-        """Give the link up: see `Link.close`. The queues are the user's."""
+        """Close the link: see `Link.close`. The queues are the user's and stay open."""
         if not self._closed:
             self._closed = True
             self._channel.leave(self._model_id, self._waker)

@@ -19,33 +19,33 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, GivenUp
-from weightsync.transports.calls.forwarding import hand_on
+from weightsync.transports.calls.forwarding import complete_like
 from weightsync.transports.calls.server import CallServer, Frames, Parcel
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
 
-#: torch exports, annotates and documents less than it offers.
+#: torch exports, annotates and documents less than it provides.
 torch_rpc: Final[Any] = rpc
 WorkerInfo = Any
-#: torch's word for "no timeout": a call ends with its answer, with its worker or with RPC itself. The deadlines are the
-#: sender's own.
+#: torch's value for "no timeout": a call ends with its answer, with its worker or with RPC itself. The sender has its
+#: own deadlines.
 ENDLESS: Final = 0.0
-#: What a rank's end means for the others, as torch 2.15 has it.
+#: What a rank's end means for the others, in torch 2.15.
 NOBODY_NEW: Final = (
-    "torch's RPC admits nobody in place of a rank that died: the others go on without it; to have it back, start a new "
+    "torch's RPC cannot replace a rank that died: the others continue without it; to have it back, start a new "
     "world in new processes"
 )
 
 
-#: Links over RPC, in the identities of those under a key.
+#: The name of this transport in link identities, where there is a key.
 WAY: Final = "rpc"
 
 
 class Delivered(NamedTuple):
-    """What a call brings home."""
+    """The result of a call."""
 
-    #: Answers, each as `wire.encode` makes it.
+    #: The answers, each encoded by `codec.encode`.
     frames: tuple[bytes, ...]
-    #: Why the call was not taken in; empty: it was.
+    #: Why the call was refused; empty: it was not.
     failure: str = ""
 
 
@@ -53,7 +53,7 @@ class Delivered(NamedTuple):
 
 
 class _CallServers:
-    """The doors of this process, one a model; there before anybody listens."""
+    """The call servers of this process, one for each model. They exist before a receiver listens."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,7 +63,7 @@ class _CallServers:
         os.register_at_fork(after_in_child=self._forget)
 
     def of(self, model_id: str) -> CallServer:
-        """The door of a model, made if it is not there yet."""
+        """The call server of a model, made if it does not exist yet."""
         with self._lock:
             return self._call_servers.setdefault(model_id, CallServer(model_id, WAY, _own_name))
 
@@ -85,13 +85,13 @@ def is_initialised() -> bool:
 
 
 def _own_name() -> str:
-    """What RPC calls this process; its calls come from nowhere else."""
+    """RPC's name for this process, the only name that its callers use."""
     return str(rpc.get_worker_info().name)
 
 
 def is_called() -> bool:
-    """Whether this thread is one of RPC's, so that whoever called waits for us."""
-    # RPC's threads are C++'s: Python knows them by name only while they run its code.
+    """Whether this thread is one of RPC's, so that a caller waits for it."""
+    # RPC's threads are C++ threads: Python knows them by name only while they run Python code.
     return isinstance(threading.current_thread(), threading._DummyThread) and is_initialised()
 
 
@@ -99,7 +99,7 @@ _call_servers: Final = _CallServers()
 
 
 def call_server_of(model_id: str) -> CallServer:
-    """The door of a model in this process; links that come before a receiver listens wait behind it."""
+    """The call server of a model in this process. Links that arrive before a receiver listens wait in it."""
     return _call_servers.of(model_id)
 
 
@@ -107,7 +107,7 @@ def call_server_of(model_id: str) -> CallServer:
 def _deliver(
     model_id: str, link: str, number: int, frame: bytes, payload: torch.Tensor | None
 ) -> torch.futures.Future[Delivered]:
-    """Runs in a thread of the worker's RPC, which is free again at once: the result comes when there is an answer."""
+    """Deliver a call. Returns at once in a thread of the worker's RPC; the result follows with the answer."""
     over: torch.futures.Future[Delivered] = torch.futures.Future()
     parcel = Parcel(link, number, frame, None if payload is None else _bytes_of(payload))
     try:
@@ -126,10 +126,10 @@ def _bytes_of(payload: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """Brings a call's answer home."""
+    """Returns a call's answer."""
 
     over: torch.futures.Future[Delivered]
-    #: Kept, since an answer may come after RPC was shut down here, and torch then still needs its agent.
+    #: Kept, since an answer may come after RPC was shut down here, and torch still needs its agent then.
     agent: object
 
     def __call__(self, answer: Future[Frames]) -> None:
@@ -138,7 +138,7 @@ class _Return:
 
 
 def _hang_up(model_id: str, link: str, number: int, frame: bytes) -> Delivered:
-    """The sender's last call of a link: none of them waits for an answer any more, whether anybody listens or not."""
+    """The sender's last call of a link: its calls wait for no more answers, with or without a receiver."""
     try:
         call_server_of(model_id).hang_up(Parcel(link, number, frame))
     except WeightSyncError as error:
@@ -155,7 +155,7 @@ def _is_listening(model_id: str) -> bool:
 
 
 def require_rpc(peer: str) -> None:
-    """Refuse to speak where RPC does not run.
+    """Require that RPC runs here.
 
     Raises:
         ConfigurationError: RPC is not initialised in this process, or this torch was built without it.
@@ -175,10 +175,10 @@ def require_rpc(peer: str) -> None:
 
 
 def worker_named(worker: Any, peer: str) -> WorkerInfo:
-    """Who is meant by a name, a rank or a `WorkerInfo`.
+    """The worker that a name, a rank or a `WorkerInfo` denotes.
 
     Raises:
-        ConfigurationError: as `require_rpc`, or RPC knows nobody of that name.
+        ConfigurationError: as `require_rpc`, or RPC knows no such worker.
     """
     require_rpc(peer)
     if isinstance(worker, torch_rpc.WorkerInfo):
@@ -189,23 +189,23 @@ def worker_named(worker: Any, peer: str) -> WorkerInfo:
         return torch_rpc.api._to_worker_info(worker)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"{peer}: RPC knows no worker {worker!r} ({plain(error)}). Is it to replace one that died? {NOBODY_NEW}."
+            f"{peer}: RPC knows no worker {worker!r} ({plain(error)}). If it replaces one that died: {NOBODY_NEW}."
         ) from error
 
 
 def plain(error: BaseException) -> str:
-    """What torch says of a failure, in one line."""
+    """torch's description of a failure, in one line."""
     return next(iter(str(error).strip().splitlines()), "") or repr(error)
 
 
 def lost(peer: str, error: BaseException) -> TransportError:
-    """A call ended without an answer."""
+    """The error of a call that ended without an answer."""
     if raised_there(error):
-        reason = f"{peer} could not take a call of ours: is weightsync installed there? ({plain(error)})"
+        reason = f"{peer} could not accept our call: is weightsync installed there? ({plain(error)})"
     elif is_initialised() and "pipe closed" not in str(error):
-        reason = f"RPC reaches {peer} no more ({plain(error)}). {NOBODY_NEW}"
+        reason = f"RPC can no longer reach {peer} ({plain(error)}). {NOBODY_NEW}"
     else:
-        reason = f"RPC was shut down here while {peer} had not answered ({plain(error)}): it may have applied it"
+        reason = f"RPC was shut down here before {peer} had answered ({plain(error)}): it may have applied the update"
     found = TransportError(f"{reason}.")
     found.__cause__ = error
     return found
@@ -217,16 +217,16 @@ def begin(
     said: Callable[[torch.futures.Future[Any]], Sequence[Message]],
     again: Callable[[], torch.futures.Future[Any]] | None = None,
 ) -> Answers:
-    """Begin a call whose end becomes answers by ``said``, in a thread of RPC's.
+    """Begin a call; ``said`` makes its answers, in a thread of RPC's.
 
     Args:
-        peer: who is called, for messages to people.
-        call: begins it.
-        said: the answers of a call that is over.
-        again: begins it once more, should it come home with a challenge; then its end is that one's.
+        peer: the name of the worker, for messages to people.
+        call: begins the call.
+        said: the answers of a finished call.
+        again: repeats the call if it was answered with a challenge; then the end of the repeated call counts.
 
     Raises:
-        TransportError: RPC took no call. The worker will never see it.
+        TransportError: RPC accepted no call. The worker will never see it.
     """
     answers: Answers = Future()
 
@@ -238,7 +238,7 @@ def begin(
                 answers.set_exception(error)
             else:
                 _follow(answers, peer, again, said)
-        except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
+        except Exception as error:  # noqa: BLE001 - reported to whoever waits for the answers
             answers.set_exception(error)
         else:
             answers.set_result(messages)
@@ -247,7 +247,7 @@ def begin(
         require_rpc(peer)
         call().add_done_callback(over)
     except Exception as error:
-        raise TransportError(f"RPC took no call for {peer}: {plain(error)}") from error
+        raise TransportError(f"RPC accepted no call for {peer}: {plain(error)}") from error
     return answers
 
 
@@ -259,19 +259,19 @@ def _follow(
 ) -> None:
     """Begin a call whose end is that of ``answers``."""
     try:
-        begin(peer, call, said).add_done_callback(functools.partial(hand_on, answers))
+        begin(peer, call, said).add_done_callback(functools.partial(complete_like, answers))
     except TransportError as error:
         answers.set_exception(error)
 
 
 class RpcCallClient:
-    """Carries messages to a process with our receiver: what comes back is its own answer.
+    """Carries messages to a process with our receiver, and returns the receiver's own answers.
 
     Args:
-        worker: who.
+        worker: the worker.
         model_id: the model.
-        peer: who is at the other end, for messages to people.
-        key: shared with the worker; None: its answers are believed as they come.
+        peer: the name of the worker, for messages to people.
+        key: shared with the worker. None: its answers are trusted as they are.
     """
 
     def __init__(self, worker: WorkerInfo, model_id: str, peer: str, key: SharedKey | None = None) -> None:
@@ -288,13 +288,13 @@ class RpcCallClient:
         number = self._next
         frame = self._seal.frame(number, message, payload)
         if isinstance(message, Bye):
-            answers = begin(self._peer, lambda: self._call(_hang_up, number, frame), self._said)
+            answers = begin(self._peer, lambda: self._call(_hang_up, number, frame), self._answers_of)
         else:
             carried = _carried(message, payload)
             answers = begin(
                 self._peer,
                 lambda: self._call(_deliver, number, frame, carried),
-                self._said,
+                self._answers_of,
                 lambda: self._call_again(number),
             )
         self._next += 1
@@ -310,24 +310,24 @@ class RpcCallClient:
             raise TransportError(f"The link to {self._peer} is closed.")
         return self._call(_deliver, number, self._seal.again(number), None)
 
-    def _said(self, over: torch.futures.Future[Delivered]) -> Sequence[Message]:
+    def _answers_of(self, over: torch.futures.Future[Delivered]) -> Sequence[Message]:
         try:
             delivered = over.value()
         except Exception as error:
             raise lost(self._peer, error) from error
         if delivered.failure:
-            raise GivenUp(f"{self._peer} took no call: {delivered.failure}")
+            raise GivenUp(f"{self._peer} refused a call: {delivered.failure}")
         return self._seal.brought(delivered.frames)
 
     def close(self) -> None:
-        """No further call will be begun; those on their way end with the worker's answer."""
+        """Begin no further calls. Those in flight end with the worker's answer."""
         self._closed = True
 
 
 def _carried(message: Message, payload: Buffer | None) -> torch.Tensor | None:
     if not isinstance(message, Update) or not message.nbytes or payload is None:
         return None
-    # A view: RPC reads the buffer itself, which stays pinned until the call is over.
+    # A view: RPC reads the buffer itself, which stays pinned until the call ends.
     return torch.frombuffer(payload.view[: message.nbytes], dtype=torch.uint8)
 
 
@@ -335,14 +335,14 @@ def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[bool]:
     """Ask whether a receiver of ours listens there. A process without weightsync has none.
 
     Raises:
-        TransportError: RPC took no call.
+        TransportError: RPC accepted no call.
     """
     found: Future[bool] = Future()
 
     def said(over: torch.futures.Future[bool]) -> Sequence[Message]:
         try:
             found.set_result(bool(over.value()))
-        except Exception as error:  # noqa: BLE001 - told to whoever waits
+        except Exception as error:  # noqa: BLE001 - reported to whoever waits
             found.set_result(False) if raised_there(error) else found.set_exception(lost(peer, error))
         return ()
 
@@ -351,5 +351,5 @@ def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[bool]:
 
 
 def raised_there(error: BaseException) -> bool:
-    """Whether it was raised by what was called, or by its being read there, and not by RPC: torch says where, so."""
+    """Whether the called code raised it, or unpickling it there, and not RPC: torch names the place in the message."""
     return any(words in str(error) for words in ("On WorkerInfo(", "Error on Node "))

@@ -1,17 +1,17 @@
-"""What travels under a shared key: each message in an envelope, and the challenges of both ends.
+"""Messages under a shared key: each in an envelope, with the challenges of both ends.
 
-Both ends challenge each other, and nobody waits for it. The sender's challenge is its link's name, which it has just
-drawn. What it says before it has an answer is *early*: sealed for that name. The worker draws a challenge of its own
-and believes nothing yet. From then on both seal for both challenges: the first such envelope proves to the worker that
-the sender is alive and no recording, and only then does what came early count. Direction, link and number are under
-every MAC, so nothing can be replayed, sent back to its author or moved to another link.
+Both ends challenge each other, and neither waits. The sender's challenge is its link's name, which it has just drawn at
+random. What it sends before it has an answer is *early*: sealed for that name. The worker draws a challenge of its own
+and trusts nothing yet. From then on both ends seal for both challenges. The first such envelope proves to the worker
+that the sender is alive and not a recording, and only then do the early messages count. Direction, link and number are
+under every MAC, so nothing can be replayed, sent back to its author or moved to another link.
 
 offset  size  envelope (big-endian)
      0     4  magic, ``b"WSYK"``
      4     1  kind
      5     1  size of the payload's digest: 0 or 32
      6     8  number of the message
-    14    32  HMAC-SHA256 of all else
+    14    32  HMAC-SHA256 of everything else
     46     -  SHA-256 of the payload, where that travels beside the envelope
      -     -  content"""
 
@@ -31,7 +31,7 @@ from weightsync.keys import VARIABLE, SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Hello, Message, Update
 from weightsync.transports.buffers import Buffer, sent_digest
-from weightsync.transports.exposure import tell
+from weightsync.transports.exposure import warn_exposed
 from weightsync.transports.process import own_host
 
 MAGIC: Final = b"WSYK"
@@ -44,17 +44,17 @@ Readable = bytes | bytearray | memoryview
 
 
 class Kind(enum.IntEnum):
-    """What an envelope holds."""
+    """The content of an envelope."""
 
     #: A sender's message, sealed before it knew the worker's challenge.
     EARLY = 1
-    #: A sender's message, sealed for both challenges; without content it only proves the sender.
+    #: A sender's message, sealed for both challenges. Without content it only proves the sender.
     PROVEN = 2
     #: The worker's challenge.
     CHALLENGE = 3
     #: A worker's message.
     ANSWER = 4
-    #: Why the link is refused, in one byte; sealed by nobody, since there is no key in common.
+    #: Why the link is refused, in one byte. It is not sealed, since there is no common key.
     REFUSED = 5
 
 
@@ -67,13 +67,13 @@ class Reason(enum.IntEnum):
 
 
 _SAME: Final = f"Give both ends the same key= or {VARIABLE}"
-#: Said to the sender, of the worker.
+#: For the sender, about the worker.
 _TOLD: Final = {
-    Reason.OTHER_KEY: f"{{}} has another key, and took nothing from us. {_SAME}.",
-    Reason.SENDER_HAS_NONE: f"{{}} has a key and this process has none: it took nothing from us. {_SAME}.",
-    Reason.WORKER_HAS_NONE: f"{{}} has no key, and this process has one: it took nothing from us. {_SAME}.",
+    Reason.OTHER_KEY: f"{{}} has another key and accepted nothing from this process. {_SAME}.",
+    Reason.SENDER_HAS_NONE: f"{{}} has a key and this process has none: it accepted nothing. {_SAME}.",
+    Reason.WORKER_HAS_NONE: f"{{}} has no key and this process has one: it accepted nothing. {_SAME}.",
 }
-#: Said by the worker, of a sender.
+#: For the worker, about a sender.
 TURNED_AWAY: Final = {
     Reason.OTHER_KEY: f"it has another key. {_SAME}, if it is yours",
     Reason.SENDER_HAS_NONE: f"it has no key, and this process has one. {_SAME}, if it is yours",
@@ -82,13 +82,13 @@ TURNED_AWAY: Final = {
 
 
 class Identity(NamedTuple):
-    """A link, as both ends know it without telling each other."""
+    """A link, as both ends know it without exchanging it."""
 
-    #: The way it goes: links of different transports never mix.
+    #: The transport: links of different transports never mix.
     way: str
     model_id: str
     worker: str
-    #: Drawn by the sender, at random, and never used again: its challenge.
+    #: The sender's challenge: drawn at random, and never used again.
     name: str
 
 
@@ -98,12 +98,12 @@ def new_name() -> str:
 
 
 class Envelope(NamedTuple):
-    """An envelope, opened but not yet believed."""
+    """An opened envelope that is not verified yet."""
 
     kind: Kind
     number: int
     mac: bytes
-    #: Of the payload that travels beside it; empty: none does.
+    #: The digest of the payload that is sent beside it; empty: there is none.
     digest: bytes
     content: memoryview
 
@@ -112,7 +112,7 @@ class Envelope(NamedTuple):
         """Read an envelope.
 
         Raises:
-            AuthenticationError: it is none.
+            AuthenticationError: it is not an envelope.
         """
         try:
             magic, kind, digested, number, mac = _HEAD.unpack_from(text)
@@ -120,13 +120,13 @@ class Envelope(NamedTuple):
                 raise ValueError(magic)
             start = _HEAD.size + digested
             return cls(Kind(kind), number, mac, bytes(text[_HEAD.size : start]), memoryview(text)[start:])
-        except (struct.error, ValueError, TypeError):  # a call may bring anything, not only bytes
-            raise AuthenticationError("What came is in no envelope of ours, and was not believed.") from None
+        except (struct.error, ValueError, TypeError):  # a call may carry anything, not only bytes
+            raise AuthenticationError("A message is not in an envelope of ours, and was rejected.") from None
 
     def verify(self, secret: bytes) -> None:
-        """Raise AuthenticationError unless whoever sealed it holds that secret."""
+        """Raise AuthenticationError unless the envelope was sealed with that secret."""
         if not hmac.compare_digest(self.mac, _mac(secret, self.kind, self.number, self.digest, self.content)):
-            raise AuthenticationError("A message is under another key, or was changed on its way: it was not believed.")
+            raise AuthenticationError("A message is under another key or was changed in transit: it was rejected.")
 
 
 def _mac(secret: bytes, kind: Kind, number: int, digest: bytes, content: Readable) -> bytes:
@@ -141,7 +141,7 @@ def _sealed(secret: bytes, kind: Kind, number: int, content: Readable, digest: b
 
 
 def is_envelope(text: object) -> bool:
-    """Whether a text is under some key. What a call brought, either way, may be of any type."""
+    """Whether a text is an envelope. The content of a call, in either direction, may be of any type."""
     return isinstance(text, bytes | bytearray | memoryview) and bytes(text[: len(MAGIC)]) == MAGIC
 
 
@@ -151,14 +151,14 @@ def refusal(reason: Reason) -> bytes:
 
 
 def refused(envelope: Envelope, peer: str) -> AuthenticationError:
-    """What such an envelope says to a sender."""
+    """The sender's error for such an envelope."""
     reason = bytes(envelope.content[:1])
     known = reason and reason[0] in list(Reason)
     return AuthenticationError(_TOLD[Reason(reason[0]) if known else Reason.OTHER_KEY].format(peer))
 
 
 def without_key(text: Readable, peer: str) -> AuthenticationError:
-    """What an end without a key makes of an envelope."""
+    """The error of an end without a key that receives an envelope."""
     envelope = Envelope.of(text)
     if envelope.kind is Kind.REFUSED:
         return refused(envelope, peer)
@@ -166,7 +166,7 @@ def without_key(text: Readable, peer: str) -> AuthenticationError:
 
 
 class _Session(NamedTuple):
-    """The secrets of one link, once both ends are challenged: one for each direction."""
+    """The secrets of one link, one for each direction, once both ends are challenged."""
 
     down: bytes
     up: bytes
@@ -177,9 +177,9 @@ class _Session(NamedTuple):
 
 
 class SenderSeal:
-    """The sender's end of one link: it seals what goes down, and opens what comes up.
+    """The sender's end of one link: it seals what it sends, and opens what the worker sends.
 
-    Numbers are the caller's: it gives each message its own, and compares those that come.
+    The caller numbers the messages, and compares the numbers of those that arrive.
     """
 
     def __init__(self, key: SharedKey, identity: Identity, peer: str) -> None:
@@ -192,12 +192,12 @@ class SenderSeal:
 
     @property
     def announcement(self) -> str:
-        """What proves, with the link's name, that whoever announces it has the key."""
+        """Proves, with the link's name, that the sender of the announcement has the key."""
         return announcement(self._key, self._identity)
 
     @property
     def challenged(self) -> bool:
-        """Whether the worker's challenge has come: what is sealed from now on proves us."""
+        """Whether the worker's challenge has arrived, so that every later message proves this sender."""
         return self._session is not None
 
     def seal(self, number: int, content: Readable, digest: bytes = b"") -> bytes:
@@ -208,10 +208,10 @@ class SenderSeal:
         return _sealed(session.down, Kind.PROVEN, number, content, digest)
 
     def open(self, text: Readable) -> Envelope:
-        """Open what a worker says: an answer, or its challenge, which has been taken in then.
+        """Open a worker's message: an answer, or its challenge, which is processed here.
 
         Raises:
-            AuthenticationError: it is not the worker's; or the worker refuses us, which the error says.
+            AuthenticationError: it is not from the worker, or the worker refuses us, as the error says.
         """
         envelope = Envelope.of(text)
         if envelope.kind is Kind.REFUSED and self._session is None:
@@ -221,14 +221,14 @@ class SenderSeal:
         elif envelope.kind is Kind.ANSWER and self._session is not None:
             envelope.verify(self._session.up)
         else:
-            raise AuthenticationError(f"{self._peer} said what no worker says here: it was not believed.")
+            raise AuthenticationError(f"{self._peer} sent a message that no worker sends here: it was rejected.")
         return envelope
 
     def _take(self, envelope: Envelope) -> None:
         envelope.verify(self._key.derived("challenge", *self._identity))
         nonce = bytes(envelope.content)
         if self._session is not None and nonce != self._nonce:
-            raise AuthenticationError(f"Two workers answered as {self._peer}: only one of them can be it.")
+            raise AuthenticationError(f"Two workers answered as {self._peer}: only one of them can be genuine.")
         self._nonce = nonce
         self._session = _Session.of(self._key, self._identity, nonce)
 
@@ -240,9 +240,9 @@ class WorkerSeal:
         self._early = key.derived("early", *identity)
         nonce = secrets.token_bytes(_NONCE_NBYTES)
         self._session = _Session.of(key, identity, nonce)
-        #: To be sent before all else.
+        #: To be sent before anything else.
         self.challenge = _sealed(key.derived("challenge", *identity), Kind.CHALLENGE, 0, nonce)
-        #: Whether the sender has proved that it lives: until then what it says is to be held back.
+        #: Whether the sender has proved that it is alive. Until then its messages must be held back.
         self.proven = False
 
     def seal(self, number: int, content: Readable) -> bytes:
@@ -250,88 +250,88 @@ class WorkerSeal:
         return _sealed(self._session.up, Kind.ANSWER, number, content)
 
     def open(self, text: Readable) -> Envelope:
-        """Open what a sender says.
+        """Open a sender's message.
 
         Raises:
-            AuthenticationError: it is not the sender's.
+            AuthenticationError: it is not from the sender.
         """
         envelope = Envelope.of(text)
         if envelope.kind is Kind.PROVEN:
             envelope.verify(self._session.down)
             self.proven = True
         elif envelope.kind is Kind.EARLY:
-            # Also behind a proof, which may have overtaken it: it is that sender's, whoever delivers it.
+            # Also after a proof, which may have overtaken it: it is from that sender, whoever delivers it.
             envelope.verify(self._early)
         else:
-            raise AuthenticationError("The sender said what no sender says here: it was not believed.")
+            raise AuthenticationError("The sender sent a message that no sender sends here: it was rejected.")
         return envelope
 
 
 def announcement(key: SharedKey, identity: Identity) -> str:
-    """What proves that whoever announces a link has the key."""
+    """Proves that the sender that announces a link has the key."""
     return key.derived("announcement", *identity).hex()
 
 
 class Challenged(AuthenticationError):
-    """A call came home with the worker's challenge: it is to be made once more, under `CallSeal.again`."""
+    """A call was answered with the worker's challenge. It must be repeated with `CallSeal.again`."""
 
 
 class CallSeal(Protocol):
-    """What a courier seals by. Calls of one link may come home in any order, and in any thread."""
+    """How a call client seals its calls. Calls of one link may end in any order and in any thread."""
 
     def frame(self, number: int, message: Message, payload: Buffer | None) -> bytes:
-        """What a call carries.
+        """The content of a call.
 
         Raises:
-            ConfigurationError: the message does not fit the wire.
+            ConfigurationError: the message does not fit the wire format.
         """
 
     def again(self, number: int) -> bytes:
-        """What carries a call that was challenged: the worker has kept what it brought."""
+        """The content of a repeated call, after a challenge. The worker has kept the first content."""
 
     def brought(self, frames: Sequence[bytes]) -> list[Message]:
-        """The answers that a call brought home.
+        """The answers of a call.
 
         Raises:
-            Challenged: it brought the worker's challenge.
-            AuthenticationError: the worker has another key, or it is not the worker that answered.
+            Challenged: the answer is the worker's challenge.
+            AuthenticationError: the worker has another key, or the answer is not the worker's.
             ProtocolError: an answer is malformed.
         """
 
 
 class NoSeal:
-    """Without a key: messages travel as they are.
+    """For links without a key: messages are sent unchanged.
 
     Args:
-        peer: who is at the other end, for messages to people.
+        peer: the name of the other end, for messages to people.
     """
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
 
-    def frame(self, number: int, message: Message, payload: Buffer | None) -> bytes:  # noqa: ARG002 - sealed by nobody
+    def frame(self, number: int, message: Message, payload: Buffer | None) -> bytes:  # noqa: ARG002 - nothing is sealed
         """The message."""
         return codec.encode(message)
 
     def again(self, number: int) -> bytes:
-        """Nobody is challenged without a key."""
-        raise AuthenticationError(f"{self._peer} challenged call {number}, which was under no key.")
+        """Raise: there are no challenges without a key."""
+        raise AuthenticationError(f"{self._peer} challenged call {number}, which was sent without a key.")
 
     def brought(self, frames: Sequence[bytes]) -> list[Message]:
         """The answers, unless the worker has a key."""
         messages = decoded(frames, self._peer)
         if any(isinstance(each, Hello) and each.host not in {b"", own_host()} for each in messages):
-            tell(f"The link to {self._peer} goes to another host")
+            warn_exposed(f"The link to {self._peer} goes to another host")
         return messages
 
 
 class KeyedSeal:
-    """With a key.
+    """For links with a key.
 
     Args:
         key: shared with the worker.
-        identity: of the link.
-        peer: who is at the other end, for messages to people.
+        identity: the link's identity.
+        peer: the name of the other end, for messages to people.
     """
 
     def __init__(self, key: SharedKey, identity: Identity, peer: str) -> None:
@@ -351,7 +351,7 @@ class KeyedSeal:
         return self._seal.seal(number, b"")
 
     def brought(self, frames: Sequence[bytes]) -> list[Message]:
-        """The answers, each of which is believed once."""
+        """The answers. A repeated answer is rejected."""
         messages = []
         for frame in _listed(frames):
             envelope = self._seal.open(frame)
@@ -359,19 +359,19 @@ class KeyedSeal:
                 raise Challenged(f"{self._peer} challenged a call that answered its challenge.")
             with self._lock:
                 if envelope.number in self._heard:
-                    raise AuthenticationError(f"An answer of {self._peer} came again: it was not believed.")
+                    raise AuthenticationError(f"An answer of {self._peer} was repeated: it was rejected.")
                 self._heard.add(envelope.number)
             messages.append(codec.decode(envelope.content))
         return messages
 
 
 def seal_of(key: SharedKey | None, identity: Identity, peer: str) -> CallSeal:
-    """What the sender's end of a link seals by."""
+    """The seal for the sender's end of a link."""
     return NoSeal(peer) if key is None else KeyedSeal(key, identity, peer)
 
 
 def decoded(frames: Sequence[bytes], peer: str = "the worker") -> list[Message]:
-    """The answers that a call brought home, under no key.
+    """The answers of a call, without a key.
 
     Raises:
         AuthenticationError: the worker has a key.
@@ -384,7 +384,7 @@ def decoded(frames: Sequence[bytes], peer: str = "the worker") -> list[Message]:
 
 
 def _listed(frames: Sequence[bytes]) -> Sequence[bytes]:
-    """The frames, of which a call may bring home anything else instead."""
+    """The frames of a call's result, which may be of any type."""
     if not isinstance(frames, list | tuple):
-        raise codec.malformed(f"A call brought home a {type(frames).__name__} where answers belong", b"")
+        raise codec.malformed(f"A call returned a {type(frames).__name__} instead of answers", b"")
     return frames

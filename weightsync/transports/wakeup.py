@@ -1,4 +1,4 @@
-"""Waking a driver: links that other threads wake, and processes that are watched before they have started."""
+"""Wakes drivers: links that other threads wake, and processes that are watched before they have started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightsync.transports.process import ProcessWatch, forget_after_fork, start
 
 
 class AwaitedProcess:
-    """A process that has not spoken yet.
+    """A process that has not sent anything yet.
 
     Args:
         process: a `multiprocessing` process or a `subprocess.Popen`, started or not, or a process id of this host.
@@ -44,16 +44,16 @@ class AwaitedProcess:
 
     @property
     def identity(self) -> tuple[int, int] | None:
-        """Its process id and its start, as `own_identity` tells them; None: it has not started."""
+        """Its process id and start, as in `own_identity`; None: it has not started."""
         pid = self._process if isinstance(self._process, int) else self._process.pid
         return None if pid is None else (pid, started_at(pid) or 0)
 
 
 class WakeableLink:
-    """The part of a link that does not depend on how its messages travel. Nothing is ever written by its driver.
+    """The part of a link that does not depend on how its messages are sent. Its driver never writes anything.
 
     Args:
-        peer: who is at the other end, for messages to people.
+        peer: the name of the other end, for messages to people.
     """
 
     def __init__(self, peer: str) -> None:
@@ -65,7 +65,7 @@ class WakeableLink:
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for messages to people."""
+        """The name of the other end, for messages to people."""
         return self._peer
 
     def flush(self) -> bool:
@@ -85,7 +85,7 @@ class WakeableLink:
         return None
 
     def watch(self, pid: int, started: int) -> None:
-        """Notice the death of the peer's process: see `Link.watch`."""
+        """Watch the peer's process: see `Link.watch`."""
         if not pid or self._closed or (self._watch is not None and self._watch.names(pid, started)):
             return
         watch = watching(pid, started)
@@ -104,12 +104,12 @@ class WakeableLink:
             self._watch = None
 
     def _let_go(self) -> None:
-        """Wake whoever waits, and wake nobody again."""
+        """Wake the current waits, and never wake again."""
         self._waker.close()
         self._unwatch()
 
     def forget(self) -> None:
-        """In a forked child: be closed, and close nothing of the parent's."""
+        """In a forked child: count as closed, and close nothing of the parent's."""
         self._closed = True
 
     def _require_open(self) -> None:

@@ -1,4 +1,4 @@
-"""The steps of a run's machines as actions of AckProtocol.tla, and what they show."""
+"""The steps of a run's machines as actions of AckProtocol.tla, with the states that they lead to."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from weightsync.protocol._actions import Action
 from weightsync.protocol._tables import RefusalKind, State
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal
 from weightsync.protocol.report import Evidence
-from weightsync.verify.naming import Acted, BeyondTheModelError, Naming, Value
+from weightsync.verify.naming import BeyondTheModelError, Naming, RecordedAction, Value
 from weightsync.verify.replaying import Machine, Moment
 
 
 class SenderActs:
-    """What senders do.
+    """The actions of senders.
 
     Args:
-        names: what the model calls things.
+        names: the model's names.
     """
 
     def __init__(self, names: Naming) -> None:
         self._names = names
 
-    def of(self, machine: Machine, number: int) -> Iterator[tuple[int, Acted]]:
-        """The actions of one sender, and when each was."""
+    def of(self, machine: Machine, number: int) -> Iterator[tuple[int, RecordedAction]]:
+        """The actions of one sender, each with its time."""
         if number > 1:
             line = machine.lines[0]
-            yield line.time, Acted(line, {"a": Action.COPY, "s": 1, "t": number})
+            yield line.time, RecordedAction(line, {"a": Action.COPY, "s": 1, "t": number})
         for moment in machine.of(What.STEP):
             if moment.step is None or moment.step.input is None:
                 continue
             if isinstance(moment.event, sending.Answer) and _said_to_another(machine, moment.event):
                 continue
             action = self._sender_action(machine, number, moment)
-            yield moment.line.time, Acted(moment.line, {**action, **self._sender_shown(machine, moment)})
+            yield moment.line.time, RecordedAction(moment.line, {**action, **self._sender_shown(machine, moment)})
 
     def _sender_action(self, machine: Machine, s: int, moment: Moment) -> dict[str, Value]:
         match moment.event:
             case sending.Connect(incarnation):
                 if not moment.before.workers:  # type: ignore[union-attr]
-                    raise BeyondTheModelError("a sender connects to nobody")
+                    raise BeyondTheModelError("a sender connects without workers")
                 return {"a": Action.CONNECT, "s": s, "c": self._names.ranks[incarnation]}
             case sending.Send(targets):
                 return self._dispatch("Send", s, targets)
@@ -83,7 +83,7 @@ class SenderActs:
     def _answer(self, machine: Machine, s: int, event: sending.Answer) -> dict[str, Value]:
         w, k = self._names.links[machine.name, event.link]
         message = event.message
-        if not self._names.network.heard_by[machine.name, event.link]:
+        if not self._names.network.hello_receivers[machine.name, event.link]:
             raise BeyondTheModelError("a worker is not recorded, or has no receiver of ours")
         if message.incarnation != machine.incarnation:
             raise BeyondTheModelError("an answer was meant for another sender")
@@ -108,14 +108,14 @@ class SenderActs:
         """Whether the worker closed while this link was in force."""
         return any(
             moment.before.link == link  # type: ignore[union-attr]
-            for name, link in self._names.network.heard_by[machine.name, event.link]
+            for name, link in self._names.network.hello_receivers[machine.name, event.link]
             for moment in self._names.network.by_name[name].of(What.STEP)
             if isinstance(moment.event, receiving.Close)
         )
 
     def _was_sent(self, machine: Machine, event: sending.Answer) -> bool:
-        ends = self._names.network.heard_by[machine.name, event.link]
-        return any(flown.message == event.message for end in ends for flown in self._names.network.sent[end])
+        ends = self._names.network.hello_receivers[machine.name, event.link]
+        return any(sent.message == event.message for end in ends for sent in self._names.network.sent[end])
 
     def _sender_shown(self, machine: Machine, moment: Moment) -> dict[str, Value]:
         data, out, told = moment.after, None, True
@@ -145,59 +145,59 @@ class SenderActs:
 
 
 class WorkerActs:
-    """What workers do.
+    """The actions of workers.
 
     Args:
-        names: what the model calls things.
+        names: the model's names.
     """
 
     def __init__(self, names: Naming) -> None:
         self._names = names
 
-    def of(self, w: int) -> Iterator[tuple[int, Acted]]:
-        """The lives of one worker, one after another."""
+    def of(self, w: int) -> Iterator[tuple[int, RecordedAction]]:
+        """The actions of one worker's processes, one process after another."""
         lives = sorted(
-            (self._names.network.by_name[name] for name, seat in self._names.seats.items() if seat == w),
+            (self._names.network.by_name[name] for name, number in self._names.worker_of.items() if number == w),
             key=lambda machine: machine.lines[0].time,
         )
         for life, after in zip(lives, [*lives[1:], None], strict=True):
             acts = [*self._of_receiver(life, w)]
             yield from acts
-            # One that has done nothing yet is to the model the worker that comes after it.
+            # The model takes a process that has done nothing for the process that follows it.
             if after is not None and acts:
                 end = life.lines[-1]
                 if any(time < end.time for time in self._laid_to(after)):
-                    raise BeyondTheModelError("two lives of a worker overlap")
-                yield end.time, Acted(end, {"a": Action.CRASH_RECEIVER, "w": w})
+                    raise BeyondTheModelError("two processes of one worker overlap")
+                yield end.time, RecordedAction(end, {"a": Action.CRASH_RECEIVER, "w": w})
 
-    def _unnoticed(self, machine: Machine, w: int, sent: Moment | None) -> Iterator[tuple[int, Acted]]:
-        """ANSWERED, which the worker did not come to know, or to write: its answer has left, since a sender has it."""
+    def _unnoticed(self, machine: Machine, w: int, sent: Moment | None) -> Iterator[tuple[int, RecordedAction]]:
+        """ANSWERED that the worker did not record: its answer was sent, since a sender has it."""
         if sent is not None and self._arrived(machine, sent):
             step = receiving.step(sent.state, sent.after, receiving.Answered())  # type: ignore[arg-type]
             answered = replace(sent, event=receiving.Answered(), state=step.to, after=step.data)
             shown = self._receiver_shown(machine, answered)
-            yield sent.line.time, Acted(sent.line, {"a": Action.ANSWERED, "w": w, **shown})
+            yield sent.line.time, RecordedAction(sent.line, {"a": Action.ANSWERED, "w": w, **shown})
 
     def _arrived(self, machine: Machine, moment: Moment) -> bool:
-        """Whether what was sent was taken from the other end of the link."""
+        """Whether the message was received at the other end of the link."""
         network = self._names.network
         return any(
-            heard.message == moment.message
+            received.message == moment.message
             for name, link in network.hellos[machine.name, moment.link]
-            for heard in network.by_name[name].of(What.RECEIVED)
-            if heard.link == link
+            for received in network.by_name[name].of(What.RECEIVED)
+            if received.link == link
         )
 
     def _laid_to(self, receiver: Machine) -> Iterator[int]:
-        """When links to a receiver were laid."""
+        """The times at which links to a receiver were laid."""
         for (name, _), ends in self._names.network.hellos.items():
             for sender, link in ends if name == receiver.name else ():
                 for moment in self._names.network.by_name[sender].of(What.LINK):
                     if moment.link == link:
                         yield moment.line.time
 
-    def _of_receiver(self, machine: Machine, w: int) -> Iterator[tuple[int, Acted]]:
-        #: The answer that was given to a link and is not known to have left.
+    def _of_receiver(self, machine: Machine, w: int) -> Iterator[tuple[int, RecordedAction]]:
+        #: The answer that was given to a link and may not have been sent yet.
         owed: Moment | None = None
         for moment in machine.moments:
             event, line = moment.event, moment.line
@@ -206,19 +206,19 @@ class WorkerActs:
             if line.what is What.REFUSED:
                 raise BeyondTheModelError("a peer broke the protocol")
             if isinstance(event, receiving.Invalidate) and owed is not None:
-                raise BeyondTheModelError("weights were written by hand while an answer was on its way")
+                raise BeyondTheModelError("weights were applied by hand while an answer was in flight")
             if line.what is not What.STEP or moment.step is None or moment.step.input is None:
                 continue
             time = line.time
             if isinstance(event, receiving.Answered) and owed is not None:
-                # The model's answer leaves when the receiver knows that it has; a sender may have read it before.
+                # In the model, an answer is sent when the receiver knows that; a sender may have read it before.
                 time, owed = owed.line.time, None
             elif moment.state is not State.AWAITING_ACK:
                 yield from self._unnoticed(machine, w, owed)
                 owed = None
             action = self._receiver_action(machine, w, moment)
             if action is not None:
-                yield time, Acted(line, {**action, **self._receiver_shown(machine, moment)})
+                yield time, RecordedAction(line, {**action, **self._receiver_shown(machine, moment)})
         yield from self._unnoticed(machine, w, owed)
 
     def _receiver_action(self, machine: Machine, w: int, moment: Moment) -> dict[str, Value] | None:
@@ -227,15 +227,18 @@ class WorkerActs:
             case receiving.HelloArrived(misfit=misfit):
                 return {
                     "a": Action.MISFIT if misfit else Action.HELLO_ARRIVED,
-                    **self._names.over(machine, w, event.link),
+                    **self._names.model_link(machine, w, event.link),
                 }
             case receiving.UpdateArrived(version=version):
-                return {"a": Action.UPDATE_ARRIVED, **self._names.over(machine, w, event.link), "n": version}
+                return {"a": Action.UPDATE_ARRIVED, **self._names.model_link(machine, w, event.link), "n": version}
             case receiving.LinkDown(link) | receiving.Goodbye(link):
                 if moment.before.link is None and moment.state_before is State.UNINITIALIZED:  # type: ignore[union-attr]
                     return None
                 failed = isinstance(event, receiving.LinkDown) and event.failure
-                return {"a": Action.LINK_FAILED if failed else Action.LINK_DOWN, **self._names.over(machine, w, link)}
+                return {
+                    "a": Action.LINK_FAILED if failed else Action.LINK_DOWN,
+                    **self._names.model_link(machine, w, link),
+                }
             case receiving.Close():
                 return {"a": Action.CLOSE_RECEIVER, "w": w}
             case receiving.Fail():
@@ -248,7 +251,7 @@ class WorkerActs:
         assert isinstance(data, receiving.ReceiverData)
         where = (0, 0)
         if data.link is not None:
-            over = self._names.over(machine, 0, data.link)
+            over = self._names.model_link(machine, 0, data.link)
             where = (over["s"], over["k"])
         return {
             "who": "r",
@@ -266,7 +269,7 @@ _KINDS = {Ack: "ACK", receiving.Deferred: "DEFERRED", Refusal: RefusalKind.REFUS
 
 
 def _said_to_another(machine: Machine, event: sending.Answer) -> bool:
-    """A goodbye to another sender, or to nobody, by a worker that has met none: the model knows of no such word."""
+    """Whether it is a goodbye for another sender, or from a worker without a sender. The model has no such message."""
     return isinstance(event.message, Bye) and event.message.incarnation != machine.incarnation
 
 

@@ -1,4 +1,4 @@
-"""The guarantees, as far as traces show them, said without the machines' own logic."""
+"""Checks the guarantees on traces, independently of the machines' own logic."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _COUNTS = (SenderInput.REPLY, SenderInput.SETTLED, SenderInput.CAUGHT_UP)
 def breaches(network: Network) -> Iterator[Finding]:
     """The first moment of each machine at which a guarantee does not hold."""
     for machine in network.machines:
-        told = _of_sender(network, machine) if machine.role == "sender" else _of_receiver(machine)
-        yield from _first(told)
+        found = _of_sender(network, machine) if machine.role == "sender" else _of_receiver(machine)
+        yield from _first(found)
         yield from _first(_closed_is_final(machine))
 
 
@@ -39,7 +39,7 @@ def _broken(moment: Moment, rule: str, what: str) -> Finding:
 def _closed_is_final(machine: Machine) -> Iterator[Finding]:
     for moment in machine.moments:
         if moment.state_before is State.CLOSED and moment.state is not State.CLOSED:
-            yield _broken(moment, "G9 ClosedIsFinal", "a closed machine goes on")
+            yield _broken(moment, "G9 ClosedIsFinal", "a closed machine takes another step")
 
 
 # ---------------------------------------------------------------------------------------------- receivers
@@ -62,23 +62,25 @@ def _of_receiver(machine: Machine) -> Iterator[Finding]:
             yield from _serves(moment, after.served, served, fence, digests)
             served = max(served, after.served)
         if isinstance(event, receiving.Refused) and after.served != before.served:
-            yield _broken(moment, "G6 RefusalKeepsServing", "a refusal changes what is served")
+            yield _broken(moment, "G6 RefusalKeepsServing", "a refusal changes the served version")
 
 
 def _serves(moment: Moment, new: Key, served: Key, fence: int, digests: dict[Key, bytes]) -> Iterator[Finding]:
     if new <= served or new[0] < fence:
         yield _broken(moment, "G4 ServingIsMonotone", f"version {new[1]} is served after version {served[1]}")
     if not isinstance(moment.event, receiving.Applied | receiving.Defer):
-        yield _broken(moment, "G6 RefusalKeepsServing", "what is served changes, and nothing was applied")
+        yield _broken(moment, "G6 RefusalKeepsServing", "the served version changes, but nothing was applied")
         return
     answer = moment.event.answer
     if (answer.incarnation, answer.version) != new:
-        yield _broken(moment, "G1 AckNamesItsVersion", f"version {new[1]} is applied, its ack names {answer.version}")
+        yield _broken(
+            moment, "G1 AckNamesItsVersion", f"version {new[1]} is applied, but its ack names {answer.version}"
+        )
     wanted = digests.get(new)
     if wanted is None:
-        yield _broken(moment, "G2 AckedMeansServed", f"version {new[1]} never came")
+        yield _broken(moment, "G2 AckedMeansServed", f"version {new[1]} never arrived")
     elif wanted and answer.digest and answer.digest != wanted:
-        what = f"digest {answer.digest.hex()} was applied, and {wanted.hex()} came"
+        what = f"digest {answer.digest.hex()} was applied, but {wanted.hex()} arrived"
         yield _broken(moment, "G2 AckedMeansServed", what)
 
 
@@ -97,29 +99,31 @@ def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
                 yield _broken(moment, "G5 OneOutstanding", "a version is dispatched while another is outstanding")
             asked = moment.event.targets
             targets[after.version] = tuple(before.workers) if asked is None else asked
-        yield from _says(machine, moment, targets, digests)
+        yield from _sends(machine, moment, targets, digests)
         yield from _concludes(moment, targets)
-        yield from _tells(moment, targets)
+        yield from _reports(moment, targets)
         if moment.step is not None and moment.step.input in _COUNTS:
             yield from _counts(network, machine, moment, digests)
         if isinstance(moment.event, sending.Join) and moment.step is not None:
-            yield from _greets(moment, targets)
+            yield from _sends_hello(moment, targets)
 
 
-def _says(
+def _sends(
     machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], digests: dict[int, bytes]
 ) -> Iterator[Finding]:
     update = moment.message
     if moment.line.what is not What.SENT or not isinstance(update, Update):
         return
-    workers = [e.line.said["worker"] for e in machine.of(What.LINK) if e.link == moment.link]
+    workers = [e.line.fields["worker"] for e in machine.of(What.LINK) if e.link == moment.link]
     data = moment.after
     assert isinstance(data, sending.SenderData)
     wide = update.version == data.due_all
     if not wide and not set(workers) & set(targets.get(update.version, ())):
-        yield _broken(moment, "G7 OnlyTargetsChange", f"version {update.version} goes to {workers}, no target of it")
+        yield _broken(
+            moment, "G7 OnlyTargetsChange", f"version {update.version} is sent to {workers}, which is no target of it"
+        )
     if digests.setdefault(update.version, update.digest) != update.digest:
-        yield _broken(moment, "G1 AckNamesItsVersion", f"version {update.version} leaves with two digests")
+        yield _broken(moment, "G1 AckNamesItsVersion", f"version {update.version} is sent with two digests")
 
 
 def _concludes(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
@@ -127,20 +131,20 @@ def _concludes(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[
         if isinstance(effect, sending.Conclude):
             out = effect.outstanding
             if out.owed or set(out.outcomes) != set(targets.get(out.version, ())):
-                what = f"version {out.version} is over, and its outcomes are those of {sorted(out.outcomes)}"
+                what = f"version {out.version} is over, but its outcomes are those of {sorted(out.outcomes)}"
                 yield _broken(moment, "G11 EverybodyIsToldTheTruth", what)
 
 
-def _tells(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
-    """A report tells of each target, and of nobody else."""
-    version = moment.line.said.get("version") if moment.line.what is What.TOLD else None
-    told = {int(worker) for worker in moment.line.said["outcomes"]} if version else set()
-    if version and told != set(targets.get(version, ())):
-        what = f"of version {version} its caller is told about workers {sorted(told)}, and others are its targets"
+def _reports(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
+    """A report must name each target, and no other worker."""
+    version = moment.line.fields.get("version") if moment.line.what is What.TOLD else None
+    reported = {int(worker) for worker in moment.line.fields["outcomes"]} if version else set()
+    if version and reported != set(targets.get(version, ())):
+        what = f"the report of version {version} names workers {sorted(reported)}, but its targets are others"
         yield _broken(moment, "G11 EverybodyIsToldTheTruth", what)
 
 
-def _greets(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
+def _sends_hello(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
     data, worker = moment.after, moment.event.worker
     assert isinstance(data, sending.SenderData)
     for effect in () if moment.step is None else moment.step.effects:
@@ -148,11 +152,13 @@ def _greets(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Fin
             naming = [version for version, named in targets.items() if worker in named]
             due = max([data.due_all, *naming])
             if effect.due < data.due_all or effect.due > due:
-                yield _broken(moment, "G12 LateJoinerCatchesUp", f"version {due} is due to it, and {effect.due} goes")
+                yield _broken(
+                    moment, "G12 LateJoinerCatchesUp", f"version {due} is due to it, but {effect.due} is sent"
+                )
 
 
 def _counts(network: Network, machine: Machine, moment: Moment, digests: dict[int, bytes]) -> Iterator[Finding]:
-    """An answer counts: did its worker do what it says?"""
+    """An answer counts: the worker must have done what it says."""
     event, data = moment.event, moment.after
     assert isinstance(data, sending.SenderData)
     ack = event.message if isinstance(event, sending.Answer) else None
@@ -165,12 +171,12 @@ def _counts(network: Network, machine: Machine, moment: Moment, digests: dict[in
         yield _broken(moment, "G2 AckedMeansServed", "the ack names the digest of other weights than were sent")
     peers = [network.by_name[name] for name, _ in network.peers((machine.name, event.link))]
     if peers and not any(_applied(peer, (ack.incarnation, ack.version), moment, machine.clock) for peer in peers):
-        what = f"worker {event.worker} counts as {OutcomeKind.APPLIED.name}, and has not applied version {ack.version}"
+        what = f"worker {event.worker} counts as {OutcomeKind.APPLIED.name}, but has not applied version {ack.version}"
         yield _broken(moment, "G2 AckedMeansServed", what)
 
 
 def _applied(peer: Machine, key: Key, until: Moment, clock: str) -> bool:
-    """Whether a receiver applied a version, before then where that can be told."""
+    """Whether a receiver applied a version: before ``until``, where the times can be compared."""
     for moment in peer.of(What.STEP):
         data = moment.after
         if isinstance(moment.event, receiving.Applied | receiving.Defer) and isinstance(data, receiving.ReceiverData):

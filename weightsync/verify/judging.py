@@ -1,4 +1,4 @@
-"""Whether traces conform: every machine's own steps, what it said and heard, the network, the guarantees."""
+"""Judges traces: each machine's own steps, its messages, the network, the guarantees."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weightsync.verify.network import Network
 from weightsync.verify.replaying import HALVES, Machine, replay
 from weightsync.verify.talkers import listen
 
-_MISSING = "the machine that sent it is in no file given, or its recording had ended"
-_WHOLE = "all files are there (--complete)"
+_MISSING = "none of the given files has the machine that sent it, or its recording had ended"
+_WHOLE = "all files are given (--complete)"
 
 
 class Judgement(Enum):
-    """What can be said of a run."""
+    """The judgement of a run."""
 
     CONFORMS = "conforms"
     DOES_NOT = "does not conform"
@@ -31,30 +31,30 @@ class Judgement(Enum):
 
 @dataclass
 class Run:
-    """Machines that have talked with one another, and what is wrong with their trace, the first thing first."""
+    """Machines that exchanged messages, and the findings in their trace, in order."""
 
     machines: tuple[Machine, ...]
     findings: tuple[Finding, ...] = ()
-    #: Messages from machines that are in no file, or whose recording had ended.
+    #: Messages from machines that are in no file or whose recording had ended.
     unseen: tuple[Line, ...] = ()
 
     @property
     def judgement(self) -> Judgement:
-        """Whether it conforms."""
+        """Whether the run conforms."""
         return Judgement.DOES_NOT if self.findings else Judgement.CONFORMS
 
     @property
     def missing(self) -> tuple[Finding, ...]:
-        """The first message over each link whose other end is in no file, or had ended its recording.
+        """The first message over each link whose other end is in no file or had ended its recording.
 
-        A link that an adapter answers itself has no machine at its other end: none is missing there. A goodbye alone
-        may be of a sender that never connected, and names nobody.
+        A link that an adapter answers itself has no machine at its other end, so none is missing there. A lone
+        goodbye may come from a sender that never connected, and names nobody.
         """
         answered = {place for machine in self.machines for place in _answered_by_an_adapter(machine)}
         first: dict[tuple[str, int], Line] = {}
         for line in self.unseen:
-            if line.said["message"]["is"] != Bye.__name__:
-                first.setdefault((line.machine, int(line.said["link"])), line)
+            if line.fields["message"]["is"] != Bye.__name__:
+                first.setdefault((line.machine, int(line.fields["link"])), line)
         return tuple(Finding(line, _MISSING, rule=_WHOLE) for place, line in first.items() if place not in answered)
 
     @property
@@ -75,7 +75,7 @@ class Run:
 
 @dataclass
 class Verdict:
-    """What can be said of all traces given."""
+    """The judgement of all traces."""
 
     files: tuple[TraceFile, ...]
     runs: tuple[Run, ...]
@@ -84,27 +84,27 @@ class Verdict:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All that is wrong, damaged files first."""
+        """All findings, those of damaged files first."""
         damaged = {found.line for found in self.damages}
         return (*self.damages, *(found for run in self.runs for found in run.findings if found.line not in damaged))
 
     @property
     def missing(self) -> tuple[Finding, ...]:
-        """Messages of machines whose files are not there."""
+        """Messages of machines whose files are missing."""
         return tuple(found for run in self.runs for found in run.missing)
 
     @property
     def conforms(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no finding."""
         return not self.findings
 
     @property
     def events(self) -> int:
-        """How many lines tell of machines."""
+        """How many lines record machines."""
         return sum(run.events for run in self.runs)
 
     def record(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
+        """The whole verdict, as JSON."""
         return {
             "conforms": self.conforms,
             "files": [str(file.path) for file in self.files],
@@ -127,7 +127,7 @@ def verify(places: Sequence[Path]) -> Verdict:
     """Judge the traces in files or folders.
 
     Raises:
-        UnreadableTraceError: a place holds no trace, or one of another release.
+        UnreadableTraceError: a place has no trace, or one of another release.
     """
     files = tuple(read_file(path) for path in find_files(places))
     runs = tuple(sorted(map(judge, runs_of(machines_in(files))), key=lambda run: run.begun))
@@ -144,14 +144,14 @@ def _answered_by_an_adapter(machine: Machine) -> Iterator[tuple[str, int]]:
 
 
 def _meaning(damage: Finding, meant: Finding | None) -> Finding:
-    """A damaged line, and what would be wrong with it if it had been written so."""
+    """A damaged line, with the finding that it would be if it had been written so."""
     if meant is None:
         return damage
     return replace(damage, what=f"{damage.what}; {meant.what}", allowed=(*damage.allowed, *meant.allowed))
 
 
 def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
-    """The machines that files tell of, replayed."""
+    """The machines in the files, replayed."""
     lines: dict[tuple[str, str], list[Line]] = defaultdict(list)
     ended: dict[Path, int | None] = {}
     for file in files:
@@ -160,21 +160,21 @@ def machines_in(files: Iterable[TraceFile]) -> list[Machine]:
             if line.machine:
                 lines[file.clock, line.machine].append(line)
     machines = []
-    for (clock, name), told in lines.items():
-        first = told[0].said
+    for (clock, name), events in lines.items():
+        first = events[0].fields
         role = first.get("role")
-        machine = Machine(name, role if role in HALVES else "sender", str(first.get("model")), clock, told)
-        machine.ended = ended[told[-1].path]
+        machine = Machine(name, role if role in HALVES else "sender", str(first.get("model")), clock, events)
+        machine.ended = ended[events[-1].path]
         replay(machine)
         machines.append(machine)
     return machines
 
 
 def runs_of(machines: Sequence[Machine]) -> list[Network]:
-    """The machines, by who has talked with whom."""
+    """The machines, grouped by who exchanged messages with whom."""
     network = Network(machines)
     group = {machine.name: {machine.name} for machine in machines}
-    for ours, theirs in network.acquainted:
+    for ours, theirs in network.connected:
         joined = group[ours] | group[theirs]
         for each in joined:
             group[each] = joined
@@ -185,7 +185,7 @@ def runs_of(machines: Sequence[Machine]) -> list[Network]:
 
 
 def judge(network: Network) -> Run:
-    """Judge machines that have talked with one another."""
+    """Judge machines that exchanged messages."""
     findings = [machine.finding for machine in network.machines if machine.finding is not None]
     findings += [found for found in map(listen, network.machines) if found is not None]
     findings += [*network.findings(), *breaches(network)]

@@ -1,4 +1,4 @@
-"""The lines of trace files, as they were written: what was changed, dropped or added by hand is named."""
+"""Reads the lines of trace files, and finds lines that were changed, dropped or added by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHATS: Final = {what.value: what for what in What}
 
 
 class UnreadableTraceError(WeightSyncError):
-    """What was given is no trace of ours, or one of another release: nothing can be said of it."""
+    """The file is not a trace of ours, or was written by another release, and cannot be judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,52 +24,52 @@ class Line:
     """One line of a trace file."""
 
     path: Path
-    #: From 1, as editors count.
+    #: Counted from 1, as editors do.
     number: int
-    said: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def place(self) -> str:
-        """Where it stands, as ``file:line``."""
+        """Its position, as ``file:line``."""
         return f"{self.path}:{self.number}"
 
     @property
     def what(self) -> What:
-        """What it tells of."""
-        return _WHATS[self.said["what"]]
+        """The kind of the line."""
+        return _WHATS[self.fields["what"]]
 
     @property
     def machine(self) -> str:
-        """Which machine it tells of; empty: none."""
-        return str(self.said.get("m", ""))
+        """The machine that it belongs to; empty: none."""
+        return str(self.fields.get("m", ""))
 
     @property
     def time(self) -> int:
         """When it was written, by its file's clock."""
-        return int(self.said.get("t", 0))
+        return int(self.fields.get("t", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line that may not be as it is."""
+    """A line that breaks a rule."""
 
     line: Line
     #: What is wrong with it.
     what: str
     #: What the model allows there.
     allowed: tuple[str, ...] = ()
-    #: Which rule it breaks.
+    #: The rule that it breaks.
     rule: str = ""
 
     def record(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
-        where = {"file": str(self.line.path), "line": self.line.number, "told": dict(self.line.said)}
+        """The whole finding, as JSON."""
+        where = {"file": str(self.line.path), "line": self.line.number, "told": dict(self.line.fields)}
         return {**where, "rule": self.rule, "what": self.what, "allowed": list(self.allowed)}
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """One file: its lines as far as they are whole, and the first that is not."""
+    """One file: its undamaged lines, and the first damaged one."""
 
     path: Path
     lines: tuple[Line, ...]
@@ -77,20 +77,20 @@ class TraceFile:
 
     @property
     def ended(self) -> int | None:
-        """When its recording ended; None: with its process, or nobody knows."""
+        """When its recording ended; None: with its process, or unknown."""
         return self.lines[-1].time if self.lines and self.lines[-1].what is What.END else None
 
     @property
     def clock(self) -> str:
-        """Its clock: times of the same clock can be compared."""
-        return str(self.lines[0].said.get("clock", "")) if self.lines else ""
+        """Its clock: times of one clock can be compared."""
+        return str(self.lines[0].fields.get("clock", "")) if self.lines else ""
 
 
 def find_files(places: Sequence[Path]) -> list[Path]:
-    """The trace files that places name: files themselves, or folders that hold some.
+    """The trace files in the given places, which are files or folders of them.
 
     Raises:
-        UnreadableTraceError: a place is not there, or holds no trace.
+        UnreadableTraceError: a place does not exist, or has no trace.
     """
     found: dict[Path, None] = {}
     for place in places:
@@ -108,7 +108,7 @@ def read_file(path: Path) -> TraceFile:
     """Read one file.
 
     Raises:
-        UnreadableTraceError: it is no trace, or was written by another release.
+        UnreadableTraceError: it is not a trace, or was written by another release.
     """
     lines: list[Line] = []
     damage: Finding | None = None
@@ -116,22 +116,22 @@ def read_file(path: Path) -> TraceFile:
     for number, raw in _numbered(path):
         line = Line(path, number, _parsed(raw) or {})
         if number == 1:
-            _require_ours(path, line.said)
+            _require_ours(path, line.fields)
         if damage is None:
             damage, checksum = _damage(line, raw, checksum)
         if damage is None and lines and lines[-1].what is What.END:
             damage = _damaged(line, "the recording had ended before it")
-        # What comes behind a damage is judged all the same, as far as it can be read.
-        if not _tells(line):
+        # The lines after a damaged one are judged too, as far as they can be read.
+        if not _can_be_judged(line):
             break
         lines.append(line)
     return TraceFile(path, tuple(lines), damage)
 
 
-def _tells(line: Line) -> bool:
-    """Whether it can be judged what a line tells."""
-    known = line.said.get("what") in _WHATS and type(line.said.get("t")) is int
-    return known and isinstance(line.said.get("m", ""), str)
+def _can_be_judged(line: Line) -> bool:
+    """Whether a line can be judged."""
+    known = line.fields.get("what") in _WHATS and type(line.fields.get("t")) is int
+    return known and isinstance(line.fields.get("m", ""), str)
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, str]]:
@@ -154,26 +154,28 @@ def _parsed(raw: str) -> dict[str, Any] | None:
 
 def _require_ours(path: Path, header: Mapping[str, Any]) -> None:
     if header.get("what") != What.HEADER.value:
-        raise UnreadableTraceError(f"{path} is no trace of weightsync: it does not begin with a header.")
+        raise UnreadableTraceError(f"{path} is not a trace of weightsync: it does not begin with a header.")
     wanted = {"format": FORMAT, "protocol": PROTOCOL_VERSION}
     for name, value in wanted.items():
         if header.get(name) != value:
             raise UnreadableTraceError(
-                f"{path} is of {name} {header.get(name)}, and this release reads {name} {value}: "
+                f"{path} has {name} {header.get(name)}, but this release reads {name} {value}: "
                 "verify it with the release that wrote it."
             )
 
 
 def _damage(line: Line, raw: str, before: int) -> tuple[Finding | None, int]:
-    """What is wrong with a line as it stands, if anything, and its checksum."""
-    said, due = dict(line.said), line.number - 1
-    if not raw.endswith("\n") or said.pop("c", None) is None or not _tells(line):
-        return _damaged(line, "it is cut off, or no line of a trace"), before
-    if said.get("i") != due:
-        return _damaged(line, f"it says that it is line {said.get('i')} (from 0), and {due} is due here"), before
-    sealed, checksum = seal(said, before)
+    """The damage of a line, if any, and the checksum of the line."""
+    fields, due = dict(line.fields), line.number - 1
+    if not raw.endswith("\n") or fields.pop("c", None) is None or not _can_be_judged(line):
+        return _damaged(line, "it is cut off, or is not a line of a trace"), before
+    if fields.get("i") != due:
+        return _damaged(line, f"it is numbered {fields.get('i')} (from 0), but line {due} belongs here"), before
+    sealed, checksum = seal(fields, before)
     if sealed != raw:
-        return _damaged(line, "it is not as it was written: its checksum does not fit it and what is before it"), before
+        return _damaged(
+            line, "it was changed after it was written: its checksum does not match the file up to here"
+        ), before
     return None, checksum
 
 

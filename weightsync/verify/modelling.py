@@ -1,7 +1,7 @@
-"""A run as events of AckProtocol.tla: the actions that it took, and what the machines were after each.
+"""A run as events of AckProtocol.tla: the actions that it took, and the state of each machine after them.
 
-The model's network here is the weakest (messages may be late, doubled or lost), so that every order of reading that
-the Python checker allows can be followed.
+The model's network here is the weakest (messages may be late, duplicated or lost), so the model can follow every order
+of reading that the Python checker allows.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from weightsync.verify.acting import SenderActs, WorkerActs
 from weightsync.verify.judging import Run
-from weightsync.verify.naming import Acted, BeyondTheModelError, Bounds, Naming, Value
+from weightsync.verify.naming import BeyondTheModelError, Bounds, Naming, RecordedAction, Value
 
 
 @dataclass
 class Modelled:
-    """A run as the model's events, and the constants that it needs."""
+    """A run as the model's events, with the constants that it needs."""
 
     run: Run
-    acts: list[Acted]
+    acts: list[RecordedAction]
     senders: int
     workers: int
     versions: int
@@ -27,12 +27,12 @@ class Modelled:
 
     @property
     def size(self) -> int:
-        """How large the model's constants must be for it: what TLC takes for an event grows with that."""
+        """How large the model's constants must be for it. The cost of an event for TLC grows with them."""
         return self.senders * self.workers * self.links * self.versions
 
     @property
     def text(self) -> str:
-        """Its events, as TLA+ has them."""
+        """Its events in TLA+."""
         return ",\n".join(literal(act.action) for act in self.acts)
 
 
@@ -43,10 +43,10 @@ def modelled(run: Run, bounds: Bounds) -> Modelled:
         BeyondTheModelError: the model cannot follow it.
     """
     names = Naming(run, bounds)
-    acts: list[tuple[int, Acted]] = []
+    acts: list[tuple[int, RecordedAction]] = []
     for name, number in names.senders.items():
         acts += SenderActs(names).of(names.network.by_name[name], number)
-    for worker in set(names.seats.values()):
+    for worker in set(names.worker_of.values()):
         acts += WorkerActs(names).of(worker)
     acts.sort(key=lambda act: act[0])
     if len(acts) > bounds.events:
@@ -56,7 +56,7 @@ def modelled(run: Run, bounds: Bounds) -> Modelled:
 
 
 def literal(value: Value) -> str:
-    """A value as TLA+ has it."""
+    """A value in TLA+."""
     match value:
         case bool():
             return "TRUE" if value else "FALSE"
@@ -73,5 +73,5 @@ def literal(value: Value) -> str:
 
 def data_module(traces: Sequence[Modelled]) -> str:
     """`TraceData.tla`: the traces as one literal."""
-    told = ",\n".join(f"<<\n{trace.text}\n>>" for trace in traces)
-    return f"---- MODULE TraceData ----\nTraces == <<\n{told}\n>>\n====\n"
+    literals = ",\n".join(f"<<\n{trace.text}\n>>" for trace in traces)
+    return f"---- MODULE TraceData ----\nTraces == <<\n{literals}\n>>\n====\n"

@@ -1,4 +1,4 @@
-"""What the model calls the machines of a run: it counts senders, workers and links from 1 and ranks incarnations."""
+"""The model's names for the machines of a run: it numbers senders, workers and links from 1, and ranks incarnations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.verify.lines import Line
 from weightsync.verify.network import Network, Place
 from weightsync.verify.replaying import Machine
 
-#: A value of TLA+: a number, a string, a truth value, a tuple, or a record.
+#: A TLA+ value: a number, a string, a Boolean, a tuple, or a record.
 Value = Any
 
 
@@ -30,12 +30,12 @@ class Bounds:
 
 
 class BeyondTheModelError(Exception):
-    """The model has no word for something in a run. The message says what."""
+    """The model cannot express something in a run. The message says what."""
 
 
 @dataclass(frozen=True, slots=True)
-class Acted:
-    """One action, and the line that tells of it."""
+class RecordedAction:
+    """One action, and the line that records it."""
 
     line: Line
     action: dict[str, Value]
@@ -43,14 +43,14 @@ class Acted:
 
 @dataclass
 class Naming:
-    """The names in the model of all that is in a run.
+    """The model's names for everything in a run.
 
     Args:
         run: the run.
-        bounds: how large it may be.
+        bounds: the largest run that the model can follow.
 
     Raises:
-        BeyondTheModelError: the model has no name for something.
+        BeyondTheModelError: the model cannot express something in the run.
     """
 
     run: Run
@@ -59,11 +59,11 @@ class Naming:
     senders: dict[str, int] = field(default_factory=dict)
     workers: dict[int, int] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
-    #: A sender's link: its worker, and the how manyth to it.
+    #: For each link of a sender, its worker and its number among the links to that worker.
     links: dict[Place, tuple[int, int]] = field(default_factory=dict)
-    #: Which worker a receiver is.
-    seats: dict[str, int] = field(default_factory=dict)
-    #: The newest version, and the most links to one worker.
+    #: The worker of each receiver.
+    worker_of: dict[str, int] = field(default_factory=dict)
+    #: The newest version, and the largest number of links to one worker.
     versions: int = 0
     deepest: int = 1
 
@@ -73,17 +73,17 @@ class Naming:
         if len({machine.clock for machine in self.run.machines}) > 1:
             raise BeyondTheModelError("it was recorded with several clocks")
         if self.run.unseen and any(machine.ended for machine in self.run.machines):
-            raise BeyondTheModelError("it went on behind the end of a recording")
+            raise BeyondTheModelError("it continued after the end of a recording")
         self.network = Network(self.run.machines)
         connected = [machine for machine in self.run.machines if machine.incarnation]
         connected.sort(key=lambda machine: machine.lines[0].time)
         self.senders = {machine.name: number for number, machine in enumerate(connected, 1)}
         self.ranks = {inc: rank for rank, inc in enumerate(sorted(machine.incarnation for machine in connected), 1)}
         if len(self.ranks) < len(connected):
-            raise BeyondTheModelError("two senders have one incarnation")
+            raise BeyondTheModelError("two senders have the same incarnation")
         for machine in connected:
             self._lay(machine)
-        self._seat()
+        self._number_workers()
         self._require_within()
 
     def _lay(self, sender: Machine) -> None:
@@ -95,13 +95,13 @@ class Naming:
                 number = self.workers.setdefault(worker, len(self.workers) + 1)
                 self.links[sender.name, link] = (number, laid[worker])
 
-    def _seat(self) -> None:
+    def _number_workers(self) -> None:
         for (receiver, link), ends in self.network.hellos.items():
             if len({sender for sender, _ in ends}) > 1 or len(ends) > 1:
-                raise BeyondTheModelError("two handshakes came over one link of a worker")
-            seat = self.links[ends[0]][0]
-            if self.seats.setdefault(receiver, seat) != seat:
-                raise BeyondTheModelError("a worker has another id for another sender")
+                raise BeyondTheModelError("two handshakes arrived over one link of a worker")
+            number = self.links[ends[0]][0]
+            if self.worker_of.setdefault(receiver, number) != number:
+                raise BeyondTheModelError("two senders number one worker differently")
             del link
 
     def _require_within(self) -> None:
@@ -123,13 +123,13 @@ class Naming:
     def _sending(self) -> Iterator[Any]:
         return (self.network.by_name[name] for name in self.senders)
 
-    def over(self, machine: Machine, w: int, link: int) -> dict[str, Value]:
-        """The link that a worker's link is."""
+    def model_link(self, machine: Machine, w: int, link: int) -> dict[str, Value]:
+        """The model's link for a link of a worker."""
         ends = self.network.hellos[machine.name, link]
         if not ends:
             raise BeyondTheModelError("a sender is not recorded")
         return {"w": w, "s": self.senders[ends[0][0]], "k": self.links[ends[0]][1]}
 
     def key(self, key: receiving.Key | None) -> tuple[int, int]:
-        """A version of an incarnation."""
+        """A version of an incarnation, in the model's numbers."""
         return (0, 0) if key is None else (self.ranks.get(key[0], 0), key[1])

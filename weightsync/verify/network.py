@@ -1,4 +1,4 @@
-"""The network between the machines: what comes out at one end went in at the other, as the link promises."""
+"""The network between the machines: each message that arrives was sent at the other end, as the link promises."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Place = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Flown:
+class SentMessage:
     """A message that was given to a link."""
 
     line: Line
@@ -33,27 +33,27 @@ class Flown:
 
 @dataclass
 class Network:
-    """All machines of a trace, and who talked with whom.
+    """All machines of a trace, and who exchanged messages with whom.
 
     Args:
-        machines: all of them, replayed.
+        machines: all machines, replayed.
     """
 
     machines: Sequence[Machine]
     by_name: dict[str, Machine] = field(default_factory=dict)
-    #: Senders by incarnation, and when they connected. Random bits tell them apart, but not where a test's clock runs.
+    #: Senders by incarnation, with the time they connected. Incarnations may be equal under a test's clock.
     senders: dict[int, list[tuple[int, Machine]]] = field(default_factory=lambda: defaultdict(list))
-    #: What each end of a link was given, in order.
-    sent: dict[Place, list[Flown]] = field(default_factory=lambda: defaultdict(list))
+    #: The messages that each end of a link was given, in order.
+    sent: dict[Place, list[SentMessage]] = field(default_factory=lambda: defaultdict(list))
     delivery: dict[Place, Delivery] = field(default_factory=dict)
-    #: The links of senders whose Hello came over a receiver's link, and the reverse.
+    #: The links of senders whose Hello arrived over a receiver's link, and the reverse.
     hellos: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    heard_by: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    #: Receivers, and senders whose handshake came to them, over whichever link.
-    acquainted: list[tuple[str, str]] = field(default_factory=list)
-    #: The incarnations whose handshakes came over a receiver's link, recorded or not.
+    hello_receivers: dict[Place, list[Place]] = field(default_factory=lambda: defaultdict(list))
+    #: Receivers, and the senders whose handshakes reached them over any link.
+    connected: list[tuple[str, str]] = field(default_factory=list)
+    #: The incarnations whose handshakes arrived over a receiver's link, recorded or not.
     met: dict[Place, set[int]] = field(default_factory=lambda: defaultdict(set))
-    #: Messages whose sender is in no file, or was not recorded any more.
+    #: Messages whose sender is in no file or was no longer recorded.
     unseen: list[Line] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -70,15 +70,15 @@ class Network:
     def _given(self, machine: Machine, moment: Moment) -> None:
         place = (machine.name, moment.link)
         if moment.line.what is What.LINK:
-            self.delivery[place] = Delivery[moment.line.said["delivery"]]
+            self.delivery[place] = Delivery[moment.line.fields["delivery"]]
             return
         message = moment.message
         if message is None:
-            said = moment.line.said
+            fields = moment.line.fields
             if machine.role == "receiver":
-                return  # it said why, or nothing
-            message = Bye(model_id=str(said["model"]), incarnation=said["incarnation"])
-        self.sent[place].append(Flown(moment.line, machine.clock, message, _key(message)))
+                return  # it sent the reason, or nothing
+            message = Bye(model_id=str(fields["model"]), incarnation=fields["incarnation"])
+        self.sent[place].append(SentMessage(moment.line, machine.clock, message, _key(message)))
 
     def _join(self, receiver: Machine) -> None:
         for moment in receiver.of(What.RECEIVED):
@@ -90,19 +90,19 @@ class Network:
             sender = self._sender(hello.incarnation, moment)
             if sender is None:
                 continue
-            self.acquainted.append((receiver.name, sender.name))
+            self.connected.append((receiver.name, sender.name))
             if hello.link:
                 theirs = (sender.name, hello.link)
                 if theirs not in self.hellos[ours]:
                     self.hellos[ours].append(theirs)
-                    self.heard_by[theirs].append(ours)
+                    self.hello_receivers[theirs].append(ours)
 
     def peers(self, place: Place) -> list[Place]:
         """The other ends of a link, as far as they are recorded."""
-        return self.hellos[place] + self.heard_by[place]
+        return self.hellos[place] + self.hello_receivers[place]
 
     def findings(self) -> Iterator[Finding]:
-        """The first message over each link that may not have come as it did."""
+        """The first message over each link that could not have arrived that way."""
         for machine in self.machines:
             newest: dict[Place, int] = {}
             broken: set[int] = set()
@@ -120,7 +120,7 @@ class Network:
         place = (machine.name, moment.link)
         ends = self._origins(machine, moment, message)
         if not ends and self._unmet(place, message):
-            return Finding(moment.line, f"no handshake of incarnation {message.incarnation} came", (), RULE)
+            return Finding(moment.line, f"no handshake of incarnation {message.incarnation} arrived", (), RULE)
         if not ends:
             self.unseen.append(moment.line)
             return None
@@ -131,25 +131,25 @@ class Network:
         if index is None:
             return self._nowhere(moment, ends, message)
         end, at = index
-        flown = self.sent[end][at]
-        if flown.clock == machine.clock and flown.line.time > moment.line.time:
-            return Finding(moment.line, f"it came before it was sent ({flown.line.place})", (), RULE)
-        if flown.taken and not self.delivery[place].duplicates:
-            return Finding(moment.line, f"it came again: {_where(flown)}", (self._promise(place),), RULE)
-        flown.taken = True
+        sent = self.sent[end][at]
+        if sent.clock == machine.clock and sent.line.time > moment.line.time:
+            return Finding(moment.line, f"it arrived before it was sent ({sent.line.place})", (), RULE)
+        if sent.taken and not self.delivery[place].duplicates:
+            return Finding(moment.line, f"it arrived again: {_where(sent)}", (self._promise(place),), RULE)
+        sent.taken = True
         return self._order(machine, moment, newest, end, at)
 
     def _sender(self, incarnation: int, moment: Moment) -> Machine | None:
-        """The sender of an incarnation: of several, the last that had connected by then."""
+        """The sender of an incarnation: if there are several, the last that had connected by then."""
         known = self.senders.get(incarnation, [])
         before = [(time, machine.name) for time, machine in known if time <= moment.line.time]
         return self.by_name[max(before)[1]] if before else known[0][1] if known else None
 
     def _origins(self, machine: Machine, moment: Moment, message: Message) -> list[Place]:
-        """The ends of links that it may have come from; none: its speaker is not recorded."""
+        """The ends of links that it may have come from; none: its sender is not recorded."""
         place = (machine.name, moment.link)
         if machine.role == "sender":
-            known = self.heard_by[place]
+            known = self.hello_receivers[place]
             if message.incarnation == machine.incarnation or not known:
                 return known
             return [*known, *(end for end in self.sent if end not in known and self._is(end, "receiver"))]
@@ -160,65 +160,65 @@ class Network:
         return over or [end for end in self.sent if end[0] == sender.name]
 
     def _unmet(self, place: Place, message: Message) -> bool:
-        """Whether an ordered link has brought handshakes, and none of that incarnation."""
+        """Whether an ordered link has delivered handshakes, but none of that incarnation."""
         met = self.met[place]
         ordered = not self.delivery[place].reorders
         return bool(met) and ordered and not isinstance(message, Hello) and message.incarnation not in met
 
     def _unseen(self, machine: Machine, moment: Moment, ends: Sequence[Place]) -> bool:
-        """Whether a peer's recording had ended by then: it may have said so."""
+        """Whether a peer's recording had ended by then, so that it may have sent this unseen."""
         return any(self.by_name[name].is_unseen(machine.clock, moment.line.time) for name, _ in ends)
 
     def _is(self, end: Place, role: str) -> bool:
         return self.by_name[end[0]].role == role
 
     def _match(self, ends: Sequence[Place], message: Message, now: tuple[str, int]) -> tuple[Place, int] | None:
-        """Where it was sent: one that was sent by now and has not come yet, if there is one."""
+        """Where it was sent: preferably a message that was sent by now and has not arrived yet."""
         wanted, later, again = _key(message), None, None
         for end in ends:
-            for at, flown in enumerate(self.sent[end]):
-                if flown.key != wanted:
+            for at, sent in enumerate(self.sent[end]):
+                if sent.key != wanted:
                     continue
-                if flown.taken:
+                if sent.taken:
                     again = (end, at)
-                elif flown.clock == now[0] and flown.line.time > now[1]:
+                elif sent.clock == now[0] and sent.line.time > now[1]:
                     later = later or (end, at)
                 else:
                     return end, at
         return again or later
 
     def _nowhere(self, moment: Moment, ends: Sequence[Place], message: Message) -> Finding | None:
-        # An adapter that has no receiver of ours behind it speaks for it, and says so.
+        # An adapter without a receiver of ours answers in its place, and records that.
         if isinstance(message, Ack | Refusal) and message.evidence is not Evidence.ANSWER:
             return None
         if any(self.by_name[end[0]].finding is not None for end in ends):
             return None
-        waiting = [_said(each.message) for end in ends for each in self.sent[end] if not each.taken]
-        on_its_way = f"on their way there: {', '.join(waiting) or 'nothing'}"
-        return Finding(moment.line, f"{_said(message)} came, and nobody sent it", (on_its_way,), RULE)
+        waiting = [_described(each.message) for end in ends for each in self.sent[end] if not each.taken]
+        on_its_way = f"in flight there: {', '.join(waiting) or 'nothing'}"
+        return Finding(moment.line, f"{_described(message)} arrived, but nobody sent it", (on_its_way,), RULE)
 
     def _order(self, machine: Machine, moment: Moment, newest: dict[Place, int], end: Place, at: int) -> Finding | None:
         place = (machine.name, moment.link)
         delivery, before = self.delivery[place], newest.get(end, -1)
         assert moment.message is not None
-        # What speaks of another sender's versions may be of any of its workers' ends.
+        # A message about another sender's versions may come from any of its workers' ends.
         foreign = machine.role == "sender" and moment.message.incarnation != machine.incarnation
         if not foreign:
             newest[end] = max(before, at)
         if foreign or delivery.reorders:
             return None
         if at < before:
-            return Finding(moment.line, "it came after what was sent later", (self._promise(place),), RULE)
+            return Finding(moment.line, "it arrived after a message that was sent later", (self._promise(place),), RULE)
         missed = [each for each in self.sent[end][before + 1 : at] if self._due(each, machine, end)]
         if missed and not delivery.loses:
-            what = f"{_said(missed[0].message)}, sent before it ({missed[0].line.place}), has not come"
+            what = f"{_described(missed[0].message)}, sent before it ({missed[0].line.place}), has not arrived"
             return Finding(moment.line, what, (self._promise(place),), RULE)
         return None
 
-    def _due(self, flown: Flown, machine: Machine, end: Place) -> bool:
-        """Whether what was skipped had to come: an update whose loss the adapter has told its sender had not."""
-        message = flown.message
-        if flown.taken or isinstance(message, Bye):
+    def _due(self, sent: SentMessage, machine: Machine, end: Place) -> bool:
+        """Whether the skipped message had to arrive. An update that the adapter reported as lost had not."""
+        message = sent.message
+        if sent.taken or isinstance(message, Bye):
             return False
         if machine.role == "sender":
             return message.incarnation == machine.incarnation
@@ -232,17 +232,17 @@ class Network:
         return f"this link promises {self.delivery[place].name}"
 
 
-#: What adapters add to a message on its way, or say in a way of their own.
+#: The fields that adapters add to a message in flight, or express differently.
 _THEIRS = frozenset({"layout", "slot", "extras", "form"})
 
 
 def _key(message: Message) -> str:
-    """What of a message must be the same at both ends."""
+    """The part of a message that must be the same at both ends."""
     match message:
         case Bye():
             return f"Bye {message.model_id} {message.incarnation}"
         case Refusal():
-            # What text cannot be encoded travels escaped.
+            # Text that cannot be encoded is transmitted escaped.
             told = message.reason, message.remote_traceback
             reason, trace = (text.encode(errors="backslashreplace").decode() for text in told)
             message = replace(message, reason=reason, remote_traceback=trace)
@@ -254,10 +254,10 @@ def _connected(sender: Machine) -> int:
     return next(moment.line.time for moment in sender.of(What.STEP) if isinstance(moment.event, sending.Connect))
 
 
-def _said(message: Message) -> str:
+def _described(message: Message) -> str:
     version = "" if isinstance(message, Bye) else f" of version {message.version}"
     return f"{type(message).__name__}{version}"
 
 
-def _where(flown: Flown) -> str:
-    return f"sent once, at {flown.line.place}"
+def _where(sent: SentMessage) -> str:
+    return f"sent once, at {sent.line.place}"

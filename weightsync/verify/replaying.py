@@ -1,4 +1,4 @@
-"""One machine's lines, stepped by the shipped pure halves: exactly so it must have gone."""
+"""Replays one machine's lines through the shipped pure halves, and requires the same steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HALVES = {
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A line that is as it must be, with what was before and after it."""
+    """A line that was checked, with the state before and after it."""
 
     line: Line
     before: Data
@@ -46,14 +46,14 @@ class Moment:
     state_before: State
     state: State
     event: Any = None
-    #: What the pure half made of the event; None: it refused, or there was none.
+    #: The step that the pure half took for the event; None: it refused, or there was no event.
     step: Step | None = None
     message: Message | None = None
 
     @property
     def link(self) -> int:
         """The link that the line names."""
-        return int(self.line.said.get("link", 0))
+        return int(self.line.fields.get("link", 0))
 
 
 @dataclass
@@ -72,12 +72,12 @@ class Machine:
 
     @property
     def incarnation(self) -> int:
-        """A sender's; 0: it never connected, or is a receiver."""
+        """A sender's incarnation; 0: it never connected, or is a receiver."""
         last = self.moments[-1].after if self.moments else None
         return last.incarnation if isinstance(last, sending.SenderData) else 0
 
     def is_unseen(self, clock: str, time: int) -> bool:
-        """Whether it may have done by then what its file does not tell: its recording ended, and it had not."""
+        """Whether it may have acted by then without a record: its recording had ended, but not the machine."""
         if self.ended is None or (self.moments and self.moments[-1].state is State.CLOSED):
             return False
         return clock != self.clock or self.ended <= time
@@ -95,7 +95,7 @@ class _Broken(Exception):
 
 
 def replay(machine: Machine) -> None:
-    """Step a machine through its lines, up to the first that is not as it must be; that is its finding."""
+    """Replay a machine's lines up to the first that is wrong, which becomes its finding."""
     player = _Player(machine)
     for number, line in enumerate(machine.lines):
         try:
@@ -104,7 +104,7 @@ def replay(machine: Machine) -> None:
             machine.finding = Finding(line, broken.what, broken.allowed, "the machine's own steps")
             return
         except (ValueError, KeyError, TypeError) as error:
-            what = f"it tells of no value of the protocol: {error}"
+            what = f"it has a value that is not the protocol's: {error}"
             machine.finding = Finding(line, what, ("values as the recorder writes them",), "the machine's own steps")
             return
 
@@ -120,48 +120,46 @@ class _Player:
         self._reports = Reports()
 
     def take(self, number: int, line: Line) -> Moment:
-        if line.said.get("n") != number:
-            raise _Broken(f"it is event {line.said.get('n')} of its machine, and event {number} is missing before it")
+        if line.fields.get("n") != number:
+            raise _Broken(f"it is event {line.fields.get('n')} of its machine, but event {number} is missing before it")
         if (line.what is What.BORN) != (number == 0):
             raise _Broken("a machine begins once, with its birth")
-        if line.said.get("role") != self._role:
+        if line.fields.get("role") != self._role:
             raise _Broken(f"its machine is a {self._role}")
         if line.time < self._time:
-            raise _Broken("it was written before the one that stands before it")
+            raise _Broken("it was written before the line that precedes it")
         self._time = line.time
         _require_fields(line)
         self._number_links(line)
         if self._reports.due is not None and line.what is not What.TOLD:
-            raise _Broken(
-                f"the caller was not told what came of {type(self._reports.due).__name__}", ("first its report",)
-            )
+            raise _Broken(f"the caller got no report after {type(self._reports.due).__name__}", ("first its report",))
         state, data = self._state, self._data
         event, step = self._advance(line)
-        told = line.said.get("message")
-        message = None if told is None else decoded(Message, told)
+        expected = line.fields.get("message")
+        message = None if expected is None else decoded(Message, expected)
         return Moment(line, data, self._data, state, self._state, event, step, message)
 
     def _number_links(self, line: Line) -> None:
-        """Links are numbered as they are laid; only those that are laid can be used."""
-        link = line.said.get("link")
+        """Links are numbered as they are laid, and only laid links can be used."""
+        link = line.fields.get("link")
         if line.what is What.LINK:
             self._links += 1
             if link != self._links:
-                raise _Broken(f"link {link} is laid, and {self._links} is the next")
+                raise _Broken(f"link {link} is laid, but {self._links} is the next number")
         elif link is not None and not 1 <= link <= self._links:
             raise _Broken(f"link {link} was never laid")
 
     def _advance(self, line: Line) -> tuple[Any, Step | None]:
         match line.what:
             case What.STEP:
-                event = decoded(self._half.event, line.said["event"])
+                event = decoded(self._half.event, line.fields["event"])
                 return event, self._step(line, event)
             case What.REFUSED:
-                event = decoded(self._half.event, line.said["event"])
+                event = decoded(self._half.event, line.fields["event"])
                 self._refused(line, event)
                 return event, None
             case What.TOLD:
-                self._told(line)
+                self._reported(line)
         return None, None
 
     def _step(self, line: Line, event: Any) -> Step:
@@ -169,8 +167,8 @@ class _Player:
             step = self._half.step(self._state, self._data, event)
         except WeightSyncError as error:
             raise _Broken(f"the model refuses this event: {error}", (possible(self._role, self._state),)) from error
-        told = {"input": step.input, "before": self._state, "after": step.to, "data": step.data}
-        self._compare(line, {**told, "effects": step.effects})
+        expected = {"input": step.input, "before": self._state, "after": step.to, "data": step.data}
+        self._compare(line, {**expected, "effects": step.effects})
         self._state, self._data = step.to, step.data
         if isinstance(step.data, sending.SenderData):
             self._reports.step(event, step)
@@ -180,23 +178,23 @@ class _Player:
         try:
             step = self._half.step(self._state, self._data, event)
         except WeightSyncError as error:
-            told = {"error": type(error).__name__, "before": self._state, "after": self._state, "data": self._data}
-            self._compare(line, told)
+            expected = {"error": type(error).__name__, "before": self._state, "after": self._state, "data": self._data}
+            self._compare(line, expected)
             return
         named = step.input.value if step.input else "LATE"
-        raise _Broken(f"the model takes this event, as {named}", (possible(self._role, self._state),))
+        raise _Broken(f"the model accepts this event, as {named}", (possible(self._role, self._state),))
 
-    def _told(self, line: Line) -> None:
+    def _reported(self, line: Line) -> None:
         if not isinstance(self._data, sending.SenderData):
             raise _Broken("only senders report")
         try:
-            self._compare(line, self._reports.told(line.said, self._data))
+            self._compare(line, self._reports.expected(line.fields, self._data))
         except FalseReportError as error:
             raise _Broken(str(error)) from error
 
     def _compare(self, line: Line, wanted: dict[str, Any]) -> None:
         must = {name: plain(value) for name, value in wanted.items()}
-        found = list(differences({name: line.said.get(name) for name in must}, must))
+        found = list(differences({name: line.fields.get(name) for name in must}, must))
         if found:
             raise _Broken("; ".join(found), (_allowed(must), possible(self._role, self._state)))
 
@@ -213,14 +211,14 @@ _FIELDS: dict[What, dict[str, type]] = {
 
 def _require_fields(line: Line) -> None:
     for name, kind in _FIELDS.get(line.what, {}).items():
-        if type(line.said.get(name)) is not kind:
-            raise ValueError(f"its {name} is {line.said.get(name)!r}")
-    if line.what is What.LINK and line.said["delivery"] not in Delivery.__members__:
-        raise ValueError(f"nothing is delivered {line.said['delivery']}")
-    if line.what is What.CLOSED and line.said["role"] == "sender" and type(line.said.get("incarnation")) is not int:
-        raise ValueError("it names no incarnation")
-    if line.what is What.LINK and line.said["role"] == "sender" and type(line.said.get("worker")) is not int:
-        raise ValueError("it names no worker")
+        if type(line.fields.get(name)) is not kind:
+            raise ValueError(f"its {name} is {line.fields.get(name)!r}")
+    if line.what is What.LINK and line.fields["delivery"] not in Delivery.__members__:
+        raise ValueError(f"there is no delivery {line.fields['delivery']}")
+    if line.what is What.CLOSED and line.fields["role"] == "sender" and type(line.fields.get("incarnation")) is not int:
+        raise ValueError("it has no incarnation")
+    if line.what is What.LINK and line.fields["role"] == "sender" and type(line.fields.get("worker")) is not int:
+        raise ValueError("it has no worker")
 
 
 def _allowed(must: dict[str, Any]) -> str:

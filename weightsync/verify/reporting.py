@@ -1,4 +1,4 @@
-"""What callers are told: each report must say what the sender's data says then, and a version is over once."""
+"""Checks reports: each must say what the sender's data says at that time, and a version ends once."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class FalseReportError(ValueError):
 
 @dataclass
 class Reports:
-    """Of one sender: which versions are over and not told of yet, and what a report may say now."""
+    """One sender's reports: which versions ended without a report, and what a report may say now."""
 
     _over: dict[int, sending.Conclude] = field(default_factory=dict)
-    #: Worker to the versions that were given up before it answered.
+    #: For each worker, the versions that were given up before it answered.
     _abandoned: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    #: What ended a caller's wait or its update: the next line tells what became of it.
+    #: The event that ended a caller's wait or its update; the next line must be its report.
     _due: object = None
 
     @property
     def due(self) -> object:
-        """The event whose caller must be told now; None: nobody must."""
+        """The event that must be reported now; None: there is none."""
         return self._due
 
     def step(self, event: object, step: sending.Step) -> None:
-        """A step was taken."""
+        """Follow a step."""
         ends = isinstance(event, sending.Deadline | sending.Abandon) and step.input is not None
         self._due = event if ends else None
         for effect in step.effects:
@@ -46,19 +46,19 @@ class Reports:
             if outcome.kind is OutcomeKind.ABANDONED:
                 self._abandoned[worker].add(out.version)
 
-    def told(self, said: Mapping[str, Any], data: sending.SenderData) -> dict[str, object]:
-        """What a report must say that says so much.
+    def expected(self, recorded: Mapping[str, Any], data: sending.SenderData) -> dict[str, object]:
+        """The contents that a report of this version must have.
 
         Args:
-            said: the report as recorded.
+            recorded: the report as recorded.
             data: what the sender remembers now.
 
         Raises:
-            FalseReportError: nothing can be told of that version now.
+            FalseReportError: this version cannot be reported now.
         """
-        outcomes = decoded(Mapping[int, Outcome], said["outcomes"])
-        superseded = decoded(Mapping[int, tuple[int, ...]], said["superseded"])
-        version, timed_out = said["version"], isinstance(self._due, sending.Deadline)
+        outcomes = decoded(Mapping[int, Outcome], recorded["outcomes"])
+        superseded = decoded(Mapping[int, tuple[int, ...]], recorded["superseded"])
+        version, timed_out = recorded["version"], isinstance(self._due, sending.Deadline)
         self._due = None
         must: dict[str, object] = {"incarnation": data.incarnation, "not_caught_up": {}}
         if version is None:
@@ -72,7 +72,7 @@ class Reports:
                 "left": over.left,
             }
         if out is None or out.version != version:
-            raise FalseReportError(f"version {version} is not outstanding, and nobody waits to be told that it is over")
+            raise FalseReportError(f"version {version} is not outstanding, and no caller waits for its report")
         kind = OutcomeKind.TIMED_OUT if timed_out else OutcomeKind.PENDING
         owing = {worker: Outcome(kind=kind, reason=_reason(outcomes, worker, kind)) for worker in out.owed}
         return must | {"outcomes": {**out.outcomes, **owing}, "left": data.left}
@@ -80,7 +80,7 @@ class Reports:
     def _given_up(
         self, superseded: Mapping[int, tuple[int, ...]], outcomes: Mapping[int, Outcome]
     ) -> dict[int, tuple[int, ...]]:
-        """Those versions that were given up for this one, as far as they were."""
+        """The versions that were given up in favour of this one, as far as they were."""
         known = {
             worker: tuple(v for v in versions if v in self._abandoned[worker])
             for worker, versions in superseded.items()
@@ -89,13 +89,13 @@ class Reports:
 
 
 def _reason(outcomes: Mapping[int, Outcome], worker: int, kind: OutcomeKind) -> str:
-    """Why a worker is late is said in words, and nothing else of it is free."""
-    said = outcomes.get(worker)
-    return said.reason if said is not None and kind is OutcomeKind.TIMED_OUT else ""
+    """The reason of a LATE outcome is free text; every other reason is fixed."""
+    outcome = outcomes.get(worker)
+    return outcome.reason if outcome is not None and kind is OutcomeKind.TIMED_OUT else ""
 
 
 def _all_ended(outcomes: Mapping[int, Outcome], data: sending.SenderData) -> dict[int, Outcome]:
-    """Of a send that was refused since no target has a link any more: just that, of workers that have none."""
+    """The outcomes of a send that was refused because no target has a link."""
     return {
         worker: sending.ended(entry) for worker, entry in data.workers.items() if worker in outcomes and not entry.open
     }

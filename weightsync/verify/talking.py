@@ -1,4 +1,4 @@
-"""What drivers do between the steps: each effect leaves as a message, each message that came is taken as its event."""
+"""Checks drivers between steps: each effect is sent as a message, each message that arrives is taken as its event."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.verify.replaying import Moment
 
-RULE = "what the driver says and hears"
-#: Updates that a link carries unanswered: a worker that does not read costs no more.
+RULE = "what the driver sends and receives"
+#: Unanswered updates that a link carries at most, so that a worker that does not read costs no more.
 UNANSWERED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A message that must leave over a link; ``kind`` CloseLink: the link must close."""
+class DueMessage:
+    """A message that must be sent over a link; ``kind`` CloseLink: the link must close."""
 
     link: int
     kind: type
@@ -28,7 +28,7 @@ class Said:
     def __str__(self) -> str:
         if self.kind is sending.CloseLink:
             return f"link {self.link} closes"
-        return f"{self.kind.__name__} of version {self.version} leaves over link {self.link}"
+        return f"{self.kind.__name__} of version {self.version} is sent over link {self.link}"
 
     def fits(self, link: int, message: Message | None) -> bool:
         """Whether it is that message, over that link."""
@@ -43,8 +43,8 @@ class Said:
         )
 
 
-class Unfit(Exception):
-    """A line that does not follow from those before it."""
+class UnexpectedLine(Exception):
+    """A line that does not follow from the lines before it."""
 
     def __init__(self, what: str, allowed: str = "") -> None:
         super().__init__(what)
@@ -54,24 +54,24 @@ class Unfit(Exception):
 
 @dataclass
 class OpenLink:
-    """A link that is open, and how far it may run ahead."""
+    """An open link, and how far the driver may run ahead on it."""
 
     delivery: Delivery
     worker: int = 0
     unanswered: set[int] = field(default_factory=set)
     waiting: int = 0
-    #: What came and was not taken yet.
-    heard: Message | None = None
-    #: Why its end is under way, if it is: steps come of it amid others then.
+    #: The message that arrived and was not taken yet.
+    received: Message | None = None
+    #: Why it is ending, if it is: steps may then come between others because of it.
     failing: str | None = None
 
     @property
     def free(self) -> bool:
-        """Whether an update may leave."""
+        """Whether an update may be sent."""
         return self.delivery.loses or len(self.unanswered) < UNANSWERED
 
     def answered(self, version: int) -> int:
-        """An answer has come; the version that leaves now, or 0."""
+        """Record an answer; returns the version that is sent now, or 0."""
         self.unanswered = {each for each in self.unanswered if each > version}
         if not self.waiting or not self.free:
             return 0
@@ -81,38 +81,38 @@ class OpenLink:
 
 
 class Talk:
-    """One machine's links, and what must leave over them. Subclasses know what effects mean."""
+    """One machine's links, and the messages that must be sent over them. Subclasses interpret effects."""
 
     def __init__(self) -> None:
         self.open: dict[int, OpenLink] = {}
-        self.todo: deque[Said] = deque()
-        #: What leaves as soon as it can, whatever else waits.
-        self.extra: list[Said] = []
+        self.todo: deque[DueMessage] = deque()
+        #: Messages that are sent as soon as possible, whatever else waits.
+        self.extra: list[DueMessage] = []
 
     def take(self, moment: Moment) -> None:
         """Follow one line.
 
         Raises:
-            Unfit: it does not follow from those before it.
+            UnexpectedLine: it does not follow from those before it.
         """
         line = moment.line
         match line.what:
             case What.LINK:
                 self._laid(moment)
-                self.open[moment.link] = OpenLink(Delivery[line.said["delivery"]], line.said.get("worker", 0))
+                self.open[moment.link] = OpenLink(Delivery[line.fields["delivery"]], line.fields.get("worker", 0))
             case What.SENT:
-                self._said(moment, moment.message)
+                self._sent(moment, moment.message)
             case What.CLOSED:
                 self._named(moment)
-                self._said(moment, None)
+                self._sent(moment, None)
                 self.open.pop(moment.link, None)
             case What.RECEIVED:
                 self._nothing_waits(moment)
-                self._heard(moment)
+                self._received(moment)
             case What.FAILED:
                 if moment.link in self.open:
-                    self.open[moment.link].failing = str(moment.line.said.get("reason"))
-                    self.open[moment.link].heard = None
+                    self.open[moment.link].failing = str(moment.line.fields.get("reason"))
+                    self.open[moment.link].received = None
             case What.STEP | What.REFUSED:
                 self._nothing_waits(moment)
                 self._stepped(moment)
@@ -120,28 +120,28 @@ class Talk:
     def _named(self, moment: Moment) -> None:
         """A sender says goodbye as it closes a link."""
         data = moment.after
-        if isinstance(data, sending.SenderData) and moment.line.said.get("incarnation") != data.incarnation:
-            raise Unfit("its goodbye names another incarnation", f"incarnation {data.incarnation}")
+        if isinstance(data, sending.SenderData) and moment.line.fields.get("incarnation") != data.incarnation:
+            raise UnexpectedLine("its goodbye names another incarnation", f"incarnation {data.incarnation}")
 
-    def _said(self, moment: Moment, message: Message | None) -> None:
+    def _sent(self, moment: Moment, message: Message | None) -> None:
         if moment.link not in self.open:
-            raise Unfit(f"link {moment.link} is not open")
+            raise UnexpectedLine(f"link {moment.link} is not open")
         for each in self.extra:
             if each.fits(moment.link, message):
                 self.extra.remove(each)
                 return
         self._skip()
         if self.todo and self.todo[0].fits(moment.link, message):
-            said = self.todo.popleft()
-            if said.kind is Update:
-                self.open[said.link].unanswered.add(said.version)
+            head = self.todo.popleft()
+            if head.kind is Update:
+                self.open[head.link].unanswered.add(head.version)
             return
-        if not self._unasked(moment, message):
-            due = f"now {self.todo[0]}" if self.todo else "nothing is to leave now"
-            raise Unfit("no effect of a step asks for this", due)
+        if not self._is_spontaneous(moment, message):
+            due = f"now {self.todo[0]}" if self.todo else "nothing is to be sent now"
+            raise UnexpectedLine("no effect of a step asks for this", due)
 
     def _skip(self) -> None:
-        """Leave out what has nowhere to go, or waits for a worker's answers."""
+        """Leave out messages that have nowhere to go, or wait for a worker's answers."""
         while self.todo:
             head = self.todo[0]
             link = self.open.get(head.link)
@@ -152,30 +152,32 @@ class Talk:
             self.todo.popleft()
 
     def _nothing_waits(self, moment: Moment) -> None:
-        """Between steps all has left, unless a link fails in the middle of it."""
+        """Between steps everything is sent, unless a link fails in the meantime."""
         self._skip()
         waiting = [*self.extra, *self.todo]
-        if waiting and all(link.failing is None for link in self.open.values()) and not self._amid(moment):
-            raise Unfit(f"a step asked for what did not happen: {waiting[0]}", f"first {waiting[0]}")
+        if waiting and all(link.failing is None for link in self.open.values()) and not self._may_interleave(moment):
+            raise UnexpectedLine(f"a step asked for what did not happen: {waiting[0]}", f"first {waiting[0]}")
 
-    def _heard(self, moment: Moment) -> None:
+    def _received(self, moment: Moment) -> None:
         link = self.open.get(moment.link)
         if link is None:
-            raise Unfit(f"link {moment.link} is not open")
-        if link.heard is not None:
-            raise Unfit(f"the {type(link.heard).__name__} that came before over link {moment.link} was never taken")
-        link.heard = moment.message
+            raise UnexpectedLine(f"link {moment.link} is not open")
+        if link.received is not None:
+            raise UnexpectedLine(
+                f"the {type(link.received).__name__} that arrived before over link {moment.link} was never taken"
+            )
+        link.received = moment.message
 
-    def _unasked(self, moment: Moment, message: Message | None) -> bool:
-        """Whether this may be said though no effect asks for it."""
+    def _is_spontaneous(self, moment: Moment, message: Message | None) -> bool:
+        """Whether this may be sent without an effect that asks for it."""
         return False
 
-    def _amid(self, moment: Moment) -> bool:
-        """Whether this step may come while something waits to leave."""
+    def _may_interleave(self, moment: Moment) -> bool:
+        """Whether this step may come while a message waits to be sent."""
         return False
 
     def _laid(self, moment: Moment) -> None:
         """A link is laid."""
 
     def _stepped(self, moment: Moment) -> None:
-        """A step was taken or refused: what must leave now."""
+        """A step was taken or refused: determine what must be sent now."""

@@ -1,4 +1,4 @@
-"""Runs followed by TLC: many in one JVM, over the actions of AckProtocol.tla."""
+"""Has TLC follow runs over the actions of AckProtocol.tla, many runs in one JVM."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ _PROPERTIES = (
     "ClosedIsFinal",
     "EverybodyIsToldTheTruth",
 )
-#: Says nothing of traces, but of what follows them, and costs more than all others: the first batch is asked.
+#: Checks not the traces but what follows from them, and costs more than all others: only the first batch has it.
 _OF_FOLLOWING = "OnlyTheModels"
 #: How many events one JVM follows.
 _BATCH = 4000
 
 
 class TlcFailedError(WeightSyncError):
-    """TLC did not follow traces to an end for a reason of its own."""
+    """TLC did not follow traces to their end, for a reason of its own."""
 
 
 @dataclass
 class Followed:
-    """What TLC made of runs."""
+    """The result of TLC for runs."""
 
-    #: Runs that were followed to their ends, and how many of them took different ways.
+    #: Runs that were followed to their ends, and how many of them were different.
     accepted: int = 0
     ways: int = 0
-    #: Events of the different ways.
+    #: Events of the different runs.
     events: int = 0
     findings: list[Finding] = field(default_factory=list)
-    #: Runs that the model cannot follow, by why.
+    #: Runs that the model cannot follow, by reason.
     left_out: Counter[str] = field(default_factory=Counter)
 
     def summary(self) -> str:
@@ -68,22 +68,22 @@ class Followed:
         return f"{followed}{refused}; left out: {left_out or 'none'}."
 
     def record(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
+        """The whole result, as JSON."""
         findings = [finding.record() for finding in self.findings]
         counts = {"accepted": self.accepted, "ways": self.ways, "events": self.events, "left_out": dict(self.left_out)}
         return {**counts, "findings": findings}
 
 
 def follow(tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None) -> Followed:
-    """Have TLC follow runs that the Python checker found to conform; those that took the very same way once.
+    """Have TLC follow runs that the Python checker found to conform; equal runs are followed once.
 
     Args:
         tools: Java and TLC.
         runs: the runs.
-        bounds: how large a run may be.
+        bounds: the largest run to follow.
 
     Raises:
-        TlcFailedError: TLC broke down.
+        TlcFailedError: TLC failed.
     """
     followed, ways = Followed(), dict[str, list[Modelled]]()
     for run in runs:
@@ -99,7 +99,7 @@ def follow(tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None) 
 
 
 def _batches(ways: Mapping[str, list[Modelled]]) -> Iterator[list[list[Modelled]]]:
-    """Yield the ways, those that need small constants together: a batch takes the largest that any of its own needs."""
+    """Group different runs into batches. A batch takes the largest constants of its runs, so small ones go together."""
     batch: list[list[Modelled]] = []
     events = 0
     for text in sorted(ways, key=lambda text: (ways[text][0].size, text)):
@@ -128,23 +128,23 @@ def accepted_of(tools: Toolchain, traces: Sequence[Modelled], more: Sequence[str
     Args:
         tools: Java and TLC.
         traces: the traces.
-        more: properties of Trace.tla that are checked besides.
+        more: further properties of Trace.tla to check.
 
     Raises:
-        TlcFailedError: TLC broke down.
+        TlcFailedError: TLC failed.
     """
     return {int(number) for number in _ACCEPTED.findall(_run(tools, traces, _config(traces, (), more)))}
 
 
 def _where(tools: Toolchain, refused: Sequence[Modelled]) -> list[Finding]:
-    """How far the model could follow each run that it could not follow to its end."""
+    """How far the model could follow each run that it refused."""
     reached: Counter[int] = Counter()
     for number, at in _REACHED.findall(_run(tools, refused, _config(refused, ("Reached",), ()))):
         reached[int(number)] = max(reached[int(number)], int(at))
     findings = []
     for number, trace in enumerate(refused, 1):
         act = trace.acts[min(reached[number], len(trace.acts) - 1)]
-        what = f"the model cannot take {act.action['a']} here, or not so that this comes of it"
+        what = f"the model cannot take {act.action['a']} here, or not with this result"
         findings.append(Finding(act.line, what, (f"the actions of AckProtocol.tla; this is {act.action}",), RULE))
     return findings
 
@@ -165,7 +165,7 @@ def _run(tools: Toolchain, traces: Sequence[Modelled], config: str) -> str:
             raise TlcFailedError(f"TLC did not follow {len(traces)} traces within {_SECONDS:.0f} s.") from error
     if done.returncode != 0:
         raise TlcFailedError(
-            f"TLC broke down over {len(traces)} traces (exit {done.returncode}):\n{_said(done.stdout)}"
+            f"TLC failed on {len(traces)} traces (exit {done.returncode}):\n{_message_of(done.stdout)}"
         )
     return done.stdout
 
@@ -176,7 +176,7 @@ def _command(tools: Toolchain, folder: Path) -> list[str]:
     return [str(tools.java), *jvm, "-cp", str(tools.jar), "tlc2.TLC", *tlc]
 
 
-def _said(output: str) -> str:
+def _message_of(output: str) -> str:
     lines = [line for line in output.splitlines() if not line.startswith("<<")]
     return "\n".join(lines[-40:])
 

@@ -1,4 +1,4 @@
-"""What lines tell, in words."""
+"""Lines and values of traces in words."""
 
 from __future__ import annotations
 
@@ -13,64 +13,65 @@ _SHORT = 24
 
 
 def story(line: Line) -> str:
-    """What a line tells, in one sentence."""
-    said, who = line.said, f"{line.said.get('role', 'the recorder')} of model {line.said.get('model')!r}"
+    """A line in one sentence."""
+    fields, who = line.fields, f"{line.fields.get('role', 'the recorder')} of model {line.fields.get('model')!r}"
     match line.what:
         case What.STEP:
-            named = said.get("input") or "nothing any more (LATE)"
-            moved = f"from {state_name(said.get('before'))} to {state_name(said.get('after'))}"
-            return f"{who} takes {value(said.get('event'))}, which is {named}, and goes {moved}"
+            named = fields.get("input") or "no input (LATE)"
+            moved = f"from {state_name(fields.get('before'))} to {state_name(fields.get('after'))}"
+            return f"{who} takes {value(fields.get('event'))}, which is {named}, and goes {moved}"
         case What.REFUSED:
-            return f"{who}, {state_name(said.get('before'))}, refuses {value(said.get('event'))}: {said.get('error')}"
+            event, error = value(fields.get("event")), fields.get("error")
+            return f"{who}, {state_name(fields.get('before'))}, refuses {event}: {error}"
         case What.SENT | What.RECEIVED:
             done = "sends" if line.what is What.SENT else "takes"
-            return f"{who} {done} {value(said.get('message'))} over link {said.get('link')}"
+            return f"{who} {done} {value(fields.get('message'))} over link {fields.get('link')}"
         case What.LINK:
-            to = f" to worker {said['worker']}" if "worker" in said else ""
-            return f"{who} lays link {said.get('link')}{to}, which promises {said.get('delivery')}"
+            to = f" to worker {fields['worker']}" if "worker" in fields else ""
+            return f"{who} lays link {fields.get('link')}{to}, which promises {fields.get('delivery')}"
         case What.TOLD:
-            return f"{who} tells its caller of version {said.get('version')}: {value(said.get('outcomes'))}"
+            return f"{who} reports version {fields.get('version')}: {value(fields.get('outcomes'))}"
         case What.HEADER | What.NOTE | What.END:
-            return f"{line.what.value}: {said.get('text', '')}"
+            return f"{line.what.value}: {fields.get('text', '')}"
         case _:
-            about = f" link {said['link']}" if "link" in said else ""
+            about = f" link {fields['link']}" if "link" in fields else ""
             return f"{who}: {line.what.value}{about}"
 
 
 def shown(finding: Finding) -> Iterator[str]:
-    """One line that is wrong, and what the model allows there."""
+    """A wrong line, and what the model allows there."""
     yield f"{finding.line.place}: {finding.what}."
-    if finding.line.said.get("what"):
+    if finding.line.fields.get("what"):
         yield f"  the trace:  {story(finding.line)}"
     for allowed in finding.allowed:
         yield f"  the model:  {allowed}"
     yield f"  rule:       {finding.rule}"
 
 
-def value(told: Any) -> str:
-    """A recorded value, short enough to be read."""
-    if isinstance(told, dict):
-        inner = ", ".join(f"{name}={value(each)}" for name, each in told.items() if name not in _DULL)
-        return f"{told.get('is', '')}({inner})"
-    if isinstance(told, list):
-        return f"[{', '.join(map(value, told))}]"
-    if isinstance(told, int) and not isinstance(told, bool):
-        return number(told)
-    text = repr(told) if isinstance(told, str) else str(told)
+def value(recorded: Any) -> str:
+    """A recorded value, shortened for reading."""
+    if isinstance(recorded, dict):
+        inner = ", ".join(f"{name}={value(each)}" for name, each in recorded.items() if name not in _DULL)
+        return f"{recorded.get('is', '')}({inner})"
+    if isinstance(recorded, list):
+        return f"[{', '.join(map(value, recorded))}]"
+    if isinstance(recorded, int) and not isinstance(recorded, bool):
+        return number(recorded)
+    text = repr(recorded) if isinstance(recorded, str) else str(recorded)
     return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
 
 
 _DULL = frozenset({"is", "model_id", "host", "pid", "started", "layout", "seconds", "remote_traceback"})
 
 
-def number(told: int) -> str:
-    """A number; of an incarnation its last digits."""
-    return f"..{told % 10**8:08d}" if told > 2**64 else str(told)
+def number(recorded: int) -> str:
+    """A number; for an incarnation its last digits."""
+    return f"..{recorded % 10**8:08d}" if recorded > 2**64 else str(recorded)
 
 
-def state_name(told: Any) -> str:
+def state_name(recorded: Any) -> str:
     """A state as the tables spell it."""
-    return State[told].value if told in State.__members__ else repr(told)
+    return State[recorded].value if recorded in State.__members__ else repr(recorded)
 
 
 def possible(role: str, state: State) -> str:
@@ -80,10 +81,10 @@ def possible(role: str, state: State) -> str:
     return f"rows of a {role} in {state.value}: {', '.join(named)}"
 
 
-def differences(told: Any, wanted: Any, where: str = "") -> Iterator[str]:
-    """Where what was recorded is not as it must be, innermost."""
-    if isinstance(told, dict) and isinstance(wanted, dict):
-        for name in {**told, **wanted}:
-            yield from differences(told.get(name), wanted.get(name), f"{where}.{name}" if where else name)
-    elif told != wanted:
-        yield f"{where or 'it'} is {value(told)}, and must be {value(wanted)}"
+def differences(recorded: Any, wanted: Any, where: str = "") -> Iterator[str]:
+    """The innermost differences between a recorded value and the expected one."""
+    if isinstance(recorded, dict) and isinstance(wanted, dict):
+        for name in {**recorded, **wanted}:
+            yield from differences(recorded.get(name), wanted.get(name), f"{where}.{name}" if where else name)
+    elif recorded != wanted:
+        yield f"{where or 'it'} is {value(recorded)}, but must be {value(wanted)}"

@@ -74,7 +74,7 @@ def test_both_find_the_same(toolchain: Toolchain, model: Manifest) -> None:
     assert all(verdict.counts for verdict in second if verdict.first.configuration.expected is Expected.PASS)
 
 
-def test_a_disagreement_is_an_error_either_way_and_is_told(toolchain: Toolchain, model: Manifest) -> None:
+def test_a_disagreement_is_an_error_either_way_and_is_reported(toolchain: Toolchain, model: Manifest) -> None:
     dump = _run(toolchain, model, "MCCanaryStaleAck").run()
     question = question_of(config_of(model, "MCCanaryStaleAck"))
 

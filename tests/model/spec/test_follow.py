@@ -50,7 +50,7 @@ def test_quick_leaves_out_what_takes_long() -> None:
     assert "--small" in words
 
 
-def test_a_new_name_is_told_from_those_that_were_there() -> None:
+def test_a_new_name_is_distinguished_from_those_that_were_there() -> None:
     later = TEXT + '[[refusal_kind]]\nname = "FAILED"\n[[sender.row]]\ninput = "HURRY"\n'
 
     assert follow.fresh(follow.names(TEXT), follow.names(later)) == {

@@ -155,7 +155,7 @@ def test_the_explanation_tells_the_counterexample_and_how_to_go_on(court: Court)
     assert "-workers 1 -metadir $T -config $T/Holds.cfg Counter.tla" in told
 
 
-def test_an_action_that_nobody_takes_is_told(court: Court) -> None:
+def test_an_action_that_nobody_takes_is_reported(court: Court) -> None:
     holds = court.judge(court.configuration("Holds"), "holds_with_coverage", 0)
 
     assert list(vacuity([holds], [])) == ["Counter.Reset (line 23) is never taken by any proof"]

@@ -157,7 +157,7 @@ def test_a_fault_in_the_code_breaks_the_property_that_is_there_for_it(monkeypatc
 _ROW = (State.PENDING_ASYNC, SenderInput.REPLY)
 
 
-def test_a_row_that_ends_an_update_by_itself_is_told_of_nobody(monkeypatch):
+def test_a_row_that_ends_an_update_by_itself_reports_nobody(monkeypatch):
     rows = dict(sending.SENDER_ROWS) | {_ROW: State.READY}
     monkeypatch.setattr(sending, "SENDER_ROWS", rows)
     graph = search(SMALL["two versions"])

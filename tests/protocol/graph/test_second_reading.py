@@ -95,7 +95,7 @@ STATES = [
 
 
 @pytest.mark.parametrize(("name", "which", "spoil"), STATES)
-def test_a_spoiled_state_is_found(name, which, spoil):
+def test_a_wrong_state_is_found(name, which, spoil):
     nodes = [node for node in explored("two versions")[0].nodes if which(node)]
     assert nodes
     bounds, holds = SMALL["two versions"], (INVARIANTS | BOOKS)[name]
@@ -240,7 +240,7 @@ SPOILED_STEPS = [
 
 
 @pytest.mark.parametrize(("name", "graph", "which", "spoil"), SPOILED_STEPS)
-def test_a_spoiled_step_is_found(name, graph, which, spoil):
+def test_a_wrong_step_is_found(name, graph, which, spoil):
     found, bounds = explored(graph)[0], SMALL[graph]
     steps = [Step(found.nodes[a], found.nodes[b], labels) for (a, b), labels in found.steps.items()]
     chosen = [step for step in steps if which(step)]
@@ -249,7 +249,7 @@ def test_a_spoiled_step_is_found(name, graph, which, spoil):
     assert [(holds(bounds, step), holds(bounds, spoil(step))) for step in chosen] == [(True, False)] * len(chosen)
 
 
-def test_each_property_is_spoiled_here():
+def test_each_property_is_violated_here():
     assert {name for name, *_ in STATES} == {*INVARIANTS, *BOOKS}
     assert {name for name, *_ in SPOILED_STEPS} == set(_OF_STEPS)
 

@@ -31,7 +31,7 @@ def test_a_receiver_is_called_one() -> None:
 
 
 @pytest.mark.parametrize(("machine", "rows"), [(SenderMachine, SENDER_ROWS), (ReceiverMachine, RECEIVER_ROWS)])
-def test_transitions_is_told_the_table_and_nothing_else(machine: type, rows: dict) -> None:
+def test_transitions_gets_the_table_and_nothing_else(machine: type, rows: dict) -> None:
     shared = machine.shared
     found = {
         (State[transition.source], name): State[transition.dest]

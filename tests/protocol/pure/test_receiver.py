@@ -208,7 +208,7 @@ def test_the_end_of_a_link_that_is_not_in_force_is_late_and_that_link_closes(
     assert (step.input, step.effects, receiver.data.link) == (None, (pure.CloseLink(2),), 1)
 
 
-def test_what_fails_beside_the_link_in_force_is_told_to_its_sender(receiver: Receiver) -> None:
+def test_a_failure_beside_the_link_in_force_is_sent_to_its_sender(receiver: Receiver) -> None:
     step = receiver.take(pure.LinkDown(2, "no memory"))
 
     assert step.effects == (pure.Disown(2, 5, RefusalKind.FAILED, "no memory"), pure.CloseLink(2))

@@ -27,7 +27,7 @@ class Sender:
         self.state, self.data = step.to, step.data
         return step
 
-    def hears(self, worker: int, message: Hello | Ack | Refusal, link: int | None = None) -> pure.Step:
+    def receives(self, worker: int, message: Hello | Ack | Refusal, link: int | None = None) -> pure.Step:
         return self.take(pure.Answer(worker, link or self.data.workers[worker].link, message))
 
 
@@ -51,11 +51,11 @@ def sender() -> Sender:
         sender.take(pure.Join(worker, worker + 1))
     sender.take(pure.Connect(INCARNATION))
     for worker in (0, 1):
-        sender.hears(worker, hello())
+        sender.receives(worker, hello())
     return sender
 
 
-def test_connect_greets_every_worker_on_the_roll() -> None:
+def test_connect_greets_every_worker() -> None:
     sender = Sender()
     sender.take(pure.Join(0, 1))
 
@@ -68,16 +68,16 @@ def test_connect_greets_every_worker_on_the_roll() -> None:
 def test_the_first_answer_is_arrived_and_the_next_is_stale(sender: Sender) -> None:
     sender.take(pure.Join(2, 3))
 
-    assert sender.hears(2, hello()).input is SenderInput.ARRIVED
+    assert sender.receives(2, hello()).input is SenderInput.ARRIVED
     assert sender.data.workers[2].link_state is pure.LinkState.UP
-    assert sender.hears(2, hello()).input is SenderInput.STALE
+    assert sender.receives(2, hello()).input is SenderInput.STALE
 
 
 def test_the_last_answer_settles_while_a_caller_waits(sender: Sender) -> None:
     sender.take(pure.Send(None))
 
-    assert sender.hears(0, ack(1)).input is SenderInput.REPLY
-    step = sender.hears(1, ack(1))
+    assert sender.receives(0, ack(1)).input is SenderInput.REPLY
+    step = sender.receives(1, ack(1))
 
     assert step.input is SenderInput.SETTLED
     assert sender.state is State.READY
@@ -88,7 +88,7 @@ def test_the_last_answer_settles_while_a_caller_waits(sender: Sender) -> None:
 
 def test_pending_async_never_ends_by_itself(sender: Sender) -> None:
     sender.take(pure.SendAsync(None))
-    sender.hears(0, ack(1))
+    sender.receives(0, ack(1))
     sender.take(pure.LinkLost(1, 2, "died"))
 
     assert sender.state is State.PENDING_ASYNC
@@ -100,16 +100,16 @@ def test_pending_async_never_ends_by_itself(sender: Sender) -> None:
 def test_g1_an_answer_to_anything_else_is_stale(sender: Sender, stranger: Ack | Refusal) -> None:
     sender.take(pure.Send((0,)))
 
-    assert sender.hears(0, stranger).input is SenderInput.STALE
+    assert sender.receives(0, stranger).input is SenderInput.STALE
     assert sender.data.outstanding is not None
     assert sender.data.outstanding.owed == {0: 1}
 
 
 def test_g1_a_second_answer_is_stale(sender: Sender) -> None:
     sender.take(pure.Send(None))
-    sender.hears(0, ack(1))
+    sender.receives(0, ack(1))
 
-    assert sender.hears(0, ack(1)).input is SenderInput.STALE
+    assert sender.receives(0, ack(1)).input is SenderInput.STALE
     assert sender.data.stale == 1
 
 
@@ -118,8 +118,8 @@ def test_g2_an_answer_over_the_link_of_a_former_life_does_not_count(sender: Send
     for event in pure.joining(sender.state, sender.data, 0, 9):
         sender.take(event)
 
-    assert sender.hears(0, ack(1), link=1).input is SenderInput.STALE
-    assert sender.hears(0, ack(1), link=9).input is SenderInput.CAUGHT_UP
+    assert sender.receives(0, ack(1), link=1).input is SenderInput.STALE
+    assert sender.receives(0, ack(1), link=9).input is SenderInput.CAUGHT_UP
     assert sender.data.outstanding is not None
     assert sender.data.outstanding.outcomes[0].kind is OutcomeKind.LOST
 
@@ -130,7 +130,7 @@ def test_versions_are_never_used_twice(sender: Sender) -> None:
     sender.take(pure.Send((0,)))
 
     assert sender.data.version == 2
-    assert sender.hears(0, ack(1)).input is SenderInput.STALE
+    assert sender.receives(0, ack(1)).input is SenderInput.STALE
 
 
 def test_g5_a_second_send_is_refused(sender: Sender) -> None:
@@ -151,7 +151,7 @@ def test_g7_only_targets_are_sent_to(sender: Sender) -> None:
     assert sender.data.workers[0].due == 0
 
 
-def test_a_lost_target_is_told_at_once_and_owes_nothing(sender: Sender) -> None:
+def test_a_lost_target_is_reported_at_once_and_owes_nothing(sender: Sender) -> None:
     sender.take(pure.LinkLost(0, 1, "died"))
 
     sender.take(pure.Send(None))
@@ -176,20 +176,20 @@ def test_a_refused_handshake_is_refused_in_this_report_and_the_next(sender: Send
     sender.take(pure.Join(2, 3))
     sender.take(pure.Send((0, 2)))
 
-    step = sender.hears(2, refusal(0))
+    step = sender.receives(2, refusal(0))
 
     assert (step.input, sender.data.workers[2].link_state) == (SenderInput.LOST, pure.LinkState.REFUSED)
     assert sender.data.outstanding is not None
     told = sender.data.outstanding.outcomes[2]
     assert (told.kind, told.reason) == (OutcomeKind.REFUSED, "it refused the handshake: why")
-    sender.hears(0, ack(1))
+    sender.receives(0, ack(1))
     sender.take(pure.Send((0, 2)))
     assert sender.data.outstanding.outcomes[2] == told
 
 
 def test_no_send_to_those_who_all_refused_the_handshake(sender: Sender) -> None:
     for worker in (0, 1):
-        sender.hears(worker, refusal(0))
+        sender.receives(worker, refusal(0))
 
     with pytest.raises(RefusedError) as caught:
         sender.take(pure.Send(None))
@@ -198,10 +198,10 @@ def test_no_send_to_those_who_all_refused_the_handshake(sender: Sender) -> None:
     assert (sender.state, sender.data.version) == (State.READY, 0)
 
 
-def test_a_worker_that_failed_is_lost_for_its_reason_and_stays_on_the_roll(sender: Sender) -> None:
+def test_a_worker_that_failed_is_lost_for_its_reason_and_stays_a_member(sender: Sender) -> None:
     sender.take(pure.Send((0,)))
 
-    step = sender.hears(0, replace(refusal(0, RefusalKind.FAILED), remote_traceback="line 1"))
+    step = sender.receives(0, replace(refusal(0, RefusalKind.FAILED), remote_traceback="line 1"))
 
     assert step.input is SenderInput.SETTLED
     concluded = step.effects[-1]
@@ -212,7 +212,7 @@ def test_a_worker_that_failed_is_lost_for_its_reason_and_stays_on_the_roll(sende
     assert concluded.left == {}
 
 
-def test_a_goodbye_takes_a_worker_off_the_roll_and_is_in_the_report_that_it_ends(sender: Sender) -> None:
+def test_a_goodbye_removes_a_worker_and_is_in_the_report_that_it_ends(sender: Sender) -> None:
     sender.take(pure.Send((0,)))
 
     bye = Bye(model_id="policy", incarnation=INCARNATION, reason="done")
@@ -268,7 +268,7 @@ def test_a_loss_of_a_replaced_or_lost_link_is_late(sender: Sender) -> None:
 
 def test_a_deadline_of_a_wait_that_has_ended_is_late(sender: Sender) -> None:
     sender.take(pure.Send((0,)))
-    sender.hears(0, ack(1))
+    sender.receives(0, ack(1))
 
     assert sender.take(pure.Deadline(1)).input is None
 
@@ -278,7 +278,7 @@ def test_after_a_deadline_the_answer_still_counts(sender: Sender) -> None:
     sender.take(pure.Deadline(1))
 
     assert sender.state is State.PENDING_ASYNC
-    assert sender.hears(0, ack(1)).input is SenderInput.REPLY
+    assert sender.receives(0, ack(1)).input is SenderInput.REPLY
 
 
 @pytest.mark.parametrize("kind", [RefusalKind.FENCED, RefusalKind.REFUSED])
@@ -286,7 +286,7 @@ def test_a_refused_handshake_loses_the_link(sender: Sender, kind: RefusalKind) -
     sender.take(pure.Join(2, 3))
     sender.take(pure.Send((0, 2)))
 
-    step = sender.hears(2, refusal(0, kind, fence=9))
+    step = sender.receives(2, refusal(0, kind, fence=9))
 
     assert step.input is SenderInput.LOST
     assert pure.CloseLink(2, 3) in step.effects
@@ -296,7 +296,7 @@ def test_a_refused_handshake_loses_the_link(sender: Sender, kind: RefusalKind) -
 def test_a_refusal_that_names_a_higher_fence_loses_the_link(sender: Sender) -> None:
     sender.take(pure.Send((0,)))
 
-    step = sender.hears(0, refusal(1, RefusalKind.STALE, fence=INCARNATION + 1))
+    step = sender.receives(0, refusal(1, RefusalKind.STALE, fence=INCARNATION + 1))
 
     assert step.input is SenderInput.SETTLED
     assert sender.data.workers[0].link_state is pure.LinkState.LOST
@@ -312,7 +312,7 @@ def test_g12_a_joiner_gets_what_is_due_to_it_and_owes_nothing(sender: Sender) ->
     assert step.effects == (pure.Greet(2, 3, 1),)
     assert sender.data.outstanding is not None
     assert 2 not in sender.data.outstanding.owed
-    assert sender.hears(2, ack(1)).input is SenderInput.CAUGHT_UP
+    assert sender.receives(2, ack(1)).input is SenderInput.CAUGHT_UP
     assert sender.data.workers[2].served == 1
 
 
@@ -326,14 +326,14 @@ def test_g12_a_worker_that_rejoins_gets_the_newest_that_named_it(sender: Sender)
     assert joined.effects == (pure.Greet(0, 9, 2),)
 
 
-def test_a_joiner_that_refuses_is_told_in_the_next_report(sender: Sender) -> None:
+def test_a_joiner_that_refuses_is_reported_in_the_next_report(sender: Sender) -> None:
     sender.take(pure.SendAsync(None))
     sender.take(pure.Abandon())
     sender.take(pure.Join(2, 3))
-    sender.hears(2, refusal(1))
+    sender.receives(2, refusal(1))
     sender.take(pure.Send((0,)))
 
-    (concluded,) = sender.hears(0, ack(2)).effects
+    (concluded,) = sender.receives(0, ack(2)).effects
 
     assert isinstance(concluded, pure.Conclude)
     assert concluded.not_caught_up[2].kind is OutcomeKind.REFUSED
@@ -353,7 +353,7 @@ def test_removal_settles_what_the_worker_owed(sender: Sender) -> None:
 
 def test_close_abandons_what_is_owed_and_is_final(sender: Sender) -> None:
     sender.take(pure.Send(None))
-    sender.hears(0, ack(1))
+    sender.receives(0, ack(1))
 
     step = sender.take(pure.Close())
 
@@ -364,4 +364,4 @@ def test_close_abandons_what_is_owed_and_is_final(sender: Sender) -> None:
     assert sender.take(pure.Close()).to is State.CLOSED
     with pytest.raises(StateError):
         sender.take(pure.Send(None))
-    assert sender.hears(0, ack(1)).input is None
+    assert sender.receives(0, ack(1)).input is None

@@ -57,7 +57,7 @@ def test_every_target_is_lost(fences: tuple[int, int], told: int | None) -> None
     assert (caught.value.report, caught.value.lost, caught.value.fence) == (None, {0: "died", 1: "left"}, told)
 
 
-def test_one_target_that_is_lost_already_is_told_beside_the_others() -> None:
+def test_one_target_that_is_lost_already_is_reported_beside_the_others() -> None:
     workers = {0: lost("died", 9), 1: UP[1]}
     after = sender.step(State.READY, replace(DATA, workers=workers), sender.Send(None))
 

@@ -109,8 +109,8 @@ def test_an_edited_state_is_refused_beside_what_the_model_allows(file: Path) -> 
 
     [finding] = [found for found in judged(file).findings if found.line.number == number]
 
-    assert "not as it was written" in finding.what
-    assert "after is 'CLOSED', and must be 'READY'" in finding.what
+    assert "changed after it was written" in finding.what
+    assert "after is 'CLOSED', but must be 'READY'" in finding.what
     assert any("leads to READY" in allowed for allowed in finding.allowed)
     assert any(allowed.startswith("rows of a sender in pending_async: ") for allowed in finding.allowed)
 
@@ -298,7 +298,7 @@ def test_a_worker_left_out_of_a_report_is_missed_at_its_line(file: Path) -> None
         assert first(judged(write(file, changed))) == number + 1
 
 
-def test_a_deadline_or_an_abandon_of_which_the_caller_is_not_told_is_refused(file: Path) -> None:
+def test_a_deadline_or_an_abandon_that_is_not_reported_to_the_caller_is_refused(file: Path) -> None:
     lines = lines_of(file)
     ends = [n for n, line in enumerate(lines) if line.get("event", {}).get("is") in ("Deadline", "Abandon")]
     assert {lines[number]["event"]["is"] for number in ends} == {"Deadline", "Abandon"}
@@ -307,7 +307,7 @@ def test_a_deadline_or_an_abandon_of_which_the_caller_is_not_told_is_refused(fil
         assert _dropped(file, lines, told)
 
 
-def test_what_became_of_a_version_is_told_once(file: Path) -> None:
+def test_the_outcome_of_a_version_is_reported_once(file: Path) -> None:
     lines = lines_of(file)
     [number] = [n for n in told_in(lines) if {each["kind"] for each in lines[n]["outcomes"].values()} == {"ABANDONED"}]
 

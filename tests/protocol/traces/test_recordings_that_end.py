@@ -56,7 +56,7 @@ def test_what_goes_on_behind_the_end_of_a_recording_is_counted_and_not_refused(t
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])
-def test_what_came_before_the_end_of_a_recording_must_have_been_told(tmp_path: Path, role: str) -> None:
+def test_what_came_before_the_end_of_a_recording_must_have_been_reported(tmp_path: Path, role: str) -> None:
     short, whole = _two_recordings(tmp_path, role)
     [file] = short.glob(tracing.PATTERN)
     lines = lines_of(file)
@@ -103,7 +103,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path, room: in
         assert f"Recording to {file} ended after" in (tmp_path / "log").read_text()
 
 
-def test_a_recording_that_has_ended_keeps_nothing_of_what_it_is_told(tmp_path: Path) -> None:
+def test_a_recording_that_has_ended_keeps_no_later_events(tmp_path: Path) -> None:
     with tracing.record(tmp_path) as recorder:
         cast = Cast()
         _send(cast, 1.0)

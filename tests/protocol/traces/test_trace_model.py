@@ -24,7 +24,7 @@ from weightsync.protocol.messages import Ack
 from weightsync.protocol.report import Outcome, OutcomeKind
 from weightsync.verify import follow, tlc
 from weightsync.verify.modelling import Modelled, modelled
-from weightsync.verify.naming import Acted, Bounds
+from weightsync.verify.naming import Bounds, RecordedAction
 from weightsync.verify.tlc import accepted_of
 
 pytestmark = pytest.mark.tlc
@@ -64,7 +64,7 @@ def _dropped(good: Modelled) -> Iterator[tuple[str, Modelled]]:
 LEGAL = {"AnswerHello", "AnswerRefusal", "LinkDown", "Wait", "CloseReceiver"}
 
 
-def _who(act: Acted) -> tuple[Any, ...]:
+def _who(act: RecordedAction) -> tuple[Any, ...]:
     return act.action.get("who"), act.action.get("s" if act.action.get("who") == "s" else "w")
 
 
@@ -87,7 +87,7 @@ def _forged(good: Modelled) -> Iterator[tuple[str, Modelled]]:
         for name, value in act.action.items():
             free = name == "out" and not act.action["told"]
             if name in SHOWN and not free:
-                forged = Acted(act.line, {**act.action, name: _other(value)})
+                forged = RecordedAction(act.line, {**act.action, name: _other(value)})
                 yield f"{name} of {act.action}", replace(good, acts=[*good.acts[:number], forged])
 
 
@@ -141,7 +141,7 @@ def test_a_fault_in_a_pure_half_is_refused_by_the_model_and_its_line_named(
 
     assert followed.accepted == 0
     [finding] = followed.findings
-    event = finding.line.said["event"]["is"]
+    event = finding.line.fields["event"]["is"]
     assert event == {"_refusals_count_as_applied": "Answer", "_joiners_are_due_nothing": "Join"}[fault.__name__]
 
 

@@ -55,7 +55,7 @@ def test_the_first_line_that_is_wrong_is_shown_in_words_beside_what_the_model_al
     shown = result.output[result.output.index(f"{file}:{number}: ") :]
     assert "no effect of a step asks for this" in shown
     assert "the trace:  receiver of model 'policy' sends Ack(incarnation=.." in shown
-    assert "the model:  now Ack of version 1 leaves over link 1" in shown
+    assert "the model:  now Ack of version 1 is sent over link 1" in shown
 
 
 def test_the_json_says_the_same(forged: tuple[Path, int], tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_file_that_is_missing_fails_only_where_all_are_asked_for(parts: dict[s
     whole = run(parts[role], "--complete")
 
     assert (alone.exit_code, whole.exit_code) == (CONFORMS, DOES_NOT)
-    assert "the machine that sent it is in no file given" in whole.output
+    assert "none of the given files has the machine that sent it" in whole.output
     assert run(*parts.values(), "--complete").exit_code == CONFORMS
 
 

@@ -229,7 +229,7 @@ def test_the_receivers_own_receive_waits_for_the_thread(duo: Duo) -> None:
     assert duo.receiving.get_receiver().receive(timeout=0) is False
 
 
-def test_a_refused_version_ends_receive_with_none_and_is_told_to_the_sender(duo: Duo) -> None:
+def test_a_refused_version_ends_receive_with_none_and_is_reported_to_the_sender(duo: Duo) -> None:
     duo.sending.model = None  # what is registered in the trainer is refused there
     with pytest.raises(RefusedError):
         duo.sending.send({"another": torch.zeros(3)})

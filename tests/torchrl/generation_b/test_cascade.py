@@ -111,7 +111,7 @@ def test_a_report_that_was_raised_travels(manager: Manager) -> None:
     assert not report.ok
 
 
-def test_any_other_error_is_told_and_the_worker_serves_the_version(manager: Manager) -> None:
+def test_any_other_error_is_reported_and_the_worker_serves_the_version(manager: Manager) -> None:
     manager.result = ZeroDivisionError("planted")
 
     with pytest.raises(SyncError, match="planted") as raised:

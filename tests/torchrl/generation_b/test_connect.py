@@ -278,7 +278,7 @@ def test_a_send_first_abandons_what_was_reported_and_then_sends(duo: Duo, monkey
     assert duo.model() == {4.0}
 
 
-def test_a_send_first_waits_for_what_nobody_was_told_about(duo: Duo) -> None:
+def test_a_send_first_waits_for_what_was_not_reported(duo: Duo) -> None:
     duo.sending.sync = False
     assert duo.send(2.0)[0].kind is OutcomeKind.PENDING
     assert duo.send(3.0)[0].kind is OutcomeKind.PENDING

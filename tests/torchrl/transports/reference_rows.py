@@ -194,7 +194,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_ray_transport_sends_to_a_plain_collector",
             "test_ray_transports_of_either_generation_reach_an_actor_of_ours",
             "test_wait_ack_with_nothing_pending_is_refused",
-            "test_without_an_actor_nothing_is_sent_and_somebody_is_told",
+            "test_without_an_actor_nothing_is_sent_and_a_warning_says_so",
         ),
     },
     "A RayActorTransport": {
@@ -217,7 +217,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "test_rpc_transport": (
             "test_send_weights_updates_the_collector",
             "test_the_asynchronous_form_is_awaited_by_wait_ack",
-            "test_a_collector_that_raises_is_told_of",
+            "test_a_collector_that_raises_is_reported",
         ),
     },
     "A DistributedTransport": {
@@ -285,7 +285,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_push_weights_takes_a_module_a_tensordict_a_dict_or_none",
             "test_worker_ids_are_ints_or_devices_one_or_a_list",
             "test_an_unknown_worker_id_is_a_value_error",
-            "test_a_worker_whose_sync_raises_fails_alone_and_is_told",
+            "test_a_worker_whose_sync_raises_fails_alone_and_is_reported",
         ),
     },
     "WeightUpdaterBase.__call__": {U: ("test_calling_an_updater_is_push_weights",)},

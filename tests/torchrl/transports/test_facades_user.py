@@ -136,7 +136,7 @@ def test_fault_14_send_async_over_a_transport_that_cannot_is_a_runtime_error_and
         assert 1 == sender.send(model()).version
 
 
-def test_what_a_users_transport_raises_is_told_with_its_traceback_and_the_others_are_served() -> None:
+def test_what_a_users_transport_raises_is_reported_with_its_traceback_and_the_others_are_served() -> None:
     class Broken(Postbox):
         def send_weights(self, model_id: str, weights: Any) -> None:
             raise ConnectionResetError("cut in two")

@@ -246,7 +246,7 @@ def test_weights_of_another_model_are_not_applied_and_the_sender_is_told() -> No
         assert constants(model) == {0.0}
 
 
-def test_what_a_users_transport_raises_is_told_by_receive() -> None:
+def test_what_a_users_transport_raises_is_reported_by_receive() -> None:
     class Broken(Way):
         def receive_weights(self, timeout: float | None = 1.0) -> Any:
             raise ConnectionResetError("cut in two")

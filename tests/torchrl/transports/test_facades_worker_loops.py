@@ -187,7 +187,7 @@ def test_a_scheme_s_sender_drives_the_same_loop(job: Any) -> None:
         assert worker.end() == 0
 
 
-def test_fault_03_a_worker_that_cannot_apply_is_told_to_the_trainer_with_its_traceback(job: Any) -> None:
+def test_fault_03_a_worker_that_cannot_apply_is_reported_to_the_trainer_with_its_traceback(job: Any) -> None:
     worker = job(loop_that_fails)
     with MPTransport(worker.pipe) as trainer:
         with pytest.raises(RefusedError, match="do not fit") as caught:

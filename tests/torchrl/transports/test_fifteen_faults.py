@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import generation_b_seats as setups
+import generation_b_cases as setups
 import pytest
 import torch
 from fleet import PATIENCE, Crew, Pair, WorkerSetup, constants, filled, join, receive, small
-from generation_b_seats import fleet_of
+from generation_b_cases import fleet_of
 from torch import nn
 
 from weightsync import (
@@ -123,7 +123,7 @@ def test_fault_02_a_timeout_is_no_success(pair: Pair) -> None:
 # --------------------------------------------------- 3: a failed apply is a logged warning, or acked all the same
 
 
-def test_fault_03_a_failed_apply_is_told(pair: Pair) -> None:
+def test_fault_03_a_failed_apply_is_reported(pair: Pair) -> None:
     pair.model.more = small()
     pair.sender.send_async()
     assert pair.receiver.receive(timeout=PATIENCE) is False

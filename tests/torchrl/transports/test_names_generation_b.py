@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import generation_b_seats as setups
+import generation_b_cases as setups
 import pytest
 import torch
 from fleet import PATIENCE, Crew, constants, filled, small
-from generation_b_seats import fleet_of
+from generation_b_cases import fleet_of
 from tensordict import TensorDict
 
 import weightsync

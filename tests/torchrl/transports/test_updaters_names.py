@@ -180,7 +180,7 @@ def test_all_skipped_is_a_normal_return() -> None:
     assert updater.synced == []
 
 
-def test_a_worker_whose_sync_raises_fails_alone_and_is_told() -> None:
+def test_a_worker_whose_sync_raises_fails_alone_and_is_reported() -> None:
     class Mine(Recording):
         def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
             if worker_id == 0:

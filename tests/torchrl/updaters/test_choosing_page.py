@@ -25,7 +25,7 @@ def test_every_class_on_the_page_is_public() -> None:
     assert classes <= set(weightsync.__all__)
 
 
-def test_all_twelve_guarantees_are_told_with_both_kinds_of_evidence() -> None:
+def test_all_twelve_guarantees_are_reported_with_both_kinds_of_evidence() -> None:
     rows = re.findall(r"^\| (G\d+) \w+ \| yes \| (.+) \|$", PAGE, re.MULTILINE)
 
     assert [name for name, _ in rows] == [f"G{number}" for number in range(1, 13)]

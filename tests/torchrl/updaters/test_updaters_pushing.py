@@ -194,7 +194,7 @@ def test_all_skipped_is_a_normal_return() -> None:
 # ------------------------------------------------------------------------------------------------------ failures
 
 
-def test_a_worker_that_fails_is_told_after_everybody_else_was_served() -> None:
+def test_a_worker_that_fails_is_reported_after_everybody_else_was_served() -> None:
     updater = Recorder([0, 1, 2], worker_1=raises(ZeroDivisionError("by zero")))
 
     with pytest.raises(RefusedError, match="worker 1") as failure:
@@ -229,7 +229,7 @@ def test_a_lost_worker_is_called_again_by_the_next_push() -> None:
     assert kinds(updater.push_weights()) == {0: APPLIED, 1: APPLIED}
 
 
-def test_all_workers_lost_is_told_with_a_report_each_time() -> None:
+def test_all_workers_lost_is_reported_with_a_report_each_time() -> None:
     updater = Recorder([CPU], worker_cpu=raises(ConnectionError("gone")))
 
     for _ in range(2):

@@ -180,7 +180,7 @@ def test_a_worker_that_failed_is_not_skipped_next_time(pool: list[Any]) -> None:
 # ------------------------------------------------------------------------------------------------------- failures
 
 
-def test_a_collector_that_raises_is_told_with_its_own_traceback_after_the_others(pool: list[Any]) -> None:
+def test_a_collector_that_raises_is_reported_with_its_own_traceback_after_the_others(pool: list[Any]) -> None:
     behave(pool[0], "raise")
     updater = RayWeightUpdater(weights(11.0), pool)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process_courier import DirectCourier, ThreadedCourier
+from in_process_call_client import DirectCallClient, ThreadedCallClient
 from ray_relay import ray_factory
 from world_adapters import conforms, rpc_factory, store_factory
 
@@ -279,9 +279,9 @@ ADAPTERS = [
     Adapter("local REORDERED, goodbyes first", goodbyes_first, {"several models": ONE_MODEL}),
     *(Adapter(f"pipe {payloads.value}", pipe(payloads)) for payloads in Payloads),
     Adapter("queue", queues, QUEUES),
-    Adapter("calls in this process", call_server(DirectCourier), CALLS),
-    Adapter("calls in threads", call_server(ThreadedCourier), CALLS),
-    Adapter("blocking calls", call_server(ThreadedCourier, BlockingLink), CALLS),
+    Adapter("calls in this process", call_server(DirectCallClient), CALLS),
+    Adapter("calls in threads", call_server(ThreadedCallClient), CALLS),
+    Adapter("blocking calls", call_server(ThreadedCallClient, BlockingLink), CALLS),
     Adapter("a user's own transport", users_own, dict.fromkeys(SCENARIOS, WEIGHTS_ONLY)),
     Adapter("the example of the docs", example, {"several models": ONE_MODEL}),
     Apart("RPC", rpc_factory, CALLS, (pytest.mark.rpc,)),
@@ -295,8 +295,8 @@ ADAPTERS = [
     ),
     # A call brings home one answer: one more would go with a call that is not its own.
     *faulty(
-        "calls in threads", call_server(ThreadedCourier), CALLS | {"the graph of losses": LATE}, (Delivery.ORDERED,)
+        "calls in threads", call_server(ThreadedCallClient), CALLS | {"the graph of losses": LATE}, (Delivery.ORDERED,)
     ),
-    *faulty("calls in threads", call_server(ThreadedCourier), CALLS, (Delivery.REORDERED,)),
+    *faulty("calls in threads", call_server(ThreadedCallClient), CALLS, (Delivery.REORDERED,)),
     *faulty("the example of the docs", example, {}, Delivery),
 ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-from in_process_courier import DirectCourier, ThreadedCourier
+from in_process_call_client import DirectCallClient, ThreadedCallClient
 from weight_kinds import snapshot
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, SyncReport, WeightSender
@@ -78,7 +78,7 @@ def over_pipes(scheme: Any, make: Callable[[], Any]) -> Iterator[Carrier]:
 
 
 class LinkScheme(WeightSyncScheme):
-    """Endpoints are links, or doors."""
+    """Endpoints are links, or call servers."""
 
     _sender_arguments = ("ends",)
     _worker_arguments = ("end",)
@@ -125,7 +125,7 @@ CARRIERS = {
     "shared": lambda make: over_pipes(SharedMemWeightSyncScheme, make),
     "pipe inline": linked(inline),
     "local": linked(local_pair),
-    "calls": linked(lambda: called(DirectCourier)),
-    "calls in threads": linked(lambda: called(ThreadedCourier)),
+    "calls": linked(lambda: called(DirectCallClient)),
+    "calls in threads": linked(lambda: called(ThreadedCallClient)),
 }
 PARAMS = [pytest.param(carry, id=name) for name, carry in CARRIERS.items()]

@@ -1,7 +1,7 @@
 """Worlds of real processes for weights of every kind: a trainer and two workers, over each transport.
 
 Each kind is a model of its own, so that one world carries them all. What trainer and workers do are functions of a
-seat, wherever that stands: in the test's process, in one of a crew's, or in an actor.
+setup, wherever that is: in the test's process, in one of a crew's, or in an actor.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Relay:
 
 
 class ActorServer:
-    """This process's end: takes each call to the door that it is for."""
+    """This process's end: passes each call to its call server."""
 
     def __init__(self, connection: Connection) -> None:
         self.call_servers: dict[str, CallServer] = {}

@@ -110,7 +110,7 @@ def test_each_fault_happens_where_it_is_allowed_and_never_to_the_handshake(deliv
     assert (set(versions) != set(range(1, 31))) == delivery.loses
 
 
-def test_a_cut_is_told_at_both_ends() -> None:
+def test_a_cut_is_reported_at_both_ends() -> None:
     first, second = (FaultyTransport(link, Delivery.ORDERED) for link in local_pair())
     first.send(said(0)[0])
     first.cut()

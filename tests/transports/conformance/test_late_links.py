@@ -6,7 +6,7 @@ from functools import partial
 from threading import Timer
 
 import pytest
-from in_process_courier import DirectCourier
+from in_process_call_client import DirectCallClient
 
 from weightsync.testing.bench import Bench
 from weightsync.testing.ends import Ends
@@ -18,7 +18,7 @@ PATIENCE = 20.0
 LATE = 0.2
 
 
-class LateCourier(DirectCourier):
+class LateCallClient(DirectCallClient):
     """Brings each call a while after it was begun."""
 
     def _bring(self, parcel: Parcel, answers: Answers) -> None:
@@ -27,13 +27,13 @@ class LateCourier(DirectCourier):
 
 def late(model_id: str) -> Ends:
     opened = CallServer(model_id)
-    return Ends(CallLink(LateCourier(opened), "the worker"), opened.open)
+    return Ends(CallLink(LateCallClient(opened), "the worker"), opened.open)
 
 
 @pytest.mark.untraced("the kit's own bench")
 def test_a_link_that_comes_up_once_everything_is_closed_holds_no_buffer() -> None:
-    stage = LinkSetup(late, PATIENCE)
-    bench = Bench(stage)
+    link_setup = LinkSetup(late, PATIENCE)
+    bench = Bench(link_setup)
     bench.join(0)
     bench.connect()
     bench.send()
@@ -42,4 +42,4 @@ def test_a_link_that_comes_up_once_everything_is_closed_holds_no_buffer() -> Non
     bench.finish()
 
     assert not any(buffer.pinned for buffer in bench.payloads._buffers)
-    stage.strike()
+    link_setup.tear_down()

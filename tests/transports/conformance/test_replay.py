@@ -1,4 +1,4 @@
-"""The kit replays the model's graph: its paths are the graph's, take every edge, and see a driver that strays."""
+"""The kit replays the model's graph: its paths are the graph's, take every edge, and find a driver that differs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_paths_take_every_edge_of_both_roles(configuration: Any) -> None:
     assert {edge.role for edge in taken} == {"sender", "receiver"}
 
 
-def test_what_was_reached_is_told_and_what_was_not_with_its_reason() -> None:
+def test_the_result_has_what_was_reached_and_what_was_not_with_its_reason() -> None:
     whole = check_transport(lay(), only=["the graph of losses"], patience=5.0)
     assert whole.unreached == {}
     assert all(taken == of > 0 for taken, of in whole.covered.values())
@@ -61,7 +61,7 @@ def test_what_was_reached_is_told_and_what_was_not_with_its_reason() -> None:
     )
     assert set(part.unreached.values()) == {"nothing can be cut"}
     assert 0 < part.covered["receiver"][0] < part.covered["receiver"][1]
-    assert f"{len(part.unreached)} edges were not reached, since nothing can be cut" in str(part)
+    assert f"{len(part.unreached)} edges were not reached: nothing can be cut" in str(part)
 
 
 def test_a_network_misbehaves_only_where_links_may() -> None:
@@ -72,7 +72,7 @@ def test_a_network_misbehaves_only_where_links_may() -> None:
     assert found.passed == ("the graph of lost",)
 
 
-# ------------------------------------------------------------------------------------- drivers that stray are seen
+# ------------------------------------------------------------------------------------- drivers that differ are found
 
 
 def _a_broken_model_says_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ PATIENCE = 1.5
 
 
 class Wrong:
-    """A right link, wrapped; subclasses spoil one thing."""
+    """A correct link, wrapped; each subclass breaks one rule."""
 
     def __init__(self, link: LocalLink) -> None:
         self.link = link
@@ -470,7 +470,7 @@ def test_replay_alone_refuses_each_class_of_faults(wrong: Any, graph: str, rules
     (broken,) = refused.value.conformance.broken
     assert broken.rule in rules, str(broken)
     assert broken.steps[0].startswith("path ")
-    assert "a rule was broken before" in set(refused.value.conformance.unreached.values())
+    assert "an earlier step broke a rule" in set(refused.value.conformance.unreached.values())
 
 
 @pytest.mark.parametrize("scenario", ["payloads of every size (heap)", "updates"])

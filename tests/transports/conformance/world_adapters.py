@@ -34,7 +34,7 @@ def store_factory(_folder: str, sync: bool = True) -> Callable[[str], Ends]:
     return lay
 
 
-def conforms(_seat: Any, factory_in: Callable[[str], Callable[[str], Ends]], folder: str, how: Any) -> Conformance:
+def conforms(_setup: Any, factory_in: Callable[[str], Callable[[str], Ends]], folder: str, how: Any) -> Conformance:
     """Check an adapter in a process of its own, whose threads end with it; what was found, whatever it is."""
     logging.getLogger("weightsync").setLevel("CRITICAL")
     try:
@@ -56,7 +56,7 @@ def rpc_factory(folder: str) -> Callable[[str], Ends]:
     enter_rpc(folder)
 
     def lay(model_id: str) -> Ends:
-        # Each connection has a door of its own, as each worker has.
+        # Each connection has a call server of its own, as each worker has.
         call_server = f"{model_id} {uuid.uuid4().hex}"
         call_client = RpcCallClient(worker_named("kit", "the worker"), call_server, "the worker")
         return Ends(CallLink(call_client, "the worker"), call_server_of(call_server).open)

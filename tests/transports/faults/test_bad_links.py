@@ -56,7 +56,7 @@ def test_g10_whatever_an_adapter_raises_in_the_trainer_loses_its_worker_alone(th
 
 @BY_HAND
 @pytest.mark.parametrize("method", ["receive", "flush", "watch"])
-def test_g10_whatever_an_adapter_raises_in_a_worker_is_told_as_the_end_of_its_link(pair: Pair, method: str) -> None:
+def test_g10_whatever_an_adapter_raises_in_a_worker_is_reported_as_the_end_of_its_link(pair: Pair, method: str) -> None:
     pair.sender.send_async()
     setattr(pair.receiver._driver.links()[0], method, boom)
     with pytest.raises(TransportError, match="boom"):

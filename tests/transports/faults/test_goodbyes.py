@@ -1,4 +1,4 @@
-"""A worker leaves its trainer's roll by a clean close alone. Whatever fails is told, and the worker stays, LOST."""
+"""Only a clean close removes a worker from its trainer. Any failure is reported, and the worker stays, LOST."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_g11_fewer_workers_than_expected_are_an_error_before_anything_is_sent(th
 
 
 @pytest.mark.untraced("a link that is wrong on purpose")
-def test_g11_a_worker_whose_link_fails_while_it_lives_stays_on_the_roll(pair: Pair) -> None:
+def test_g11_a_worker_whose_link_fails_while_it_lives_stays_a_member(pair: Pair) -> None:
     pair.sync()
     link: Link = pair.receiver._driver.links()[0]
 

@@ -90,7 +90,7 @@ def test_weights_applied_by_hand_are_not_taken_for_those_of_an_update_that_could
 
 
 @pytest.mark.parametrize("left", range(2))
-def test_g11_a_joiner_without_descriptors_is_told_of_in_the_next_report(served: Pair, left: int) -> None:
+def test_g11_a_joiner_without_descriptors_is_reported_in_the_next_report(served: Pair, left: int) -> None:
     ours, theirs = multiprocessing.Pipe()
     joined = type(served.scheme)()
     joined.init_on_worker("policy", pipe=theirs, model=large())
@@ -130,7 +130,7 @@ def test_g11_a_payload_in_the_stream_that_finds_no_memory_is_refused_and_the_lin
     pair.close()
 
 
-def test_a_payload_in_a_queue_that_finds_no_memory_is_told_of_and_the_link_goes_on(
+def test_a_payload_in_a_queue_that_finds_no_memory_is_reported_and_the_link_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def none_left(_: Any) -> Any:

@@ -58,8 +58,8 @@ def test_g11_another_models_handshake_is_answered_and_both_sides_are_told(
 
     assert "never connected" in caught.value.report[0].reason
     here, there = (record.getMessage() for record in caplog.records)
-    assert here.startswith("model 'policy': a sender's handshake came, and is not taken")
-    assert there.startswith("model 'policy': worker 0 has not taken the handshake")
+    assert here.startswith("model 'policy': a sender's handshake arrived and was not accepted")
+    assert there.startswith("model 'policy': worker 0 did not accept the handshake")
     assert all(TOLD in said for said in (here, there))
     assert sender.stale_answers == 0
 
@@ -104,7 +104,7 @@ def test_a_model_that_is_registered_after_its_handshake_was_answered_is_served_a
     assert sender._driver.remark(0) == ""
 
 
-def test_models_that_are_all_registered_before_anything_is_read_are_told_of_nothing(
+def test_models_that_are_all_registered_before_anything_is_read_get_no_answer(
     apart: Apart, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "weightsync"):

@@ -57,7 +57,7 @@ def write(connection: Any, data: bytes) -> None:
 # ------------------------------------------------------------------------------------ the user's own messages
 
 
-def test_foreign_messages_are_kept_in_order_and_handed_out_unchanged(pair: Pair) -> None:
+def test_user_messages_are_kept_in_order_and_returned_unchanged(pair: Pair) -> None:
     ours, theirs = pair.pipes[0]
     for number, message in enumerate(FOREIGN):
         raw(ours).send(message)
@@ -81,7 +81,7 @@ def test_messages_through_the_links_reach_a_user_who_reads_through_the_links(pai
     assert [pair.sender.pipe(0).recv() for _ in FOREIGN] == FOREIGN
 
 
-def test_a_foreign_pickle_is_never_unpickled_by_us(pair: Pair) -> None:
+def test_a_user_pickle_is_never_unpickled_by_us(pair: Pair) -> None:
     raw(pair.pipes[0][0]).send_bytes(pickle.dumps(_Bomb()))
     assert pair.sync().ok
     assert pair.receiver.pipe.poll()

@@ -215,7 +215,7 @@ def test_a_call_is_kept_until_its_sender_has_proved_that_it_lives(call_server: t
 
     assert received.message == hello()
     assert seal.brought(answer.result(timeout=0)) == [hello()]
-    with pytest.raises(AuthenticationError, match="came again"):
+    with pytest.raises(AuthenticationError, match="was repeated"):
         seal.brought(answer.result(timeout=0))
 
 

@@ -72,7 +72,7 @@ def test_answers_come_in_the_order_of_the_calls_whichever_is_over_first(laid: An
 
 
 @pytest.mark.parametrize("error", [TransportError("gone"), ProtocolError("nonsense"), OSError("no route"), KeyError(3)])
-def test_a_call_that_fails_is_told_at_once_after_what_was_said_before(laid: Any, error: Exception) -> None:
+def test_a_call_that_fails_is_reported_at_once_after_earlier_messages(laid: Any, error: Exception) -> None:
     link, call_client = laid
     for version in (1, 2, 3):
         link.send(update(version))
@@ -89,7 +89,7 @@ def test_a_call_that_fails_is_told_at_once_after_what_was_said_before(laid: Any,
 
 
 @pytest.mark.parametrize("last", [0, 2])
-def test_that_the_other_end_gave_the_link_up_is_told_after_all_that_it_said(laid: Any, last: int) -> None:
+def test_the_other_ends_close_is_reported_after_all_that_it_sent(laid: Any, last: int) -> None:
     link, call_client = laid
     for version in (1, 2, 3):
         link.send(update(version))

@@ -51,7 +51,7 @@ def believes(open_it: Callable[[], object]) -> bool:
     return True
 
 
-# ----------------------------------------------------------------------------------------------- rows of letters
+# ----------------------------------------------------------------------------------------------- rows of messages
 
 
 class Row:
@@ -134,7 +134,7 @@ class Row:
 
 
 @pytest.mark.parametrize("seeds", [range(40), range(40, 80)], ids=["these", "those"])
-def test_over_rows_of_letters_an_end_believes_what_the_model_says(seeds: range) -> None:
+def test_over_rows_of_messages_an_end_believes_what_the_model_says(seeds: range) -> None:
     believed = 0
     for seed in seeds:
         walk = Row(seed)
@@ -153,7 +153,7 @@ def ack(version: int) -> Ack:
 
 
 class Calls:
-    """Senders' seals, and gates: each life of the worker has one."""
+    """The seals of senders, and a gate for each process of the worker."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -258,7 +258,7 @@ class Calls:
         moves: list[Callable[[], None]] = [self.say, self.prove, self.tell]
         self.random.choice([*moves, *[self.deliver] * 5 * bool(self.wire)])()
         for (_, s), w in self.ends.items():
-            if self.proven[w]:  # OnlyTheSender; a door lets each number in once, and in its turn
+            if self.proven[w]:  # OnlyTheSender; a call server accepts each number once, in order
                 assert self.met[s] == w
                 assert set(self.read[w]) <= set(range(self.said[s]))
             else:

@@ -55,14 +55,14 @@ def test_each_link_gets_its_own_model_whoever_reads(laid, ends):
 
 def test_a_link_whose_frame_another_took_is_woken(laid, ends):
     actor, critic = laid("actor", ends), laid("critic", ends)
-    waker, woken = Waker(), []
-    waiter = threading.Thread(target=lambda: woken.extend(wait(waker, [critic[1]], 10.0)))
+    waker, ready = Waker(), []
+    waiter = threading.Thread(target=lambda: ready.extend(wait(waker, [critic[1]], 10.0)))
     critic[0].send(ack(1, "critic"))
     assert versions(actor[1]) == []
     waiter.start()
     waiter.join()
 
-    assert [critic[1]] == woken
+    assert [critic[1]] == ready
     assert versions(critic[1]) == [1]
     assert wait(waker, [critic[1]], 0.0) == []
 
@@ -182,7 +182,7 @@ def test_what_is_kept_for_models_without_a_link_is_bounded_by_count_and_by_bytes
     for version in range(1, 5):
         nobody.send(Update(model_id="nobody", incarnation=1, version=version, layout_digest=b"", nbytes=1000), buffer)
 
-    with pytest.raises(ProtocolError, match="another came"):
+    with pytest.raises(ProtocolError, match="another arrived"):
         second.receive()
     nobody.close()
 
@@ -264,7 +264,7 @@ def test_a_plain_connection_and_ours_understand_each_other(ends, size):
     link.close()
 
 
-def test_foreign_pickles_are_not_unpickled_by_the_link(laid, ends):
+def test_user_pickles_are_not_unpickled_by_the_link(laid, ends):
     _, second = laid("policy", ends)
     ends[0].send_bytes(b"\x80\x05no pickle at all.")
 
@@ -282,14 +282,14 @@ def test_messages_that_begin_as_ours_are_refused_at_the_source(laid, ends):
     assert not second.user.poll()
 
 
-def test_who_reads_the_raw_pipe_is_told_where_to_read(laid, ends):
+def test_a_reader_of_the_raw_pipe_is_told_where_to_read(laid, ends):
     first, _ = laid("policy", ends)
     first.send(ack(1))
     with pytest.raises(ConfigurationError, match=r"receiver\.pipe\.recv\(\)"):
         ends[1].recv()
 
 
-def test_poll_waits_as_long_as_it_is_told(laid, ends):
+def test_poll_waits_as_long_as_it_is_asked_to(laid, ends):
     first, second = laid("policy", ends)
     begun = time.monotonic()
     assert not second.user.poll(0.05)

@@ -13,12 +13,12 @@ from weightsync.transports import exposure
 @pytest.fixture(autouse=True)
 def _unsaid(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "weightsync")
-    monkeypatch.setattr(exposure, "_said", exposure._Said())
+    monkeypatch.setattr(exposure, "_warning", exposure._Warning())
 
 
 def test_it_is_said_once_a_process_and_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     for link in ("The store at 10.0.0.7:1", "Another"):
-        exposure.tell(link)
+        exposure.warn_exposed(link)
 
     [record] = caplog.records
     assert "The store at 10.0.0.7:1" in record.getMessage()
@@ -26,11 +26,11 @@ def test_it_is_said_once_a_process_and_says_what_to_do(caplog: pytest.LogCapture
 
 
 def test_a_forked_child_says_it_again(caplog: pytest.LogCaptureFixture) -> None:
-    exposure.tell("The parent's")
+    exposure.warn_exposed("The parent's")
     child = os.fork()
     if not child:
         caplog.clear()
-        exposure.tell("The child's")
+        exposure.warn_exposed("The child's")
         os._exit(len(caplog.records))
 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

@@ -37,7 +37,7 @@ def test_a_prompt_network_delivers_at_once_and_in_order(delivery):
     assert versions(second) == []
 
 
-def test_a_held_network_delivers_when_told():
+def test_a_held_network_delivers_on_request():
     first, second = local_pair(pace=Pace.HELD)
     first.send(ack(1))
     first.send(ack(2))

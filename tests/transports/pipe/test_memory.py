@@ -92,7 +92,7 @@ def test_a_mapping_reads_the_peers_writes_and_keeps_its_own():
 
 
 def test_what_is_not_sealed_is_not_mapped():
-    fd = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
     with pytest.raises(TransportError, match="not sealed"):
         Mapping(fd)

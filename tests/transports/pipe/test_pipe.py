@@ -127,7 +127,7 @@ def test_an_update_without_its_bytes_is_refused(laid):
     assert second.receive() == []
 
 
-def test_a_landing_is_not_used_again_while_somebody_looks_at_it(laid):
+def test_a_receive_buffer_is_not_used_again_while_somebody_looks_at_it(laid):
     first, second = laid(payloads=Payloads.INLINE)
     kept = []
     for seed in range(6):
@@ -138,7 +138,7 @@ def test_a_landing_is_not_used_again_while_somebody_looks_at_it(laid):
     assert all(view == content for view, content in kept)
 
 
-def test_a_landing_is_used_again_when_nobody_does(laid):
+def test_a_receive_buffer_is_used_again_when_nobody_does(laid):
     first, second = laid(payloads=Payloads.INLINE)
     places = set()
     for version in range(1, 7):
@@ -272,7 +272,7 @@ def test_close_cuts_an_unfinished_frame_and_lets_its_payload_go(laid):
 # -------------------------------------------------------------------------------------------- bad frames
 
 
-def spoiled(how: str) -> bytes:
+def damaged(how: str) -> bytes:
     data, header = bytearray(frame(ack(2))), 4 + len(PREAMBLE)
     if how == "negative length":
         return struct.pack("!i", -2) + bytes(data[4:])
@@ -305,7 +305,7 @@ BAD = [
 def test_malformed_frames_are_a_protocol_error_behind_what_came_before(laid, how):
     first, second = laid()
     first.send(ack(1))
-    os.write(first._channel.connection.fileno(), spoiled(how) + frame(ack(3)))
+    os.write(first._channel.connection.fileno(), damaged(how) + frame(ack(3)))
 
     assert [ack(1)] == [r.message for r in second.receive()]
     assert [second] == wait(Waker(), [second], 1.0)
@@ -463,7 +463,7 @@ def test_a_one_way_pipe_is_refused_with_what_to_do():
 
 
 def test_what_is_no_connection_is_refused_by_type():
-    with pytest.raises(ConfigurationError, match=r"A str is no connection: .*Pipe\(duplex=True\)"):
+    with pytest.raises(ConfigurationError, match=r"A str is not a connection: .*Pipe\(duplex=True\)"):
         PipeLink("pipe", "policy")
 
 

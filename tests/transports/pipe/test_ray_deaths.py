@@ -99,7 +99,7 @@ def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
     error = getattr(ray.exceptions, died)
     call.set_exception(error("the actor is gone", None) if died == "ActorUnavailableError" else error())
 
-    with pytest.raises(TransportError, match="worker 0 did not come back"):
+    with pytest.raises(TransportError, match="worker 0 did not return"):
         link.receive()
     assert not buffer.pinned
     link.close()

@@ -138,7 +138,7 @@ def test_a_sender_is_told_why_it_is_refused_until_it_has_met_its_worker(reason: 
         sender.open(refusal(reason))
 
     sender.open(worker.challenge)
-    with pytest.raises(AuthenticationError, match="no worker says here"):
+    with pytest.raises(AuthenticationError, match="no worker sends here"):
         sender.open(refusal(reason))
 
 

@@ -79,7 +79,7 @@ def test_of_a_pipe_to_another_host_it_is_said_that_our_key_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING", "weightsync")
-    monkeypatch.setattr(exposure, "_said", exposure._Said())
+    monkeypatch.setattr(exposure, "_warning", exposure._Warning())
     everywhere: Callable[[socket.socket], bool] = lambda sock: True  # noqa: E731 - for its type
     monkeypatch.setattr(connection, "leaves_host", everywhere)
     ours, theirs = multiprocessing.Pipe()

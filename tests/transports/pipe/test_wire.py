@@ -135,7 +135,7 @@ def test_a_header_alone_is_read_up_to_the_largest_body():
         (struct.pack("!4sH", codec.MAGIC, PROTOCOL_VERSION), "ends after 6 bytes of its header's 72"),
         (struct.pack("!4sHH64x", codec.MAGIC, PROTOCOL_VERSION, 1), "A header is malformed"),
     ],
-    ids=["foreign", "short", "not zero"],
+    ids=["another magic", "short", "not zero"],
 )
 def test_what_is_no_header_is_refused_with_what_is_wrong(data, said):
     with pytest.raises(ProtocolError, match=said):

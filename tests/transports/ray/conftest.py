@@ -26,14 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pool(cluster: Any) -> dict[str, Any]:
     """Actors that many tests use in turn, since each takes seconds to start."""
     setup, plain = ray.remote(num_cpus=0)(WorkerSetup), ray.remote(num_cpus=0)(Plain)
-    return {"seats": [setup.remote(), setup.remote()], "plain": plain.remote()}
+    return {"setups": [setup.remote(), setup.remote()], "plain": plain.remote()}
 
 
 @pytest.fixture
 def setups(pool: dict[str, Any]) -> list[Any]:
     """Two actors with our receiver, as new."""
-    ray.get([setup.start_over.remote() for setup in pool["seats"]])
-    return list(pool["seats"])
+    ray.get([setup.start_over.remote() for setup in pool["setups"]])
+    return list(pool["setups"])
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ class Threads(Bench, WeightSyncActor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = threading.Event()
+        self.released = threading.Event()
         self.inside = threading.Event()
 
     def serve(self) -> tuple[set[float], set[float]]:
@@ -94,14 +94,14 @@ class Threads(Bench, WeightSyncActor):
         with self.weight_receiver().serving():
             before = self.shows()
             self.inside.set()
-            assert self.gate.wait(PATIENCE)
+            assert self.released.wait(PATIENCE)
             return before, self.shows()
 
     def is_inside(self) -> bool:
         return self.inside.wait(PATIENCE)
 
     def open_gate(self) -> None:
-        self.gate.set()
+        self.released.set()
 
 
 class Loop(WeightSyncActor):
@@ -109,17 +109,17 @@ class Loop(WeightSyncActor):
 
     def __init__(self) -> None:
         self.policy = small()
-        self.gate = asyncio.Event()
+        self.released = asyncio.Event()
 
     async def shows(self) -> set[float]:
         return constants(self.policy.state_dict())
 
     async def hold(self) -> None:
         with self.weight_receiver().serving():
-            await self.gate.wait()
+            await self.released.wait()
 
     async def let_go(self) -> None:
-        self.gate.set()
+        self.released.set()
 
 
 class Plain(Bench):

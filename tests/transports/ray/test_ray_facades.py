@@ -73,7 +73,7 @@ def test_wait_ack_with_nothing_pending_is_refused(cluster: Any) -> None:
 
 
 @pytest.mark.parametrize("transport_class", [RayTransport, RayActorTransport])
-def test_without_an_actor_nothing_is_sent_and_somebody_is_told(cluster: Any, transport_class: Any) -> None:
+def test_without_an_actor_nothing_is_sent_and_a_warning_says_so(cluster: Any, transport_class: Any) -> None:
     """Fault 5."""
     with transport_class() as transport, pytest.raises(ConfigurationError, match="no actor"):
         transport.send_weights("policy", weights(1.0))

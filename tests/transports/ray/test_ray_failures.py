@@ -138,7 +138,7 @@ def test_a_lost_payload_is_a_refusal_and_the_link_goes_on(
     assert get(setups[0].shows.remote()) == {3.0}
 
 
-def test_the_layout_that_a_lost_call_brought_is_told_again(
+def test_the_layout_that_a_lost_call_carried_is_sent_again(
     setups: list[Any], trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = trainer(setups[:1], small(1.0))
@@ -215,11 +215,11 @@ PROGRAM = """
     from weightsync import RayWeightSyncScheme
 
     ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
-    seat = ray.get_actor(sys.argv[2], namespace=sys.argv[3])
+    actor = ray.get_actor(sys.argv[2], namespace=sys.argv[3])
     scheme = RayWeightSyncScheme()
-    scheme.init_on_sender("policy", remote_collectors=[seat], model=small(1.0))
+    scheme.init_on_sender("policy", remote_collectors=[actor], model=small(1.0))
     sender = scheme.get_sender()
-    seat.sleep.remote(600.0)
+    actor.sleep.remote(600.0)
     sender.send_async()
     ending = threading.Timer(0.3, ray.shutdown)
     ending.start()

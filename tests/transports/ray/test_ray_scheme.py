@@ -84,12 +84,12 @@ def _until(condition: Any) -> None:
 def test_a_row_of_the_store_is_let_go_with_its_sender(setups: list[Any], trainer: Any) -> None:
     sender = trainer(setups, small(1.0))
     sender.send(timeout=PATIENCE)
-    shelf = sender._scheme._links._flat._shelf
-    assert len(shelf._rows) == 1
+    cache = sender._scheme._links._flat._cache
+    assert len(cache._objects) == 1
 
     sender.close()
 
-    assert len(shelf._rows) == 0
+    assert len(cache._objects) == 0
 
 
 def test_the_payload_is_read_in_place(setups: list[Any], trainer: Any) -> None:
@@ -355,7 +355,7 @@ def test_generation_b_connects_and_sends(setups: list[Any]) -> None:
         scheme.shutdown()
 
 
-# ------------------------------------------------------------------------------------ the desk, without Ray
+# ------------------------------------------------------------------------------------ the actor server, without Ray
 
 
 def test_a_link_that_begins_in_the_middle_is_refused_at_once() -> None:

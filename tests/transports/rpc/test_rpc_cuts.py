@@ -95,5 +95,5 @@ def test_g10_a_network_that_fails_as_a_call_begins(wired: WiredWorld, failure: F
         assert field.trainer.do(send, 3.0).ok
         field.followed(field.other)
     else:
-        assert "RPC reaches worker 0 no more" in report[0].reason
+        assert "RPC can no longer reach worker 0" in report[0].reason
         goes_on(field, 3)

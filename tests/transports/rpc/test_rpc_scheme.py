@@ -324,7 +324,7 @@ def test_a_sender_that_closes_says_goodbye(world: World) -> None:
         assert world.workers[0].do(shows) == (1, {1.0})
 
 
-def test_a_receiver_that_closes_leaves_the_roll_and_another_may_come(world: World) -> None:
+def test_a_receiver_that_closes_is_removed_and_another_may_come(world: World) -> None:
     with world.syncing([0, 1]) as trainer:
         trainer.tell(send, 1.0)
         assert world.workers[0].do(take)
@@ -416,7 +416,7 @@ def test_an_unknown_name_is_refused_and_says_that_nobody_new_is_admitted(world: 
 
     assert isinstance(error, ConfigurationError)
     assert "w9" in str(error)
-    assert "admits nobody" in str(error)
+    assert "cannot replace" in str(error)
     assert comes_to_rest(world)
     world.trainer.do(retire)
 

@@ -1,6 +1,6 @@
 """kill -9 and SIGSTOP over torch's RPC, of worker and trainer, at each point (G10).
 
-torch's RPC admits nobody in the place of a rank that died: a killed worker stays lost, and says why; a killed trainer
+torch's RPC cannot replace in the place of a rank that died: a killed worker stays lost, and says why; a killed trainer
 is succeeded by another rank of the same world.
 """
 
@@ -40,7 +40,7 @@ class RpcField(Field):
 
     def readmit(self) -> str:
         self.trainer.do(add_worker, 0, w0)
-        return "admits nobody in place of a rank that died"
+        return "cannot replace a rank that died"
 
     def successor(self) -> Any:
         return self._heir

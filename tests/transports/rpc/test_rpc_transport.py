@@ -76,7 +76,7 @@ def test_the_asynchronous_form_is_awaited_by_wait_ack(trainer: Any) -> None:
     assert isinstance(trainer.do(attempt, acked), StateError)
 
 
-def test_a_collector_that_raises_is_told_of(trainer: Any) -> None:
+def test_a_collector_that_raises_is_reported(trainer: Any) -> None:
     trainer.do(reach, Raising)
 
     assert isinstance(trainer.do(attempt, push, 1.0), RefusedError)
@@ -133,7 +133,7 @@ def take_by_hand(setup: WorkerSetup) -> tuple[str, set[float]]:
 
 
 @pytest.mark.parametrize("given", [{}, {"worker_rank": 1}])
-def test_a_transport_that_was_told_nothing_sends_nothing_and_says_so(given: Any) -> None:
+def test_a_transport_that_got_no_arguments_sends_nothing_and_says_so(given: Any) -> None:
     """Fault 5 of the reference: it returned None."""
     with RPCTransport(**given) as transport:
         assert transport.check_connection() is False

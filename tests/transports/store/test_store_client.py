@@ -40,7 +40,7 @@ def test_an_end_is_a_tcp_store_and_a_workers_rank(store: Any) -> None:
             StoreEnd(store, rank)  # type: ignore[arg-type]
         assert str(caught.value) == f"rank is {rank!r}: the trainer is rank 0, worker i is rank i + 1."
     for other in (dist.HashStore(), dist.PrefixStore("ours", dist.HashStore())):
-        with pytest.raises(ConfigurationError, match=r"^a HashStore is no store that trainer and workers can meet "):
+        with pytest.raises(ConfigurationError, match=r"^a HashStore is not a store that trainer and workers can share"):
             StoreEnd(other, 1)
 
 
@@ -52,12 +52,12 @@ def test_an_end_travels_with_all_it_was_given_and_without_prefixes(store: Any) -
     assert there.key._secret == b"secret"
     there.store.set("key", "value")
     assert store.get("key") == b"value"
-    with pytest.raises(ConfigurationError, match=r"^A PrefixStore does not travel to another process"):
+    with pytest.raises(ConfigurationError, match=r"^A PrefixStore cannot be sent to another process"):
         pickle.dumps(StoreEnd(dist.PrefixStore("ours", store), 3))
 
 
 @pytest.mark.parametrize(("exposed", "key"), [(True, None), (True, SharedKey("secret")), (False, None)])
-def test_a_store_that_others_can_reach_is_told_of_unless_there_is_a_key(
+def test_a_store_that_others_can_reach_is_warned_about_unless_there_is_a_key(
     store: Any, exposed: bool, key: SharedKey | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -128,7 +128,7 @@ def test_a_value_is_claimed_once_and_strangers_are_written_over(
     assert caplog.messages == []
     client.set("key", b"\xffjunk")
     assert client.claim("key", "two", lambda value: value.isascii()) == "two"
-    assert caplog.messages == ["the store's key key held what nobody of ours wrote: it was written over"]
+    assert caplog.messages == ["the store's key key held a value that is not ours: it was overwritten"]
     assert client.claim("key", "three", lambda value: value.isascii()) == "two"
     client.set("key", b"\xff")
     assert client.claim("key", "three") == "\ufffd"
@@ -207,12 +207,12 @@ def test_only_a_socket_that_must_be_ours_is_watched(store: Any, monkeypatch: pyt
     theirs.close()
 
 
-def test_a_connection_that_ends_as_it_is_made_is_told(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_ends_as_it_is_made_is_reported(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, Socket(store.port))
     with pytest.raises(TransportError) as caught:
         Client(store)
     where = f"the store at {store.host}:{store.port}"
-    assert str(caught.value) == f"The connection to {where} ended as it was made, or no descriptor is left."
+    assert str(caught.value) == f"The connection to {where} ended while it was being made, or no descriptor is left."
 
 
 @pytest.mark.parametrize("left", [0, 2, 3])

@@ -155,7 +155,7 @@ def test_g10_a_pair_that_falls_silent_costs_the_deadline_and_a_new_link_brings_i
 
 
 @pytest.mark.parametrize(("part", "failure"), few(IDLE, (Part.STORE, Failure.CUT)))
-def test_g10_a_network_that_fails_idle_is_told_by_the_next_send(
+def test_g10_a_network_that_fails_idle_is_reported_by_the_next_send(
     field: StoreField, network: Network, part: Part, failure: Failure
 ) -> None:
     failing(network, part, failure)()
@@ -172,7 +172,7 @@ def test_g10_a_network_that_fails_idle_is_told_by_the_next_send(
     goes_on(field, 3)
 
 
-def test_g10_a_trainer_killed_in_the_middle_of_a_bucket_is_told(field: StoreField, network: Network) -> None:
+def test_g10_a_trainer_killed_in_the_middle_of_a_bucket_is_reported(field: StoreField, network: Network) -> None:
     """gloo tells nobody whose message has begun that its connection has ended."""
     in_the_middle(network, lambda: os.kill(field.trainer.pid, signal.SIGKILL))
     for worker in (field.victim, field.other):

@@ -94,7 +94,7 @@ def test_initial_weights_need_no_signalling_by_the_caller(store: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["A", "B"])
-def test_initial_weights_are_not_told_in_torchrls_keys(store: Any, form: str) -> None:
+def test_initial_weights_are_not_written_to_torchrls_keys(store: Any, form: str) -> None:
     """A loop written for the reference would take them for an update, and stand still."""
     given = {} if form == "A" else {"weights_buffer": weights(0.0)}
     trainer, worker = (DistributedTransport(store=store, rank=1, **given) for _ in range(2))
@@ -113,7 +113,7 @@ def test_initial_weights_are_not_told_in_torchrls_keys(store: Any, form: str) ->
         assert b"update_weights" == store.get("NODE_1_in")
 
 
-def test_the_first_weights_of_connect_are_not_told_in_torchrls_keys(store: Any) -> None:
+def test_the_first_weights_of_connect_are_not_written_to_torchrls_keys(store: Any) -> None:
     trainer, worker, model = DistributedWeightSyncScheme(), DistributedWeightSyncScheme(), large()
     with trainer, worker:
         worker.init_on_receiver(model_id="policy", store=store, rank=1, model=model)
@@ -266,7 +266,7 @@ def test_a_worker_loop_written_for_the_reference(store: Any) -> None:
     def of(fill: float) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((300, 100), fill)}
 
-    with worker, trainer, scheme:  # the first trainer stays: a loop that hears its goodbye first ends
+    with worker, trainer, scheme:  # the first trainer stays: a loop that gets its goodbye first ends
         thread = threading.Thread(target=serve)
         thread.start()
         trainer.send_initial_weights(of(1.0))

@@ -255,7 +255,7 @@ def _reached(port: int) -> Any:
     return reach(port)
 
 
-def test_a_send_of_small_weights_to_a_dead_worker_is_told(trained: Trainer) -> None:
+def test_a_send_of_small_weights_to_a_dead_worker_is_reported(trained: Trainer) -> None:
     trained.worker.kill()
     report = None
     until = time.monotonic() + NOTICED + GRACE

@@ -211,11 +211,11 @@ def test_g10_a_send_that_gloo_has_forgotten_ends_with_its_connection(making: Mak
 def test_what_has_arrived_is_kept_though_its_sender_is_gone(making: Making, client: Client) -> None:
     making.made = Arriving()
     group = Group("gloo", 1, "a link")
-    landing = memoryview(bytearray(1))
+    buffer = memoryview(bytearray(1))
 
-    group.receive(client, landing, 1)
+    group.receive(client, buffer, 1)
 
-    assert landing[0] == 7
+    assert buffer[0] == 7
     group.close()
 
 

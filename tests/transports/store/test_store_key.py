@@ -139,7 +139,7 @@ def test_an_answer_that_a_stranger_writes_is_never_believed(
     assert pair.sync().version == 1
     ack = Ack(model_id="policy", incarnation=pair.sender._driver.data.incarnation, version=2)
     texts = {"a plain ack": b"L" + codec.encode(ack), "an answer of its own, again": said[-1]}
-    inbox = pair.sender._driver.by_worker()[0]._exchange._inbox
+    inbox = pair.sender._driver.by_worker()[0]._worker._inbox
     reader = reach(store.port)
     reader.set(f"{inbox._key}/{inbox.number}", texts.get(forged, b"L" + refusal(Reason.OTHER_KEY)))
 
@@ -154,7 +154,7 @@ def test_an_answer_that_a_stranger_writes_is_never_believed(
 
 
 def _consumed(store: Any, way: str, count: int) -> Callable[[], bool]:
-    """Whether the first letters of a way were read and forgotten."""
+    """Whether the first messages in one direction were read and deleted."""
     return lambda: not any(store.check([f"{way}/{number}"]) for number in range(count))
 
 
@@ -211,7 +211,7 @@ def test_g4_a_recording_of_all_that_was_written_has_no_effect(
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_a_letter_that_was_changed_in_the_store_is_not_believed(
+def test_a_message_that_was_changed_in_the_store_is_not_believed(
     keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     recorder = Recorder(monkeypatch)
@@ -228,7 +228,7 @@ def test_a_letter_that_was_changed_in_the_store_is_not_believed(
 
     recorder.change = change
     pair.sender.send_async(filled(small(), 9.0))
-    with pytest.raises(ConnectionError, match="not believed"):
+    with pytest.raises(ConnectionError, match="rejected"):
         pair.receiver.receive(timeout=PATIENCE)
 
     assert value_of(pair.model) == before
@@ -247,13 +247,13 @@ def test_a_payload_that_was_changed_on_its_way_is_not_believed(
         receiver.receive(timeout=PATIENCE)
         sender.wait_async(timeout=PATIENCE)
 
-        def receive(group: Group, client: Any, landing: memoryview, in_flight: int) -> None:
-            before(group, client, landing, in_flight)
-            landing[-1] ^= 1
+        def receive(group: Group, client: Any, buffer: memoryview, in_flight: int) -> None:
+            before(group, client, buffer, in_flight)
+            buffer[-1] ^= 1
 
         monkeypatch.setattr(worker.Group, "receive", receive)
         sender.send_async(filled(large(), 9.0))
-        with pytest.raises(ConnectionError, match="not believed"):
+        with pytest.raises(ConnectionError, match="rejected"):
             receiver.receive(timeout=PATIENCE)
         assert receiver.version == 1
         assert value_of(receiver.model) == 8.0

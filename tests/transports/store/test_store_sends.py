@@ -21,7 +21,7 @@ from weightsync import ConfigurationError, DistributedWeightSyncScheme, RefusedE
 from weightsync.protocol.report import Evidence, OutcomeKind
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.store import group
-from weightsync.transports.store import worker as exchange
+from weightsync.transports.store import worker as store_worker
 from weightsync.transports.store.mailbox import PIECE_NBYTES
 
 
@@ -217,7 +217,7 @@ def test_a_worker_that_comes_late_is_served_what_is_due(store: Any) -> None:
         assert {6.0} == constants(model)
 
 
-def test_a_receiver_that_closes_leaves_the_roll_and_may_come_back(pair: StorePair) -> None:
+def test_a_receiver_that_closes_is_removed_and_may_come_back(pair: StorePair) -> None:
     pair.sync()
     pair.schemes[0].close()
     again, model = DistributedWeightSyncScheme(), large()
@@ -317,7 +317,7 @@ def test_g11_a_payload_that_finds_no_memory_is_refused_and_the_next_one_is_appli
 
     monkeypatch.setattr(group, "BUCKET_NBYTES", 64 * 1024)
     with monkeypatch.context() as patched:
-        patched.setattr(exchange, "anonymous", none_left)
+        patched.setattr(store_worker, "anonymous", none_left)
         pair.sender.send_async()
         assert pair.receiver.receive(timeout=PATIENCE) is False
     with pytest.raises(RefusedError, match="could not be received: No memory for 161200 bytes"):

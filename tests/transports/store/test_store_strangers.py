@@ -87,15 +87,15 @@ def test_junk_where_links_are_announced_is_passed_over(store: Any, key: str, jun
 
 def link_of(pair: StorePair) -> str:
     """The key of the link to the worker."""
-    return pair.sender._driver.by_worker()[0]._exchange._key
+    return pair.sender._driver.by_worker()[0]._worker._key
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_junk_under_a_links_next_letter_is_passed_over(pair: StorePair, junk: bytes, way: str) -> None:
+def test_junk_under_a_links_next_message_is_passed_over(pair: StorePair, junk: bytes, way: str) -> None:
     assert pair.sync().ok
     end = pair.sender._driver.by_worker()[0] if way == "up" else pair.receiver._driver.links()[0]
-    number = end._exchange._inbox.number
+    number = end._worker._inbox.number
     pair.store.set(f"{link_of(pair)}/{way}/{number}", junk)
     filled(pair.source, 2.0)
 
@@ -144,7 +144,7 @@ FRAME = codec.encode(Ack(model_id="m", incarnation=1, version=1))
 NAME = b"0123456789abcdef" * 2
 
 
-def test_letters_come_out_as_they_were_written(row: tuple[Client, Inbox]) -> None:
+def test_messages_come_out_as_they_were_written(row: tuple[Client, Inbox]) -> None:
     client, inbox = row
     outbox = Outbox(client, "row")
     for store_message in (NAME, FRAME, FRAME + bytes(5 * 2**20), FRAME):
@@ -165,13 +165,13 @@ def test_junk_before_the_end_of_a_row_is_passed_over(row: tuple[Client, Inbox], 
         inbox.take()
 
 
-def test_a_letter_that_was_written_over_is_a_lost_link_and_no_protocol_error(row: tuple[Client, Inbox]) -> None:
+def test_a_message_that_was_written_over_is_a_lost_link_and_no_protocol_error(row: tuple[Client, Inbox]) -> None:
     client, inbox = row
     outbox = Outbox(client, "row")
     outbox.put(NAME)
     outbox.put(FRAME)
     client.set("row/0", b"junk")
-    with pytest.raises(TransportError, match="stranger has written over a letter, under the store's key row/0"):
+    with pytest.raises(TransportError, match="stranger has written over a message, under the store's key row/0"):
         inbox.take()
 
 
@@ -264,7 +264,7 @@ def test_a_worker_that_has_no_descriptor_for_a_new_link_declines_it_and_hears_of
     def refuses_once(*arguments: Any) -> Any:
         if not refused:
             refused.append(arguments)
-            raise TransportError("Nothing can be waited for: Too many open files.")
+            raise TransportError("No file descriptor to wait on: Too many open files.")
         return real(*arguments)
 
     monkeypatch.setattr(listener, "worker_link", refuses_once)

@@ -105,7 +105,7 @@ def test_failures_of_one_kind_have_their_own_error(kind: OutcomeKind, error: typ
     assert "whyw1" in str(caught.value)
 
 
-def test_workers_with_the_same_outcome_are_told_of_once() -> None:
+def test_workers_with_the_same_outcome_are_reported_once() -> None:
     why = {worker: Outcome(kind=OutcomeKind.REFUSED, reason="too small") for worker in (0, 1, 2, 5, 7, 8)}
     outcomes = {**why, 3: Outcome(kind=OutcomeKind.APPLIED), 4: Outcome(kind=OutcomeKind.APPLIED)}
     told = SyncReport(model_id="policy", version=1, incarnation=9, outcomes=dict(sorted(outcomes.items())))

@@ -97,7 +97,7 @@ def test_check_does_not_wait_for_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_version_is_told(runner: CliRunner) -> None:
+def test_the_version_is_reported(runner: CliRunner) -> None:
     told = runner.invoke(build(), ["--version"])
 
     assert told.exit_code == 0

@@ -1,4 +1,4 @@
-"""A link that a test holds in its hand: it hears what it is given, and keeps what it was given to say; and a fleet."""
+"""A scripted link, which receives what a test gives it and records what is sent; and a fleet of such links."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Scripted:
         self.closed = 0
         self.watched: list[tuple[int, int]] = []
 
-    def hears(self, message: Message, **what: Any) -> None:
+    def receives(self, message: Message, **what: Any) -> None:
         """Let a message be read next."""
         self.heard.append(Received(message, **what))
 
@@ -139,10 +139,10 @@ class Fleet:
             self.driver.dispatch(pure.SendAsync(targets), packed())
             self.driver.take(pure.Abandon())
 
-    def hears(self, worker: int, *messages: Any) -> None:
+    def receives(self, worker: int, *messages: Any) -> None:
         """Let a worker say something."""
         for message in messages:
-            self.links[worker].hears(message)
+            self.links[worker].receives(message)
         self.driver.pump()
 
     def link_state(self, worker: int = 0) -> pure.LinkState:

@@ -90,7 +90,7 @@ def test_only_a_process_of_this_host_is_watched() -> None:
     assert (near.asked, far.asked) == ([(77, 88)], [])
 
 
-def test_a_link_that_cannot_even_be_closed_is_told_of_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_link_that_cannot_even_be_closed_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     error, link = OSError("stuck"), Adapter()
     driver.close(link)  # type: ignore[arg-type]
     with caplog.at_level(logging.ERROR, "weightsync"):

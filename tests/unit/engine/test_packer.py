@@ -33,7 +33,7 @@ class Remembers(nn.Module):
         """Nothing to do."""
 
 
-def test_what_is_packed_is_told_with_its_size_its_digest_and_its_form() -> None:
+def test_a_packed_update_has_its_size_its_digest_and_its_form() -> None:
     packer, module = Packer(), Remembers()
     packed, flat = packer.pack(module), packer.pack(weights())
 

@@ -1,4 +1,4 @@
-"""What a receiver's driver says over its links, whom it hears, and what it keeps."""
+"""What a receiver's driver sends over its links, which messages it accepts, and what it keeps."""
 
 from __future__ import annotations
 
@@ -61,27 +61,27 @@ class Worker:
         self.links = [Scripted() for _ in range(1 + others)]
         for link in self.links:
             self.driver.add_link(link)
-        self.hears(0, hello())
+        self.receives(0, hello())
         self.link = self.links[0]
         self.link.takes()
 
-    def hears(self, which: int, *messages: Any) -> None:
+    def receives(self, which: int, *messages: Any) -> None:
         """Let a link say something."""
         for message in messages:
-            self.links[which].hears(message)
+            self.links[which].receives(message)
         self.driver.pump()
 
     def applies(self, version: int) -> Ack:
         """A version arrives and is live; its answer."""
         answer = ack(version)
-        self.hears(0, update(version))
+        self.receives(0, update(version))
         self.driver.take(pure.Applied(answer))
         return answer
 
     def defers(self, version: int) -> Ack:
         """A version arrives and is live, and is handed on before its answer leaves."""
         answer = ack(version)
-        self.hears(0, update(version))
+        self.receives(0, update(version))
         self.driver.take(pure.Defer(answer))
         return answer
 
@@ -92,7 +92,7 @@ class Worker:
 
 def raised_by(worker: Worker, which: int, *messages: Any) -> ProtocolError:
     with pytest.raises(ProtocolError) as caught:
-        worker.hears(which, *messages)
+        worker.receives(which, *messages)
     return caught.value
 
 
@@ -106,18 +106,18 @@ def test_its_hello_tells_who_it_is_and_what_it_serves() -> None:
     worker.driver.layout = LAYOUT
     worker.applies(3)
     worker.driver.add_link(late)
-    late.hears(hello())
+    late.receives(hello())
     worker.driver.pump()
     assert late.takes() == [replace(told, link=3, version=3, layout_digest=LAYOUT.digest)]
 
     worker.driver.layout = None
-    worker.hears(1, hello(EPOCH + 1))
+    worker.receives(1, hello(EPOCH + 1))
     assert worker.links[1].takes() == [replace(told, incarnation=EPOCH + 1, fence=EPOCH + 1, link=2)]
 
 
 def test_an_older_senders_handshake_is_refused_with_the_fence_and_is_not_the_greeting() -> None:
     worker = Worker(1)
-    worker.hears(1, hello(EPOCH - 1))
+    worker.receives(1, hello(EPOCH - 1))
 
     reason = "this worker has met a newer sender"
     assert worker.links[1].takes() == [refusal(0, RefusalKind.FENCED, reason, incarnation=EPOCH - 1)]
@@ -129,7 +129,7 @@ def test_an_older_senders_handshake_is_refused_with_the_fence_and_is_not_the_gre
 def test_a_handshake_is_refused_for_what_differs_and_for_nothing_else(layout: Layout) -> None:
     worker = Worker(1)
     worker.driver.layout = LAYOUT
-    worker.hears(1, hello(EPOCH + 1, layout_digest=b"unknown digest..", layout=layout.encode()))
+    worker.receives(1, hello(EPOCH + 1, layout_digest=b"unknown digest..", layout=layout.encode()))
 
     (said,) = worker.links[1].takes()
     assert isinstance(said, Hello if layout is LAYOUT else Refusal)
@@ -139,7 +139,7 @@ def test_a_handshake_is_refused_for_what_differs_and_for_nothing_else(layout: La
 
 def test_whoever_is_taken_over_from_hears_the_new_fence_as_the_last_word() -> None:
     worker = Worker(1)
-    worker.hears(1, hello(EPOCH + 1))
+    worker.receives(1, hello(EPOCH + 1))
 
     reason = "this worker has met a newer sender"
     assert worker.link.takes() == [refusal(0, RefusalKind.FENCED, reason, fence=EPOCH + 1)]
@@ -149,7 +149,7 @@ def test_whoever_is_taken_over_from_hears_the_new_fence_as_the_last_word() -> No
 def test_a_goodbye_goes_over_every_link_that_is_closed_in_good_order() -> None:
     worker = Worker(1)
     worker.links[1].raises["send"] = ZeroDivisionError()
-    worker.hears(0, update(1))
+    worker.receives(0, update(1))
     worker.driver.close()
 
     said = Bye(model_id="policy", incarnation=EPOCH, reason="the receiver was closed")
@@ -164,7 +164,7 @@ def test_a_goodbye_goes_over_every_link_that_is_closed_in_good_order() -> None:
 @pytest.mark.parametrize("method", ["fail", "break_down"])
 def test_what_failed_is_the_last_word_over_the_link_in_force_and_all_are_closed(method: str) -> None:
     worker = Worker(1)
-    worker.hears(0, update(1))
+    worker.receives(0, update(1))
     getattr(worker.driver, method)("the bus is gone", "a traceback")
 
     assert worker.link.takes() == [refusal(0, RefusalKind.FAILED, "the bus is gone", remote_traceback="a traceback")]
@@ -175,7 +175,7 @@ def test_what_failed_is_the_last_word_over_the_link_in_force_and_all_are_closed(
 
 def test_versions_that_are_overtaken_or_old_are_refused_with_the_reason() -> None:
     worker = Worker()
-    worker.hears(0, update(2), update(3, told=False), update(1, told=False))
+    worker.receives(0, update(2), update(3, told=False), update(1, told=False))
     assert worker.link.takes() == [
         refusal(2, RefusalKind.SUPERSEDED, "a newer version arrived before this one was applied"),
         refusal(1, RefusalKind.STALE, "a newer version, or a newer sender, has been met already"),
@@ -192,11 +192,11 @@ def test_an_answer_is_written_at_once_and_no_more_is_read_until_it_has_left() ->
     worker.link.gone = False
     answer = worker.applies(1)
     assert (worker.link.takes(), worker.state) == ([answer], State.AWAITING_ACK)
-    worker.hears(0, update(2))
+    worker.receives(0, update(2))
     assert worker.driver.pending is None
 
     worker.links[1].gone = True
-    worker.hears(1, hello(EPOCH - 1))
+    worker.receives(1, hello(EPOCH - 1))
     assert (worker.state, worker.links[1].closed) == (State.AWAITING_ACK, 1)
     worker.link.gone = True
     worker.driver.pump()
@@ -223,13 +223,13 @@ def test_a_deferred_ack_leaves_with_what_became_of_the_version_elsewhere() -> No
     told = replace(answer, nested=NESTED)
     assert (worker.link.takes(), worker.state) == ([told], State.READY)
     assert worker.driver.data.answer == told
-    worker.hears(0, update(1))
+    worker.receives(0, update(1))
     assert worker.link.takes() == [told]
 
 
 def test_a_refusal_is_not_deferred() -> None:
     worker = Worker()
-    worker.hears(0, update(1))
+    worker.receives(0, update(1))
     worker.driver.take(pure.Refused(refusal(1, RefusalKind.REFUSED, "no")))
 
     assert worker.driver.data.answer == refusal(1, RefusalKind.REFUSED, "no")
@@ -246,8 +246,8 @@ def test_an_ack_deferred_when_its_link_is_lost_is_kept_for_the_next_link() -> No
     assert worker.driver.links() == []
     worker.driver.take(pure.SendAck(NESTED))
     worker.driver.add_link(late := Scripted())
-    late.hears(hello())
-    late.hears(update(1))
+    late.receives(hello())
+    late.receives(update(1))
     worker.driver.pump()
 
     assert late.takes()[1:] == [replace(answer, nested=NESTED)]
@@ -287,7 +287,7 @@ def test_a_link_that_fails_is_told_so_as_its_last_word_and_closed(method: str, e
 def test_a_link_beside_the_one_in_force_fails_alone_with_a_last_word(method: str) -> None:
     worker = Worker(2)
     worker.links[1].raises[method] = TransportError("cut")
-    worker.links[2].hears(hello(EPOCH - 1))
+    worker.links[2].receives(hello(EPOCH - 1))
     worker.driver.pump()
 
     assert worker.links[1].takes() == [refusal(0, RefusalKind.FAILED, "cut")]
@@ -308,7 +308,7 @@ def test_links_behind_one_that_fails_are_written_to_as_well() -> None:
 def test_a_link_that_takes_no_word_is_down_with_the_reason(error: Exception, reason: str) -> None:
     worker = Worker()
     worker.link.raises["send"] = error
-    worker.hears(0, update(2), update(1))
+    worker.receives(0, update(2), update(1))
 
     assert (worker.driver.ended, worker.link.closed, worker.state) == (reason, 1, State.UNINITIALIZED)
 
@@ -316,39 +316,39 @@ def test_a_link_that_takes_no_word_is_down_with_the_reason(error: Exception, rea
 def test_a_goodbye_behind_what_could_not_be_answered_is_how_the_link_ended() -> None:
     worker = Worker()
     worker.link.raises["send"] = TransportError("cut")
-    worker.hears(0, update(2), update(1), bye())
+    worker.receives(0, update(2), update(1), bye())
     assert (worker.driver.ended, worker.driver.ended_as) == ("the sender said goodbye: enough", SenderClosed)
 
     worker = Worker()
     worker.link.raises["send"] = TransportError("cut")
-    worker.hears(0, update(2), update(1), update(3))
+    worker.receives(0, update(2), update(1), update(3))
     assert (worker.driver.ended, worker.driver.ended_as) == ("cut", TransportError)
 
 
 def test_what_follows_a_goodbye_is_not_heard() -> None:
     worker = Worker()
-    worker.hears(0, bye(), bye(ending=Ending.FAILED), update(1))
+    worker.receives(0, bye(), bye(ending=Ending.FAILED), update(1))
 
     assert worker.driver.ended == "the sender said goodbye: enough"
     assert worker.driver.pending is None
 
 
-def test_how_a_sender_ended_is_told_and_raised_as_it_was() -> None:
+def test_how_a_sender_ended_is_reported_and_raised_as_it_was() -> None:
     worker = Worker(1)
-    worker.hears(0, bye(EPOCH - 1))
+    worker.receives(0, bye(EPOCH - 1))
     assert (worker.driver.ended, worker.link.closed) == ("", 0)
-    worker.hears(0, bye())
+    worker.receives(0, bye())
     assert (worker.driver.ended, worker.driver.ended_as) == ("the sender said goodbye: enough", SenderClosed)
     assert (worker.link.closed, worker.link.takes(), worker.state) == (1, [], State.UNINITIALIZED)
 
-    worker.hears(1, bye(EPOCH - 2, Ending.FAILED))
+    worker.receives(1, bye(EPOCH - 2, Ending.FAILED))
     assert (worker.driver.ended, worker.driver.ended_as) == ("the sender failed: enough", TransportError)
     assert (worker.links[1].closed, worker.links[1].takes()) == (1, [])
 
 
 def test_how_the_last_link_ended_is_over_once_another_is_there_or_expected() -> None:
     worker = Worker()
-    worker.hears(0, bye())
+    worker.receives(0, bye())
     before, ended = worker.driver.waker.fired, worker.driver.ended
     with worker.driver.expecting():
         assert worker.driver.ended == ""
@@ -381,7 +381,7 @@ def test_a_breach_is_raised_only_where_it_is_over_the_link_in_force(
         assert str(raised_by(worker, 0, ack(1))) == told
     else:
         with caplog.at_level(logging.ERROR, "weightsync"):
-            worker.hears(1, ack(1))
+            worker.receives(1, ack(1))
         assert f"a link of 'policy' to somebody broke the protocol: {told}" in caplog.text
 
     assert (worker.driver.ended, worker.links[which].closed) == (told, 1)
@@ -392,7 +392,7 @@ def test_a_breach_is_raised_only_where_it_is_over_the_link_in_force(
 def test_a_breach_of_the_only_link_is_raised_though_it_is_not_in_force() -> None:
     driver, link = ReceiverDriver("policy"), Scripted()
     driver.add_link(link)
-    link.hears(ack(1))
+    link.receives(ack(1))
     with pytest.raises(ProtocolError, match="a sender sent Ack"):
         driver.pump()
 
@@ -405,7 +405,7 @@ def test_what_could_not_be_read_goes_with_the_error() -> None:
 
     driver, link = ReceiverDriver("policy"), Scripted()
     driver.add_link(link)
-    link.hears(update(1))
+    link.receives(update(1))
     with pytest.raises(ProtocolError) as caught:
         driver.pump()
     assert isinstance(caught.value.__cause__, StateError)
@@ -420,11 +420,11 @@ def test_an_update_names_a_layout_and_a_size_that_its_link_has_carried() -> None
         assert worker.driver.ended == told
 
 
-def test_whoever_cannot_be_watched_is_told_why_its_link_ends() -> None:
+def test_a_worker_that_cannot_be_watched_is_told_why_its_link_ends() -> None:
     driver, link = ReceiverDriver("policy"), Scripted()
     driver.add_link(link)
     link.raises["watch"] = TransportError("no descriptor")
-    link.hears(hello(host=own_host(), pid=77, started=88))
+    link.receives(hello(host=own_host(), pid=77, started=88))
     driver.pump()
 
     greeting, last = link.takes()
@@ -434,14 +434,14 @@ def test_whoever_cannot_be_watched_is_told_why_its_link_ends() -> None:
 
 def test_a_handshake_that_is_taken_is_the_greeting_and_its_process_is_watched() -> None:
     worker, told = Worker(1), hello(EPOCH + 1, host=own_host(), pid=77, started=88)
-    worker.hears(1, told)
+    worker.receives(1, told)
     assert (worker.driver.greeting, worker.links[1].watched) == (told, [(77, 88)])
 
 
 def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(1)
     monkeypatch.setattr(worker.driver, "_layout_of", lambda update: update.nothing)
-    worker.hears(0, update(1))
+    worker.receives(0, update(1))
 
     assert worker.driver.ended.startswith("a message from somebody could not be handled: AttributeError(")
     assert worker.link.takes() == [refusal(0, RefusalKind.FAILED, worker.driver.ended)]
@@ -461,25 +461,25 @@ def test_a_new_driver_knows_of_nobody() -> None:
 def test_what_is_pending_is_all_that_arrived() -> None:
     worker, payload = Worker(), memoryview(bytearray(8))
     assert worker.driver.pending is None
-    worker.link.hears(update(1), payload=payload, refresh=worker.driver.flush, untaken="no memory")
+    worker.link.receives(update(1), payload=payload, refresh=worker.driver.flush, untaken="no memory")
     worker.driver.pump()
 
     pending = worker.driver.pending
     assert pending is not None
     assert (pending.update, pending.layout, pending.untaken) == (update(1), LAYOUT, "no memory")
     assert (pending.payload, pending.refresh) == (payload, worker.driver.flush)
-    worker.hears(0, update(1))
+    worker.receives(0, update(1))
     assert worker.driver.pending is pending
-    worker.hears(0, update(2))
+    worker.receives(0, update(2))
     assert worker.driver.pending is not None
     assert (bytes(worker.driver.pending.payload), worker.driver.pending.untaken) == (b"", "")
-    worker.hears(0, bye())
+    worker.receives(0, bye())
     assert worker.driver.pending is None
 
 
 def test_the_last_layout_is_remembered_and_no_other() -> None:
     worker = Worker()
-    worker.hears(0, update(1), update(2, told=False), update(3, OTHER), update(4, OTHER, told=False))
+    worker.receives(0, update(1), update(2, told=False), update(3, OTHER), update(4, OTHER, told=False))
     assert worker.driver.pending is not None
     assert worker.driver.pending.layout == OTHER
     assert "has not carried" in str(raised_by(worker, 0, update(5, told=False)))

@@ -68,11 +68,11 @@ def reason_of(made: Reported, worker: int) -> list[str]:
 # --------------------------------------------------------------------------------------------------- what is known
 
 
-def test_what_is_outstanding_is_told_of_those_who_answered_and_of_those_who_owe(clock: FakeClock) -> None:
+def test_an_outstanding_update_reports_those_who_answered_and_those_who_owe(clock: FakeClock) -> None:
     made = Reported(Scripted(), Scripted())
     made.sends(pack_s=2.0)
     clock.advance(3.0)
-    made.fleet.hears(1, replace(ack(1), seconds=0.5))
+    made.fleet.receives(1, replace(ack(1), seconds=0.5))
     clock.advance(4.0)
     report = made.reporter.so_far(OutcomeKind.PENDING)
 
@@ -91,10 +91,10 @@ def test_what_is_outstanding_is_told_of_those_who_answered_and_of_those_who_owe(
     assert report == expected
     assert (list(report), made.recorded) == ([0, 1], [report])
 
-    made.fleet.hears(0, hello())
+    made.fleet.receives(0, hello())
     clock.advance(5.0)
     assert made.reporter.so_far(OutcomeKind.PENDING) == replace(expected, connect_s=7.0, transfer_s=5.0)
-    made.fleet.hears(0, replace(ack(1), seconds=0.25))
+    made.fleet.receives(0, replace(ack(1), seconds=0.25))
     report = made.concluded(1)
     assert (report.outcomes, report.apply_s) == ({0: replace(applied, seconds=0.25), 1: applied}, 0.5)
     assert (report.pack_s, report.connect_s, report.transfer_s) == (2.0, 7.0, 5.0)
@@ -104,7 +104,7 @@ def test_what_is_outstanding_is_told_of_those_who_answered_and_of_those_who_owe(
 def test_workers_that_are_lost_or_gone_or_of_no_concern_delay_no_connecting(clock: FakeClock) -> None:
     made = Reported(Scripted(), Scripted(), Scripted())
     made.sends(targets=(0, 1))
-    made.fleet.hears(0, hello())
+    made.fleet.receives(0, hello())
     clock.advance(3.0)
     made.fleet.links[1].raises["receive"] = TransportError("cut")
     made.driver.pump()
@@ -116,7 +116,7 @@ def test_workers_that_are_lost_or_gone_or_of_no_concern_delay_no_connecting(cloc
     assert made.reporter.so_far(OutcomeKind.PENDING).connect_s == 0.0
 
 
-def test_the_size_is_told_though_the_version_is_due_to_nobody_any_more() -> None:
+def test_the_size_is_reported_though_the_version_is_due_to_nobody_any_more() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends(targets=(0,))
     made.driver.remove(0, "not needed")
@@ -125,7 +125,7 @@ def test_the_size_is_told_though_the_version_is_due_to_nobody_any_more() -> None
     assert made.driver.packed(1) is None
 
 
-def test_who_asks_between_a_dispatch_and_its_note_is_told_no_times(clock: FakeClock) -> None:
+def test_a_caller_between_a_dispatch_and_its_note_gets_no_times(clock: FakeClock) -> None:
     made = Reported(Scripted())
     made.driver.dispatch(pure.SendAsync(None), packed())
     report = made.reporter.so_far(OutcomeKind.PENDING)
@@ -133,17 +133,17 @@ def test_who_asks_between_a_dispatch_and_its_note_is_told_no_times(clock: FakeCl
     assert (report.version, report.nbytes, report.pack_s, report.connect_s) == (1, 0, 0.0, 0.0)
 
 
-def test_nothing_outstanding_is_told_as_nothing() -> None:
+def test_nothing_outstanding_is_reported_as_nothing() -> None:
     made = Reported(Scripted())
     empty = SyncReport(model_id="policy", version=None, incarnation=EPOCH, outcomes={})
 
     assert made.reporter.so_far(OutcomeKind.PENDING) == made.reporter.empty() == empty
 
 
-def test_whoever_left_or_did_not_catch_up_is_told_of_in_the_next_report() -> None:
+def test_whoever_left_or_did_not_catch_up_is_reported_in_the_next_report() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends(targets=(0,))
-    made.fleet.hears(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
+    made.fleet.receives(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
     late = Scripted()
     made.driver.take(pure.Abandon())
     made.reporter.concluded(1)
@@ -151,11 +151,11 @@ def test_whoever_left_or_did_not_catch_up_is_told_of_in_the_next_report() -> Non
     made.driver.take(pure.Abandon())
     made.reporter.concluded(2)
     made.driver.join(2, late)
-    late.hears(refusal(2))
+    late.receives(refusal(2))
     made.driver.pump()
     made.sends(targets=(0,))
     assert made.reporter.so_far(OutcomeKind.PENDING).not_caught_up == {}
-    made.fleet.hears(0, ack(3), Bye(model_id="policy", incarnation=EPOCH, reason="done"))
+    made.fleet.receives(0, ack(3), Bye(model_id="policy", incarnation=EPOCH, reason="done"))
     assert made.reporter.so_far(OutcomeKind.PENDING).left == {0: "done"}
     report = made.concluded(3)
 
@@ -173,8 +173,8 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
     unread = "it has not read all that was sent to it"
     never = ["never connected", "no version of ours is known to be served", "it was never heard from", unread]
     assert reason_of(made, 0) == never
-    made.fleet.hears(0, hello())
-    made.fleet.hears(1, ack(1))
+    made.fleet.receives(0, hello())
+    made.fleet.receives(1, ack(1))
     clock.advance(2.0)
     made.driver.take(pure.Abandon())
     made.sends()
@@ -196,10 +196,10 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
 # --------------------------------------------------------------------------------------- updates before this one
 
 
-def test_versions_given_up_in_favour_of_later_ones_are_told_until_their_worker_was_told_of_another() -> None:
+def test_versions_given_up_in_favour_of_later_ones_are_reported_until_their_worker_was_sent_another() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends()
-    made.fleet.hears(1, ack(1))
+    made.fleet.receives(1, ack(1))
     made.gives_up(1)
     made.sends()
     report = made.reporter.so_far(OutcomeKind.PENDING)
@@ -207,17 +207,17 @@ def test_versions_given_up_in_favour_of_later_ones_are_told_until_their_worker_w
     assert made.gives_up(2).superseded == {0: (1,)}
     made.sends(targets=(1,))
     assert made.reporter.so_far(OutcomeKind.PENDING).superseded == {1: (2,)}
-    made.fleet.hears(1, ack(3))
+    made.fleet.receives(1, ack(3))
     assert made.concluded(3).superseded == {1: (2,)}
 
     made.sends()
     for worker in (0, 1):
-        made.fleet.hears(worker, ack(4))
+        made.fleet.receives(worker, ack(4))
     assert made.concluded(4).superseded == {0: (1, 2)}
     assert made.reporter._given_up == {}
 
 
-def test_what_became_of_the_update_before_is_told_once() -> None:
+def test_the_outcome_of_the_update_before_is_reported_once() -> None:
     made = Reported(Scripted(), Scripted())
     before = SyncReport(model_id="policy", version=7, incarnation=EPOCH, outcomes={})
     made.reporter.follows(before)
@@ -248,7 +248,7 @@ def test_an_update_that_was_not_sent_for_want_of_time_says_whom_the_one_before_a
 def test_a_send_that_no_target_can_take_says_why_of_each() -> None:
     made = Reported(Scripted(), Scripted())
     made.fleet.links[0].raises["receive"] = TransportError("cut")
-    made.fleet.hears(1, refusal(0))
+    made.fleet.receives(1, refusal(0))
     lost, refused = WorkerLostError("all lost", lost={0: "cut", 9: "gone"}), RefusedError("refused", refused={1: "no"})
 
     assert made.reporter.all_ended(lost) is lost

@@ -1,4 +1,4 @@
-"""What a sender's driver says over its links, whom it hears, and what it keeps."""
+"""What a sender's driver sends over its links, which messages it accepts, and what it keeps."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_an_update_tells_all_that_was_packed_and_its_layout_once_a_link() -> Non
     )
     assert first.takes() == other.takes() == [told]
     assert first.payloads[-1] is sent.buffer
-    fleet.hears(0, ack(1))
-    fleet.hears(1, ack(1))
+    fleet.receives(0, ack(1))
+    fleet.receives(1, ack(1))
 
     fleet.sends(targets=(0,))
     assert first.takes() == [replace(told, version=2, layout=b"")]
     assert other.takes() == []
-    fleet.hears(0, ack(2))
+    fleet.receives(0, ack(2))
     fleet.sends(packed(OTHER))
     (update,) = first.takes()
     assert isinstance(update, Update)
@@ -75,7 +75,7 @@ def test_where_updates_may_overtake_one_another_each_tells_its_layout(delivery: 
     fleet = Fleet(Scripted(delivery))
     for version in (1, 2):
         fleet.sends()
-        fleet.hears(0, ack(version))
+        fleet.receives(0, ack(version))
 
     assert [told.layout for told in fleet.links[0].said if isinstance(told, Update)] == [LAYOUT.encode()] * 2
 
@@ -85,14 +85,14 @@ def test_only_where_answers_may_be_lost_a_link_runs_ahead_without_end() -> None:
     fleet.gives_up(4)
 
     assert [versions(link) for link in fleet.links] == [[1, 2], [1, 2, 3, 4]]
-    fleet.hears(0, ack(1))
+    fleet.receives(0, ack(1))
     assert versions(fleet.links[0]) == [1, 2, 4]
 
 
 def test_an_answer_to_an_earlier_sender_frees_nothing() -> None:
     fleet = plain()
     fleet.gives_up(3)
-    fleet.hears(0, ack(1, incarnation=EPOCH - 1))
+    fleet.receives(0, ack(1, incarnation=EPOCH - 1))
 
     assert versions(fleet.links[0]) == [1, 2]
 
@@ -120,13 +120,13 @@ def test_a_link_that_takes_no_goodbye_is_closed_all_the_same() -> None:
     assert [(len(link.said), link.closed) for link in fleet.links] == [(0, 1), (1, 1)]
 
 
-# ------------------------------------------------------------------------------------------------- whom it hears
+# ------------------------------------------------------------------------------- which messages it accepts
 
 
 def test_an_answer_names_the_digest_of_what_was_sent_or_ends_its_link() -> None:
     fleet = plain()
     fleet.sends()
-    fleet.hears(0, ack(1, b"\2" * 16))
+    fleet.receives(0, ack(1, b"\2" * 16))
 
     told = f"an ack of version 1 names digest {'02' * 16}, which is not that of what was sent ({'01' * 16})."
     assert (fleet.link_state(), fleet.reason().startswith(told)) == (pure.LinkState.LOST, True)
@@ -138,7 +138,7 @@ def test_an_answer_names_the_digest_of_what_was_sent_or_ends_its_link() -> None:
 def test_a_digest_is_compared_only_where_one_was_sent_by_us(sent: bytes) -> None:
     fleet = plain()
     fleet.sends(packed(digest=sent))
-    fleet.hears(0, ack(1, b"\2" * 16, EPOCH if not sent else EPOCH - 1))
+    fleet.receives(0, ack(1, b"\2" * 16, EPOCH if not sent else EPOCH - 1))
 
     assert fleet.link_state() is not pure.LinkState.LOST
 
@@ -147,17 +147,17 @@ def test_the_layout_that_handshakes_tell_is_one_that_somebody_took() -> None:
     fleet = both()
     fleet.sends()
     assert fleet.driver.layout is None
-    fleet.hears(0, refusal(1))
+    fleet.receives(0, refusal(1))
     assert fleet.driver.layout is None
-    fleet.hears(0, ack(1))  # nobody is owed it: stale
+    fleet.receives(0, ack(1))  # nobody is owed it: stale
     assert fleet.driver.layout is None
-    fleet.hears(1, ack(1))
+    fleet.receives(1, ack(1))
     assert fleet.driver.layout is LAYOUT
 
 
 def test_a_worker_that_sends_an_update_loses_its_link_alone() -> None:
     fleet = both()
-    fleet.hears(1, Update(model_id="policy", incarnation=EPOCH, version=1, layout_digest=b""))
+    fleet.receives(1, Update(model_id="policy", incarnation=EPOCH, version=1, layout_digest=b""))
 
     assert fleet.reason(1) == "worker 1 sent an Update; only senders send them. Its link is taken down."
     assert (fleet.link_state(0), fleet.link_state(1)) == (pure.LinkState.EXPECTED, pure.LinkState.LOST)
@@ -166,18 +166,18 @@ def test_a_worker_that_sends_an_update_loses_its_link_alone() -> None:
 
 def test_a_handshake_brings_its_worker_up_and_its_process_is_watched() -> None:
     fleet = plain()
-    fleet.hears(0, hello(host=own_host(), pid=77, started=88))
+    fleet.receives(0, hello(host=own_host(), pid=77, started=88))
 
     assert (fleet.link_state(), fleet.links[0].watched) == (pure.LinkState.UP, [(77, 88)])
 
 
-def test_a_goodbye_takes_its_worker_off_the_roll_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_goodbye_removes_its_worker_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     fleet = both()
     bye = Bye(model_id="policy", incarnation=EPOCH - 1, reason="enough")
-    fleet.hears(1, bye)
+    fleet.receives(1, bye)
     assert (list(fleet.driver.data.workers), caplog.messages) == ([0, 1], [])
     with caplog.at_level(logging.WARNING, "weightsync"):
-        fleet.hears(1, replace(bye, incarnation=EPOCH))
+        fleet.receives(1, replace(bye, incarnation=EPOCH))
 
     assert (list(fleet.driver.data.workers), fleet.links[1].closed) == ([0], 1)
     assert "'policy': worker 1 said goodbye and left: enough" in caplog.text
@@ -186,18 +186,18 @@ def test_a_goodbye_takes_its_worker_off_the_roll_and_is_logged(caplog: pytest.Lo
 def test_what_follows_the_end_of_a_link_is_not_heard() -> None:
     fleet = both()
     fleet.sends()
-    fleet.hears(0, Bye(model_id="policy", incarnation=EPOCH), ack(1))
+    fleet.receives(0, Bye(model_id="policy", incarnation=EPOCH), ack(1))
     assert 0 not in fleet.driver.data.workers
     assert fleet.driver.data.late == fleet.driver.data.stale == 0
 
-    fleet.hears(1, refusal(0), ack(1))
+    fleet.receives(1, refusal(0), ack(1))
     assert (fleet.link_state(1), fleet.driver.data.stale) == (pure.LinkState.REFUSED, 0)
 
 
 def test_a_link_that_cannot_be_written_to_says_its_last_word_first() -> None:
     fleet = both()
     fleet.sends()
-    fleet.links[0].hears(ack(1))
+    fleet.links[0].receives(ack(1))
     fleet.links[0].raises["flush"] = TransportError("cut")
     fleet.links[1].raises["flush"] = KeyError("odd")
     fleet.driver.pump()
@@ -226,7 +226,7 @@ def test_a_link_that_does_not_take_what_waited_for_an_answer_is_lost() -> None:
     fleet = plain()
     fleet.gives_up(3)
     fleet.links[0].raises["send"] = TransportError("cut")
-    fleet.hears(0, ack(1))
+    fleet.receives(0, ack(1))
 
     assert (fleet.link_state(), fleet.reason(), versions(fleet.links[0])) == (pure.LinkState.LOST, "cut", [1, 2])
 
@@ -262,7 +262,7 @@ def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyP
     fleet = both()
     verify = fleet.driver._verify
     monkeypatch.setattr(fleet.driver, "_verify", lambda message: verify(message) if message.version > 1 else 1 / 0)
-    fleet.hears(0, ack(1))
+    fleet.receives(0, ack(1))
     step = fleet.driver._pure_step
 
     def steps(state: Any, data: Any, event: Any) -> Any:
@@ -271,7 +271,7 @@ def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyP
         return step(state, data, event)
 
     monkeypatch.setattr(fleet.driver, "_pure_step", steps)
-    fleet.hears(1, hello())
+    fleet.receives(1, hello())
 
     handled = "a message from somebody could not be handled: ZeroDivisionError("
     assert fleet.reason(0) == f"{handled}'division by zero')"
@@ -295,9 +295,9 @@ def test_a_version_is_kept_while_it_is_due_to_anybody() -> None:
     first = fleet.sends(targets=(0,))
     assert fleet.driver.packed(1) is first
     assert first.buffer.pinned
-    fleet.hears(0, ack(1))
+    fleet.receives(0, ack(1))
     second = fleet.sends(targets=(1,))
-    fleet.hears(1, ack(2))
+    fleet.receives(1, ack(2))
     assert [fleet.driver.packed(version) for version in (1, 2)] == [first, second]
 
     third = fleet.sends()
@@ -347,7 +347,7 @@ def test_an_update_that_is_concluded_wakes_whoever_waits() -> None:
     fleet = plain()
     fleet.sends()
     before = fleet.driver.waker.fired
-    fleet.hears(0, ack(1))
+    fleet.receives(0, ack(1))
 
     assert fleet.driver.waker.fired == before + 1
     assert list(fleet.driver.concluded) == [1]
@@ -356,7 +356,7 @@ def test_an_update_that_is_concluded_wakes_whoever_waits() -> None:
 def test_nothing_is_read_before_the_links_are_laid_nor_after_it_is_closed() -> None:
     driver, link = SenderDriver("policy"), Scripted()
     driver.join(0, link)
-    link.hears(hello())
+    link.receives(hello())
     driver.pump()
     assert (link.flushed, len(link.heard)) == (0, 1)
     driver.take(pure.Connect(EPOCH))

@@ -49,7 +49,7 @@ def test_a_process_that_cannot_be_watched_or_has_ended_is_its_workers_loss() -> 
     links[0].raises["watch"] = TransportError("no descriptor")
     fleet.driver.join(1, links[0], blind)
     fleet.driver.join(2, links[1], dead)
-    links[1].hears(hello())
+    links[1].receives(hello())
     fleet.driver.pump()
 
     assert (fleet.reason(1), fleet.reason(2)) == ("no descriptor", "it has ended")
@@ -62,7 +62,7 @@ def test_nothing_is_kept_of_a_link_that_was_replaced() -> None:
     fleet = plain()
     fleet.driver.join(1, Scripted(), Process())
     fleet.sends()
-    fleet.links[0].hears(hello())
+    fleet.links[0].receives(hello())
     fleet.driver.pump()
     driver = fleet.driver
     assert (set(driver._told), set(driver._backlogs), set(driver.hearing._first)) == ({1, 2}, {1, 2}, {1})
@@ -93,7 +93,7 @@ def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
     fleet = Fleet(Scripted(), Telling())
     assert [fleet.driver.has_read(worker) for worker in (0, 1)] == [False, False]
     for worker in (0, 1):
-        fleet.hears(worker, hello())
+        fleet.receives(worker, hello())
 
     assert [fleet.driver.has_read(worker) for worker in (0, 1)] == [None, True]
     assert [fleet.driver.remark(worker) for worker in (0, 1)] == ["", "it is asleep"]
@@ -104,7 +104,7 @@ def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
     assert fleet.driver.remark(1) == ""
 
 
-def test_those_that_only_a_caller_who_waits_can_be_sent_to_are_told() -> None:
+def test_workers_that_need_a_waiting_caller_are_reported() -> None:
     fleet = Fleet(Scripted(), Blocking(), Blocking())  # type: ignore[call-arg]
 
     assert fleet.driver.blocking(None) == [1, 2]
@@ -112,7 +112,7 @@ def test_those_that_only_a_caller_who_waits_can_be_sent_to_are_told() -> None:
     assert fleet.driver.blocking(()) == []
 
 
-def test_links_are_told_by_worker_in_the_order_of_their_numbers() -> None:
+def test_links_are_listed_by_worker_in_the_order_of_their_numbers() -> None:
     fleet, late = both(), Scripted()
     fleet.driver.join(0, late)
 
@@ -123,7 +123,7 @@ def test_links_are_told_by_worker_in_the_order_of_their_numbers() -> None:
 
 def test_a_worker_that_was_removed_is_told_nothing_more_and_its_silence_is_forgotten() -> None:
     fleet = both()
-    fleet.hears(1, hello())
+    fleet.receives(1, hello())
     assert fleet.driver.hearing.silent_for(1) is not None
     fleet.driver.remove(1, "not needed")
 

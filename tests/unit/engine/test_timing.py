@@ -70,7 +70,7 @@ def test_a_deadline_tells_what_is_left_and_when_to_look_again() -> None:
         assert (never.remaining, never.nap, never.passed) == (None, None, False)
 
 
-def test_behind_the_block_time_is_told_as_before_it() -> None:
+def test_after_the_block_time_is_the_same_as_before_it() -> None:
     shipped, outer, inner = timing._clock, Stopped(1.0), Stopped(2.0)
     with told_by(outer):
         with contextlib.suppress(KeyError), told_by(inner):

@@ -100,7 +100,7 @@ def test_fields_that_mean_nothing_are_not_read_and_are_named(data: bytes, told: 
     assert isinstance(error.__cause__, ValueError)
 
 
-def test_a_frame_that_is_not_whole_or_not_as_it_was_sent_is_told_apart() -> None:
+def test_a_frame_that_is_not_whole_or_not_as_it_was_sent_is_distinguished() -> None:
     data = codec.encode(UPDATE)
     changed = data[:-1] + bytes([data[-1] ^ 1])
 

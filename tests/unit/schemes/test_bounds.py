@@ -85,7 +85,7 @@ def test_g10_apply_weights_gives_up_on_a_model_that_is_served_all_the_time(serve
     assert (served.receiver.version, constants(served.model)) == (1, {1.0})
 
 
-def test_g10_acknowledge_and_refuse_give_up_and_the_update_stays_pending(served: Pair) -> None:
+def test_g10_ack_and_nack_give_up_and_the_update_stays_pending(served: Pair) -> None:
     served.sender.send_async()
     assert served.receiver.take_update(timeout=PATIENCE) is not None
     with pytest.raises(ModelBusyError):

@@ -341,7 +341,7 @@ def test_a_refusal_carries_the_workers_own_traceback(three: Pair) -> None:
     assert constants(three.models[0]) == {1.0}
 
 
-# -------------------------------------------------------------------------------------------- the roll
+# -------------------------------------------------------------------------------------------- workers
 
 
 def test_a_late_joiner_catches_up(pair: Pair, scheme_class: Any) -> None:
@@ -383,7 +383,7 @@ def test_g12_a_joiner_gets_what_was_sent_to_all_though_others_got_newer(pair: Pa
         assert (receiver.version, constants(receiver.model)) == (1, {1.0})
 
 
-def test_a_joiner_that_refuses_is_told_in_the_next_report(pair: Pair, scheme_class: Any) -> None:
+def test_a_joiner_that_refuses_is_reported_in_the_next_report(pair: Pair, scheme_class: Any) -> None:
     pair.sync()
     ours, theirs = multiprocessing.Pipe()
     with scheme_class() as late:
@@ -445,7 +445,7 @@ def test_a_lost_worker_is_reported_lost_at_each_send_until_removed(three: Pair) 
     assert three.sender.worker_ids == (0, 2)
 
 
-def test_a_worker_that_closes_leaves_the_roll(scheme_class: Any, crew: Crew) -> None:
+def test_a_worker_that_closes_is_removed(scheme_class: Any, crew: Crew) -> None:
     (worker,) = crew.start(scheme_class())
     with scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[worker.pipe], model=small())
@@ -516,7 +516,7 @@ def test_removing_an_unknown_worker_is_refused(pair: Pair) -> None:
         pair.sender.remove_worker(7)
 
 
-def test_an_empty_roll_gives_an_empty_report_where_that_is_allowed(scheme_class: Any) -> None:
+def test_without_workers_the_report_is_empty_where_that_is_allowed(scheme_class: Any) -> None:
     with scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[], model=small())
         with pytest.raises(ConfigurationError, match="nobody is on the roll"):
@@ -741,7 +741,7 @@ def test_g5_a_send_whose_time_is_up_while_it_waits_sends_nothing_and_says_so(pai
 # ---------------------------------------------------------------------------- what a report says of the waiting
 
 
-def test_the_time_until_a_worker_connects_is_told_apart(pair: Pair) -> None:
+def test_the_time_until_a_worker_connects_is_measured_apart(pair: Pair) -> None:
     with FakeClock() as clock:
         pair.sender.send_async()
         clock.advance(17)
@@ -859,7 +859,7 @@ def end_of(receiver: Any) -> TransportError:
     return ended.value
 
 
-def test_a_clean_end_of_the_trainer_is_told_from_a_crash(pair: Pair, scheme_class: Any) -> None:
+def test_a_clean_end_of_the_trainer_is_distinguished_from_a_crash(pair: Pair, scheme_class: Any) -> None:
     pair.sync()
     pair.sender.close()
     closed = end_of(pair.receiver)

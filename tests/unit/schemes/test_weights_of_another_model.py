@@ -95,7 +95,7 @@ def unregistered() -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_a_layout_that_everybody_refused_is_not_told_to_later_joiners(served: bool) -> None:
+def test_a_layout_that_everybody_refused_is_not_sent_to_later_joiners(served: bool) -> None:
     a, b, _ = unregistered()
     sender, joined = a.get_sender(), small()
     with a, b, MultiProcessWeightSyncScheme() as c:
@@ -138,7 +138,7 @@ def test_without_a_registered_model_any_weights_are_sent() -> None:
         assert constants(model) == {6.0}
 
 
-def test_workers_that_refuse_for_the_same_misfit_are_told_of_once() -> None:
+def test_workers_that_refuse_for_the_same_misfit_are_reported_once() -> None:
     wide = nn.Sequential(*[nn.Linear(1, 1) for _ in range(600)])
     ends = [multiprocessing.Pipe() for _ in range(4)]
     sides = [MultiProcessWeightSyncScheme() for _ in range(5)]

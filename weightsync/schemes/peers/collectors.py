@@ -20,7 +20,7 @@ from weightsync.schemes.peers.base import SharedPresenter, SharedWeights
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
-from weightsync.transports.calls.forwarding import ForwardingClient, hand_on
+from weightsync.transports.calls.forwarding import ForwardingClient
 from weightsync.transports.calls.without_receiver import ack, refusal, start_call
 from weightsync.transports.rpc import (
     ENDLESS,
@@ -167,7 +167,7 @@ class Kind:
 
 def _passed_on(found: Future[bool], ask: Callable[[], Future[bool]]) -> None:
     try:
-        ask().add_done_callback(functools.partial(hand_on, found))
+        ask().add_done_callback(functools.partial(complete_like, found))
     except TransportError as error:
         found.set_exception(error)
 

@@ -77,13 +77,13 @@ class ActorLinks:
 
     def __init__(self, transport: TensorTransport, key: SharedKey | None = None) -> None:
         self._key = key
-        shelf, presenter = ObjectCache(), Presenter()
+        cache, presenter = ObjectCache(), Presenter()
         if transport is TensorTransport.NIXL:
-            self._flat = ObjectCaches(shelf, CALL, _tensor, _tensor_transport=transport.value)
+            self._flat = ObjectCaches(cache, CALL, _tensor, _tensor_transport=transport.value)
         else:
-            self._flat = ObjectCaches(shelf, CALL, _array)
+            self._flat = ObjectCaches(cache, CALL, _array)
         forms = (None, *WeightsForm)
-        self._plain = {form: ObjectCaches(shelf, f"as {form}", _portable(presenter, form)) for form in forms}
+        self._plain = {form: ObjectCaches(cache, f"as {form}", _portable(presenter, form)) for form in forms}
 
     def lay(self, actor: Any, methods: Sequence[str], model_id: str, peer: str) -> Link:
         """A link to an actor: by the first of the methods that it has, unless one of our schemes listens in it.

@@ -1,1 +1,1 @@
-"""Links to a worker that is reached by calls: the client at the sender, the server at the worker."""
+"""Links to a worker that is reached by calls: the client in the sender, the server in the worker."""

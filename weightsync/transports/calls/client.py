@@ -14,37 +14,37 @@ from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.wakeup import WakeableLink
 
-#: What a call gives once it is over: what the worker had to say by then. Fails with TransportError if the worker is
-#: gone, with ProtocolError if it answered nonsense; any other exception counts as the first.
+#: The result of a call: the messages that the worker had to send by then. Fails with TransportError if the worker is
+#: gone, and with ProtocolError if its answer is malformed. Any other exception counts as a TransportError.
 Answers = Future[Sequence[Message]]
 
 
 class GivenUp(TransportError):
-    """The other end's own word that it has given the link up: with it, every call of that link comes home."""
+    """The other end has closed the link. Every call of that link ends."""
 
 
 class CallClient(Protocol):
-    """Carries messages to one worker: the part of a transport that `CallLink` does not know."""
+    """Carries messages to one worker: the transport's part of a `CallLink`."""
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call that carries a message; never blocks. Calls arrive in the order in which they were begun.
+        """Begin the call that carries a message; never blocks. Calls must arrive in the order in which they are begun.
 
-        The payload's first ``message.nbytes`` bytes are not written to until the future is done.
+        The payload's first ``message.nbytes`` bytes stay unchanged until the future is done.
 
         Raises:
-            TransportError: there is no way to the worker. It will never see this message.
+            TransportError: the worker cannot be reached. It will never see this message.
         """
 
     def close(self) -> None:
-        """No further call will be begun; those on their way are not waited for."""
+        """Begin no further calls. Calls in flight are not waited for."""
 
 
 class CallLink(WakeableLink):
     """A link over the calls of a `CallClient`. See `weightsync.transports.base.Link` for its contract.
 
     Args:
-        courier: begins the calls.
-        peer: who is at the other end, for messages to people.
+        call_client: begins the calls.
+        peer: the name of the other end, for messages to people.
     """
 
     delivery = Delivery.ORDERED
@@ -71,36 +71,36 @@ class CallLink(WakeableLink):
                 payload.unpin(token)
             raise
         self._calls.append(answers)
-        answers.add_done_callback(lambda _: self._over(payload, token))
+        answers.add_done_callback(lambda _: self._release_payload(payload, token))
 
-    def _over(self, payload: Buffer | None, token: object) -> None:
-        """Runs in whichever thread the call ends in, possibly after the link was closed."""
+    def _release_payload(self, payload: Buffer | None, token: object) -> None:
+        """Release the payload. Runs in the thread in which the call ends, possibly after the link was closed."""
         if payload is not None:
             payload.unpin(token)
         self._waker.fire()
 
     def receive(self) -> list[Received]:
-        """The answers of the calls that are over, in the order in which the calls were begun: see `Link.receive`.
+        """The answers of the finished calls, in the order in which the calls were begun: see `Link.receive`.
 
-        A call that failed is told at once, even if others are still on their way: they may never end. That the other
-        end has given the link up is told once all have ended, since what it said before may come home later.
+        A failed call is reported at once, even if others are still in flight, since they may never end. That the other
+        end has closed the link is reported once all calls have ended, since earlier answers may still arrive.
         """
         self._require_open()
         self._waker.clear()
-        # Asked before looking: what the peer said before its death is then certainly there.
+        # Read before the calls are checked: what the peer sent before its death is then certainly there.
         death = self._death()
-        received = [Received(message) for call in self._over_now() for message in self._said(call)]
+        received = [Received(message) for call in self._finished_calls() for message in self._messages_of(call)]
         if self._failed is None and death:
             self._failed = TransportError(f"{self._peer} has ended: {death}.")
         if self._failed is not None:
             if not received:
                 raise self._failed
-            # What came before is delivered now, the error at the next call: the wait before it must end.
+            # Earlier answers are delivered now and the error at the next call, so the wait before that must end.
             self._waker.fire()
         return received
 
-    def _over_now(self) -> list[Answers]:
-        """The calls that are over up to the first that is not or that failed; all that are over, if the link failed."""
+    def _finished_calls(self) -> list[Answers]:
+        """The finished calls up to the first one in flight or failed; all finished calls if the link has failed."""
         over = [call for call in self._calls if call.done()]
         errors = [error for call in over if (error := _error_of(call)) is not None]
         if len(over) < len(self._calls) and all(isinstance(error, GivenUp) for error in errors):
@@ -108,7 +108,7 @@ class CallLink(WakeableLink):
         self._calls = [call for call in self._calls if call not in over]
         return over
 
-    def _said(self, call: Answers) -> Sequence[Message]:
+    def _messages_of(self, call: Answers) -> Sequence[Message]:
         error = _error_of(call)
         if error is None:
             return call.result()
@@ -120,7 +120,7 @@ class CallLink(WakeableLink):
         return ()
 
     def close(self) -> None:
-        """Give the link up: see `Link.close`. A payload on its way stays as it is until its call is over."""
+        """Close the link: see `Link.close`. The payload of a call in flight stays unchanged until the call ends."""
         if self._closed:
             return
         self._closed = True
@@ -129,7 +129,7 @@ class CallLink(WakeableLink):
         self._let_go()
 
     def forget(self) -> None:
-        """In a forked child: be closed, and close nothing of the parent's."""
+        """In a forked child: count as closed, and close nothing of the parent's."""
         super().forget()
         self._calls.clear()
 
@@ -143,4 +143,4 @@ def _answered(call: Answers) -> bool:
 
 
 class BlockingLink(CallLink):
-    """Calls of which nobody is told that they are over but he who waits: a sender's `send_async` refuses it."""
+    """Calls that report their end only to a caller that waits for them: a sender's `send_async` refuses them."""

@@ -19,9 +19,9 @@ class ForwardingClient:
     """Asks at the first message whether our receiver listens, and passes all messages to the fitting call client.
 
     Args:
-        ask: asks.
-        ours: for a process with our receiver.
-        plain: for one without.
+        ask: asks the other end.
+        ours: the call client for a process with our receiver.
+        plain: the call client for one without.
     """
 
     def __init__(self, ask: Callable[[], Future[bool]], ours: CallClient, plain: CallClient) -> None:
@@ -34,7 +34,7 @@ class ForwardingClient:
         self._waiting: deque[tuple[Message, Buffer | None, Answers]] = deque()
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
-        """Begin the call that carries a message, once it is known how: see `CallClient.start`."""
+        """Begin the call that carries a message, once the call client is known: see `CallClient.start`."""
         with self._lock:
             if self._failure is not None:
                 raise TransportError(str(self._failure)) from self._failure
@@ -55,7 +55,7 @@ class ForwardingClient:
                 self._chosen = self._ours if found.result() else self._plain
             begun = [(answers, self._begin(message, payload)) for message, payload, answers in waiting]
         for answers, inner in begun:
-            inner.add_done_callback(functools.partial(hand_on, answers))
+            inner.add_done_callback(functools.partial(complete_like, answers))
 
     def _begin(self, message: Message, payload: Buffer | None) -> Answers:
         try:
@@ -66,13 +66,13 @@ class ForwardingClient:
             return failed
 
     def close(self) -> None:
-        """No further call will be begun: see `CallClient.close`."""
+        """Begin no further calls: see `CallClient.close`."""
         self._ours.close()
         self._plain.close()
 
 
 class NoCallClient:
-    """Carries nothing: there is no way to the worker.
+    """Refuses every message: the worker cannot be reached.
 
     Args:
         reason: why, for messages.
@@ -81,16 +81,16 @@ class NoCallClient:
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
-    def start(self, message: Message, payload: Buffer | None) -> Answers:  # noqa: ARG002 - nothing is carried
-        """Fail: see `CallClient.start`."""
+    def start(self, message: Message, payload: Buffer | None) -> Answers:  # noqa: ARG002 - it sends nothing
+        """Raise: see `CallClient.start`."""
         raise TransportError(self._reason)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""
 
 
-def hand_on(answers: Future[Any], over: Future[Any]) -> None:
-    """End one future as another has ended."""
+def complete_like(answers: Future[Any], over: Future[Any]) -> None:
+    """Complete one future like another."""
     error = over.exception()
     if error is None:
         answers.set_result(over.result())

@@ -1,4 +1,4 @@
-"""What stands before a door: calls under another key than ours, or under none where we have one, do not come in."""
+"""The check in front of a call server: calls with another key, or without one where we have one, are turned away."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from weightsync.transports.sealing import TURNED_AWAY, Identity, Reason, WorkerS
 
 logger = logging.getLogger("weightsync")
 
-#: Links of senders that have not proved themselves, and bytes that are kept of them. The oldest goes first: a sender
-#: that lives proves itself within one call.
+#: Limits for senders that have not proved that they are alive: their links, and the bytes kept for them. The oldest
+#: goes first, since a live sender proves itself within one call.
 MAX_UNPROVEN: Final = 64
 MAX_KEPT_NBYTES: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """A call of somebody who is not believed."""
+    """A call from a sender that is not trusted."""
 
-    #: What it goes home with.
+    #: The answer of the call.
     frames: Frames
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A call whose sender has the key, and may be a recording: what it brought is kept for now."""
+    """A call whose sender has the key, but may be a replayed recording: its content is kept for now."""
 
-    #: What it goes home with: the challenge.
+    #: The answer of the call: the challenge.
     frames: Frames
 
 
 class Gate:
-    """Opens the parcels for one model.
+    """Checks and opens the parcels for one model.
 
     Args:
-        key: shared with the sender; None: parcels come as they are.
+        key: shared with the sender. None: parcels are passed on unchanged.
         model_id: the model.
-        way: which transport the calls are of.
-        worker: what this process is called there, as its senders call it.
+        way: the transport that carries the calls.
+        worker: this process's name in that transport, as its senders call it.
     """
 
     def __init__(self, key: SharedKey | None, model_id: str, way: str, worker: Callable[[], str]) -> None:
@@ -59,7 +59,7 @@ class Gate:
         self._sessions: dict[str, _Session] = {}
 
     def admit(self, parcel: Parcel) -> Parcel | Kept | TurnedAway:
-        """A parcel that may come in, opened; or what becomes of its call, which goes home at once."""
+        """Open a parcel that may be delivered; or return the answer of its call, which ends at once."""
         if self.key is None:
             return self._refuse(Reason.WORKER_HAS_NONE) if is_envelope(parcel.frame) else parcel
         if not is_envelope(parcel.frame):
@@ -72,7 +72,7 @@ class Gate:
         except AuthenticationError:
             return self._refuse(Reason.OTHER_KEY)
         with self._lock:
-            # Of two calls that were the first at once, one comes in again, with the challenge of the other.
+            # If two calls were both first, one of them is made again with the challenge of the other.
             first = self._sessions.setdefault(parcel.link, session)
             if isinstance(admitted, Kept):
                 self._keep_few()
@@ -94,30 +94,30 @@ class Gate:
         return TurnedAway([refusal(reason)])
 
     def knows(self, link: str) -> bool:
-        """Whether a call of that link has been admitted, or kept, before."""
+        """Whether a call of that link was admitted or kept before."""
         with self._lock:
             return link in self._sessions
 
     def sealed(self, link: str, answer: Future[Frames]) -> Future[Frames]:
-        """An answer as it goes home."""
+        """The sealed form of an answer."""
         with self._lock:
             session = self._sessions.get(link)
         return answer if session is None else session.sealed(answer)
 
     def skip(self, link: str, number: int) -> None:
-        """A call that was kept here will never be asked for."""
+        """Drop a kept call that will never be asked for."""
         with self._lock:
             session = self._sessions.get(link)
         if session is not None:
             session.skip(number)
 
     def drop(self, link: str) -> None:
-        """Nothing is known of that link any more."""
+        """Forget that link."""
         with self._lock:
             self._sessions.pop(link, None)
 
     def forget(self, link: str) -> None:
-        """The sender of a link has given it up: let go of what was kept for it."""
+        """Drop what was kept for a link that its sender has closed."""
         with self._lock:
             session = self._sessions.get(link)
         if session is not None:
@@ -125,7 +125,7 @@ class Gate:
 
 
 class _Session:
-    """One sender's link."""
+    """The session of one sender's link."""
 
     def __init__(self, seal: WorkerSeal) -> None:
         self._seal = seal
@@ -136,26 +136,26 @@ class _Session:
 
     @property
     def proven(self) -> bool:
-        """Whether its sender has proved that it lives."""
+        """Whether its sender has proved that it is alive."""
         return self._seal.proven
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of the payloads that are kept."""
+        """The bytes of the payloads that are kept."""
         with self._lock:
             return sum(each.payload.nbytes for each in self._kept.values() if each.payload is not None)
 
     def admit(self, parcel: Parcel) -> Parcel | Kept:
-        """Open a parcel; before its sender has proved that it lives it is kept, and the call goes home for a proof.
+        """Open a parcel. Until its sender has proved that it is alive, keep it and answer with a challenge.
 
         Raises:
-            AuthenticationError: it is not the sender's.
+            AuthenticationError: it is not from the sender.
         """
         with self._lock:
             envelope = self._seal.open(parcel.frame)
             carried = b"" if parcel.payload is None else digest_of(parcel.payload)
             if envelope.number != parcel.number or envelope.digest != carried:
-                raise AuthenticationError("A call brought another number, or other weights, than its sender sealed.")
+                raise AuthenticationError("A call has another number or other weights than its sender sealed.")
             opened = replace(parcel, frame=bytes(envelope.content))
             if opened.frame and not self._seal.proven:
                 self._kept[parcel.number] = opened
@@ -165,12 +165,12 @@ class _Session:
     def _again(self, parcel: Parcel) -> Parcel:
         kept = self._kept.pop(parcel.number, None)
         if kept is None and parcel.number not in self._asked_again:
-            raise AuthenticationError("A proof came for a call that has not come.")
+            raise AuthenticationError("A proof arrived for a call that has not arrived.")
         self._asked_again.add(parcel.number)
         return kept or parcel
 
     def sealed(self, answer: Future[Frames]) -> Future[Frames]:
-        """An answer under the key, each of its frames with a number of its own."""
+        """An answer sealed with the key, each frame with its own number."""
         outer: Future[Frames] = Future()
 
         def over(inner: Future[Frames]) -> None:
@@ -184,11 +184,11 @@ class _Session:
         return outer
 
     def skip(self, number: int) -> None:
-        """That call will never be asked for."""
+        """Drop a kept call that will never be asked for."""
         with self._lock:
             self._kept.pop(number, None)
 
     def forget(self) -> None:
-        """None will."""
+        """Drop all kept calls."""
         with self._lock:
             self._kept.clear()

@@ -1,4 +1,4 @@
-"""The receiving end of links whose messages are calls: a door that senders knock at, and a link for each of them."""
+"""The receiving end of links whose messages are calls: a server for one model, with a link for each sender."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from weightsync.protocol.messages import Hello
 from weightsync.transports.base import Link, Received
 from weightsync.transports.calls.gates import Gate, Kept, TurnedAway
 from weightsync.transports.calls.server_link import CallServerLink, Frames, Parcel, opened
-from weightsync.transports.exposure import tell
+from weightsync.transports.exposure import warn_exposed
 from weightsync.transports.process import own_host
 from weightsync.transports.sealing import decoded, is_envelope
 
-__all__ = ["CallServer", "CallServerLink", "Frames", "NotLetIn", "Parcel", "decoded"]
+__all__ = ["CallRefused", "CallServer", "CallServerLink", "Frames", "Parcel", "decoded"]
 
-#: Links of one model that may be open in a process, and how many are remembered once they are closed.
+#: How many links of one model may be open in a process, and how many closed ones are remembered.
 MAX_LINKS: Final = 256
 _REMEMBERED: Final = 64
-#: Links, or calls under a key, that wait behind a door at which nobody has listened yet; and bytes of their payloads.
+#: How many links, or calls with a key, may wait before a receiver listens, and the bytes of their payloads.
 MAX_UNMET: Final = 64
 MAX_UNMET_NBYTES: Final = 2**30
 
 
-class NotLetIn(Future[Frames]):
-    """The answer to a call of somebody who is not believed: it has had no effect."""
+class CallRefused(Future[Frames]):
+    """The answer to a call from a sender that is not trusted: the call has no effect."""
 
 
 class CallServer:
-    """Where the calls for one model arrive in this process. Calls that come before anybody listens wait behind it.
+    """Receives the calls for one model in this process. Calls that arrive before a receiver listens wait here.
 
     Args:
         model_id: the model.
-        way: which transport the calls are of.
-        worker: what this process is called there, as its senders call it.
+        way: the transport that carries the calls.
+        worker: this process's name in that transport, as its senders call it.
     """
 
     def __init__(self, model_id: str, way: str = "calls", worker: Callable[[], str] = str) -> None:
         self.model_id = model_id
         self._way = way
         self._worker = worker
-        #: None: nobody has listened yet, so nobody knows whether there is a key.
+        #: None: no receiver has listened yet, so it is not known whether there is a key.
         self._gate: Gate | None = None
         self._sealed: list[tuple[Parcel, Future[Frames]]] = []
         self._lock = threading.Lock()
@@ -54,12 +54,13 @@ class CallServer:
         self._accept: Callable[[Link], None] | None = None
 
     def submit(self, parcel: Parcel) -> Future[Frames]:
-        """Take a call in, from whichever thread: see `CallServerLink.bring`.
+        """Process a call, from any thread: see `CallServerLink.bring`.
 
-        A link that breaks the protocol while nobody listens is closed: its sender is told, and no receiver meets it.
+        A link that breaks the protocol while no receiver listens is closed: its sender gets the reason, and no receiver
+        sees the link.
 
         Raises:
-            TransportError: more waits here than is kept.
+            TransportError: the limit of waiting calls is reached.
         """
         with self._lock:
             gate = self._gate
@@ -74,12 +75,12 @@ class CallServer:
         admitted = gate.admit(parcel)
         if isinstance(admitted, Parcel):
             return gate.sealed(parcel.link, self._bring(admitted))
-        gone: Future[Frames] = NotLetIn() if isinstance(admitted, TurnedAway) else Future()
+        gone: Future[Frames] = CallRefused() if isinstance(admitted, TurnedAway) else Future()
         gone.set_result(admitted.frames)
         return gone
 
     def _require_room(self, count: int, nbytes: int) -> None:
-        """Refuse what comes while too much waits for somebody to listen. What came before it stays."""
+        """Refuse new calls while too many wait for a receiver. Earlier calls stay."""
         if count >= MAX_UNMET or nbytes >= MAX_UNMET_NBYTES:
             raise TransportError(
                 f"nobody listens for model {self.model_id!r} here yet, and {count} others wait ({nbytes} bytes): make "
@@ -89,7 +90,7 @@ class CallServer:
     def _bring(self, parcel: Parcel) -> Future[Frames]:
         brought = opened(parcel) if parcel.frame else None
         if self._key is None and _is_from_elsewhere(brought):
-            tell(f"A sender of model {self.model_id!r} calls from another host")
+            warn_exposed(f"A sender of model {self.model_id!r} calls from another host")
         with self._lock:
             link = self._links.get(parcel.link)
             accept = None
@@ -121,7 +122,9 @@ class CallServer:
                 self._gate.drop(each)
         count = len(self._links) - len(closed[-_REMEMBERED:])
         if count >= MAX_LINKS:
-            raise TransportError(f"{count} senders of model {self.model_id!r} have links here, and another called.")
+            raise TransportError(
+                f"{count} senders of model {self.model_id!r} have links here, which is the limit, and another called."
+            )
         link = self._links[name] = CallServerLink("the sender")
         return link
 
@@ -130,17 +133,17 @@ class CallServer:
         return None if self._gate is None else self._gate.key
 
     def release(self, parcel: Parcel) -> None:
-        """Let a call go home without waiting any longer."""
+        """End a call now, with the answers that there are."""
         with self._lock:
             link = self._links.get(parcel.link)
         if link is not None:
             link.release(parcel.number)
 
     def hang_up(self, parcel: Parcel) -> None:
-        """Take a link's last call in: none of its calls waits for an answer any more, whether or not anybody listens.
+        """Process a link's last call: none of its calls waits for an answer any more, with or without a receiver.
 
         Raises:
-            ProtocolError, TransportError: as `submit`; its calls go home all the same.
+            ProtocolError, TransportError: as `submit`; the link's calls end all the same.
         """
         gate = self._gate
         if gate is None and is_envelope(parcel.frame):
@@ -153,7 +156,7 @@ class CallServer:
             self._end(admitted)
 
     def _forget(self, name: str) -> None:
-        """Send the calls of a link home that nobody has opened yet."""
+        """End the calls of a link that nobody has opened yet."""
         with self._lock:
             gone = [waiting for parcel, waiting in self._sealed if parcel.link == name]
             self._sealed = [each for each in self._sealed if each[0].link != name]
@@ -174,18 +177,18 @@ class CallServer:
                 link.close()
 
     def knows(self, link: str) -> bool:
-        """Whether a call of that link has come before."""
+        """Whether a call of that link has arrived before."""
         with self._lock:
             return link in self._links or (self._gate is not None and self._gate.knows(link))
 
     def awaits_turn(self, parcel: Parcel) -> bool:
-        """Whether a call waits for others of its link, begun before it, that have not come yet."""
+        """Whether a call waits for earlier calls of its link that have not arrived yet."""
         with self._lock:
             link = self._links.get(parcel.link)
         return link is not None and link.awaits_turn(parcel.number)
 
     def skip(self, parcel: Parcel, numbers: Sequence[int]) -> None:
-        """Those calls of the parcel's link will never come: see `CallServerLink.skip`."""
+        """Skip calls of the parcel's link that will never arrive: see `CallServerLink.skip`."""
         with self._lock:
             link, gate = self._links.get(parcel.link), self._gate
         for number in numbers:
@@ -195,7 +198,7 @@ class CallServer:
                 link.skip(number)
 
     def drop(self, parcel: Parcel) -> None:
-        """Close the link that a parcel came by."""
+        """Close the link that a parcel came from."""
         with self._lock:
             link = self._links.get(parcel.link)
         if link is not None:
@@ -203,22 +206,22 @@ class CallServer:
 
     @property
     def listening(self) -> bool:
-        """Whether somebody listens."""
+        """Whether a receiver listens."""
         with self._lock:
             return self._accept is not None
 
     def open(self, accept: Callable[[Link], None], key: SharedKey | None = None) -> Callable[[], None]:
-        """Have ``accept`` called with each sender's link, those that have come already included.
+        """Call ``accept`` with each sender's link, including those that have already arrived.
 
         Args:
             accept: called with each link.
-            key: shared with the senders: whoever has another, or none, is turned away.
+            key: shared with the senders. A sender with another key, or without one, is turned away.
 
         Returns:
-            What ends it.
+            A function that ends this.
 
         Raises:
-            ConfigurationError: somebody listens already.
+            ConfigurationError: a receiver listens already.
         """
         with self._lock:
             if self._accept is not None:
@@ -235,7 +238,7 @@ class CallServer:
             else:
                 link.close("these calls came under another key than the receiver's, or under none.")
         for parcel, waiting in sealed:
-            self.submit(parcel).add_done_callback(partial(_hand_on, waiting))
+            self.submit(parcel).add_done_callback(partial(_complete_like, waiting))
         return self._shut
 
     def _shut(self) -> None:
@@ -248,7 +251,7 @@ def _is_from_elsewhere(brought: Received | ProtocolError | None) -> bool:
     return isinstance(hello, Hello) and hello.host not in {b"", own_host()}
 
 
-def _hand_on(waiting: Future[Frames], answer: Future[Frames]) -> None:
+def _complete_like(waiting: Future[Frames], answer: Future[Frames]) -> None:
     error = answer.exception()
     if error is None:
         waiting.set_result(answer.result())

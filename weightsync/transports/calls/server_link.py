@@ -1,4 +1,4 @@
-"""One sender's calls as a link, at the receiving end: they come from any thread and in any order."""
+"""The receiving end of one sender's calls as a link. Calls may come from any thread and in any order."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import GivenUp
 from weightsync.transports.wakeup import WakeableLink
 
-#: Frames of answers, each as `wire.encode` makes it.
+#: Frames of answers, each encoded by `codec.encode`.
 Frames = list[bytes]
-#: How many calls that were answered are remembered, in case they come again.
+#: How many answered calls are remembered, in case they are repeated.
 _REMEMBERED: Final = 8
-#: How far a call may be ahead of the ones before it, which are still on their way.
+#: How far a call may be ahead of earlier ones that are still in flight.
 MAX_AHEAD: Final = 1024
-#: Messages that may lie here until the receiver reads them, and bytes of their payloads. One message may be larger.
+#: How many messages may wait for the receiver to read them, and the bytes of their payloads. One may be larger.
 MAX_UNREAD: Final = 1024
 MAX_UNREAD_NBYTES: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What one call brings."""
+    """The contents of one call."""
 
-    #: Of the sender's link, the same for all its calls and never used by another.
+    #: The name of the sender's link: the same for all its calls, and used by no other link.
     link: str
-    #: Of the call on that link, from 0.
+    #: The number of the call on that link, counted from 0.
     number: int
-    #: As `wire.encode` makes it.
+    #: The message, encoded by `codec.encode`.
     frame: bytes
     #: An update's payload.
     payload: memoryview | None = None
@@ -45,9 +45,9 @@ class Parcel:
 class CallServerLink(WakeableLink):
     """One sender's calls as a link. See `weightsync.transports.base.Link` for its contract.
 
-    Calls may come from any thread, and in any order: they are delivered in the order in which they were begun. An
-    answer goes out with the oldest call that has had none. A call that comes again, since its transport tried twice,
-    gets the answer of its first time.
+    Calls may come from any thread and in any order. They are delivered in the order in which they were begun. The
+    oldest unanswered call carries the next answer. A call that is repeated by its transport gets the same answer
+    again.
     """
 
     delivery = Delivery.ORDERED
@@ -59,7 +59,7 @@ class CallServerLink(WakeableLink):
         self._next = 0
         self._arrived: deque[Received | ProtocolError] = deque()
         self._unread_nbytes = 0
-        #: More came than is kept: nothing else does.
+        #: Set when the limit was exceeded: nothing more is kept.
         self._flooded: ProtocolError | None = None
         self._open: dict[int, Future[Frames]] = {}
         self._answered: OrderedDict[int, Frames] = OrderedDict()
@@ -68,16 +68,16 @@ class CallServerLink(WakeableLink):
         self._hung_up = False
 
     def bring(self, number: int, received: Received | ProtocolError | None) -> Future[Frames]:
-        """Take a call in; the future is done once there is an answer for it, or the link is closed.
+        """Process a call. The future is done once there is an answer for it, or the link is closed.
 
-        The first call after the link was closed is answered with what was said last, if nobody has heard that.
+        The first call after the link was closed returns the last messages, if they were not delivered yet.
 
         Args:
-            number: of the call on this link.
-            received: what it brings: see `opened`; None: it has come before.
+            number: the number of the call on this link.
+            received: its content: see `opened`. None: it has arrived before.
 
         Raises:
-            ProtocolError: the frame is malformed, or more lies here unread than is kept.
+            ProtocolError: the frame is malformed, or the limit of unread messages is exceeded.
             GivenUp: the link was closed here.
         """
         with self._lock:
@@ -91,7 +91,7 @@ class CallServerLink(WakeableLink):
             if number in self._answered or number < self._next:
                 return _done(self._answered.get(number, []))
             if number >= self._next + MAX_AHEAD:
-                raise codec.malformed(f"Call {number} came while call {self._next} is awaited", b"")
+                raise codec.malformed(f"Call {number} arrived while call {self._next} is awaited", b"")
             self._require_room()
             answer = self._open[number] = Future()
             self._early[number] = received
@@ -108,8 +108,8 @@ class CallServerLink(WakeableLink):
         count = len(self._early) + len(self._arrived)
         if self._flooded is None and (count >= MAX_UNREAD or self._unread_nbytes >= MAX_UNREAD_NBYTES):
             self._flooded = ProtocolError(
-                f"{count} messages ({self._unread_nbytes} bytes) of {self._peer} lie here unread, and another came: "
-                "this link is given up."
+                f"{count} messages ({self._unread_nbytes} bytes) of {self._peer} are unread here, and another arrived: "
+                "this link is closed."
             )
             self._arrived.append(self._flooded)
             self._waker.fire()
@@ -118,7 +118,7 @@ class CallServerLink(WakeableLink):
 
     @property
     def unread_nbytes(self) -> int:
-        """Bytes of payloads that lie here unread."""
+        """The bytes of unread payloads."""
         return self._unread_nbytes
 
     @property
@@ -134,7 +134,7 @@ class CallServerLink(WakeableLink):
                 self._arrived.append(received)
 
     def skip(self, number: int) -> None:
-        """A call that will never come: those behind it wait for it no longer."""
+        """Skip a call that will never arrive, so that later calls no longer wait for it."""
         with self._lock:
             if number >= self._next and not self._closed:
                 self._early.setdefault(number, None)
@@ -142,7 +142,7 @@ class CallServerLink(WakeableLink):
         self._waker.fire()
 
     def hang_up(self) -> None:
-        """The sender waits for no answer any more: calls go home as they are, those still on their way too."""
+        """End all calls, also those that have not arrived yet: the sender waits for no answers any more."""
         with self._lock:
             self._hung_up = True
             ready = [self._give(number) for number in sorted(self._open)]
@@ -150,18 +150,18 @@ class CallServerLink(WakeableLink):
             _answer(each)
 
     def awaits_turn(self, number: int) -> bool:
-        """Whether a call that was begun before this one has not come yet."""
+        """Whether a call that was begun before this one has not arrived yet."""
         with self._lock:
             return not self._closed and number >= self._next
 
     def release(self, number: int) -> None:
-        """Let a call go home with what there is to say, if anything."""
+        """End a call now, with the answers that there are."""
         with self._lock:
             ready = self._give(number) if number in self._open else None
         _answer(ready)
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
-        """Answer the oldest call that has had none; without one, the next call: see `Link.send`."""
+        """Answer the oldest unanswered call; if there is none, the next call: see `Link.send`."""
         if payload is not None:
             raise ConfigurationError("A receiver's answers carry no payload.")
         with self._lock:
@@ -184,7 +184,7 @@ class CallServerLink(WakeableLink):
         return self._open.pop(number), said
 
     def receive(self) -> list[Received]:
-        """What was brought: see `Link.receive`."""
+        """The messages of the calls: see `Link.receive`."""
         self._require_open()
         self._waker.clear()
         death = self._death()
@@ -197,7 +197,7 @@ class CallServerLink(WakeableLink):
         return arrived
 
     def _readable(self) -> list[Received]:
-        """What was brought, up to what is malformed: that is told once nothing is before it."""
+        """The messages up to the first malformed one, which is reported once no other is before it."""
         readable: list[Received] = []
         while self._arrived:
             received = self._arrived[0]
@@ -211,14 +211,14 @@ class CallServerLink(WakeableLink):
             self._unread_nbytes -= _nbytes(received)
         return readable
 
-    def close(self, reason: str = "the receiver gave this link up before it answered.") -> None:
-        """Give the link up: see `Link.close`.
+    def close(self, reason: str = "the receiver closed this link before it answered.") -> None:
+        """Close the link: see `Link.close`.
 
-        Calls that wait for an answer go home if a goodbye did, and fail if none did: a call that merely returned
+        Calls that wait for an answer return if a goodbye was sent, and fail if none was: a call that merely returned
         would leave its sender waiting for an answer that never comes.
 
         Args:
-            reason: what calls that fail are told.
+            reason: the reason that failed calls report.
         """
         with self._lock:
             if self._closed:
@@ -236,22 +236,22 @@ class CallServerLink(WakeableLink):
         self._let_go()
 
     def forget(self) -> None:
-        """In a forked child: be closed, and answer nobody."""
+        """In a forked child: count as closed, and answer nobody."""
         super().forget()
         self._lock = threading.Lock()
         self._open = {}
 
 
 def opened(parcel: Parcel) -> Received | ProtocolError:
-    """What a parcel brings. What is wrong with it is told in its turn, since what came before is in order."""
+    """The content of a parcel. An error in it is returned, to be reported in its turn after earlier messages."""
     try:
         message = codec.decode(parcel.frame)
         if isinstance(message, Ack | Refusal):
-            raise codec.malformed(f"A call brought a {type(message).__name__}, which no sender says", parcel.frame)
+            raise codec.malformed(f"A call carried a {type(message).__name__}, which no sender sends", parcel.frame)
         if not isinstance(message, Update) or not message.nbytes:
             return Received(message)
         if parcel.payload is None or parcel.payload.nbytes < message.nbytes:
-            raise codec.malformed(f"Version {message.version} came without its {message.nbytes} bytes", b"")
+            raise codec.malformed(f"Version {message.version} arrived without its {message.nbytes} bytes", b"")
         return Received(message, parcel.payload[: message.nbytes])
     except ProtocolError as error:
         return error
@@ -268,6 +268,6 @@ def _done(frames: Frames) -> Future[Frames]:
 
 
 def _answer(ready: tuple[Future[Frames], Frames] | None) -> None:
-    """Outside every lock: what a future wakes may come back here."""
+    """Complete a future. Called outside every lock, since a callback of the future may call back into this module."""
     if ready is not None:
         ready[0].set_result(ready[1])

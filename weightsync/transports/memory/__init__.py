@@ -1,4 +1,4 @@
-"""The former home of `weightsync.transports.buffers`."""
+"""The former name of `weightsync.transports.buffers`."""
 
 import warnings
 

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError, WeightSyncError
 from weightsync.transports.base import Waker
-from weightsync.transports.exposure import AUTHKEY, leaves_host, tell
+from weightsync.transports.exposure import AUTHKEY, leaves_host, warn_exposed
 from weightsync.transports.pipe.framing import Frame, Inflow, Outflow, Outgoing, UserMessage, framed
 from weightsync.transports.pipe.mailbox import Mailbox, Sorter
 from weightsync.transports.process import ProcessWatch, forget_after_fork, watching
@@ -27,26 +27,26 @@ PLEASE: Final = "give one end of multiprocessing.Pipe(duplex=True)"
 
 _COUNT: Final = struct.Struct("i")
 
-#: Makes the error, given what the asker calls the peer: one instance raised twice would mix tracebacks.
+#: Makes the error, given the peer's name: one instance raised twice would mix tracebacks.
 Failure = Callable[[str], WeightSyncError]
 
 
 class _Socket(socket.socket):
-    """Closes when it is let go of, without a warning: whoever leaves a link unclosed has its channel close it."""
+    """Closes without a warning when it is dropped: the channel of a link that was never closed closes it."""
 
     def __del__(self) -> None:
         self.close()
 
 
 def socket_of(connection: Connection[Any, Any]) -> socket.socket:
-    """A socket on a descriptor of our own: closing it leaves the user's open, and the reverse.
+    """A socket on our own copy of the descriptor: closing it leaves the user's open, and the reverse.
 
     Raises:
         ConfigurationError: the connection is closed, one-way or not a socket.
         TransportError: no file descriptor is left.
     """
     if not isinstance(connection, Connection):
-        raise ConfigurationError(f"A {type(connection).__name__} is no connection: {PLEASE}.")
+        raise ConfigurationError(f"A {type(connection).__name__} is not a connection: {PLEASE}.")
     if connection.closed:
         raise ConfigurationError("The connection is closed.")
     two_way = connection.readable and connection.writable
@@ -57,13 +57,13 @@ def socket_of(connection: Connection[Any, Any]) -> socket.socket:
     except OSError as error:
         raise TransportError(f"The connection cannot be used: {error.strerror}.") from error
     if socket.getdefaulttimeout() is not None:
-        # Python has just made the shared descriptor non-blocking: it is the user's too.
+        # Python has just made the shared descriptor non-blocking, and the user shares it.
         sock.settimeout(None)
     return sock
 
 
 def unread_nbytes(sock: socket.socket) -> int:
-    """How much memory holds what was written to a socket of this host and not read at its other end; 0: none."""
+    """How much memory holds bytes that were written to a socket of this host and not read at its other end; 0: none."""
     counted = bytearray(_COUNT.size)
     fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, counted)
     (nbytes,) = _COUNT.unpack(counted)
@@ -71,7 +71,7 @@ def unread_nbytes(sock: socket.socket) -> int:
 
 
 def lost(what: str, cause: Exception | None = None) -> Failure:
-    """The connection is gone."""
+    """Makes the error for a lost connection."""
 
     def error(peer: str) -> WeightSyncError:
         gone = TransportError(f"The connection to {peer} {what}.")
@@ -82,16 +82,16 @@ def lost(what: str, cause: Exception | None = None) -> Failure:
 
 
 def broken(cause: ProtocolError) -> Failure:
-    """The peer broke the protocol."""
+    """Makes the error for a peer that broke the protocol."""
     return lambda peer: ProtocolError(f"From {peer}: {cause.message}", unread=cause.unread)
 
 
 logger = logging.getLogger("weightsync")
 
-#: Reads in one call; the rest is for the next, so that no call lasts long.
+#: Reads in one call. The rest is left for the next, so that no call takes long.
 _ROUNDS: Final = 256
 
-#: Where a connection that was closed keeps its channel.
+#: The attribute under which a closed connection keeps its channel.
 _CHANNEL: Final = "_weightsync_channel"
 
 _channels: WeakValueDictionary[int, Channel] = WeakValueDictionary()
@@ -101,8 +101,8 @@ _channels_lock = threading.Lock()
 class Channel:
     """The one reader and writer of a connection in this process.
 
-    Its lock is held for one non-blocking step at a time. In a forked child it is dead, and closing it there
-    closes nothing of the parent's.
+    It holds its lock for one non-blocking step at a time. In a forked child it is dead, and closing it there closes
+    nothing of the parent's.
     """
 
     def __init__(self, connection: Connection[Any, Any], sock: socket.socket) -> None:
@@ -119,7 +119,7 @@ class Channel:
 
     @classmethod
     def of(cls, connection: Connection[Any, Any]) -> Channel:
-        """The channel of that very object in this process.
+        """The channel of that connection object in this process.
 
         Raises:
             ConfigurationError: the connection is closed, one-way or not a socket.
@@ -129,13 +129,13 @@ class Channel:
             if channel is None or channel.connection is not connection:
                 sock = socket_of(connection)
                 if leaves_host(sock):
-                    tell("A connection given as a pipe goes to another host", AUTHKEY)
+                    warn_exposed("A connection given as a pipe goes to another host", AUTHKEY)
                 channel = _channels[id(connection)] = cls(connection, sock)
             return channel
 
     @property
     def passes_descriptors(self) -> bool:
-        """Whether shared memory can be handed over."""
+        """Whether shared memory can be passed over this connection."""
         with self._lock:
             return self._socket is not None and self._socket.family == socket.AF_UNIX
 
@@ -146,10 +146,10 @@ class Channel:
             return self._watch is not None and self._watch.dead
 
     def register(self, model_id: str, peer: str) -> Mailbox:
-        """A mailbox for a model, with what has already arrived for it.
+        """A mailbox for a model, with the messages that have already arrived for it.
 
         Raises:
-            ConfigurationError: the model has one, or the connection is closed.
+            ConfigurationError: the model has a mailbox, or the connection is closed.
         """
         with self._lock:
             if self._socket is None or self.connection.closed:
@@ -157,7 +157,7 @@ class Channel:
             return self._sorter.register(model_id, peer)
 
     def leave(self, box: Mailbox) -> None:
-        """Give a mailbox up; with the last one the connection is closed."""
+        """Close a mailbox. The last one closes the connection."""
         with self._lock:
             if self._sorter.leave(box) and not self._sorter:
                 self._close()
@@ -196,7 +196,7 @@ class Channel:
             return self._socket.fileno() if self._outflow and self._socket else None
 
     def all_read(self) -> bool | None:
-        """Whether the other end has read all that was put; None: only sockets of this host tell."""
+        """Whether the other end has read everything; None: unknown, since only sockets of this host show it."""
         with self._lock:
             if self._socket is None or self._socket.family != socket.AF_UNIX:
                 return None
@@ -227,11 +227,11 @@ class Channel:
                 self._sorter.signal_all()
 
     def collect(self, box: Mailbox) -> list[Frame]:
-        """Read what can be read, and take out what is for ``box``.
+        """Read what is there, and take out the frames for ``box``.
 
         Raises:
-            TransportError: nothing is left for it, and the connection is dead or closed.
-            ProtocolError: nothing is left for it, and what follows is malformed.
+            TransportError: no frame is left for it, and the connection is dead or closed.
+            ProtocolError: no frame is left for it, and what follows is malformed.
         """
         with self._lock:
             self._read(box)
@@ -246,33 +246,35 @@ class Channel:
             return frames
 
     def _answer_unmet(self) -> None:
-        """Tell senders of models that nobody has registered here, once each."""
+        """Answer senders of models that are not registered here, once each."""
         for told in self._sorter.answers_to_unmet():
-            logger.warning("model %r: a sender's handshake came, and is not taken: %s", told.model_id, told.reason)
+            logger.warning(
+                "model %r: a sender's handshake arrived and was not accepted: %s", told.model_id, told.reason
+            )
             self._outflow.put(Outgoing(framed(told)))
-            with contextlib.suppress(OSError):  # whoever writes next is told
+            with contextlib.suppress(OSError):  # the next write reports it
                 self._outflow.write()
 
     def user_waker(self) -> Waker:
-        """Fired when another reader of the connection has come by a message of the user's own."""
+        """Fired when another reader of the connection has read one of the user's messages."""
         with self._lock:
             return self._sorter.user_waker()
 
     def has_user_message(self) -> bool:
-        """Read what can be read: is a message of the user's own there, or can none come any more?"""
+        """Read what is there: whether one of the user's messages is available, or none can come any more."""
         with self._lock:
             if not self._sorter.user_messages:
                 self._read(None)
             return bool(self._sorter.user_messages) or self._deaf is not None
 
     def has_ended(self) -> bool:
-        """Read what can be read: can nothing come any more?"""
+        """Read what is there: whether nothing can come any more."""
         with self._lock:
             self._read(None)
             return self._deaf is not None
 
     def take_user_message(self) -> UserMessage | None:
-        """The next message of the user's own; None if another thread has just taken it.
+        """The next of the user's messages; None if another thread has just taken it.
 
         Raises:
             TransportError: none is left, and the connection is dead or closed.
@@ -284,12 +286,12 @@ class Channel:
             return self._sorter.take_user_message()
 
     def unclaimed(self) -> tuple[str, ...]:
-        """The models for which something has come that no link here is of."""
+        """The models for which frames have arrived that have no link here."""
         with self._lock:
             return self._sorter.unclaimed()
 
     def user_message_is_first(self, model_id: str) -> bool:
-        """Whether the next message of the user's own came before the model's newest update."""
+        """Whether the user's next message arrived before the model's newest update."""
         with self._lock:
             return self._sorter.user_message_is_first(model_id)
 
@@ -297,12 +299,12 @@ class Channel:
         if self._deaf is None and (self._socket is None or self.connection.closed):
             self._fail(lost("is closed"))
         if self._deaf is None and self._reading:
-            # An exception from outside, as KeyboardInterrupt, came between reading and counting what was read.
+            # An exception from outside, such as KeyboardInterrupt, came between reading and counting the bytes.
             self._fail(lost("was interrupted in the middle of a frame"))
         if self._deaf is not None:
             return
         self._reading = True
-        # Asked before reading: what the peer wrote before its death is then certainly there.
+        # Checked before reading: everything that the peer wrote before its death is then there.
         dead = self._watch is not None and self._watch.dead
         try:
             if self._drain(reader, dead) and self._watch is not None:
@@ -316,7 +318,7 @@ class Channel:
         self._reading = False
 
     def _drain(self, reader: Mailbox | None, dead: bool) -> bool:
-        """Read, for a bounded while; whether a dead peer's last words have all been read."""
+        """Read for a bounded time; whether the last messages of a dead peer have all been read."""
         for _ in range(_ROUNDS):
             try:
                 more = self._inflow.read()
@@ -339,7 +341,7 @@ class Channel:
                 self._outflow.write()
         self._release()
         self._fail(lost("is closed"))
-        # What the user has not read yet can be read as long as the connection object is there.
+        # The user can read the rest of its messages as long as the connection object exists.
         vars(self.connection)[_CHANNEL] = self
         with contextlib.suppress(OSError):
             self.connection.close()

@@ -1,11 +1,11 @@
-"""Frames on a socket that the user's own messages share, as `multiprocessing.connection` frames them.
+"""Frames on a socket that is shared with the user's messages, in the format of `multiprocessing.connection`.
 
-A frame is a 4-byte big-endian signed length, or -1 and an 8-byte one, then that many bytes. Those that begin with our
-preamble are ours; all others are the user's own and are passed through unread. Nothing here blocks, and the socket's
-blocking mode, which the user's own descriptor shares, is never touched.
+A frame is a 4-byte big-endian signed length, or -1 and an 8-byte length, then that many bytes. Frames that begin with
+our preamble are ours; all others are the user's and are passed through unread. Nothing here blocks, and the blocking
+mode of the socket, which the user's descriptor shares, is never changed.
 
-The preamble is for whoever reads the raw pipe: `Connection.recv` unpickles whatever it reads, and the preamble is a
-whole pickle that calls `weightsync.errors.raw_pipe`, which raises. We never unpickle it: we skip these bytes.
+The preamble protects code that reads the raw pipe: `Connection.recv` unpickles whatever it reads, and the preamble is
+a complete pickle that calls `weightsync.errors.raw_pipe`, which raises. We never unpickle it: we skip these bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PREAMBLE: Final = b"cweightsync.errors\nraw_pipe\n)R."
 
 
 def framed(message: Message, descriptors: int = 0) -> bytes:
-    """A message's control part as it goes over a pipe."""
+    """A message's control part as it is sent over a pipe."""
     return PREAMBLE + codec.encode(message, descriptors)
 
 
 def start_of_ours(content: Readable) -> int | None:
-    """Where the header lies in a frame of ours; None: the frame is the user's own.
+    """The offset of the header in a frame of ours; None: the frame is the user's.
 
-    Frames without the preamble are ours too: an older release writes them, and is told which version it speaks.
+    Frames without the preamble are ours too: an older release writes them, and gets the error that names its version.
     """
     if bytes(content[: len(PREAMBLE)]) == PREAMBLE:
         return len(PREAMBLE)
@@ -45,7 +45,7 @@ def start_of_ours(content: Readable) -> int | None:
 
 
 def may_be_ours(content: Readable) -> bool:
-    """Whether what is here of a frame may yet turn out to be the start of one of ours."""
+    """Whether the part of a frame that has arrived may be the start of one of ours."""
     start = bytes(content[: len(PREAMBLE)])
     return len(start) < len(PREAMBLE) and (
         PREAMBLE.startswith(start) or (len(start) < len(MAGIC) and MAGIC.startswith(start))
@@ -55,36 +55,36 @@ def may_be_ours(content: Readable) -> bool:
 _SHORT: Final = struct.Struct("!i")
 _LONG: Final = struct.Struct("!iQ")
 _CHUNK_NBYTES: Final = 64 * 1024
-_SPARE_LANDINGS: Final = 2
-#: Descriptors that have come and that no frame has claimed yet: a frame carries one, and is read before the next.
+_SPARE_BUFFERS: Final = 2
+#: Descriptors that have arrived and belong to no frame yet: a frame carries one, and is read before the next.
 _MAX_DESCRIPTORS: Final = 8
-# Plain numbers: flags of an enum take a microsecond to test.
+# Plain integers: testing flags of an enum takes a microsecond.
 _RECEIVE_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED: Final = int(socket.MSG_CTRUNC)
-#: Stands for a descriptor that was passed while this process could open no more: the kernel has dropped it for good.
+#: Stands for a descriptor that arrived while this process could open no more: the kernel has dropped it for good.
 _DROPPED: Final = -1
 _ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
 _NO_DESCRIPTOR: Final = "The descriptor of the peer's shared memory could not be taken: Too many open files."
 
 
 class Frame(NamedTuple):
-    """A frame of ours, whole."""
+    """A whole frame of ours."""
 
     message: Message
     payload: memoryview | None
     descriptors: tuple[int, ...]
-    #: Why its payload, or its descriptor, could not be taken; empty: it was.
+    #: Why its payload or its descriptor could not be taken; empty: it was taken.
     untaken: str = ""
 
 
 class UserMessage(NamedTuple):
-    """A frame of the user's own, whole and unread."""
+    """A whole frame of the user's, unread."""
 
     data: bytearray
 
 
 class _Filling:
-    """Bytes being gathered, in memory that grows with what has arrived: a length that lies costs nothing."""
+    """Bytes being gathered, in memory that grows with what has arrived: a false length costs nothing."""
 
     def __init__(self, nbytes: int, memory: memoryview | None = None) -> None:
         self.nbytes = nbytes
@@ -104,7 +104,7 @@ class _Filling:
         return memoryview(self.grown)[self.filled :]
 
     def take(self, source: memoryview) -> int:
-        """Copy what fits from ``source``; how much that was."""
+        """Copy what fits from ``source``; returns how much that was."""
         taken = 0
         while taken < len(source) and self.missing:
             with self.room() as room:
@@ -116,11 +116,11 @@ class _Filling:
 
 
 class _Skipping(_Filling):
-    """Bytes that are read and dropped, since there is no memory for them: those behind them are for others.
+    """Bytes that are read and dropped for lack of memory, so that the following frames can be read.
 
     Args:
-        nbytes: how many.
-        why: there is none.
+        nbytes: how many bytes.
+        why: why there is no memory.
     """
 
     def __init__(self, nbytes: int, why: str) -> None:
@@ -145,16 +145,16 @@ class Inflow:
         self._head: codec.Head | None = None
         self._message: Message | None = None
         self._payload: memoryview | None = None
-        self._landings: deque[mmap.mmap] = deque(maxlen=_SPARE_LANDINGS)
+        self._receive_buffers: deque[mmap.mmap] = deque(maxlen=_SPARE_BUFFERS)
 
     def read(self) -> bool:
-        """Read once; whether there may be more at once.
+        """Read once; whether more may be there.
 
         Raises:
-            BlockingIOError: nothing to read now.
+            BlockingIOError: there is nothing to read now.
             EOFError: the peer's end is closed.
             OSError: the connection broke.
-            ProtocolError: more descriptors came than frames that name them.
+            ProtocolError: more descriptors arrived than frames that name them.
         """
         if self._filling is not None:
             with self._filling.room() as room:
@@ -190,10 +190,10 @@ class Inflow:
         return nbytes
 
     def next(self) -> Frame | UserMessage | None:
-        """The next whole frame of what was read; None if there is none.
+        """The next whole frame that was read; None if there is none.
 
         Raises:
-            ProtocolError: malformed bytes.
+            ProtocolError: the bytes are malformed.
         """
         if self._filling is None:
             whole = self._whole()
@@ -211,7 +211,7 @@ class Inflow:
         return None
 
     def _whole(self) -> Frame | UserMessage | None:
-        """The frame at the head of the chunk, if it lies there whole: most do."""
+        """The frame at the head of the chunk if it is whole there, as most are."""
         content = self._start + _SHORT.size
         if content > self._end:
             return None
@@ -232,7 +232,7 @@ class Inflow:
         return Frame(message, payload, *self._claim(head, message, frame))
 
     def _begin(self) -> bool:
-        """Start on the frame at the head of the chunk, once enough of it is there to know what it is."""
+        """Start on the frame at the head of the chunk, once enough of it is there to identify it."""
         read = self._chunk[self._start : self._end]
         if len(read) < _SHORT.size:
             return False
@@ -258,14 +258,14 @@ class Inflow:
         return True
 
     def _advance(self, filled: _Filling) -> Frame | UserMessage | None:
-        """What a part that is whole now makes: a frame, or the wait for its payload."""
+        """Use a part that is now whole: the frame, or the wait for its payload."""
         self._filling = None
         if self._head is None:
             return UserMessage(filled.grown)
         if self._message is None:
             self._message = codec.decode_with(self._head, filled.grown)
             if self._head.payload_nbytes:
-                self._filling = self._landing(self._head.payload_nbytes)
+                self._filling = self._payload_buffer(self._head.payload_nbytes)
                 return None
         if isinstance(filled, _Skipping):
             frame = Frame(self._message, None, (), filled.why)
@@ -274,18 +274,18 @@ class Inflow:
         self._head = self._message = self._payload = None
         return frame
 
-    def _landing(self, nbytes: int) -> _Filling:
-        """Where a payload is to go; nowhere, if there is no memory for it."""
+    def _payload_buffer(self, nbytes: int) -> _Filling:
+        """Where to put a payload; nowhere if there is no memory for it."""
         try:
-            self._payload = self._land(nbytes)
+            self._payload = self._memory_for(nbytes)
         except NoRoom as error:
             return _Skipping(nbytes, str(error))
         return _Filling(nbytes, self._payload)
 
     def _claim(self, head: codec.Head, message: Message, control: codec.Readable) -> tuple[tuple[int, ...], str]:
-        """The descriptors that came with a frame: that of a segment, with the first update that lies there.
+        """The descriptors of a frame: that of a segment, with the first update in it.
 
-        If the kernel has dropped it, there is none, and it is said why.
+        If the kernel has dropped it, there is none, and the second value says why.
         """
         if not head.descriptors:
             return (), ""
@@ -293,22 +293,22 @@ class Inflow:
             kind = type(message).__name__
             raise codec.malformed(f"The peer passed {head.descriptors} descriptors with a frame of {kind}", control)
         if head.descriptors > len(self._descriptors):
-            raise codec.malformed(f"A frame came without its {head.descriptors} descriptors", control)
+            raise codec.malformed(f"A frame arrived without its {head.descriptors} descriptors", control)
         descriptor = self._descriptors.popleft()
         return ((descriptor,), "") if descriptor != _DROPPED else ((), _NO_DESCRIPTOR)
 
-    def _land(self, nbytes: int) -> memoryview:
-        """Memory for a payload: pages touched before, once nobody refers to them."""
+    def _memory_for(self, nbytes: int) -> memoryview:
+        """Memory for a payload: pages used before, once nothing refers to them."""
         if nbytes < _CHUNK_NBYTES:
             return memoryview(bytearray(nbytes))
-        landing = next((known for known in self._landings if len(known) >= nbytes and _unused(known)), None)
-        if landing is None:
-            landing = anonymous(nbytes)
-            self._landings.append(landing)
-        return memoryview(landing)[:nbytes]
+        buffer = next((known for known in self._receive_buffers if len(known) >= nbytes and _unused(known)), None)
+        if buffer is None:
+            buffer = anonymous(nbytes)
+            self._receive_buffers.append(buffer)
+        return memoryview(buffer)[:nbytes]
 
     def close(self) -> None:
-        """Close descriptors that no frame has claimed."""
+        """Close the descriptors that belong to no frame."""
         while self._descriptors:
             descriptor = self._descriptors.popleft()
             if descriptor != _DROPPED:
@@ -319,12 +319,12 @@ def _checked(content: memoryview, nbytes: int) -> codec.Head:
     """The header at the start of ``content``, which belongs to a frame of ``nbytes`` bytes."""
     head = codec.peek(content)
     if head.control_nbytes + head.payload_nbytes != nbytes:
-        raise codec.malformed(f"A frame of {nbytes} bytes says that it has others", content)
+        raise codec.malformed(f"A frame of {nbytes} bytes has a header with another size", content)
     return head
 
 
 def _unused(memory: mmap.mmap) -> bool:
-    """Whether no view of it is left: only then can it be resized, here to the size it has."""
+    """Whether no view of it is left: only then can it be resized, here to its own size."""
     try:
         memory.resize(len(memory))
     except BufferError:
@@ -334,7 +334,7 @@ def _unused(memory: mmap.mmap) -> bool:
 
 _SHORT_MAX: Final = 0x7FFFFFFF
 _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-#: What is written in one call to `Outflow.write`; the rest is for the next, so that no call lasts long.
+#: What one call to `Outflow.write` writes at most. The rest is left for the next, so that no call takes long.
 _ROUNDS: Final = 256
 
 
@@ -343,14 +343,14 @@ def _nothing() -> None:
 
 
 class Outgoing:
-    """A frame on its way out.
+    """A frame to be written.
 
     Args:
         control: its first bytes.
-        payload: the bytes that follow; not copied, so they must stay as they are until the frame has left.
-        descriptors: file descriptors that travel with its first byte.
-        keep: what owns the descriptors, kept alive until it has left.
-        done: called once, when it has left or never will.
+        payload: the bytes that follow. They are not copied, so they must not change until the frame was written.
+        descriptors: file descriptors that are sent with its first byte.
+        keep: the owner of the descriptors, kept alive until the frame was written.
+        done: called once, when the frame was written or never will be.
     """
 
     def __init__(
@@ -371,10 +371,10 @@ class Outgoing:
         self.over = False
 
     def write(self, sock: socket.socket) -> bool:
-        """Write once; True when all has left.
+        """Write once; True when the whole frame was written.
 
         Raises:
-            BlockingIOError: no room now.
+            BlockingIOError: there is no room now.
             OSError: the connection broke.
         """
         ancillary = []
@@ -390,7 +390,7 @@ class Outgoing:
         return True
 
     def end(self) -> None:
-        """It has left, or never will."""
+        """Record that it was written, or never will be."""
         self.over = True
         self._pieces.clear()
         self._done()
@@ -401,7 +401,7 @@ def _prefix(nbytes: int) -> bytes:
 
 
 class Outflow:
-    """The writing half of a socket: frames leave whole and in order, each as far as there is room.
+    """The writing half of a socket. Frames are written whole and in order, each as far as there is room.
 
     Args:
         sock: a stream socket.
@@ -417,17 +417,17 @@ class Outflow:
         return bool(self._queue)
 
     def put(self, frame: Outgoing) -> None:
-        """Queue a frame behind all others."""
+        """Queue a frame after all others."""
         self._queue.append(frame)
 
     def write(self) -> bool:
         """Write what there is room for; True when nothing is left.
 
         Raises:
-            OSError: the connection broke, now or before; what had not left never will.
+            OSError: the connection broke, now or before. What was not written never will be.
         """
         if self._midway:
-            # An exception from outside, as KeyboardInterrupt, came between writing and counting what was written.
+            # An exception from outside, such as KeyboardInterrupt, came between writing and counting the bytes.
             self._broken = InterruptedError(errno.EINTR, "interrupted in the middle of a frame")
         self._midway = self._broken is None
         try:
@@ -449,6 +449,6 @@ class Outflow:
         return not self._queue
 
     def clear(self) -> None:
-        """Give up what has not left."""
+        """Drop what was not written."""
         while self._queue:
             self._queue.popleft().end()

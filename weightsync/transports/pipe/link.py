@@ -24,13 +24,13 @@ logger = logging.getLogger("weightsync")
 class PipeLink(TellsWhatIsRead, Remarks):
     """A link over one end of ``multiprocessing.Pipe(duplex=True)``. See `Link` for its contract.
 
-    Links of several models may share one connection object; it is closed with its last link. Meanwhile it is
-    read and written here alone: the user's own messages go through `user`.
+    Links of several models may share one connection object, which is closed with the last of them. Until then only
+    the links read and write it: the user's own messages go through `user`.
 
     Args:
         connection: this process's end. It is never made non-blocking.
         model_id: only messages of this model go through the link.
-        peer: who is at the other end, for messages to people.
+        peer: the name of the other end, for messages to people.
         payloads: how large payloads travel.
 
     Raises:
@@ -61,7 +61,7 @@ class PipeLink(TellsWhatIsRead, Remarks):
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for messages to people."""
+        """The name of the other end, for messages to people."""
         return self._peer
 
     @property
@@ -75,7 +75,7 @@ class PipeLink(TellsWhatIsRead, Remarks):
         if not isinstance(message, Update) or not message.nbytes:
             self._channel.put(Outgoing(framed(message)), self._peer)
         elif payload is None or payload.nbytes < message.nbytes:
-            raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
+            raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
         elif payload.segment is not None and self._shares(message.nbytes):
             self._send_shared(message, payload)
         else:
@@ -98,17 +98,17 @@ class PipeLink(TellsWhatIsRead, Remarks):
         descriptors = self._named.missing(payload.segment)
         frame = Outgoing(framed(placed, len(descriptors)), descriptors=descriptors, keep=payload)
         self._named.name(payload.segment, placed)
-        # Held even if the link turns out to be dead: an earlier frame may have shown the same version.
+        # Held even if the link turns out to be dead: an earlier frame may have shared the same version.
         self._pins.hold(message, payload)
         self._channel.put(frame, self._peer)
 
     def flush(self) -> bool:
-        """Write what is queued, as far as it fits: see `Link.flush`."""
+        """Write as much as possible of what is queued: see `Link.flush`."""
         self._require_open()
         return self._channel.flush(self._peer)
 
     def receive(self) -> list[Received]:
-        """Everything that has arrived whole: see `Link.receive`."""
+        """All whole messages that have arrived: see `Link.receive`."""
         self._require_open()
         if self._broken is not None:
             raise self._broken
@@ -124,13 +124,13 @@ class PipeLink(TellsWhatIsRead, Remarks):
             discard(frames[len(received) + 1 :])
             if not received:
                 raise
-            # What came before is delivered now, the error at the next call: the wait before it must end.
+            # Earlier messages are delivered now and the error at the next call, so the wait before that must end.
             self._box.signal()
         return received
 
     @property
     def remark(self) -> str:
-        """What was told of this link by others than its worker: see `Remarks`."""
+        """What others than the worker reported about this link: see `Remarks`."""
         return self._remark
 
     def _is_remark(self, message: Message) -> bool:
@@ -163,16 +163,16 @@ class PipeLink(TellsWhatIsRead, Remarks):
         return None if self._closed else self._channel.wants_write()
 
     def all_read(self) -> bool | None:
-        """Whether the peer has read all that was sent over this connection: see `TellsWhatIsRead`."""
+        """Whether the peer has read everything that was sent over this connection: see `TellsWhatIsRead`."""
         return None if self._closed else self._channel.all_read()
 
     def watch(self, pid: int, started: int) -> None:
-        """Notice the death of the peer's process: see `Link.watch`."""
+        """Watch the peer's process: see `Link.watch`."""
         if pid and not self._closed:
             self._channel.watch(pid, started)
 
     def close(self) -> None:
-        """Give the link up: see `Link.close`. The connection is closed with its last link."""
+        """Close the link: see `Link.close`. The connection is closed with its last link."""
         if self._closed:
             return
         self._closed = True

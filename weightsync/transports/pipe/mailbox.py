@@ -1,4 +1,4 @@
-"""Frames sorted by whom they are for: several models, and the user, may share a connection."""
+"""Sorts frames by recipient: several models and the user may share a connection."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weightsync.protocol.messages import Hello, Message, Refusal, Update
 from weightsync.transports.base import Waker
 from weightsync.transports.pipe.framing import Frame, UserMessage
 
-#: Frames kept for models that nobody has registered yet.
+#: The number of frames kept for models that are not registered yet.
 MAX_UNCLAIMED: Final = 64
-#: Messages of the user's own that are kept until somebody reads them.
+#: The number of the user's messages that are kept until they are read.
 MAX_USER_MESSAGES: Final = 65_536
-#: Bytes of each of the two, over which nothing more is kept. A single message may be larger.
+#: The bytes of each of the two, above which nothing more is kept. A single message may be larger.
 MAX_KEPT_NBYTES: Final = 2**30
 
 
@@ -36,13 +36,13 @@ class Mailbox:
         return [self.waker.fileno()]
 
     def signal(self) -> None:
-        """Make its waker readable: there is something that its owner has not read from the socket itself."""
+        """Make its waker readable: something arrived that its owner has not read from the socket itself."""
         if not self._signalled:
             self._signalled = True
             self.waker.fire()
 
     def collect(self) -> list[Frame]:
-        """Take everything out."""
+        """Take out everything."""
         if self._signalled:
             self._signalled = False
             self.waker.clear()
@@ -52,19 +52,19 @@ class Mailbox:
 
 
 class Sorter:
-    """The mailboxes of one connection. Used under its lock."""
+    """The mailboxes of one connection. Called under its lock."""
 
     def __init__(self) -> None:
         self._boxes: dict[str, Mailbox] = {}
         self._unclaimed: deque[Frame] = deque()
         self._left: set[str] = set()
-        #: Models that nobody has registered, and of which no sender was told so yet.
+        #: Models that are not registered, and whose senders were not answered yet.
         self.unmet: list[str] = []
         self._unclaimed_nbytes = 0
         self.user_messages: deque[UserMessage] = deque()
         self._user_nbytes = 0
         self._user_waker: Waker | None = None
-        # In which order the user's own messages came, and each model's newest update among them.
+        # The order of arrival of the user's messages, and of each model's newest update among them.
         self._sorted = 0
         self._user_at: deque[int] = deque()
         self._updated_at: dict[str, int] = {}
@@ -73,16 +73,16 @@ class Sorter:
         return bool(self._boxes)
 
     def user_waker(self) -> Waker:
-        """Fired for each message of the user's own, once somebody has asked for it."""
+        """Fired for each of the user's messages, once it has been asked for."""
         if self._user_waker is None:
             self._user_waker = Waker()
         return self._user_waker
 
     def register(self, model_id: str, peer: str) -> Mailbox:
-        """A mailbox for a model, with what has already arrived for it.
+        """A mailbox for a model, with the frames that have already arrived for it.
 
         Raises:
-            ConfigurationError: the model has one.
+            ConfigurationError: the model has a mailbox.
         """
         if model_id in self._boxes:
             raise ConfigurationError(
@@ -99,7 +99,7 @@ class Sorter:
         return box
 
     def leave(self, box: Mailbox) -> bool:
-        """Drop a mailbox, and what comes for its model from now on; False if it had left already."""
+        """Drop a mailbox, and later frames for its model; False if it was dropped before."""
         if self._boxes.get(box.model_id) is not box:
             return False
         del self._boxes[box.model_id]
@@ -110,18 +110,18 @@ class Sorter:
         return True
 
     def answers_to_unmet(self) -> list[Refusal]:
-        """What senders are still to be told, if anybody has registered anything."""
+        """The answers that senders are still to get, if any model is registered."""
         if not self._boxes:
             return []
         unmet, self.unmet = self.unmet, []
         return [_unmet_refusal(model_id, self._boxes) for model_id in unmet]
 
     def unclaimed(self) -> tuple[str, ...]:
-        """The models for which something has come that nobody has registered."""
+        """The models that are not registered and for which frames have arrived."""
         return tuple(dict.fromkeys(frame.message.model_id for frame in self._unclaimed))
 
     def take_user_message(self) -> UserMessage | None:
-        """The next message of the user's own, if there is one."""
+        """The next of the user's messages, if there is one."""
         if not self.user_messages:
             return None
         self._user_at.popleft()
@@ -130,15 +130,15 @@ class Sorter:
         return taken
 
     def user_message_is_first(self, model_id: str) -> bool:
-        """Whether the next message of the user's own came before the model's newest update."""
+        """Whether the user's next message arrived before the model's newest update."""
         return bool(self.user_messages) and self._user_at[0] < self._updated_at.get(model_id, 0)
 
     def sort(self, frame: Frame | UserMessage, reader: Mailbox | None) -> None:
-        """Put a frame where it belongs, and wake its owner unless that is who reads.
+        """Put a frame where it belongs, and wake its owner unless the owner is the reader.
 
         Raises:
-            ProtocolError: too many frames for models that nobody has registered.
-            TransportError: too many messages of the user's own that nobody has read.
+            ProtocolError: there are too many frames for models that are not registered.
+            TransportError: there are too many unread messages of the user's.
         """
         self._sorted += 1
         if isinstance(frame, UserMessage):
@@ -167,7 +167,7 @@ class Sorter:
             discard([frame])
             raise ProtocolError(
                 f"{len(self._unclaimed)} messages of {self._unclaimed_nbytes} bytes are for models without a link, "
-                f"and another came (for {model_id!r})."
+                f"and another arrived (for {model_id!r})."
             )
 
     def _keep_user_message(self, frame: UserMessage) -> None:
@@ -183,14 +183,14 @@ class Sorter:
             self._user_waker.fire()
 
     def signal_all(self) -> None:
-        """Wake everybody: something concerns them all."""
+        """Wake all readers: something concerns them all."""
         for box in self._boxes.values():
             box.signal()
         if self._user_waker is not None:
             self._user_waker.fire()
 
     def clear(self) -> None:
-        """Drop all mailboxes and what lies in them; the user's own messages stay."""
+        """Drop all mailboxes with their contents; the user's messages stay."""
         for box in list(self._boxes.values()):
             self.leave(box)
         discard(self._unclaimed)
@@ -205,7 +205,7 @@ def _nbytes(frame: Frame) -> int:
 
 
 def discard(frames: Iterable[Frame]) -> None:
-    """Close the descriptors of frames that nobody will open."""
+    """Close the descriptors of frames that will not be opened."""
     for frame in frames:
         for descriptor in frame.descriptors:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The user's own messages on a connection that carries ours."""
+"""The user's own messages on a connection that also carries ours."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from weightsync.transports.pipe.framing import PREAMBLE, Outgoing, start_of_ours
 
 
 class UserMessages:
-    """What `multiprocessing.connection.Connection` offers, for the frames that are not ours.
+    """The methods of `multiprocessing.connection.Connection`, for the frames that are not ours.
 
-    They come out in order and unchanged. Where a connection carries a link, use this instead of the
-    connection's own methods in the same process: two writers would cut each other's frames. Blocking calls
-    block as those of a connection do, on the user's own time.
+    The messages are delivered in order and unchanged. In a process where a connection carries a link, use this instead
+    of the connection's own methods: two writers would break up each other's frames. Blocking calls block as those of
+    a connection do, for as long as the user chooses.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether `recv` has something to return, or to raise, within ``timeout`` seconds (None: ever)."""
+        """Whether `recv` has something to return or raise within ``timeout`` seconds (None: no limit)."""
         deadline = Deadline(timeout)
         while not self._channel.has_user_message():
             if deadline.passed:
@@ -46,7 +46,7 @@ class UserMessages:
         waker.clear()
 
     def recv_bytes(self) -> bytes:
-        """The next message of the user's own, as bytes. Blocks until there is one.
+        """The user's next message, as bytes. Blocks until there is one.
 
         Raises:
             EOFError: none is left, and the connection has ended.
@@ -54,7 +54,7 @@ class UserMessages:
         return bytes(self._take())
 
     def recv(self) -> Any:
-        """The next message of the user's own, unpickled. Blocks until there is one.
+        """The user's next message, unpickled. Blocks until there is one.
 
         Raises:
             EOFError: none is left, and the connection has ended.
@@ -72,7 +72,7 @@ class UserMessages:
                 return taken.data
 
     def send(self, obj: Any) -> None:
-        """Pickle and send an object, between two frames of ours. Blocks until it has left.
+        """Pickle and send an object, between two of our frames. Blocks until it was written.
 
         Raises:
             TransportError: the connection is dead or closed.
@@ -80,10 +80,10 @@ class UserMessages:
         self._put(memoryview(ForkingPickler.dumps(obj)))
 
     def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
-        """Send bytes, between two frames of ours. Blocks until they have left.
+        """Send bytes, between two of our frames. Blocks until they were written.
 
         Raises:
-            ConfigurationError: they begin as our own frames do.
+            ConfigurationError: they begin like our own frames.
             TransportError: the connection is dead or closed.
         """
         view = memoryview(data).cast("B")

@@ -19,7 +19,7 @@ from weightsync.transports.ray.object_store import CachedObject, ObjectCaches
 from weightsync.transports.ray.session import ACTOR_WATCH, Session, plain, put_away, require_ray, settle
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
 
-#: Links over Ray, in the identities of those under a key.
+#: The name of this transport in link identities, where there is a key.
 WAY: Final = "ray"
 
 
@@ -39,7 +39,7 @@ class _RayCallClient:
         self._calls: set[Answers] = set()
 
     def close(self) -> None:
-        """No further call will be begun: see `CallClient.close`."""
+        """Begin no further calls: see `CallClient.close`."""
         if self._row is not None:
             put_away(self._row)
             self._row = None
@@ -57,12 +57,12 @@ class _RayCallClient:
         said: Callable[[Future[Any]], Sequence[Message]],
         again: Callable[[], Any] | None = None,
     ) -> Answers:
-        """Begin a call; one that comes home with a challenge is begun again by ``again``, and its end is that one's."""
+        """Begin a call. One that is answered with a challenge is repeated by ``again``, whose end then counts."""
         answers: Answers = Future()
         try:
             raw = submit().future()
         except Exception as error:
-            raise TransportError(f"Ray took no call for {self._peer}: {plain(str(error))}") from error
+            raise TransportError(f"Ray accepted no call for {self._peer}: {plain(str(error))}") from error
         self._calls.add(answers)
         answers.add_done_callback(self._calls.discard)
         ACTOR_WATCH.attend(answers, self._peer)
@@ -78,7 +78,7 @@ class _RayCallClient:
     ) -> None:
         challenged: list[Challenged] = []
 
-        def told(call: Future[Any]) -> Sequence[Message]:
+        def checked(call: Future[Any]) -> Sequence[Message]:
             try:
                 return said(call)
             except Challenged as challenge:
@@ -86,11 +86,11 @@ class _RayCallClient:
                 raise
 
         inner: Answers = Future()
-        _conclude(inner, over, told)
+        _conclude(inner, over, checked)
         if challenged:
             self._follow(answers, said, again, challenged[0])
         else:
-            _hand_on(answers, inner)
+            _complete_like(answers, inner)
 
     def _follow(
         self,
@@ -107,7 +107,7 @@ class _RayCallClient:
         except TransportError as error:
             settle(answers, error=error)
             return
-        followed.add_done_callback(lambda over: _hand_on(answers, over))
+        followed.add_done_callback(lambda over: _complete_like(answers, over))
 
     def _gone(self, error: BaseException) -> TransportError:
         if isinstance(error, _exceptions().RayTaskError):
@@ -125,16 +125,16 @@ class _RayCallClient:
 
 
 def _conclude(answers: Answers, over: Future[Any], said: Callable[[Future[Any]], Sequence[Message]]) -> None:
-    """Runs in a thread of Ray's: whatever happens becomes the end of ``answers``."""
+    """Complete ``answers``, whatever happened. Runs in a thread of Ray's."""
     try:
         messages = said(over)
-    except Exception as error:  # noqa: BLE001 - told to whoever waits for the answers
+    except Exception as error:  # noqa: BLE001 - reported to whoever waits for the answers
         settle(answers, error=error)
     else:
         settle(answers, messages)
 
 
-def _hand_on(answers: Answers, over: Answers) -> None:
+def _complete_like(answers: Answers, over: Answers) -> None:
     error = over.exception()
     if isinstance(error, Exception):
         settle(answers, error=error)
@@ -147,7 +147,7 @@ def _exceptions() -> Any:
 
 
 class ActorCallClient(_RayCallClient):
-    """Carries messages to an actor that has our receiver: what comes back is its own answer.
+    """Carries messages to an actor that has our receiver, and returns the receiver's own answers.
 
     Args:
         call: the actor's method that takes ``(model_id, link, number, frame, payload, lost)``.
@@ -169,25 +169,25 @@ class ActorCallClient(_RayCallClient):
         self._closed = False
         self._next = 0
         self._lost: list[int] = []
-        self._untold = b""
+        self._unsent_layout = b""
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries a message: see `CallClient.start`."""
         ray = self._session.require()
         carried = None
         if isinstance(message, Update):
-            untold, self._untold = self._untold, b""
-            message = replace(message, layout=message.layout or untold)
+            unsent_layout, self._unsent_layout = self._unsent_layout, b""
+            message = replace(message, layout=message.layout or unsent_layout)
             try:
                 carried = self._put(message, payload) if message.nbytes else None
             except ray.exceptions.RayError as error:
-                self._untold = message.layout
+                self._unsent_layout = message.layout
                 return self._full(message, error)
         lost, number = tuple(self._lost), self._next
         arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried, lost
         answers = self._begin(
             lambda: self._call.remote(*arguments),
-            lambda over: self._said(message, number, over),
+            lambda over: self._answers_of(message, number, over),
             lambda: self._call_again(number),
         )
         self._next += 1
@@ -201,19 +201,19 @@ class ActorCallClient(_RayCallClient):
         return self._call.remote(self._model_id, self._link, number, self._seal.again(number), None, ())
 
     def close(self) -> None:
-        """No further call will be begun: see `CallClient.close`."""
+        """Begin no further calls: see `CallClient.close`."""
         self._closed = True
         super().close()
 
-    def _said(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
+    def _answers_of(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
             return self._seal.brought(over.result())
         if not isinstance(error, _exceptions().ObjectLostError) or not isinstance(message, Update):
             raise self._gone(error)
-        # Ray gives up a call whose argument is gone before the actor's code sees it: the worker heard nothing.
+        # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing.
         self._lost.append(number)
-        self._untold = self._untold or message.layout
+        self._unsent_layout = self._unsent_layout or message.layout
         if self._row is not None:
             self._row.forget(message.version)
         reason = f"the weights were lost from Ray's object store before the worker read them: {plain(str(error))}"
@@ -242,11 +242,11 @@ class PlainActorCallClient(_RayCallClient):
                 ref = self._put(update, payload)
             except ray.exceptions.RayError as error:
                 return self._full(update, error)
-            return self._begin(lambda: self._call(ref), lambda over: self._said(update, over))
+            return self._begin(lambda: self._call(ref), lambda over: self._answers_of(update, over))
 
         return start_call(message, self._peer, call)
 
-    def _said(self, update: Update, over: Future[Any]) -> Sequence[Message]:
+    def _answers_of(self, update: Update, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
             return [ack(update)]
@@ -260,10 +260,10 @@ class PlainActorCallClient(_RayCallClient):
 
 
 def ask_attended(actor: Any, model_id: str, peer: str) -> Future[bool]:
-    """Ask an actor whether a receiver of ours listens in it. One that cannot be asked has none.
+    """Ask an actor whether a receiver of ours listens in it. An actor that cannot be asked has none.
 
     Raises:
-        TransportError: Ray took no call.
+        TransportError: Ray accepted no call.
     """
     found: Future[bool] = Future()
 
@@ -279,28 +279,28 @@ def ask_attended(actor: Any, model_id: str, peer: str) -> Future[bool]:
     try:
         raw = actor.__ray_call__.remote(server.is_attended, model_id).future()
     except Exception as error:
-        raise TransportError(f"Ray took no call for {peer}: {plain(str(error))}") from error
+        raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
     ACTOR_WATCH.attend(found, peer)
     raw.add_done_callback(lambda over: _conclude(Future(), over, said))
     return found
 
 
 def lost_call(peer: str, error: BaseException) -> TransportError:
-    """A call that ended without an answer."""
-    found = TransportError(f"The call to {peer} did not come back: {plain(str(error)) or repr(error)}")
+    """The error of a call that ended without an answer."""
+    found = TransportError(f"The call to {peer} did not return: {plain(str(error)) or repr(error)}")
     found.__cause__ = error
     return found
 
 
 class CalledThrough:
-    """What senders call in an actor whose class is not ours: Ray's own way to run a function there.
+    """Calls functions in an actor whose class is not ours, in Ray's own way.
 
     Args:
-        actor: its handle.
+        actor: the actor's handle.
     """
 
     def __init__(self, actor: Any) -> None:
-        # A call that Ray made twice would be another message.
+        # A call that Ray repeated would be another message.
         self._run = actor.__ray_call__.options(max_task_retries=0)
 
     def remote(self, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What senders keep in Ray's object store: a version's payload lies there once, for all its workers."""
+"""Senders' payloads in Ray's object store: each version is there once, for all workers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from weightsync.protocol.messages import Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.ray.session import require_ray
 
-#: Makes of an update and its payload what goes into the object store.
+#: Converts an update and its payload into the object to store.
 Present = Callable[[Update, memoryview], Any]
 
 
 class CachedObject:
-    """What one sender keeps in the object store: its newest version.
+    """One sender's newest version in the object store.
 
     Args:
-        present: makes of an update and its payload what is put.
+        present: converts an update and its payload into the object to store.
         options: for `ray.put`.
     """
 
@@ -31,55 +31,55 @@ class CachedObject:
         self._ref: Any = None
 
     def put(self, update: Update, payload: Buffer | None) -> Any:
-        """The reference of a version, put now unless it is the newest and was put before."""
+        """The reference of a version, which is put now unless it is the newest and was put before."""
         with self._lock:
             if self._ref is not None and self._version == update.version:
                 return self._ref
             view = memoryview(b"") if payload is None else payload.view[: update.nbytes]
             ref = require_ray("RayWeightSyncScheme").put(self._present(update, view), **self._options)
-            # Older versions are for late joiners alone; the calls that bring them keep them.
+            # Only late joiners need older versions, and the calls that carry them keep them alive.
             if update.version > self._version:
                 self._version, self._ref = update.version, ref
             return ref
 
     def forget(self, version: int) -> None:
-        """A version's object was lost: it is put anew if it is asked for again."""
+        """Forget a version whose object was lost. It is put again when it is next needed."""
         with self._lock:
             if self._version == version:
                 self._ref = None
 
 
 class ObjectCache:
-    """The rows of all senders of one scheme. A row lives while a courier of its sender is open."""
+    """The cached objects of all senders of one scheme. Each lives while a call client of its sender is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rows: weakref.WeakValueDictionary[tuple[str, int], CachedObject] = weakref.WeakValueDictionary()
+        self._objects: weakref.WeakValueDictionary[tuple[str, int], CachedObject] = weakref.WeakValueDictionary()
 
-    def row(self, kind: str, incarnation: int, make: Callable[[], CachedObject]) -> CachedObject:
-        """The row for one kind of object of the sender with that incarnation."""
+    def cached(self, kind: str, incarnation: int, make: Callable[[], CachedObject]) -> CachedObject:
+        """The cached object of one kind for the sender with that incarnation."""
         with self._lock:
-            found = self._rows.get((kind, incarnation))
+            found = self._objects.get((kind, incarnation))
             if found is None:
-                found = self._rows[kind, incarnation] = make()
+                found = self._objects[kind, incarnation] = make()
             return found
 
 
 class ObjectCaches:
-    """One kind of row on a shelf: what the couriers of a scheme are given.
+    """One kind of cached object in an object cache, for the call clients of a scheme.
 
     Args:
-        shelf: shared by the scheme's couriers.
+        cache: the cache that the scheme's call clients share.
         kind: a name for what ``present`` makes.
-        present: makes of an update and its payload what is put.
+        present: converts an update and its payload into the object to store.
         options: for `ray.put`.
     """
 
-    def __init__(self, shelf: ObjectCache, kind: str, present: Present, **options: Any) -> None:
-        self._shelf = shelf
+    def __init__(self, cache: ObjectCache, kind: str, present: Present, **options: Any) -> None:
+        self._cache = cache
         self._kind = kind
         self._make = lambda: CachedObject(present, **options)
 
     def of(self, incarnation: int) -> CachedObject:
-        """The row of one sender."""
-        return self._shelf.row(self._kind, incarnation, self._make)
+        """The cached object of one sender."""
+        return self._cache.cached(self._kind, incarnation, self._make)

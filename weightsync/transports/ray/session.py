@@ -1,4 +1,4 @@
-"""This process's connection to Ray, and its end: Ray's own futures do not end with it."""
+"""This process's connection to Ray, and the end of that connection, which Ray's own futures do not report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Final
 from weightsync.errors import MissingExtraError, TransportError
 from weightsync.transports.process import forget_after_fork
 
-#: Seconds between two looks at whether Ray is still there, while calls are on their way.
+#: Seconds between two checks whether Ray is still running, while calls are in flight.
 PERIOD: Final = 0.05
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def require_ray(what: str) -> Any:
-    """The module `ray`, imported when it is first needed.
+    """The module `ray`, imported at first use.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -31,21 +31,21 @@ def require_ray(what: str) -> Any:
 
 
 def own_actor() -> str:
-    """The id of the actor that this process is; empty: it is none."""
+    """The id of the actor that this process is; empty: it is not an actor."""
     ray = require_ray("RayWeightSyncScheme")
     return (ray.get_runtime_context().get_actor_id() or "") if ray.is_initialized() else ""
 
 
 def plain(text: str) -> str:
-    """Ray's message without the colours of a terminal."""
+    """Ray's message without terminal colours."""
     return _COLOURS.sub("", text).strip()
 
 
 class Session:
-    """The connection to Ray in which a link was laid: an actor of another is somebody else's.
+    """The Ray session in which a link was laid. An actor of another session is not the same.
 
     Args:
-        peer: who is reached by it, for messages to people.
+        peer: the name of the other end, for messages to people.
     """
 
     def __init__(self, peer: str) -> None:
@@ -53,10 +53,10 @@ class Session:
         self._key = _current(require_ray("RayWeightSyncScheme"))
 
     def require(self) -> Any:
-        """The module `ray`, connected as it was.
+        """The module `ray`, connected to that session.
 
         Raises:
-            TransportError: it is not, or no longer. Asked for anything, Ray would start a cluster of its own.
+            TransportError: Ray is not connected to it, or no longer. Any other call would make Ray start a new cluster.
         """
         ray = require_ray("RayWeightSyncScheme")
         key = _current(ray)
@@ -67,7 +67,7 @@ class Session:
         self._key = self._key or key
         if key != self._key:
             raise TransportError(
-                f"The link to {self._peer} was laid in a Ray session that has ended: add_worker() lays a new one."
+                f"The link to {self._peer} was laid in a Ray session that has ended. Call add_worker() for a new link."
             )
         return ray
 
@@ -80,7 +80,7 @@ def _current(ray: Any) -> tuple[str, str] | None:
 
 
 class ActorWatch:
-    """Ends the calls on their way once Ray is shut down here. Its thread lives while there are any."""
+    """Ends the calls in flight once Ray is shut down here. Its thread lives while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class ActorWatch:
         forget_after_fork(self)
 
     def attend(self, call: Future[Any], peer: str) -> None:
-        """Look after a call to ``peer``, until it is over or `leave` says so."""
+        """Watch a call to ``peer`` until it is over or `leave` is called."""
         with self._lock:
             self._calls[call] = peer
             if self._thread is None:
@@ -98,7 +98,7 @@ class ActorWatch:
         call.add_done_callback(self.leave)
 
     def leave(self, call: Future[Any]) -> None:
-        """Nobody waits for that call any more."""
+        """Stop watching a call."""
         with self._lock:
             self._calls.pop(call, None)
 
@@ -120,14 +120,14 @@ class ActorWatch:
             settle(call, error=TransportError(f"Ray was shut down before {peer} had answered."))
 
     def forget(self) -> None:
-        """In a forked child: the calls are the parent's."""
+        """In a forked child: drop the calls, which are the parent's."""
         self._lock = threading.Lock()
         self._calls = {}
         self._thread = None
 
 
 def settle(call: Future[Any], result: Any = None, error: Exception | None = None) -> None:
-    """End a call, unless it was ended in the same instant."""
+    """Complete a call, unless it was completed at the same moment."""
     try:
         if error is None:
             call.set_result(result)
@@ -137,14 +137,14 @@ def settle(call: Future[Any], result: Any = None, error: Exception | None = None
         return
 
 
-_ATTIC: list[Any] = []
+_KEPT_AT_EXIT: list[Any] = []
 
 
 def put_away(holder: Any) -> None:
-    """Let go of what holds references, unless Ray is down: letting one go while Ray ends, Ray ends the process."""
+    """Drop an object that holds references, unless Ray is shutting down: then Ray would end the process."""
     if not require_ray("RayWeightSyncScheme").is_initialized():
-        _ATTIC.append(holder)
+        _KEPT_AT_EXIT.append(holder)
 
 
-#: Of this process.
+#: The one watch of this process.
 ACTOR_WATCH: Final = ActorWatch()

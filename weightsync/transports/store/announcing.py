@@ -1,4 +1,4 @@
-"""New links: a sender announces them under the worker's key, and the worker takes each once."""
+"""New links: a sender announces each under the worker's key, and the worker accepts it once."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _TAKER: Final = re.compile("[0-9a-f]{32} [0-9a-f]{32}")
 _WITHDRAWN: Final = "closed"
 #: Seconds that a goodbye waits for a link that is being announced.
 _PATIENCE: Final = 2.0
-#: A worker, by the store's host and port and its key there.
+#: Identifies a worker: the store's host and port, and the worker's key there.
 Where = tuple[str, int, str]
 
 
 def base_key(model_id: str, rank: int) -> str:
-    """Where links to the worker of that rank are announced."""
+    """The key under which links to the worker of that rank are announced."""
     return f"weightsync/{model_id}/{rank}"
 
 
 class _UnderWay:
-    """The links of this process that are being announced: a goodbye to the same worker waits for them.
+    """The links that this process is announcing. A goodbye to the same worker waits for them.
 
-    So a worker that gets a new link sees it before it sees the end of the old one, after which it may leave.
+    So a worker that gets a new link sees it before the end of the old one, after which it might leave.
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class _UnderWay:
         forget_after_fork(self)
 
     def begin(self, where: Where) -> threading.Event:
-        """One more; to be set once it is announced, or never will be."""
+        """Add a link; set the event once the link is announced or never will be."""
         made = threading.Event()
         with self._lock:
             self._made[where] = [each for each in self._made.get(where, ()) if not each.is_set()] + [made]
         return made
 
     def wait(self, where: Where) -> None:
-        """Return once all are announced that have begun, or after a while."""
+        """Return once all links are announced that were begun before, or after a while."""
         with self._lock:
             begun = tuple(self._made.get(where, ()))
         for made in begun:
@@ -70,7 +70,7 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
     """The sender's end of a new link, announced to the worker.
 
     Raises:
-        ConfigurationError: the backend is not to be had here.
+        ConfigurationError: the backend is not available here.
         TransportError: no descriptor or thread is left.
     """
     rendezvous.tell_if_exposed()
@@ -83,13 +83,10 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
     made = _under_way.begin(where)
 
     def announce(client: Client) -> None:
-        # No counter: between counting and writing a sender may die, and the worker would wait for ever. No hint at
-        # the newest either: anybody could write there, and the worker passes all doors in turn, too.
-        call_servers = (f"{base}/door/{number}" for number in itertools.count())
-        while (
-            client.value(call_server := next(call_servers)) is not None
-            or client.claim(call_server, announced) != announced
-        ):
+        # Not a counter: a sender may die between counting and writing, and the worker would wait for ever. And not a
+        # hint at the newest link: anybody could write it, and the worker reads all announcements in turn anyway.
+        keys = (f"{base}/door/{number}" for number in itertools.count())
+        while client.value(call_server := next(keys)) is not None or client.claim(call_server, announced) != announced:
             continue
         made.set()
 
@@ -109,13 +106,13 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
 
 
 def worker_link(rendezvous: StoreEnd, model_id: str, name: str, before_end: Callable[[Client], None]) -> StoreLink:
-    """The worker's end of a link that it has taken.
+    """The worker's end of a link that it has accepted.
 
     Args:
-        meeting: the store, and the worker's rank.
+        rendezvous: the store, and the worker's rank.
         model_id: the model.
-        name: of the link.
-        before_end: called by a thread of the link's before it tells that the sender has ended it.
+        name: the link's name.
+        before_end: called by a thread of the link before it reports that the sender has ended it.
 
     Raises:
         TransportError: no descriptor or thread is left.
@@ -127,7 +124,7 @@ def worker_link(rendezvous: StoreEnd, model_id: str, name: str, before_end: Call
 
 
 def decline(client: Client, name: str) -> None:
-    """Tell the sender of a link that was taken that there is nobody at the other end.
+    """Tell the sender of an accepted link that there is no other end.
 
     Raises:
         TransportError: the store is gone.
@@ -137,31 +134,31 @@ def decline(client: Client, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """What a sender wrote under the worker's key."""
+    """An announcement that a sender wrote under the worker's key."""
 
     name: str
-    #: What proves that it has the key; empty: it has none.
+    #: Proves that the sender has the key; empty: it has none.
     proof: str
 
     @classmethod
     def of(cls, written: str) -> Announced | None:
-        """What is written there; None: nothing that a sender writes."""
+        """The announcement in a value; None: no sender wrote it."""
         name, _, proof = written.partition(" ")
         return cls(name, proof) if _NAME.fullmatch(name) else None
 
     def why_refused(self, rendezvous: StoreEnd, model_id: str) -> Reason | None:
-        """Why whoever wrote it is not let in; None: it may be."""
+        """Why the sender is refused; None: it is not."""
         if rendezvous.key is None:
             return Reason.WORKER_HAS_NONE if self.proof else None
         if not self.proof:
             return Reason.SENDER_HAS_NONE
         wanted = announcement(rendezvous.key, _identity(rendezvous, model_id, self.name))
-        # Of bytes: a stranger's text may be anything.
+        # Compared as bytes: a stranger's text may be anything.
         fits = hmac.compare_digest(self.proof.encode(errors="replace"), wanted.encode())
         return None if fits else Reason.OTHER_KEY
 
     def refuse(self, client: Client, reason: Reason) -> None:
-        """Tell whoever wrote it that it is not let in.
+        """Tell the sender that it is refused.
 
         Raises:
             TransportError: the store is gone.
@@ -174,13 +171,13 @@ def _identity(rendezvous: StoreEnd, model_id: str, name: str) -> Identity:
 
 
 def taken(client: Client, name: str) -> bool:
-    """Whether a link that was announced is ours now: each is taken once."""
+    """Whether an announced link is ours now: each is accepted once."""
     mine = f"{heartbeat.process_name()} {uuid.uuid4().hex}"
     return client.claim(_taken_key(name), mine, _tells_who_took) == mine
 
 
 def _taken_key(name: str) -> str:
-    """Where it is written who has taken a link, or that there is none any more."""
+    """The key for who has accepted a link, or that it was withdrawn."""
     return f"weightsync/link/{name}/taken"
 
 

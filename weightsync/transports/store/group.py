@@ -1,6 +1,6 @@
-"""A private process group of two ranks, which carries payloads in buckets; and the rendezvous of the two.
+"""A private process group of two ranks, which carries payloads in buckets, and the rendezvous of the two ranks.
 
-The group is made directly, not by ``new_group``: it works beside the user's own groups, and without any. Either both
+The group is made directly, not by ``new_group``, so it works beside the user's own groups and without any. Either both
 ranks connect or neither does.
 """
 
@@ -23,24 +23,24 @@ from weightsync.transports.buffers import anonymous
 from weightsync.transports.store.sockets import Watched, watching
 from weightsync.transports.store.store import FOR_EVER, Client, ProcessGroupGloo, Store
 
-#: How often a rank looks whether the other has come. Once a link: both are on their way already.
+#: How often a rank checks whether the other has arrived. Once for each link: both arrive soon.
 _LOOK: Final = 0.001
-#: Where two ranks agree whether they connect. The first to write decides.
+#: Where two ranks agree whether to connect. The first to write decides.
 _AGREED: Final = "agreed"
 _CONNECT: Final = "connect"
 _GIVEN_UP: Final = "given up"
 
 
 class Rendezvous(Store):
-    """The store by which two ranks find each other; unlike a plain one it can be given up.
+    """The store through which two ranks find each other. Unlike a plain store, the wait can be ended.
 
-    A rank that has found the other connects, and waits for it in gloo, where nobody can reach it. So they agree before:
-    either both connect or neither does.
+    A rank that has found the other connects and waits for it inside gloo, where it cannot be interrupted. So the ranks
+    agree beforehand: either both connect or neither does.
 
     Args:
         client: used by one thread at a time.
-        prefix: of all keys.
-        over: set once this end wants no group any more.
+        prefix: the prefix of all keys.
+        over: set once this end no longer wants a group.
     """
 
     def __init__(self, client: Client, prefix: str, over: threading.Event) -> None:
@@ -49,20 +49,20 @@ class Rendezvous(Store):
         self._prefix = prefix
         self._over = over
         self._own: set[str] = set()
-        #: The values that the two ranks have told each other: for gloo, where each can be reached.
-        self.told: set[bytes] = set()
+        #: The values that the two ranks have exchanged: the addresses at which gloo can reach each.
+        self.exchanged: set[bytes] = set()
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch passes bytes
         """Write a value."""
         self._own.add(key)
-        self.told.add(bytes(value))
+        self.exchanged.add(bytes(value))
         self._client.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it has one."""
+        """The value of a key, once it exists."""
         self.wait([key])
         value = self._client.await_value(self._prefix + key)
-        self.told.add(value)
+        self.exchanged.add(value)
         return value
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -74,13 +74,13 @@ class Rendezvous(Store):
         return self._client.add(self._prefix + key, amount)
 
     def wait(self, keys: Sequence[str], timeout: timedelta = FOR_EVER) -> None:  # noqa: ARG002
-        """Return once all keys have values and the other rank is known to connect, too.
+        """Return once all keys have values and the other rank is known to connect too.
 
         Raises:
-            TransportError: the meeting was given up, here or there.
+            TransportError: the rendezvous was ended, here or at the other rank.
         """
         if self._own.issuperset(keys):
-            return  # gloo asks for its own as well, which says nothing of the other
+            return  # gloo also asks for its own value, which says nothing about the other rank
         while not self.check(keys):
             if self._over.wait(_LOOK):
                 self._agree(_GIVEN_UP)
@@ -89,13 +89,13 @@ class Rendezvous(Store):
         else:
             if self._agree(_CONNECT) == _CONNECT:
                 return
-        raise TransportError("the process group was given up while it was being made")
+        raise TransportError("the process group was closed while it was being made")
 
     def _agree(self, wish: str) -> str:
         return self._client.claim(self._prefix + _AGREED, wish, (_CONNECT, _GIVEN_UP).__contains__)
 
     def give_up(self) -> None:
-        """Have whoever still waits here for the other wait no longer."""
+        """End the other rank's wait, if it waits here."""
         self._client.set(self._prefix + _AGREED, _GIVEN_UP.encode())
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -108,29 +108,29 @@ class Rendezvous(Store):
         return True
 
 
-#: A payload travels in pieces of this size.
+#: Payloads are sent in pieces of this size.
 BUCKET_NBYTES: Final = 64 * 2**20
-#: Of the group as it is made. gloo waits five times as long for the other rank to connect, and nothing ends that wait.
+#: For making a group. gloo waits five times as long for the other rank to connect, and nothing ends that wait.
 _RENDEZVOUS: Final = timedelta(seconds=2)
-#: For one bucket. Nobody waits for that: it ends a thread whose link is long lost.
+#: For one bucket. Nobody waits that long: it ends a thread whose link was lost long ago.
 _LONGEST: Final = timedelta(minutes=1)
 _AT_ONCE: Final = timedelta(milliseconds=1)
-#: Of an operation that the other rank never answers: buckets are numbered from 0.
+#: The tag of an operation that the other rank never answers. Buckets are numbered from 0.
 _NOBODYS_TAG: Final = 2**30
-#: Of a byte for each bucket that has arrived. gloo forgets whoever waits for a send whose connection ends just when it
-#: is to be written; whoever waits for something to arrive is always told.
+#: The first tag of receipts, one byte for each bucket that has arrived. gloo never completes a send whose connection
+#: ends just before it is written; a receive always completes.
 _RECEIPTS: Final = 2**29
 #: Begins an operation of a group.
 _Post = Callable[[Any], Any]
 
 
 class Group:
-    """Two ranks, made on first use. Its `send` and `receive` block; `abort`, from another thread, ends them.
+    """A group of two ranks, made on first use. `send` and `receive` block; `abort`, from another thread, ends them.
 
     Args:
         backend: "gloo" or "nccl".
         rank: 0 or 1.
-        key: of the link, so that no two groups ever meet.
+        key: the link's key, so that two groups never mix.
 
     Raises:
         ConfigurationError: this torch, or this machine, does not have the backend.
@@ -141,7 +141,7 @@ class Group:
         self._backend = backend
         self._rank = rank
         self._prefix = f"{key}/group/"
-        #: Whether both ranks are in one network namespace; known before they meet.
+        #: Whether both ranks are in one network namespace; known before the rendezvous.
         self.stays_on_host = False
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -151,33 +151,33 @@ class Group:
         self._stuck: tuple[Any, ...] = ()
 
     def send(self, client: Client, payload: memoryview, in_flight: int) -> None:
-        """Send a payload; returns, or raises, when the group no longer reads it.
+        """Send a payload; returns or raises once the group no longer reads it.
 
         Args:
-            client: how to find the other rank.
-            payload: what to send.
-            in_flight: how many buckets are on their way at once.
+            client: a connection to the store, for the rendezvous.
+            payload: the payload.
+            in_flight: how many buckets are in flight at once.
 
         Raises:
-            TransportError: the other rank is gone, or the group was aborted.
+            TransportError: the other rank has ended, or the group was aborted.
         """
         self._meet(client)
         self._move(_buckets(payload), in_flight, self._sending)
 
     def receive(self, client: Client, payload: memoryview, in_flight: int) -> None:
-        """Receive a payload; returns, or raises, when the group no longer writes it.
+        """Receive a payload; returns or raises once the group no longer writes it.
 
         Raises:
-            TransportError: as `send`; what is in ``payload`` is then nothing.
+            TransportError: as `send`; the contents of ``payload`` are then undefined.
         """
         self._meet(client)
         self._move(_buckets(payload), in_flight, self._receiving)
 
     def skip(self, client: Client, nbytes: int, in_flight: int) -> None:
-        """Receive a payload that there is no memory for, into that of one bucket.
+        """Receive a payload for which there is no memory, into the memory of one bucket.
 
         Raises:
-            TransportError: as `send`; or there is not even memory for a bucket.
+            TransportError: as `send`, or there is not even memory for a bucket.
         """
         self._meet(client)
         scratch = torch.frombuffer(anonymous(min(nbytes, BUCKET_NBYTES)), dtype=torch.uint8)
@@ -185,7 +185,7 @@ class Group:
         self._move([scratch[: nbytes - start] for start in starts], in_flight, self._receiving)
 
     def abort(self) -> None:
-        """Make whatever is on its way fail, here and at the other end. The group is of no use any more."""
+        """Make all operations in flight fail, here and at the other end. The group is unusable afterwards."""
         self._over.set()
         with self._lock:
             busy, group = bool(self._works), self._group
@@ -194,13 +194,13 @@ class Group:
         if self._backend != "gloo":
             group.abort()
         elif busy:
-            # An operation whose time is up takes its pair of ranks down with it, and so all other operations. It is
-            # one of its own: a wait for one of theirs could take its completion away from who waits for that.
+            # An operation that times out ends its pair of ranks, and so all other operations. We use one of our own:
+            # waiting for one of theirs could take its completion away from the thread that waits for it.
             with contextlib.suppress(RuntimeError):
                 self._recv(_byte(), _NOBODYS_TAG)(group).wait(_AT_ONCE)
 
-    def tell(self, client: Client) -> None:
-        """Tell the other rank, which may be waiting for us in vain, that the group was aborted.
+    def notify_aborted(self, client: Client) -> None:
+        """Tell the other rank, which may be waiting for us, that the group was aborted.
 
         Raises:
             TransportError: the store is gone.
@@ -208,10 +208,9 @@ class Group:
         Rendezvous(client, self._prefix, self._over).give_up()
 
     def stuck(self) -> bool:
-        """Whether what is on its way will never end, as it was when last asked.
+        """Whether an operation in flight will never end, as of the last check.
 
-        gloo tells nobody who is in the middle of a message that its connection has ended, and nothing but the
-        operation's own time ends it then.
+        gloo does not report the end of a connection in the middle of a message; only the timeout ends the operation.
         """
         with self._lock:
             works = tuple(self._works)
@@ -220,7 +219,7 @@ class Group:
         return ended and before == works
 
     def close(self) -> None:
-        """Let go of the group; of one that another thread is making, as soon as it is made."""
+        """Close the group; if another thread is making it, as soon as it is made."""
         self.abort()
         with self._lock:
             connection, self._connection, self._group = self._connection, None, None
@@ -230,19 +229,19 @@ class Group:
     def _meet(self, client: Client) -> None:
         if self._group is None:
             rendezvous = Rendezvous(client, self._prefix, self._over)
-            with _told("could not be made"):
+            with _errors_as("could not be made"):
                 if self._over.is_set():
                     rendezvous.give_up()
                     raise TransportError("the process group was aborted")
                 address = own_address(self.stays_on_host, client.own_address)
-                self._adopt(*watching(lambda: self._make(rendezvous, self._rank, address), rendezvous.told))
+                self._adopt(*watching(lambda: self._make(rendezvous, self._rank, address), rendezvous.exchanged))
 
     def _adopt(self, group: Any, connection: Watched | None) -> None:
         with self._lock:
             if not self._over.is_set():
                 self._group, self._connection = group, connection
                 return
-        # Whoever aborted us meanwhile found nothing to let go of.
+        # A thread that aborted meanwhile found no group to close.
         if connection is not None:
             connection.close()
         raise TransportError("the process group was aborted")
@@ -255,7 +254,7 @@ class Group:
     ) -> None:
         ends: deque[Callable[[], None]] = deque()
         try:
-            with _told("failed"):
+            with _errors_as("failed"):
                 for number, bucket in enumerate(buckets):
                     if len(ends) == in_flight:
                         ends.popleft()()
@@ -263,7 +262,7 @@ class Group:
                 while ends:
                     ends.popleft()()
         finally:
-            # None of them may touch the payload any more once it is out of our hands.
+            # No operation may touch the payload after this returns.
             if ends:
                 self.abort()
             for finish in ends:
@@ -274,23 +273,23 @@ class Group:
         staged = bucket if self._device is None else bucket.to(self._device)
         if self._backend != "gloo":
             return self._posted(self._send(staged, number))
-        # The receipt first, so that the peer knows that we want it when it has the bucket.
+        # The receipt first: the peer then knows that we await it once it has the bucket.
         return self._posted(self._recv(_byte(), _RECEIPTS + number), self._send(staged, number))
 
     def _receiving(self, bucket: torch.Tensor, number: int) -> Callable[[], None]:
         staged = bucket if self._device is None else torch.empty_like(bucket, device=self._device)
         finish = self._posted(self._recv(staged, number))
 
-        def landed() -> None:
+        def received() -> None:
             finish()
             if staged is not bucket:
                 bucket.copy_(staged)
             if self._backend == "gloo":
-                # Who cannot be told any more knows it by the end of the connection; the bucket is here all the same.
+                # A peer that cannot be told any more learns it from the end of the connection. The bucket has arrived.
                 with contextlib.suppress(RuntimeError):
                     self._posted(self._send(_byte(), _RECEIPTS + number))()
 
-        return landed
+        return received
 
     def _send(self, tensor: torch.Tensor, tag: int) -> _Post:
         return lambda group: group.send([tensor], 1 - self._rank, tag)
@@ -328,7 +327,7 @@ def _byte() -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Any:
+def _errors_as(what: str) -> Any:
     try:
         yield
     except TransportError:
@@ -337,43 +336,45 @@ def _told(what: str) -> Any:
         raise TransportError(f"The process group with the peer {what}: {str(error).splitlines()[0]}") from error
 
 
-#: Makes a group: of a store, our rank, and the address that is ours to listen at (None: the backend's choice).
+#: Makes a group from a store, our rank, and our address to listen at (None: the backend chooses).
 _Make = Callable[[Store, int, str | None], Any]
 
 
 def own_address(stays_on_host: bool, towards_store: str | None) -> str | None:
-    """Where to listen for the other rank; None: where the backend does, which is at the host's name.
+    """The address to listen at for the other rank; None: the backend's choice, which is the host's name.
 
     Args:
         stays_on_host: whether the other rank is in our network namespace.
-        towards_store: our address on the way to the store.
+        towards_store: our address on the connection to the store.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
     if stays_on_host:
         return "127.0.0.1"
-    # A store on the loopback says nothing of the way to a rank elsewhere.
+    # A store on the loopback shows nothing about the route to a rank elsewhere.
     loopback = towards_store is None or ipaddress.ip_address(towards_store.partition("%")[0]).is_loopback
     return None if loopback else towards_store
 
 
 def _backend(name: str) -> tuple[_Make, torch.device | None]:
-    """How to make a group of that backend, and the device its tensors lie on; None: where they are.
+    """How to make a group of that backend, and the device of its tensors; None: where they are.
 
     Raises:
-        ConfigurationError: it is not to be had here.
+        ConfigurationError: it is not available here.
     """
     if name == "gloo" and dist.is_gloo_available():
         return _gloo, None
     if name == "nccl" and dist.is_nccl_available() and torch.cuda.is_available():
         return _nccl, torch.device("cuda", torch.cuda.current_device())
     if name in ("gloo", "nccl"):
-        raise ConfigurationError(f"backend {name!r} is not to be had here: this torch, or this machine, lacks it.")
+        raise ConfigurationError(
+            f"backend {name!r} is not available here: this torch, or this machine, does not have it."
+        )
     raise ConfigurationError(f"backend is {name!r}: give 'gloo' or 'nccl'.")
 
 
 def require_backend(name: str) -> None:
-    """Raise ConfigurationError if that backend is not to be had here."""
+    """Raise ConfigurationError if that backend is not available here."""
     _backend(name)
 
 

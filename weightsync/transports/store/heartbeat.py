@@ -1,4 +1,4 @@
-"""The heartbeat of this process in a store, and an ear for those of others."""
+"""The heartbeat of this process in a store, and the watch on the heartbeats of others."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from weightsync.transports.store.worker_threads import start
 
 #: Seconds between two beats.
 PERIOD: Final = 0.5
-#: A process that was not heard for that many rounds is dead; within 5 s, with the time that a round takes.
+#: After so many rounds without a beat a process counts as dead: within 5 s, including the duration of a round.
 ROUNDS: Final = 8
-#: Seconds without a whole round after which the store is; asked twice, since this process itself may have stood still.
-#: A store's one thread asks the DNS for a name of whoever connects: a lost answer makes it stand still for 5 s.
+#: Seconds without a whole round after which the store counts as lost. Checked twice, since this process itself may have
+#: been stopped. A store's one thread asks the DNS for the name of each new peer: a lost answer stops it for 5 s.
 _SILENCE: Final = 3.5
 
 
 @dataclass(frozen=True)
-class Told:
-    """Whom to call, from another thread, with the reason."""
+class Callbacks:
+    """The callbacks of a member, called from another thread with the reason."""
 
-    #: Who is followed is not heard any more.
+    #: The followed process has no heartbeat any more.
     silence: Callable[[str], None]
-    #: The store is gone, or silent: what is asked of it may never be answered.
+    #: The store is lost or silent: requests to it may never be answered.
     store_lost: Callable[[str], None]
-    #: Called with each beat: to look after what tells nobody by itself.
+    #: Called with each beat, to check for failures that are not reported.
     beat: Callable[[], None] = lambda: None
 
 
 @dataclass
 class _Member:
-    """Somebody who wants to be told."""
+    """A member of a heartbeat."""
 
-    told: Told
+    callbacks: Callbacks
     process: str = ""
     beat: bytes | None = None
     missed: int = 0
 
 
 class Heartbeat:
-    """Beats while it has members; they are told of the death of whom they follow, or of the store's.
+    """Beats while it has members. Reports the death of the processes that they follow, or of the store.
 
-    Two threads: one beats and listens, the other sees to it that the first is not stuck in a silent store.
+    It has two threads: one beats and watches, the other checks that the first is not blocked by a silent store.
     """
 
     def __init__(self, store: TCPStore) -> None:
@@ -63,35 +63,35 @@ class Heartbeat:
         self._client: Client | None = None
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start beating."""
         start(self, self._beat, self._judge)
 
-    def add(self, told: Told) -> int:
-        """Have somebody told when the store is lost; a token for the other methods."""
+    def add(self, callbacks: Callbacks) -> int:
+        """Add a member, which is called when the store is lost. Returns a token for the other methods."""
         with self._lock:
             self._last += 1
-            self._members[self._last] = _Member(told)
+            self._members[self._last] = _Member(callbacks)
             return self._last
 
     def follow(self, token: int, process: str) -> None:
-        """Have that member told, too, when ``process`` is no longer heard."""
+        """Call that member also when ``process`` has no heartbeat any more."""
         with self._lock:
             if token in self._members:
                 self._members[token].process = process
 
     def drop(self, token: int) -> bool:
-        """Tell that member nothing any more; whether it was the last."""
+        """Remove that member; whether it was the last."""
         with self._lock:
             self._members.pop(token, None)
             return not self._members
 
     def close(self) -> None:
-        """Beat no longer."""
+        """Stop beating."""
         self._over.set()
         self._rounds.release()
 
     def cut(self) -> None:
-        """Have the beating thread end now."""
+        """End the beating thread now."""
         if self._client is not None:
             self._client.cut()
 
@@ -102,7 +102,7 @@ class Heartbeat:
             for beat in itertools.count(1):
                 if self._over.is_set():
                     break
-                # No counter of the store's: what a stranger writes there would end our connection.
+                # Not a counter in the store: a value that a stranger writes there would end our connection.
                 client.set(f"weightsync/pulse/{process_name()}", str(beat).encode())
                 self._listen(client)
                 self._rounds.release()
@@ -122,13 +122,13 @@ class Heartbeat:
         with self._lock:
             members = list(self._members.values())
         for member in members:
-            member.told.beat()
+            member.callbacks.beat()
         for member in [member for member in members if member.process]:
             beat = client.peek(f"weightsync/pulse/{member.process}")
             member.missed = 0 if beat != member.beat else member.missed + 1
             member.beat = beat
             if member.missed == ROUNDS:
-                member.told.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
+                member.callbacks.silence(f"no heartbeat for {ROUNDS * PERIOD:.0f} s")
 
     def _judge(self) -> None:
         self._dialled.wait()
@@ -142,31 +142,31 @@ class Heartbeat:
         if self._over.is_set():
             return
         self._over.set()
-        _pulses.forget_one(self)
+        _heartbeats.forget_one(self)
         with self._lock:
-            told = [member.told for member in self._members.values()]
-        for tell in told:
-            tell.store_lost(reason)
+            callbacks = [member.callbacks for member in self._members.values()]
+        for each in callbacks:
+            each.store_lost(reason)
         if self._client is not None:
             self._client.cut()
 
 
 class _Heartbeats:
-    """The pulses of this process, one a store."""
+    """The heartbeats of this process, one for each store."""
 
     def __init__(self) -> None:
         self.forget()
         forget_after_fork(self)
 
     def forget(self) -> None:
-        """In a forked child: another process, that has none."""
+        """In a forked child: there are none."""
         self._lock = threading.Lock()
         self._running: dict[tuple[str, int], Heartbeat] = {}
         self.name = uuid.uuid4().hex
-        # Forgotten once, a holder is off the list: a child of the child is another process again.
+        # Once forgotten, a holder is off the list, and a child of the child is another process again.
         forget_after_fork(self)
 
-    def join(self, store: TCPStore, told: Told) -> HeartbeatMember:
+    def join(self, store: TCPStore, callbacks: Callbacks) -> HeartbeatMember:
         where = store.host, store.port
         with self._lock:
             heartbeat = self._running.get(where)
@@ -174,7 +174,7 @@ class _Heartbeats:
                 heartbeat = Heartbeat(store)
                 heartbeat.start()
                 self._running[where] = heartbeat
-            return HeartbeatMember(heartbeat, heartbeat.add(told))
+            return HeartbeatMember(heartbeat, heartbeat.add(callbacks))
 
     def leave(self, heartbeat_member: HeartbeatMember) -> None:
         with self._lock:
@@ -192,33 +192,33 @@ class _Heartbeats:
 
 @dataclass(frozen=True)
 class HeartbeatMember:
-    """One member of a pulse."""
+    """One member of a heartbeat."""
 
     heartbeat: Heartbeat
     token: int
 
     def follow(self, process: str) -> None:
-        """Be told when ``process`` is no longer heard."""
+        """Watch ``process`` too."""
         self.heartbeat.follow(self.token, process)
 
     def leave(self) -> None:
-        """Be told nothing any more. The last to leave ends the pulse."""
-        _pulses.leave(self)
+        """Remove the member. The heartbeat ends with its last member."""
+        _heartbeats.leave(self)
 
 
-_pulses = _Heartbeats()
+_heartbeats = _Heartbeats()
 
 
 def process_name() -> str:
-    """What this process is called in stores; a forked child has another name."""
-    return _pulses.name
+    """The name of this process in stores; a forked child has another."""
+    return _heartbeats.name
 
 
-def join(store: Store, told: Told) -> HeartbeatMember:
-    """Have this process beat in a store.
+def join(store: Store, callbacks: Callbacks) -> HeartbeatMember:
+    """Start the heartbeat of this process in a store, or join it.
 
     Args:
         store: the user's; prefixes do not matter.
-        told: what to call when the store, or who is followed, is lost.
+        callbacks: the callbacks for the loss of the store, or of a followed process.
     """
-    return _pulses.join(base_of(store), told)
+    return _heartbeats.join(base_of(store), callbacks)

@@ -21,13 +21,13 @@ class StoreLink(WakeableLink):
     """A link over a store. See `weightsync.transports.base.Link` for its contract.
 
     Args:
-        meeting: the store, and the worker's rank.
-        name: of the link, the same at both ends and used for no other.
+        rendezvous: the store, and the worker's rank.
+        name: the link's name, the same at both ends and used for no other link.
         side: which end this is.
-        guard: what its letters are sealed and opened by.
+        guard: seals and opens its messages.
 
     Raises:
-        ConfigurationError: the backend is not to be had here.
+        ConfigurationError: the backend is not available here.
         TransportError: no descriptor or thread is left.
     """
 
@@ -38,36 +38,36 @@ class StoreLink(WakeableLink):
         self._rank, self._hints = rendezvous.rank, rendezvous.hints
         self._side = side
         try:
-            self._exchange = StoreWorker(rendezvous, name, side, guard, self._waker)
+            self._worker = StoreWorker(rendezvous, name, side, guard, self._waker)
         except BaseException:
             self._waker.close()
             raise
 
     def when_admitted(self, accept: Callable[[StoreLink], None], turn_away: Callable[[StoreLink], None]) -> None:
-        """Have one of the two called, from whichever thread, once it is known whether the peer is who it says."""
-        self._exchange.when_admitted(lambda: (accept if self._exchange.admits else turn_away)(self))
+        """Call one of the two, from any thread, once it is known whether the peer is authentic."""
+        self._worker.when_admitted(lambda: (accept if self._worker.admits else turn_away)(self))
 
     @property
     def failure(self) -> str:
-        """Why nothing more will come; empty: something may."""
-        return str(self._exchange.failed or "")
+        """Why nothing more will arrive; empty: something may."""
+        return str(self._worker.failed or "")
 
     # ------------------------------------------------------------------------------- called by the driver
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Queue a message for the writing thread: see `Link.send`."""
         self._require_open()
-        if self._exchange.failed is not None:
-            raise TransportError(str(self._exchange.failed)) from self._exchange.failed
+        if self._worker.failed is not None:
+            raise TransportError(str(self._worker.failed)) from self._worker.failed
         frame, carried = codec.encode(message), None
         if isinstance(message, Update) and message.nbytes:
             if payload is None or payload.nbytes < message.nbytes:
-                raise ConfigurationError(f"Version {message.version} comes without its {message.nbytes} bytes.")
+                raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
             carried = payload.view[: message.nbytes]
         if payload is None or not isinstance(message, Update):
             before = self._side.before_goodbye if isinstance(message, Bye) else _nothing_first
             hint = self._hints.of(message, self._rank)
-            self._exchange.post(StoreMessage(frame, carried, hint, _nothing, before=before))
+            self._worker.post(StoreMessage(frame, carried, hint, _nothing, before=before))
             return
         token = object()
         payload.pin(token)
@@ -76,44 +76,44 @@ class StoreLink(WakeableLink):
             done=lambda: payload.unpin(token),
             digest=lambda: sent_digest(message, payload),
         )
-        self._exchange.post(store_message)
+        self._worker.post(store_message)
 
     def flush(self) -> bool:
-        """Whether the writing thread has written all; if not, a waitable tells once it has: see `Link.flush`."""
+        """Whether the writing thread has written everything; if not, a waitable reports it later: see `Link.flush`."""
         self._require_open()
-        return self._exchange.flushed()
+        return self._worker.flushed()
 
     def receive(self) -> list[Received]:
-        """Everything that has arrived whole: see `Link.receive`."""
+        """All whole messages that have arrived: see `Link.receive`."""
         self._require_open()
         self._waker.clear()
         death = self._death()
         if death:
-            self._exchange.end_reading(death)
+            self._worker.end_reading(death)
             self._unwatch()
-        arrived, failed = self._exchange.collect()
+        arrived, failed = self._worker.collect()
         if failed is not None:
             if not arrived:
                 raise failed
-            # What came before is delivered now, the error at the next call: the wait before it must end.
+            # Earlier messages are delivered now and the error at the next call, so the wait before that must end.
             self._waker.fire()
         return arrived
 
     def close(self) -> None:
-        """Give the link up: see `Link.close`.
+        """Close the link: see `Link.close`.
 
-        What is queued still leaves, up to the first payload that the peer would have to take from us.
+        Queued messages are still written, up to the first payload that the peer would have to receive from us.
         """
         if self._closed:
             return
         self._closed = True
-        self._exchange.close()
+        self._worker.close()
         self._let_go()
 
     def forget(self) -> None:
-        """In a forked child: be closed."""
+        """In a forked child: count as closed."""
         super().forget()
-        self._exchange.forget()
+        self._worker.forget()
 
 
 def _nothing() -> None:

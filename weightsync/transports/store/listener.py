@@ -1,4 +1,4 @@
-"""The worker's ear: every link that a sender announces to it."""
+"""Accepts the links that senders announce to a worker."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from weightsync.transports.store.worker_threads import start
 logger = logging.getLogger("weightsync")
 
 _NOBODY = "nobody"
-#: How often the end of a link looks whether one that was announced before it has been met, and seconds between.
+#: How often the end of a link checks for an earlier announcement that was not processed yet, and the seconds between.
 _LOOKS: Final = 200
 _LOOK: Final = 0.01
 
 
-class _Listening:
+class _Listeners:
     """The listeners of this process."""
 
     def __init__(self) -> None:
@@ -43,28 +43,28 @@ class _Listening:
         forget_after_fork(self)
 
     def add(self, listener: _Listener) -> None:
-        """One more."""
+        """Add a listener."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
 
     def drop(self, listener: _Listener) -> None:
-        """It has ended."""
+        """Remove a listener that has ended."""
         with self._lock:
             self._listeners = tuple(each for each in self._listeners if each is not listener)
 
     def at(self, where: Where) -> list[_Listener]:
-        """Those that listen for the same worker."""
+        """The listeners for the same worker."""
         return [each for each in self._listeners if each.where == where]
 
 
-_listening = _Listening()
+_listeners = _Listeners()
 
 
 class _Listener:
     """A thread that waits under the worker's key for the next link."""
 
     def __init__(self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> None:
-        self._meeting = rendezvous
+        self._rendezvous = rendezvous
         self._model_id = model_id
         store = base_of(rendezvous.store)
         self.where = store.host, store.port, base_key(model_id, rendezvous.rank)
@@ -72,51 +72,51 @@ class _Listener:
         self._accept = accept
         self._over = threading.Event()
         self._client: Client | None = None
-        #: Wakes the thread from what blocks on the other one.
-        self._bell: Client | None = None
+        #: Wakes the thread when it is blocked on the other client.
+        self._waking_client: Client | None = None
         self._next = 0
         #: Links whose senders have not proved yet that they have the key.
         self._unproven: set[StoreLink] = set()
-        self._heartbeat_member = heartbeat.join(rendezvous.store, heartbeat.Told(self._lose, self._lose))
+        self._heartbeat_member = heartbeat.join(rendezvous.store, heartbeat.Callbacks(self._lose, self._lose))
         forget_after_fork(self)
         start(self, self._listen)
 
     def forget(self) -> None:
-        """In a forked child: listen no longer. The thread is the parent's."""
+        """In a forked child: stop listening. The thread is the parent's."""
         self._over.set()
-        keep_in_child(self._client, self._bell, self._heartbeat_member, self._meeting)
+        keep_in_child(self._client, self._waking_client, self._heartbeat_member, self._rendezvous)
 
     def _listen(self) -> None:
-        _listening.add(self)
+        _listeners.add(self)
         try:
-            self._bell = Client(self._meeting.store)
-            client = self._client = Client(self._meeting.store)
+            self._waking_client = Client(self._rendezvous.store)
+            client = self._client = Client(self._rendezvous.store)
             while not self._over.is_set():
-                announced = client.await_value(self._call_server).decode("ascii", "replace")
+                announced = client.await_value(self._next_key).decode("ascii", "replace")
                 if not self._over.is_set() and announced != _NOBODY:
-                    self._meet(client, Announced.of(announced))
+                    self._process(client, Announced.of(announced))
                 self._next += 1
         except TransportError as error:
             if not self._over.is_set():
                 self._accept(LostLink(error))
         finally:
-            _listening.drop(self)
+            _listeners.drop(self)
             self._heartbeat_member.leave()
-            for opened in (self._client, self._bell):
+            for opened in (self._client, self._waking_client):
                 if opened is not None:
                     opened.close()
 
     @property
-    def _call_server(self) -> str:
-        """Where the next link will be announced."""
+    def _next_key(self) -> str:
+        """The key under which the next link will be announced."""
         return f"{self._base}/door/{self._next}"
 
-    def _meet(self, client: Client, announced: Announced | None) -> None:
-        """Take a link that was announced, unless it is another's, or turn it away: no receiver ever hears of that."""
+    def _process(self, client: Client, announced: Announced | None) -> None:
+        """Accept an announced link, unless it is another worker's, or refuse it before any receiver sees it."""
         if announced is None:
-            logger.warning("the store's key %s names no link: it is passed over", self._call_server)
+            logger.warning("the store's key %s names no link: it is skipped", self._next_key)
             return
-        refused = announced.why_refused(self._meeting, self._model_id)
+        refused = announced.why_refused(self._rendezvous, self._model_id)
         if refused is not None:
             logger.warning("model %r: a sender was turned away: %s.", self._model_id, TURNED_AWAY[refused])
             announced.refuse(client, refused)
@@ -125,9 +125,9 @@ class _Listener:
 
     def _take(self, client: Client, name: str) -> None:
         try:
-            link = worker_link(self._meeting, self._model_id, name, self._before_end)
+            link = worker_link(self._rendezvous, self._model_id, name, self._before_end)
         except TransportError as error:
-            logger.error("a link to %s was announced and cannot be taken: %s", self._base, error)
+            logger.error("a link to %s was announced but cannot be accepted: %s", self._base, error)
             decline(client, name)
             self._accept(LostLink(error))
             return
@@ -143,31 +143,33 @@ class _Listener:
     def _turn_away(self, link: StoreLink) -> None:
         self._unproven.discard(link)
         if not self._over.is_set():
-            logger.warning("model %r: a sender was turned away before it was heard: %s", self._model_id, link.failure)
+            logger.warning(
+                "model %r: a sender was turned away before it was authenticated: %s", self._model_id, link.failure
+            )
         link.close()
 
     def _before_end(self, client: Client) -> None:
-        """A link of ours has ended: one that was announced before that is met first, for a while."""
+        """A link has ended: wait for a while until links announced before that are processed."""
         pause = threading.Event()
         for _ in range(_LOOKS):
-            if not any(each.is_behind(client) for each in _listening.at(self.where)):
+            if not any(each.is_behind(client) for each in _listeners.at(self.where)):
                 return
             pause.wait(_LOOK)
 
     def is_behind(self, client: Client) -> bool:
-        """Whether a link was announced that has not been met yet."""
-        return not self._over.is_set() and (bool(self._unproven) or client.present(self._call_server))
+        """Whether a link was announced that was not processed yet."""
+        return not self._over.is_set() and (bool(self._unproven) or client.present(self._next_key))
 
     def _lose(self, _: str) -> None:
         self.cut()
 
     def cut(self) -> None:
-        """Have the thread end now."""
+        """End the thread now."""
         if self._client is not None:
             self._client.cut()
 
     def close(self) -> None:
-        """Take no further link. The thread ends soon."""
+        """Accept no further link. The thread ends soon."""
         if not self._over.is_set():
             self._over.set()
             for link in tuple(self._unproven):
@@ -175,17 +177,17 @@ class _Listener:
             start(self, self._wake)
 
     def _wake(self) -> None:
-        """Put a link of nobody's where the thread waits; one that has just been announced there wakes it as well."""
-        # Without a bell the thread is not waiting yet: it looks first.
+        """Announce a dummy link where the thread waits. A link that has just been announced there wakes it as well."""
+        # Without this client the thread is not waiting yet: it checks before it waits.
         try:
-            if self._bell is not None:
-                self._bell.claim(self._call_server, _NOBODY)
+            if self._waking_client is not None:
+                self._waking_client.claim(self._next_key, _NOBODY)
         except TransportError:
             self.cut()
 
 
 class LostLink:
-    """A link that never was: it says why, as soon as it is read."""
+    """A link that could not be made: it raises the reason at the first read."""
 
     delivery = Delivery.ORDERED
     peer = "the sender"
@@ -193,13 +195,13 @@ class LostLink:
     def __init__(self, error: TransportError) -> None:
         self._error = error
         self._wakers: list[Waker] = []
-        # Without a descriptor it is read all the same, when its driver is told of it.
+        # Without a descriptor it is read anyway, when its driver first gets it.
         with contextlib.suppress(TransportError):
             self._wakers.append(Waker())
             self._wakers[0].fire()
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:  # noqa: ARG002
-        """Fail."""
+        """Raise the reason."""
         raise self._error
 
     def flush(self) -> bool:
@@ -207,11 +209,11 @@ class LostLink:
         return True
 
     def receive(self) -> list[Received]:
-        """Fail."""
+        """Raise the reason."""
         raise self._error
 
     def waitables(self) -> list[int]:
-        """Readable until it is closed."""
+        """Readable until the link is closed."""
         return [waker.fileno() for waker in self._wakers if waker.fileno() >= 0]
 
     def wants_write(self) -> int | None:
@@ -219,31 +221,31 @@ class LostLink:
         return None
 
     def watch(self, pid: int, started: int) -> None:
-        """There is nobody."""
+        """Do nothing: there is no process to watch."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptors."""
         for waker in self._wakers:
             waker.close()
 
 
-class _Ears:
-    """Who listens in this process: one receiver for a model, a rank and a store."""
+class _Registered:
+    """The registered listeners of this process: one receiver for each model, rank and store."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: nobody listens."""
+        """In a forked child: there are none."""
         self._lock = threading.Lock()
         self._by_place: dict[Hashable, list[Callable[[Link], None]]] = {}
         forget_after_fork(self)
 
     def open(self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Note that somebody listens; what is returned notes that he listens no longer.
+        """Register a listener. Returns a function that removes it.
 
         Raises:
-            ConfigurationError: somebody else does. The same may, once more.
+            ConfigurationError: there is another. The same listener may be registered again.
         """
         place = _where(rendezvous.store), rendezvous.rank, model_id
         with self._lock:
@@ -265,46 +267,46 @@ class _Ears:
 
 
 def _where(store: Store) -> Hashable:
-    """What two ways to one store have in common. Of a prefix only the object that has it tells."""
+    """Identifies a store. A prefix cannot be read, so with one only the same object is the same place."""
     base = base_of(store)
     return (base.host, base.port) if store is base else store
 
 
-_ears = _Ears()
+_registered = _Registered()
 
 
 @dataclass(frozen=True)
-class Ear:
-    """Ends what `listen` began, when it is called. Two that listen at one place for one worker are equal."""
+class ListenerHandle:
+    """Ends what `listen` began when called. Two listeners at one place for one worker are equal."""
 
     where: Where
-    #: A prefix cannot be read: behind one, only the very same object is known to be the same place. Else 0.
+    #: The id of a prefixed store, else 0. A prefix cannot be read, so only the same object is the same place.
     prefixed: int
     listener: _Listener = field(compare=False)
     leave: Callable[[], None] = field(compare=False)
 
     def __call__(self) -> None:
-        """Take no further link."""
+        """Accept no further link."""
         self.listener.close()
         self.leave()
 
 
-def listen(rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Ear:
-    """Have ``accept`` called, from a thread, with each link that a sender announces to this worker.
+def listen(rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> ListenerHandle:
+    """Call ``accept``, from a thread, with each link that a sender announces to this worker.
 
     Returns:
-        What ends it.
+        A callable that ends this.
 
     Raises:
         ConfigurationError: this process has another receiver of that model for that rank.
-        TransportError: there can be no more threads.
+        TransportError: no more threads can be started.
     """
     rendezvous.tell_if_exposed()
-    leave = _ears.open(rendezvous, model_id, accept)
+    leave = _registered.open(rendezvous, model_id, accept)
     try:
         listener = _Listener(rendezvous, model_id, accept)
     except BaseException:
         leave()
         raise
     prefixed = id(rendezvous.store) if isinstance(rendezvous.store, PrefixStore) else 0
-    return Ear(listener.where, prefixed, listener, leave)
+    return ListenerHandle(listener.where, prefixed, listener, leave)

@@ -1,4 +1,4 @@
-"""Messages as values in a store: one direction of a link is a row of numbered keys, read once each."""
+"""Messages as values in a store: each direction of a link is a sequence of numbered keys, each read once."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from weightsync.transports.store.store import Client
 
 logger = logging.getLogger("weightsync")
 
-#: Payloads up to this size travel through the store, behind their message.
+#: Payloads up to this size go through the store, after their message.
 INLINE_NBYTES: Final = 64 * 1024
-#: A store refuses values of more than 8 MiB.
+#: A store refuses values above 8 MiB.
 PIECE_NBYTES: Final = 4 * 2**20
 
 _LAST: Final = b"L"
 _MORE: Final = b"M"
 _CLOSED: Final = b"C"
 _END: Final = "E"
-#: Seconds between two looks at a key that a stranger has written to.
+#: Seconds between two checks of a key that a stranger has written to.
 _LOOK: Final = 0.05
 
 
@@ -37,17 +37,17 @@ def _nothing_there(_: Client) -> None:
 class Side:
     """One end of a link."""
 
-    #: In the process group.
+    #: The rank in the process group.
     rank: int
     writes: str
     reads: str
     peer: str
-    #: Called by the writing thread first of all, and last of all.
+    #: Called by the writing thread before its first and after its last action.
     begin: Callable[[Client], None]
     leave: Callable[[Client], None]
     #: Called by the writing thread before it writes a goodbye.
     before_goodbye: Callable[[Client], None] = _nothing_there
-    #: Called by the reading thread before it tells that the other end has said goodbye, or has gone.
+    #: Called by the reading thread before it reports that the other end has said goodbye or has ended.
     before_end: Callable[[Client], None] = _nothing_there
 
 
@@ -57,22 +57,22 @@ class StoreMessage:
 
     frame: bytes
     payload: memoryview | None
-    #: TorchRL's key and word for it.
+    #: TorchRL's key and value for it.
     hint: tuple[str, str] | None
     #: Called once nobody reads the payload any more.
     done: Callable[[], None]
-    #: The payload's SHA-256, asked for where there is a key.
+    #: The payload's SHA-256, computed where there is a key.
     digest: Callable[[], bytes] = bytes
-    #: Called by the writing thread before it is written.
+    #: Called by the writing thread before the message is written.
     before: Callable[[Client], None] = _nothing_there
 
     @property
     def needs_the_peer(self) -> bool:
-        """Whether its payload goes over the process group, where the peer has to take it."""
+        """Whether its payload goes over the process group, where the peer has to receive it."""
         return self.payload is not None and len(self.payload) > INLINE_NBYTES
 
     def alone(self) -> StoreMessage:
-        """The same, with a copy of its payload that nobody has to be told of."""
+        """The same message with its own copy of the payload, so that nobody has to be notified."""
         payload = None if self.payload is None else memoryview(bytes(self.payload))
         return StoreMessage(self.frame, payload, self.hint, _nothing, before=self.before)
 
@@ -82,10 +82,10 @@ def _nothing() -> None:
 
 
 class Outbox:
-    """Writes letters under numbered keys.
+    """Writes store messages under numbered keys.
 
     Args:
-        key: what the numbers are appended to.
+        key: the prefix of the numbered keys.
     """
 
     def __init__(self, client: Client, key: str) -> None:
@@ -94,7 +94,7 @@ class Outbox:
         self._number = 0
 
     def put(self, store_message: bytes | memoryview) -> None:
-        """Write a letter, in as many values as it takes: first of all the writer's name, then frames.
+        """Write a message, in as many values as it needs: first the writer's name, then frames.
 
         Raises:
             TransportError: the store is gone.
@@ -104,7 +104,7 @@ class Outbox:
             self._write((_MORE if start + PIECE_NBYTES < len(store_message) else _LAST) + piece)
 
     def shut(self) -> None:
-        """Tell the reader that nothing more will come.
+        """Tell the reader that nothing more will be written.
 
         Raises:
             TransportError: the store is gone.
@@ -121,16 +121,17 @@ class Shut(Exception):
 
 
 class Ended(Exception):
-    """This end wants to read nothing more: see `end`."""
+    """This end will read nothing more: see `end`."""
 
 
 class Inbox:
-    """Reads the letters of an `Outbox`.
+    """Reads the messages of an `Outbox`.
 
-    A stranger may write under its keys. What is no letter is passed over, since the other end will write there yet.
+    A stranger may write under its keys. A value that is not a message is skipped, since the other end has yet to write
+    there.
 
     Args:
-        key: the outbox's.
+        key: the prefix of the outbox's keys.
     """
 
     def __init__(self, client: Client, key: str) -> None:
@@ -140,7 +141,7 @@ class Inbox:
         self.number = 0
 
     def forget(self) -> None:
-        """Remove from the store what was read: once a letter is dealt with, since that takes as long as reading it.
+        """Delete the values that were read. Called once a message was processed, since it takes as long as reading.
 
         Raises:
             TransportError: the store is gone.
@@ -149,11 +150,11 @@ class Inbox:
             self._client.delete(self._read_keys.pop())
 
     def take(self) -> bytes:
-        """The next letter, once it is whole.
+        """The next message, once it is whole.
 
         Raises:
             Shut, Ended: there is none.
-            TransportError: the store is gone, or a stranger has written over a letter.
+            TransportError: the store is gone, or a stranger has written over a message.
         """
         pieces: list[bytes] = []
         while True:
@@ -171,18 +172,18 @@ class Inbox:
         key = self._key_of(self.number)
         value = self._client.await_value(key)
         if not _is_ours(value, fits):
-            logger.warning("the store's key %s holds what nobody of ours wrote: it is passed over", key)
+            logger.warning("the store's key %s holds a value that is not ours: it is skipped", key)
             value = self._rewritten(fits)
         self._read_keys.append(key)
         self.number += 1
         return value
 
     def _rewritten(self, fits: Fits) -> bytes:
-        """The value of the next key, once the other end has written over what a stranger wrote there."""
+        """The value of the next key, once the other end has written over a stranger's value there."""
         key, behind = self._key_of(self.number), self._key_of(self.number + 1)
         pause = threading.Event()
         while True:
-            # Asked in this order: keys are written in theirs.
+            # Checked in this order, since the keys are written in order.
             later = self._client.value(behind)
             value = self._client.value(key)
             if value is not None and _is_ours(value, fits):
@@ -190,14 +191,14 @@ class Inbox:
             if later == _END.encode():
                 raise Ended
             if later is not None and later[:1] in (_LAST, _MORE, _CLOSED):
-                raise TransportError(f"a stranger has written over a letter, under the store's key {key}")
+                raise TransportError(f"a stranger has written over a message, under the store's key {key}")
             pause.wait(_LOOK)
 
     def _key_of(self, number: int) -> str:
         return f"{self._key}/{number}"
 
 
-#: Whether something can be what is awaited.
+#: Whether a value can be the awaited one.
 Fits = Callable[[bytes], bool]
 
 
@@ -219,7 +220,7 @@ def _is_piece(_: bytes) -> bool:
 
 
 def end(client: Client, key: str, number: int) -> None:
-    """Have the inbox of ``key`` end behind all that has been written to it, from ``number`` on.
+    """End the inbox of ``key`` after everything that was written to it, from ``number`` on.
 
     Raises:
         TransportError: the store is gone.

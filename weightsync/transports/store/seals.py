@@ -1,4 +1,4 @@
-"""What stands between a link and its letters: with a key, seals, numbered without a gap; without one, nothing."""
+"""Guards of a link's messages: with a key they seal and number them; without one they do nothing."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from weightsync.transports.sealing import Envelope, Identity, Kind, SenderSeal, 
 
 
 class Opened(NamedTuple):
-    """A letter that may be read."""
+    """An opened message."""
 
     text: memoryview
-    #: Of the payload that follows by the process group; empty: it is not compared.
+    #: The digest of the payload in the process group; empty: it is not compared.
     digest: bytes
 
 
 class Guard(Protocol):
-    """One end's. `first` and `seal` are called by the writing thread, `open` by the reading one."""
+    """Guards one end. The writing thread calls `first` and `seal`, the reading thread `open`."""
 
-    #: Whether payloads are to be digested.
+    #: Whether payloads need a digest.
     keyed: bool
-    #: Whether what was for the guard alone is to be answered by an empty letter.
+    #: Whether a message for the guard alone is answered with an empty message.
     replies: bool
 
     @property
     def admits(self) -> bool:
-        """Whether what has been opened may be handed on; until then it is held back."""
+        """Whether opened messages may be delivered; until then they are held back."""
 
     def first(self) -> Sequence[bytes]:
-        """Letters of the guard's own, which leave before all others."""
+        """The guard's own messages, which are sent before all others."""
 
     def seal(self, text: bytes, digest: bytes = b"") -> bytes:
-        """A letter as it is written."""
+        """The message as it is written."""
 
     def open(self, text: memoryview) -> Opened | None:
-        """A letter as it was before it was sealed; None: it was for the guard alone.
+        """The message as it was before it was sealed; None: it was for the guard alone.
 
         Raises:
-            AuthenticationError: it is not from whom it should be.
+            AuthenticationError: it is not from the peer.
         """
 
 
 class NoGuard:
-    """Without a key: letters are written and read as they are.
+    """For links without a key: messages are written and read unchanged.
 
     Args:
-        peer: who is at the other end, for messages to people.
+        peer: the name of the other end, for messages to people.
     """
 
     keyed = False
@@ -60,25 +60,25 @@ class NoGuard:
         self._peer = peer
 
     def first(self) -> Sequence[bytes]:
-        """Nothing."""
+        """None."""
         return ()
 
-    def seal(self, text: bytes, digest: bytes = b"") -> bytes:  # noqa: ARG002 - nobody would believe it
-        """The letter as it is."""
+    def seal(self, text: bytes, digest: bytes = b"") -> bytes:  # noqa: ARG002 - it would prove nothing
+        """The message, unchanged."""
         return text
 
     def open(self, text: memoryview) -> Opened:
-        """The letter as it is, unless the peer has a key."""
+        """The message, unchanged, unless the peer has a key."""
         if is_envelope(text):
             raise without_key(text, self._peer)
         return Opened(text, b"")
 
 
 class SenderGuard:
-    """The sender's, with a key."""
+    """The sender's guard, with a key."""
 
     keyed = True
-    #: To the challenge: any letter proves that we live, and an empty one does where no other is to leave.
+    #: Answers the challenge: any message proves that this end is alive, and an empty one does if there is no other.
     replies = True
 
     def __init__(self, key: SharedKey, identity: Identity, peer: str) -> None:
@@ -88,26 +88,26 @@ class SenderGuard:
 
     @property
     def admits(self) -> bool:
-        """Whether the worker's challenge has come: before it, nothing does."""
+        """Whether the worker's challenge has arrived, which is its first message."""
         return self._seal.challenged
 
     def first(self) -> Sequence[bytes]:
-        """Nothing: the link's name is our challenge."""
+        """None: the link's name is our challenge."""
         return ()
 
     def seal(self, text: bytes, digest: bytes = b"") -> bytes:
-        """A letter in its envelope."""
+        """The message in its envelope."""
         return self._seal.seal(next(self._written), text, digest)
 
     def open(self, text: memoryview) -> Opened | None:
-        """A worker's letter; None: it was its challenge."""
+        """A worker's message; None: it was the challenge."""
         envelope = self._seal.open(text)
         _require_next(envelope, self._read)
         return None if envelope.kind is Kind.CHALLENGE else Opened(envelope.content, envelope.digest)
 
 
 class WorkerGuard:
-    """The worker's, with a key."""
+    """The worker's guard, with a key."""
 
     keyed = True
     replies = False
@@ -119,7 +119,7 @@ class WorkerGuard:
 
     @property
     def admits(self) -> bool:
-        """Whether the sender has proved that it lives."""
+        """Whether the sender has proved that it is alive."""
         return self._seal.proven
 
     def first(self) -> Sequence[bytes]:
@@ -127,11 +127,11 @@ class WorkerGuard:
         return (self._seal.challenge,)
 
     def seal(self, text: bytes, digest: bytes = b"") -> bytes:  # noqa: ARG002 - workers send no payloads
-        """A letter in its envelope."""
+        """The message in its envelope."""
         return self._seal.seal(next(self._written), text)
 
     def open(self, text: memoryview) -> Opened | None:
-        """A sender's letter; None: it only proved the sender."""
+        """A sender's message; None: it only proved the sender."""
         envelope = self._seal.open(text)
         _require_next(envelope, self._read)
         return Opened(envelope.content, envelope.digest) if len(envelope.content) else None
@@ -139,4 +139,4 @@ class WorkerGuard:
 
 def _require_next(envelope: Envelope, numbers: itertools.count[int]) -> None:
     if envelope.number != next(numbers):
-        raise AuthenticationError("A message came again, or out of turn: it was not believed.")
+        raise AuthenticationError("A message was repeated or is out of order: it was rejected.")

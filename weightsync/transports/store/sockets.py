@@ -1,4 +1,4 @@
-"""Sockets that torch opens in this process without handing them out: found by what is new, and watched from beside."""
+"""Finds and watches sockets that torch opens in this process without exposing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A socket that is connected over IP, with the ports of both its ends."""
+    """A socket that is connected over IP, with the ports of both ends."""
 
     identity: str
     fd: int
@@ -24,7 +24,7 @@ class Connected:
     peer: int
 
     def copy(self) -> socket.socket | None:
-        """A copy of it; None if it has been closed since: its number may be another's already."""
+        """A copy of it; None if it was closed meanwhile: its number may belong to another socket already."""
         with contextlib.suppress(OSError):
             copied = os.dup(self.fd)
             if _identity(copied) == self.identity:
@@ -33,7 +33,7 @@ class Connected:
         return None
 
     def named_in(self, addresses: Collection[bytes]) -> bool:
-        """Whether one of its ends is in one of those texts, each with addresses as the kernel has them."""
+        """Whether one of its ends is in one of these texts, each with addresses as the kernel has them."""
         names = [struct.pack("=H", self.family) + struct.pack("!H", port) for port in (self.own, self.peer)]
         return any(name in address for address in addresses for name in names)
 
@@ -43,13 +43,13 @@ def _identity(fd: int | str) -> str:
 
 
 def connected() -> dict[str, Connected]:
-    """This process's connected sockets, by their identity."""
+    """This process's connected sockets, by identity."""
     found = {}
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             identity = _identity(entry)
             if identity.startswith("socket:"):
-                # Without a copy: another thread that looks just now would take that for the socket, and it ends soon.
+                # Not copied: another thread that looks now would take the copy, which is closed soon, for the socket.
                 sock = socket.socket(fileno=int(entry))
                 try:
                     if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -61,14 +61,14 @@ def connected() -> dict[str, Connected]:
 
 
 class Watched:
-    """A connection that somebody else uses, and may close: whether it has ended is still seen here."""
+    """A connection that another owner uses and may close, watched through a copy of its socket."""
 
     def __init__(self, copied: socket.socket) -> None:
         self._socket = copied
 
     @property
     def ended(self) -> bool:
-        """Whether the peer, or the network, has ended it, and all that had come was read."""
+        """Whether the peer or the network has ended it, and everything that arrived was read."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -84,15 +84,15 @@ class Watched:
 
 
 def watching(make: Callable[[], Made], addresses: Collection[bytes]) -> tuple[Made, Watched | None]:
-    """Make something that opens a connection, and watch that.
+    """Make an object that opens a connection, and watch that connection.
 
     Args:
-        make: makes it.
-        addresses: texts that hold the addresses where it connects, once it is made. Whoever else opens connections
-            meanwhile is left alone.
+        make: makes the object.
+        addresses: texts with the addresses of the connection, once it is made. Others that are opened meanwhile are
+            ignored.
 
     Returns:
-        What was made; and its connection, or None if that has ended already, or nobody can tell which it is.
+        The object, and its connection, or None if that has ended already or cannot be identified.
     """
     before = connected()
     made = make()

@@ -1,6 +1,6 @@
 """The user's store, our own connections to it, and TorchRL's keys in it.
 
-TorchRL's keys are written as hints for loops that wait on them, and never read.
+TorchRL's keys are written as hints for loops that wait on them. They are never read.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from typing import Any, Final
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Ack, Message, Update
-from weightsync.transports.exposure import is_exposed, tell
+from weightsync.transports.exposure import is_exposed, warn_exposed
 from weightsync.transports.process import forget_after_fork
 from weightsync.transports.store.sockets import connected
 
 __all__ = ["PrefixStore", "ProcessGroupGloo", "Store", "TCPStore"]
 
-#: TorchRL's words.
+#: TorchRL's values.
 HINT: Final = "update_weights"
 ACKED: Final = "updated"
 
 
 class Mode(enum.Enum):
-    """Which updates and acks are told in TorchRL's keys."""
+    """Which updates and acks are written to TorchRL's keys."""
 
     ALL = "all"
     NONE = "none"
@@ -49,13 +49,13 @@ class Mode(enum.Enum):
 
 
 class Hints:
-    """The hints of one side. First weights are not told: a loop would take them for an update."""
+    """The hints of one side. First weights have no hint: a loop would take them for an update."""
 
     def __init__(self) -> None:
         self._mode = Mode.ALL
 
     def of(self, message: Message, rank: int) -> tuple[str, str] | None:
-        """The key and the value that tell of a message to or from the worker of that rank; None: nothing is told."""
+        """The key and value of the hint for a message to or from the worker of that rank; None: there is no hint."""
         if not isinstance(message, Update | Ack):
             return None
         mode, self._mode = self._mode, Mode.ALL if self._mode is Mode.AFTER_NEXT else self._mode
@@ -65,7 +65,7 @@ class Hints:
 
     @contextlib.contextmanager
     def withheld(self) -> Iterator[None]:
-        """Tell nothing of what is sent inside the block."""
+        """Write no hints for messages that are sent inside the block."""
         self._mode = Mode.NONE
         try:
             yield
@@ -73,45 +73,45 @@ class Hints:
             self._mode = Mode.ALL
 
     def withhold_next(self) -> None:
-        """Tell nothing of the next update or ack."""
+        """Write no hint for the next update or ack."""
         self._mode = Mode.AFTER_NEXT
 
     def tell(self) -> None:
-        """Tell of everything."""
+        """Write hints for everything."""
         self._mode = Mode.ALL
 
 
 logger = logging.getLogger("weightsync")
 
-#: After that a store that cannot be reached is given up. torch asks the DNS for a name of each address it connects to,
-#: only to log it; where a DNS server does not answer, that alone takes 5 to 10 s.
+#: The time limit for connecting to a store. torch asks the DNS for a name of each address that it connects to, only to
+#: log it; where a DNS server does not answer, that alone takes 5 to 10 s.
 DIAL: Final = timedelta(seconds=15)
 _BACKLOG: Final = 2048
 FOR_EVER: Final = timedelta(days=365)
-#: The socket, ours beside it, and one to look for both.
+#: The socket, our copy of it, and one to look for both.
 _NEEDED: Final = 3
-#: What a store answers for a key without a value, asked to exchange this for itself.
+#: A store's answer for a key without a value, when asked to exchange this for itself.
 _ABSENT: Final = "weightsync: no value"
 
 
-#: In a forked child: never freed, since torch would wait for threads that are not there.
+#: In a forked child: never freed, since torch would wait for threads that do not exist there.
 _inherited: list[object] = []
 
 
 def keep_in_child(*parents: object) -> None:
-    """In a forked child: never free what is the parent's and torch would take apart."""
+    """In a forked child: never free the parent's objects, which torch would take apart."""
     _inherited.append(parents)
 
 
 class _Dialling:
-    """Connections are made one at a time, so that a new socket is known to be ours."""
+    """Makes connections one at a time, so that a new socket is known to be ours."""
 
     def __init__(self) -> None:
         self.forget()
         forget_after_fork(self)
 
     def forget(self) -> None:
-        """In a forked child: nobody is at it."""
+        """In a forked child: no connection is being made."""
         self.lock = threading.Lock()
         forget_after_fork(self)
 
@@ -127,12 +127,12 @@ class StoreEnd:
         store: a TCPStore, or PrefixStores around one.
         rank: the worker's rank: the trainer is rank 0, worker i is rank i + 1.
         backend: "gloo" or "nccl".
-        in_flight: how many buckets of a payload are on their way at once.
-        key: shared by the trainer and its workers; None: what is written in the store is believed.
-        hints: what is told in TorchRL's own keys; a copy's own.
+        in_flight: how many buckets of a payload are in flight at once.
+        key: shared by the trainer and its workers. None: the contents of the store are trusted.
+        hints: what is written to TorchRL's keys; each copy has its own.
 
     Raises:
-        ConfigurationError: another kind of store, or of rank.
+        ConfigurationError: the store or the rank is of another kind.
     """
 
     store: Store
@@ -148,14 +148,14 @@ class StoreEnd:
             raise ConfigurationError(f"rank is {self.rank!r}: the trainer is rank 0, worker i is rank i + 1.")
 
     def tell_if_exposed(self) -> None:
-        """Say, once a process, that others can reach the store, if they can and there is no key."""
+        """Warn once per process if other hosts can reach the store and there is no key."""
         base = base_of(self.store)
         if self.key is None and is_exposed(base.host, base.port):
-            tell(f"The store at {base.host}:{base.port} can be reached from other hosts")
+            warn_exposed(f"The store at {base.host}:{base.port} can be reached from other hosts")
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self.store, TCPStore):
-            raise ConfigurationError("A PrefixStore does not travel to another process: give that process its own.")
+            raise ConfigurationError("A PrefixStore cannot be sent to another process: give that process its own.")
         return _arrived, (self.store.host, self.store.port, self.rank, self.backend, self.in_flight, self.key)
 
 
@@ -164,7 +164,7 @@ def _arrived(host: str, port: int, *rest: Any) -> StoreEnd:
 
 
 def hosted(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """A store of our own, which listens at that address alone: left to itself, torch's listens on all interfaces.
+    """A store of our own that listens at that address alone. By default torch's store listens on all interfaces.
 
     Raises:
         OSError, RuntimeError: it cannot be opened there.
@@ -172,7 +172,7 @@ def hosted(host: str, port: int, timeout: timedelta) -> TCPStore:
     with socket.create_server((host, port), backlog=_BACKLOG) as listener:
         port = listener.getsockname()[1]
         store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.fileno())
-        # It is the store's now, and closed with it.
+        # It belongs to the store now, and is closed with it.
         listener.detach()
     return store
 
@@ -181,24 +181,24 @@ def base_of(store: Any) -> TCPStore:
     """The TCPStore behind a store.
 
     Raises:
-        ConfigurationError: there is none: other stores serve one process or one file system, and cannot be waited for.
+        ConfigurationError: there is none. Other stores serve one process or one file system, and cannot be waited for.
     """
     base = store
     while isinstance(base, PrefixStore):
         base = base.underlying_store
     if not isinstance(base, TCPStore):
         raise ConfigurationError(
-            f"a {type(base).__name__} is no store that trainer and workers can meet at: give a "
+            f"a {type(base).__name__} is not a store that trainer and workers can share: give a "
             "torch.distributed.TCPStore, or a PrefixStore around one."
         )
     return base
 
 
 class Client:
-    """A connection of our own to a store: what blocks here blocks nobody else.
+    """Our own connection to a store: a call that blocks on it blocks nobody else.
 
     Args:
-        store: the user's; its prefixes are kept.
+        store: the user's store; its prefixes are kept.
 
     Raises (all methods):
         TransportError: the store is gone, the connection was `cut`, or no descriptor is left for it.
@@ -217,7 +217,9 @@ class Client:
             fresh = [each for identity, each in now if identity not in before and each.peer == base.port]
             self._plug = fresh[0].copy() if len(fresh) == 1 else None
         if len(fresh) == 1 and self._plug is None:
-            raise TransportError(f"The connection to {self._where} ended as it was made, or no descriptor is left.")
+            raise TransportError(
+                f"The connection to {self._where} ended while it was being made, or no descriptor is left."
+            )
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[Store]:
@@ -240,7 +242,7 @@ class Client:
             store.set(key, value)  # type: ignore[arg-type] # torch takes bytes
 
     def await_value(self, key: str) -> bytes:
-        """The value of a key, once it has one."""
+        """The value of a key, once it exists."""
         with self._guarded() as store:
             return store.get(key)
 
@@ -250,65 +252,65 @@ class Client:
             return store.check([key])
 
     def value(self, key: str) -> bytes | None:
-        """The value of a key that nobody removes, or None."""
+        """The value of a key that is never deleted, or None."""
         return self.await_value(key) if self.present(key) else None
 
     def peek(self, key: str) -> bytes | None:
-        """The value of a key that nobody awaits, or None; the key may be removed just now.
+        """The value of a key that nobody waits for, or None. The key may be deleted at the same time.
 
-        The store takes this for a write: who awaits the key would be woken, and find nothing.
+        The store takes this for a write: a client that waits for the key would be woken, and find nothing.
         """
         with self._guarded() as store:
             found = store.compare_set(key, _ABSENT, _ABSENT)
         return None if found == _ABSENT.encode() else found
 
     def claim(self, key: str, value: str, ours: Callable[[str], bool] = lambda _: True) -> str:
-        """Write a value unless there is one; the value that is there then.
+        """Write a value unless there is one. Returns the value that is there then.
 
         Args:
             key: the key.
             value: what to write.
-            ours: whether something is a value that one of us has written; what a stranger wrote there is written over.
+            ours: whether a value is one of ours. A stranger's value is overwritten.
         """
         with self._guarded() as store:
             found = store.compare_set(key, "", value)
             while not ours(found.decode("ascii", "replace")):
-                logger.warning("the store's key %s held what nobody of ours wrote: it was written over", key)
+                logger.warning("the store's key %s held a value that is not ours: it was overwritten", key)
                 found = store.compare_set(key, found, value)  # type: ignore[arg-type] # torch takes bytes
             return found.decode("ascii", "replace")
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; what it is then. The store ends the connection if the key holds no number."""
+        """Add to a counter; returns its new value. The store ends the connection if the value is not a number."""
         with self._guarded() as store:
             return store.add(key, amount)
 
     def delete(self, key: str) -> None:
-        """Remove a key."""
+        """Delete a key."""
         with self._guarded() as store:
             store.delete_key(key)
 
     @property
     def own_address(self) -> str | None:
-        """The address by which this process reaches the store; None: nobody can tell."""
+        """The address by which this process reaches the store; None: unknown."""
         with contextlib.suppress(OSError):
             return None if self._plug is None else str(self._plug.getsockname()[0])
         return None
 
     def cut(self) -> None:
-        """Make whatever blocks here, or will be asked here, fail."""
+        """Make every current and later call on this connection fail."""
         if self._plug is not None:
             with contextlib.suppress(OSError):
                 self._plug.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the connection, which ends with what is asked of it just now."""
+        """Close the connection once the current call has ended."""
         self._store = None
         if self._plug is not None:
             self._plug.close()
 
 
 def _require_descriptors() -> None:
-    """Torch itself would try for as long as it dials.
+    """Check for free descriptors: without any, torch would retry until its time limit.
 
     Raises:
         OSError: too few descriptors are left for a connection.

@@ -1,4 +1,4 @@
-"""The two threads of a `StoreLink`, one that writes and one that reads, and the memory that payloads arrive in."""
+"""The writing and the reading thread of a `StoreLink`, and the memory for payloads."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _SPARE: Final = 2
 
 
 class ReceiveBuffers:
-    """Memory for payloads: pages touched before, once nobody refers to them."""
+    """Memory for payloads: pages used before, once nothing refers to them."""
 
     def __init__(self) -> None:
         self._known: list[mmap.mmap] = []
 
     def find(self, nbytes: int) -> memoryview:
-        """Memory for a payload, writable, and valid as long as it is referred to.
+        """Memory for a payload, writable, and valid as long as something refers to it.
 
         Raises:
             TransportError: there is not enough.
         """
-        landing = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
-        if landing is None:
-            landing = anonymous(nbytes)
-            self._known = [*self._known, landing][-_SPARE:]
-        return memoryview(landing)[:nbytes]
+        buffer = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
+        if buffer is None:
+            buffer = anonymous(nbytes)
+            self._known = [*self._known, buffer][-_SPARE:]
+        return memoryview(buffer)[:nbytes]
 
 
 def _unused(memory: mmap.mmap) -> bool:
-    """Whether no view of it is left: only then can it be resized, here to the size it has."""
+    """Whether no view of it is left: only then can it be resized, here to its own size."""
     try:
         memory.resize(len(memory))
     except BufferError:
@@ -53,28 +53,28 @@ def _unused(memory: mmap.mmap) -> bool:
     return True
 
 
-#: How often, and after how many seconds each time, a connection is tried for that could not be had at once.
+#: The pauses, in seconds, between attempts at a connection that could not be made at once.
 _TRIES = 120
 _LOOK = 0.25
 
 
 class StoreWorker:
-    """Letters out, letters in. Its methods never block; its threads end soon after `close`, or when it fails.
+    """Writes and reads store messages. Its methods never block; its threads end soon after `close`, or when it fails.
 
     Args:
-        meeting: the store, and the worker's rank.
-        name: of the link, the same at both ends and used for no other.
+        rendezvous: the store, and the worker's rank.
+        name: the link's name, the same at both ends and used for no other link.
         side: which end this is.
-        guard: what its letters are sealed and opened by.
-        waker: fired when something has arrived, or it has failed.
+        guard: seals and opens its messages.
+        waker: fired when a message has arrived, or the worker has failed.
 
     Raises:
-        ConfigurationError: the backend is not to be had here.
-        TransportError: there can be no more threads.
+        ConfigurationError: the backend is not available here.
+        TransportError: no more threads can be started.
     """
 
     def __init__(self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
-        self._meeting = rendezvous
+        self._rendezvous = rendezvous
         self._side = side
         self._guard = guard
         self._key = f"weightsync/link/{name}"
@@ -82,15 +82,15 @@ class StoreWorker:
         self._condition = threading.Condition()
         self._outgoing = Outgoing()
         self._arrived: deque[Received] = deque()
-        #: Arrived, from somebody who has not proved yet that it is no recording.
+        #: Messages from a sender that has not proved yet that it is not a recording.
         self._held: list[Received] = []
-        #: Called once the peer is known to be who it says, or to be lost before that.
+        #: Called once the peer is known to be authentic, or lost before that.
         self._admitted: Callable[[], None] | None = None
-        self._landings = ReceiveBuffers()
+        self._receive_buffers = ReceiveBuffers()
         self._met = threading.Event()
         self._cut = threading.Event()
         self._failed: TransportError | ProtocolError | None = None
-        #: Why the reading thread is to end behind what has been written to it; empty: it is not.
+        #: Why the reading thread must end after what was written to it; empty: it need not.
         self._ending = ""
         self._closed = False
         self._group = Group(rendezvous.backend, side.rank, self._key)
@@ -98,7 +98,7 @@ class StoreWorker:
         self._reader: Client | None = None
         self._inbox: Inbox | None = None
         self._heartbeat_member = heartbeat.join(
-            rendezvous.store, heartbeat.Told(self._lose, self._lose_store, self._look)
+            rendezvous.store, heartbeat.Callbacks(self._lose, self._lose_store, self._look)
         )
         try:
             start(self, self._write, self._read)
@@ -110,57 +110,57 @@ class StoreWorker:
 
     @property
     def failed(self) -> TransportError | ProtocolError | None:
-        """Why nothing more will come, or leave."""
+        """Why nothing more will be read or written."""
         return self._failed
 
     @property
     def ending(self) -> bool:
-        """Whether it is known that nothing more will be written to us."""
+        """Whether it is known that the peer will write nothing more."""
         return bool(self._ending)
 
     def flushed(self) -> bool:
-        """Whether all letters are written; if not, the waker is fired once they are.
+        """Whether all messages are written; if not, the waker is fired later.
 
         Raises:
-            TransportError: some never will be.
+            TransportError: some messages never will be written.
         """
         with self._condition:
             if not self._outgoing.cut_short:
                 return self._outgoing.empty()
             if self._failed is None:
-                return False  # what the peer has said before its end is heard first
+                return False  # the peer's messages before its end are read first
             raise TransportError(str(self._failed)) from self._failed
 
     def post(self, store_message: StoreMessage) -> None:
-        """Have a letter written."""
+        """Queue a message to be written."""
         with self._condition:
             self._outgoing.add(store_message)
             if self._failed is not None:
                 self._outgoing.drop()
             self._condition.notify_all()
 
-    def when_admitted(self, tell: Callable[[], None]) -> None:
-        """Have somebody called, from whichever thread, once the peer is known to be who it says, or has failed."""
+    def when_admitted(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, from any thread, once the peer is known to be authentic or has failed."""
         with self._condition:
             if not self._guard.admits and self._failed is None:
-                self._admitted = tell
+                self._admitted = callback
                 return
-        tell()
+        callback()
 
     @property
     def admits(self) -> bool:
-        """Whether the peer is known to be who it says, as far as there is a key to tell by."""
+        """Whether the peer is known to be authentic, as far as a key shows that."""
         return self._guard.admits
 
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
-        """What has arrived, and what comes behind it if that is a failure."""
+        """The messages that have arrived, and the failure after them, if any."""
         with self._condition:
             arrived = list(self._arrived)
             self._arrived.clear()
             return arrived, self._failed
 
     def end_reading(self, reason: str) -> None:
-        """Nothing reaches the peer any more: deliver what it wrote before, then fail."""
+        """The peer can no longer be reached: deliver what it wrote before, then fail."""
         with self._condition:
             self._ending = self._ending or reason
             self._outgoing.shorten()
@@ -169,7 +169,7 @@ class StoreWorker:
         self._group.abort()
 
     def close(self) -> None:
-        """Let what is queued leave, up to the first payload that the peer must take from us, and end."""
+        """Write what is queued, up to the first payload that the peer must receive from us, and end."""
         with self._condition:
             self._closed = True
             self._outgoing.shorten()
@@ -177,19 +177,19 @@ class StoreWorker:
         self._release()
 
     def forget(self) -> None:
-        """In a forked child: be nothing. The threads are the parent's, and so is what torch would take apart here."""
+        """In a forked child: do nothing more. The threads and torch's objects are the parent's."""
         self._condition = threading.Condition()
-        keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._meeting)
+        keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._rendezvous)
 
     # --------------------------------------------------------------------------------- the writing thread
 
     def _write(self) -> None:
         try:
-            client = self._writer = Client(self._meeting.store)
+            client = self._writer = Client(self._rendezvous.store)
         except TransportError as error:
             self._fail(error)
             self._cut_clients()
-            self._say_later()
+            self._notify_later()
             return
         try:
             outbox = Outbox(client, f"{self._key}/{self._side.writes}")
@@ -207,13 +207,13 @@ class StoreWorker:
         finally:
             self._finish(client, outbox)
 
-    def _say_later(self) -> None:
-        """There was no connection for us: tell the peer, who waits for us, once there is one."""
+    def _notify_later(self) -> None:
+        """There was no connection: notify the peer, which waits for us, once there is one."""
         for _ in range(_TRIES):
             if self._cut.wait(_LOOK):
                 return
             try:
-                client = Client(self._meeting.store)
+                client = Client(self._rendezvous.store)
             except TransportError as error:
                 if isinstance(error.__cause__, OSError):
                     continue  # still no descriptor
@@ -225,7 +225,7 @@ class StoreWorker:
             return
 
     def _next(self, client: Client) -> StoreMessage | None:
-        """What to write next; None: nothing more."""
+        """The next message to write; None: there is none."""
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._outgoing or self._closed or self._failed or self._ending)
@@ -233,7 +233,7 @@ class StoreWorker:
                     return self._outgoing.take()
                 if self._closed or self._failed is not None:
                     return None
-            # The peer is dead: what it wrote before is read to its end.
+            # The peer is dead: what it wrote before is read to the end.
             self._end_inbox(client)
             with self._condition:
                 self._condition.wait_for(lambda: self._closed or self._failed)
@@ -266,15 +266,15 @@ class StoreWorker:
 
     def _transfer(self, payload: memoryview, client: Client) -> None:
         try:
-            self._group.send(client, payload, self._meeting.in_flight)
+            self._group.send(client, payload, self._rendezvous.in_flight)
         except TransportError as error:
             self.end_reading(str(error))
             with self._condition:
-                self._outgoing.drop()  # what comes behind would overtake it
-            self._group.tell(client)
+                self._outgoing.drop()  # later messages would overtake it
+            self._group.notify_aborted(client)
 
     def _finish(self, client: Client, outbox: Outbox) -> None:
-        """Say that nothing more comes, and have the reading thread end."""
+        """Tell the peer that nothing more comes, and end the reading thread."""
         try:
             outbox.shut()
             self._side.leave(client)
@@ -292,7 +292,7 @@ class StoreWorker:
         end(client, f"{self._key}/{self._side.reads}", number)
 
     def cut(self) -> None:
-        """Make the store fail under both threads."""
+        """Make both threads' calls to the store fail."""
         self._cut.set()
         self._cut_clients()
 
@@ -309,7 +309,7 @@ class StoreWorker:
         if self._closed:
             return
         try:
-            client = Client(self._meeting.store)
+            client = Client(self._rendezvous.store)
         except TransportError as error:
             self._fail(error)
             return
@@ -319,14 +319,14 @@ class StoreWorker:
                     return
                 self._reader = client
                 self._inbox = Inbox(client, f"{self._key}/{self._side.reads}")
-            self._take_in(self._inbox, client)
+            self._receive_all(self._inbox, client)
         except Shut:
             self._before_end(client)
             self._fail(TransportError(f"{self._side.peer} has closed this link."))
         except Ended:
             self._fail(TransportError(f"{self._side.peer} has ended: {self._ending or 'the link was closed'}."))
         except (TransportError, ProtocolError) as error:
-            # Once closed it is we who have ended a payload on its way here: what was said before still leaves.
+            # Once the link is closed, we have ended the payload that was arriving: earlier messages are still written.
             if not self._closed:
                 self._fail(error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
@@ -340,7 +340,7 @@ class StoreWorker:
             client.close()
             self._group.close()
 
-    def _take_in(self, inbox: Inbox, client: Client) -> None:
+    def _receive_all(self, inbox: Inbox, client: Client) -> None:
         process, _, network = bytes(self._next_text(inbox).text).decode("ascii", "replace").partition(" ")
         self._heartbeat_member.follow(process)
         self._group.stays_on_host = network == own_network()
@@ -357,7 +357,7 @@ class StoreWorker:
                 del received
 
     def _next_text(self, inbox: Inbox) -> Opened:
-        """The next letter that is for us, and not for the guard alone."""
+        """The next message that is not for the guard alone."""
         while True:
             opened = self._guard.open(memoryview(bytearray(inbox.take())))
             if opened is not None:
@@ -366,17 +366,17 @@ class StoreWorker:
                 self.post(StoreMessage(b"", None, None, _nothing))
 
     def _admit(self) -> None:
-        """Hand on what has come, once its author is known to live."""
+        """Deliver the messages held back, once their sender has proved that it is alive."""
         if not self._guard.admits:
             return
         with self._condition:
             self._arrived.extend(self._held)
-            # Not kept until the next one comes: its payload's memory may be wanted for that.
+            # Not kept until the next message: the memory of its payload may be needed for that.
             self._held.clear()
-            tell, self._admitted = self._admitted, None
+            callback, self._admitted = self._admitted, None
             arrived = bool(self._arrived)
-        if tell is not None:
-            tell()
+        if callback is not None:
+            callback()
         if arrived:
             self._waker.fire()
 
@@ -385,34 +385,34 @@ class StoreWorker:
             self._side.before_end(client)
 
     def _opened(self, opened: Opened, client: Client) -> Received:
-        """A message, whole, with its payload in memory of ours."""
+        """A whole message with its payload in our own memory."""
         store_message = opened.text
         control = codec.peek(store_message).control_nbytes
         message, inline = codec.decode(store_message[:control]), store_message[control:]
         nbytes = message.nbytes if isinstance(message, Update) else 0
         if len(inline) != (nbytes if nbytes <= INLINE_NBYTES else 0):
-            raise codec.malformed(f"{nbytes} bytes were announced, and {len(inline)} came", store_message)
+            raise codec.malformed(f"{nbytes} bytes were announced, but {len(inline)} arrived", store_message)
         if nbytes <= INLINE_NBYTES:
             return Received(message, inline if nbytes else None)
         try:
-            landing = self._landings.find(nbytes)
+            buffer = self._receive_buffers.find(nbytes)
         except NoRoom as error:
-            # What comes behind it is for us all the same.
-            self._group.skip(client, nbytes, self._meeting.in_flight)
+            # Later messages are for us all the same.
+            self._group.skip(client, nbytes, self._rendezvous.in_flight)
             return Received(message, untaken=str(error))
-        self._group.receive(client, landing, self._meeting.in_flight)
-        if self._guard.keyed and digest_of(landing) != opened.digest:
-            raise AuthenticationError("A payload is not the one that its sender sealed: it was not believed.")
-        return Received(message, landing)
+        self._group.receive(client, buffer, self._rendezvous.in_flight)
+        if self._guard.keyed and digest_of(buffer) != opened.digest:
+            raise AuthenticationError("A payload is not the one that its sender sealed: it was rejected.")
+        return Received(message, buffer)
 
     # ------------------------------------------------------------------------------------------- the end
 
     def _lose(self, reason: str) -> None:
-        """Called by the pulse: the peer, or the store, is silent."""
+        """Called by the heartbeat: the peer or the store is silent."""
         self._fail(TransportError(f"{self._side.peer} is lost: {reason}."))
 
     def _look(self) -> None:
-        """Called by the pulse, with each beat."""
+        """Called by the heartbeat with each beat."""
         if self._group.stuck():
             self._lose("the connection of the process group has ended in the middle of a payload")
 
@@ -426,11 +426,11 @@ class StoreWorker:
                 self._failed = error
             self._outgoing.drop()
             self._held.clear()
-            tell, self._admitted = self._admitted, None
+            callback, self._admitted = self._admitted, None
             self._condition.notify_all()
         self._release()
-        if tell is not None:
-            tell()
+        if callback is not None:
+            callback()
         self._waker.fire()
 
     def _release(self) -> None:

@@ -1,6 +1,6 @@
-"""Threads that block in torch, what they have still to write, and their end before the interpreter's.
+"""Threads that block in torch, their unwritten messages, and how they end before the interpreter does.
 
-A daemon thread that comes back from C++ while the interpreter is being taken down aborts the process.
+A daemon thread that returns from C++ while the interpreter shuts down aborts the process.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _PATIENCE: Final = 1.0
 
 
 class Owner(Protocol):
-    """Whose threads these are."""
+    """The owner of the threads."""
 
     def close(self) -> None:
-        """Have them end as soon as all is said."""
+        """End the threads once everything is written."""
 
     def cut(self) -> None:
-        """Have them end now."""
+        """End the threads now."""
 
 
 class _Running:
@@ -61,7 +61,7 @@ class _Running:
                 self._threads.pop(threading.current_thread(), None)
 
     def end(self) -> None:
-        """Before the interpreter ends: end them all."""
+        """End all threads before the interpreter ends."""
         with self._lock:
             running = dict(self._threads)
         for owner in running.values():
@@ -86,7 +86,7 @@ def start(owner: Owner, *bodies: Callable[[], None]) -> None:
     """Run each of ``bodies`` in a thread.
 
     Raises:
-        TransportError: there can be no more threads.
+        TransportError: no more threads can be started.
     """
     for body in bodies:
         name = f"weightsync-{type(owner).__name__.strip('_').lower()}-{body.__name__.strip('_')}"
@@ -94,41 +94,41 @@ def start(owner: Owner, *bodies: Callable[[], None]) -> None:
 
 
 class Outgoing:
-    """Letters in the order in which they leave. All its methods are called under the lock of its exchange."""
+    """Store messages in the order in which they are written. Called under the lock of the store worker."""
 
     def __init__(self) -> None:
         self._queue: deque[StoreMessage] = deque()
         self._writing = False
         self._awaited = False
-        #: Whether a letter was given up: nobody may be told that all have left.
+        #: Whether a message was dropped, so that not all are written.
         self.cut_short = False
 
     def __bool__(self) -> bool:
         return bool(self._queue)
 
     def add(self, store_message: StoreMessage) -> None:
-        """One more letter."""
+        """Add a message."""
         self._queue.append(store_message)
 
     def take(self) -> StoreMessage:
-        """The next letter, which is being written until `written`."""
+        """The next message, which is being written until `written`."""
         self._writing = True
         return self._queue.popleft()
 
     def written(self) -> bool:
-        """The letter taken last has left; whether somebody waits for that, and all have."""
+        """Record that the last message was written. Returns whether all are written and somebody waits for that."""
         self._writing = False
         return self._awaited and not self._queue
 
     def empty(self) -> bool:
-        """Whether all letters have left; if not, `written` says so once they have."""
+        """Whether all messages are written; if not, `written` reports it later."""
         self._awaited = bool(self._queue) or self._writing
         return not self._awaited
 
     def shorten(self) -> None:
-        """Give up the first letter that the peer has to take from us, and all behind it, which would overtake it.
+        """Drop the first message that the peer has to receive from us, and all later ones, which would overtake it.
 
-        Those before it get bytes of their own: nobody waits for them.
+        The messages before it get their own copies of payloads, since nobody waits for them.
         """
         leaving = [
             each.alone()
@@ -139,7 +139,7 @@ class Outgoing:
         self._queue.extend(leaving)
 
     def drop(self) -> None:
-        """Give up all that has not left."""
+        """Drop everything that is not written."""
         self.cut_short |= self._writing or bool(self._queue)
         self._let_go()
 

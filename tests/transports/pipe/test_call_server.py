@@ -108,7 +108,7 @@ def test_a_call_that_comes_again_gets_the_answer_of_its_first_time_and_is_delive
     assert not call_server.submit(parcel(1)).done()
 
 
-def test_a_malformed_call_fails_and_is_told_after_what_came_before_it(opened: Any) -> None:
+def test_a_malformed_call_fails_and_is_reported_after_earlier_messages(opened: Any) -> None:
     call_server, links = opened
     call_server.submit(parcel(0))
     bad = Parcel("a", 2, b"nonsense" * 20)
@@ -191,7 +191,7 @@ def test_after_a_senders_goodbye_no_call_of_its_link_waits_not_even_one_that_com
     assert [answers(early), answers(late)] == [[], []]
 
 
-def test_calls_that_come_before_anybody_listens_wait_behind_the_door() -> None:
+def test_calls_that_come_before_anybody_listens_wait_at_the_call_server() -> None:
     call_server, links = CallServer("m"), []
     early = call_server.submit(parcel(0)), call_server.submit(parcel(0, link="b"))
     stop = call_server.open(links.append)
@@ -269,7 +269,7 @@ def test_what_a_forked_child_inherits_is_closed_and_answers_nobody(opened: Any) 
     assert brought(links[0]) == [0]
 
 
-def test_a_malformed_call_that_waits_is_told_to_its_caller_and_no_receiver_meets_its_link() -> None:
+def test_a_malformed_call_that_waits_is_reported_to_its_caller_and_no_receiver_meets_its_link() -> None:
     call_server, links = CallServer("m"), []
     early = call_server.submit(parcel(0)), call_server.submit(parcel(0, link="b"))
     for bad in (Parcel("a", 1, b"nonsense" * 20), Parcel("c", 0, codec.encode(ack(1)))):

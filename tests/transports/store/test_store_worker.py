@@ -15,7 +15,7 @@ from weightsync import TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Update
 from weightsync.transports.base import Waker
-from weightsync.transports.store import worker as exchange
+from weightsync.transports.store import worker as store_worker
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Side, StoreMessage
 from weightsync.transports.store.seals import NoGuard
 from weightsync.transports.store.store import Client, StoreEnd
@@ -41,8 +41,8 @@ class Group:
         if self.failing:
             raise TransportError("the connection has ended")
 
-    def receive(self, client: Client, landing: memoryview, in_flight: int) -> None:
-        """Leave the landing as it is."""
+    def receive(self, client: Client, buffer: memoryview, in_flight: int) -> None:
+        """Leave the buffer as it is."""
 
     def stuck(self) -> bool:
         return False
@@ -60,7 +60,7 @@ class Group:
 @pytest.fixture
 def lay(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], StoreWorker]]:
     """Lays one end of the link: 0 the sender's, 1 the worker's."""
-    monkeypatch.setattr(exchange, "Group", Group)
+    monkeypatch.setattr(store_worker, "Group", Group)
     with contextlib.ExitStack() as stack:
         waker = Waker()
         stack.callback(waker.close)
@@ -120,9 +120,9 @@ def test_behind_a_payload_that_was_cut_short_nothing_leaves(
     sender.post(_update(2))
     _until(lambda: _written(store, "down") == {0, 1})
     put: list[bytes] = []
-    before = exchange.Outbox.put
+    before = store_worker.Outbox.put
     monkeypatch.setattr(
-        exchange.Outbox,
+        store_worker.Outbox,
         "put",
         lambda self, store_message: (put.append(bytes(store_message)), before(self, store_message)),
     )
@@ -142,7 +142,7 @@ class Aborted(Group):
     over: threading.Event
     left: threading.Event
 
-    def receive(self, client: Client, landing: memoryview, in_flight: int) -> None:
+    def receive(self, client: Client, buffer: memoryview, in_flight: int) -> None:
         self.receiving.set()
         self.over.wait(30.0)
         raise TransportError("the process group was aborted")
@@ -158,7 +158,7 @@ def test_what_was_said_before_a_close_leaves_though_that_ends_a_payload_on_its_w
     lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = lay(0)
-    monkeypatch.setattr(exchange, "Group", Aborted)
+    monkeypatch.setattr(store_worker, "Group", Aborted)
     for each in ("receiving", "over", "left"):
         monkeypatch.setattr(Aborted, each, threading.Event(), raising=False)
     worker, writes = lay(1), threading.Event()
@@ -192,7 +192,7 @@ def test_what_was_read_is_removed_from_the_store_from_the_first_key_on(
     _until(lambda: _written(store, "down") | _written(store, "up") <= {2})
 
 
-def test_letters_that_are_left_when_a_link_closes_keep_their_bytes_though_their_buffers_go_back() -> None:
+def test_messages_that_are_left_when_a_link_closes_keep_their_bytes_though_their_buffers_go_back() -> None:
     given_back: list[int] = []
     buffers = [bytearray(b"first"), bytearray(b"other")]
     outgoing = Outgoing()

@@ -1,4 +1,4 @@
-"""Couriers that bring calls to a door of this very process: in the caller's thread, or in several others."""
+"""Call clients for a call server of this process: they call in the caller's thread, or in several others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync.transports.calls.client import Answers
 from weightsync.transports.calls.server import CallServer, Parcel, decoded
 
 
-class DirectCourier:
+class DirectCallClient:
     """Knocks in the thread that sends."""
 
     def __init__(self, call_server: CallServer) -> None:
@@ -24,7 +24,7 @@ class DirectCourier:
 
     def start(self, message: Any, payload: Any) -> Answers:
         if self._closed:
-            raise TransportError("The courier is closed.")
+            raise TransportError("The call client is closed.")
         carried = None if payload is None else memoryview(bytearray(payload.view[: message.nbytes]))
         parcel = Parcel(self._link, next(self._numbers), codec.encode(message), carried)
         answers: Answers = Future()
@@ -43,7 +43,7 @@ class DirectCourier:
         self._closed = True
 
 
-class ThreadedCourier(DirectCourier):
+class ThreadedCallClient(DirectCallClient):
     """Knocks in threads of its own, so that calls overtake each other."""
 
     def __init__(self, call_server: CallServer) -> None:
@@ -54,7 +54,7 @@ class ThreadedCourier(DirectCourier):
         try:
             self._threads.submit(super()._bring, parcel, answers)
         except RuntimeError as error:
-            raise TransportError("The courier is closed.") from error
+            raise TransportError("The call client is closed.") from error
 
     def close(self) -> None:
         super().close()

@@ -144,12 +144,12 @@ def rejoins(moment: Moment) -> bool:
 SENDS, APPLIED = takes(sending.SendAsync, version=2), takes(receiving.Applied, version=2)
 #: What a machine does wrong: its role, where in the run, and how.
 WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
-    "G1 AckNamesItsVersion: version 2 is applied, its ack names 9": ("receiver", APPLIED, answer(version=9)),
-    "G1 AckNamesItsVersion: version 1 leaves with two digests": ("sender", leaves(1, worker=1), said(digest=OTHER)),
+    "G1 AckNamesItsVersion: version 2 is applied, but its ack names 9": ("receiver", APPLIED, answer(version=9)),
+    "G1 AckNamesItsVersion: version 1 is sent with two digests": ("sender", leaves(1, worker=1), said(digest=OTHER)),
     "G1 AckNamesItsVersion: an ack for another sender counts": ("sender", counts, heard(incarnation=1)),
     "G2 AckedMeansServed: digest 0101": ("receiver", APPLIED, answer(digest=OTHER)),
     "G2 AckedMeansServed: the ack names the digest of other weights": ("sender", counts, heard(digest=OTHER)),
-    "G2 AckedMeansServed: worker 0 counts as APPLIED, and has not applied version 9": (
+    "G2 AckedMeansServed: worker 0 counts as APPLIED, but has not applied version 9": (
         "sender",
         counts,
         heard(version=9),
@@ -180,18 +180,26 @@ WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
         takes(receiving.Refused),
         {"before": lambda moment: replace(moment.before, served=(1, 1))},
     ),
-    "G6 RefusalKeepsServing: what is served changes, and nothing": ("receiver", arrives, after(served=(LATE, 9))),
-    "G7 OnlyTargetsChange: version 3 goes to [1], no target of it": ("sender", leaves(2, worker=1), said(version=3)),
-    "G9 ClosedIsFinal: a closed machine goes on": ("receiver", APPLIED, {"state_before": lambda _: State.CLOSED}),
+    "G6 RefusalKeepsServing: the served version changes, but nothing": ("receiver", arrives, after(served=(LATE, 9))),
+    "G7 OnlyTargetsChange: version 3 is sent to [1], which is no target of it": (
+        "sender",
+        leaves(2, worker=1),
+        said(version=3),
+    ),
+    "G9 ClosedIsFinal: a closed machine takes another step": (
+        "receiver",
+        APPLIED,
+        {"state_before": lambda _: State.CLOSED},
+    ),
     "G9 ClosedIsFinal: a closed machine": ("sender", SENDS, {"state_before": lambda _: State.CLOSED}),
     "G11 EverybodyIsToldTheTruth: version 1 is over": ("sender", asks(sending.Conclude), concluded(owed={0: 1})),
-    "G11 EverybodyIsToldTheTruth: version 1 is over, and its outcomes are those of []": (
+    "G11 EverybodyIsToldTheTruth: version 1 is over, but its outcomes are those of []": (
         "sender",
         asks(sending.Conclude),
         concluded(outcomes={}),
     ),
-    "G12 LateJoinerCatchesUp: version 2 is due to it, and 0": ("sender", rejoins, greets(0)),
-    "G12 LateJoinerCatchesUp: version 2 is due to it, and 9": ("sender", rejoins, greets(9)),
+    "G12 LateJoinerCatchesUp: version 2 is due to it, but 0": ("sender", rejoins, greets(0)),
+    "G12 LateJoinerCatchesUp: version 2 is due to it, but 9": ("sender", rejoins, greets(9)),
 }
 
 
@@ -200,7 +208,7 @@ def test_a_run_whose_machines_are_right_breaks_no_guarantee(run: Run) -> None:
 
 
 @pytest.mark.parametrize("told", WRONG)
-def test_what_a_pure_half_at_fault_does_is_told(run: Run, told: str) -> None:
+def test_what_a_pure_half_at_fault_does_is_reported(run: Run, told: str) -> None:
     role, wanted, how = WRONG[told]
     machine, index = run.find(role, wanted)
     line = machine.moments[index].line
@@ -210,12 +218,12 @@ def test_what_a_pure_half_at_fault_does_is_told(run: Run, told: str) -> None:
     assert (line, told) in [(each.line, f"{each.rule}: {each.what}"[: len(told)]) for each in run.breaches()]
 
 
-def test_a_version_that_is_served_and_never_came_is_told(run: Run) -> None:
+def test_a_version_that_is_served_and_never_came_is_reported(run: Run) -> None:
     run.drop("receiver", arrives)
 
     [found] = run.breaches()
 
-    assert (found.rule, found.what) == ("G2 AckedMeansServed", "version 1 never came")
+    assert (found.rule, found.what) == ("G2 AckedMeansServed", "version 1 never arrived")
 
 
 def never(run: Run) -> None:
@@ -230,12 +238,14 @@ def too_late(run: Run) -> None:
     run.change(
         "receiver",
         takes(receiving.Applied),
-        line=lambda moment: replace(moment.line, said={**moment.line.said, "t": time + 1}),
+        line=lambda moment: replace(moment.line, fields={**moment.line.fields, "t": time + 1}),
     )
 
 
 @pytest.mark.parametrize("wrong", [never, too_late])
-def test_an_ack_that_counts_though_its_worker_had_not_applied_is_told(run: Run, wrong: Callable[[Run], None]) -> None:
+def test_an_ack_that_counts_though_its_worker_had_not_applied_is_reported(
+    run: Run, wrong: Callable[[Run], None]
+) -> None:
     wrong(run)
     assert run.told() == ["G2 AckedMeansServed"]
 
@@ -288,7 +298,7 @@ def test_an_update_that_an_ordered_link_loses_is_missed_when_a_later_one_comes(r
     [found] = run.network.findings()
 
     assert "Update of version 1, sent before it" in found.what
-    assert "has not come" in found.what
+    assert "has not arrived" in found.what
     assert found.allowed == ("this link promises ORDERED",)
 
 

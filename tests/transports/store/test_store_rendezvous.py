@@ -20,7 +20,7 @@ PATIENCE = 30.0
 
 
 class Rank:
-    """One end of a meeting, with a thread of its own."""
+    """One end of a rendezvous, with its own thread."""
 
     def __init__(self, store: TCPStore, name: str) -> None:
         self.client = Client(store)
