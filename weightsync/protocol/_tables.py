@@ -37,11 +37,11 @@ class State(Enum):
 class InputKind(Enum):
     """Where an input comes from."""
 
-    #: The user, or our own code on the user's behalf, asked for it.
+    #: A call by the user, or by our own code on the user's behalf.
     CALL = "call"
-    #: The other end said something.
+    #: A message from the other end.
     MESSAGE = "message"
-    #: A link's fate, or what became of something given to it.
+    #: A link went down, or finished sending a message.
     LINK = "link"
     #: A waiting caller stops waiting.
     TIME = "time"
@@ -50,81 +50,82 @@ class InputKind(Enum):
 class SenderInput(Enum):
     """What can happen to a sender."""
 
-    #: The links are laid: each holds our Hello where its worker will find it; never waits for a worker.
+    #: The links are opened, and our Hello is put on each of them; this never waits for a worker.
     CONNECT = "CONNECT"
     #: A worker's first answer over its link: the handshake is complete.
     ARRIVED = "ARRIVED"
     #: Dispatch the next version to the targets; the caller blocks.
     SEND = "SEND"
-    #: Dispatch the next version to the targets; the caller goes on.
+    #: Dispatch the next version to the targets; the caller continues.
     SEND_ASYNC = "SEND_ASYNC"
-    #: Somebody still owes: the caller now blocks, with a deadline of its own.
+    #: Some workers still owe an answer: the caller now blocks, with a deadline of its own.
     WAIT = "WAIT"
-    #: Nobody owes any more: no need to block.
+    #: No worker owes an answer any more, so the caller need not block.
     WAIT_SETTLED = "WAIT_SETTLED"
     #: An ack or refusal of the outstanding version from a worker that owed it.
     REPLY = "REPLY"
-    #: A link died, failed, was refused or was given up: it is closed at once, and owes nothing any more.
+    #: A link died, failed, was refused or was given up: it is closed at once and no longer owes an answer.
     LOST = "LOST"
-    #: The last that owed has answered, is lost or has left.
+    #: The last worker that owed an answer has answered, was lost or has left.
     SETTLED = "SETTLED"
     #: Time is up: the update stays outstanding and can be waited for again.
     DEADLINE = "DEADLINE"
-    #: An exception in the waiting caller: re-raised, the update stays outstanding.
+    #: An exception in the waiting caller: it is re-raised, and the update stays outstanding.
     INTERRUPTED = "INTERRUPTED"
-    #: The caller gives the update up.
+    #: The caller gives up the update.
     ABANDON = "ABANDON"
-    #: A worker joins or comes back on a new link; behind its Hello goes the newest version due to it.
+    #: A worker joins, or rejoins on a new link; the newest version addressed to it follows its Hello.
     JOIN = "JOIN"
-    #: A joiner's answer to the version that went behind its Hello.
+    #: A joining worker's answer to the version that followed its Hello.
     CAUGHT_UP = "CAUGHT_UP"
-    #: A worker's goodbye over its link: the link closes and owes nothing any more, the worker leaves the roll.
+    #: A worker's goodbye over its link: the link closes and no longer owes an answer, and the worker is removed.
     LEFT = "LEFT"
-    #: The worker leaves the roll, as its user asked.
+    #: The user removes the worker.
     REMOVE = "REMOVE"
-    #: An answer that nobody is owed: counted, otherwise ignored.
+    #: An answer that is not owed: counted, otherwise ignored.
     STALE = "STALE"
-    #: Links close, outstanding outcomes become ABANDONED, a caller who waits is woken.
+    #: Links close, outstanding outcomes become ABANDONED, and a waiting caller is woken.
     CLOSE = "CLOSE"
 
 
 class ReceiverInput(Enum):
     """What can happen to a receiver."""
 
-    #: A handshake with an incarnation not below the fence.
+    #: A handshake with an incarnation at or above the fence.
     CONNECT = "CONNECT"
-    #: A handshake below the fence, or of another layout, protocol or key: answered with the reason and the fence, and
-    #: that link closes.
+    #: A handshake below the fence, or with another layout, protocol or key: it is answered with the reason and the
+    #: fence, and its link closes.
     REJECTED = "REJECTED"
-    #: A handshake not below the fence on a new link: the old link closes, what was pending is dropped; or a newer
-    #: sender's on the same link: what was pending is answered STALE; the version served stays.
+    #: A handshake at or above the fence on a new link: the old link closes and the pending version is dropped; or a
+    #: newer sender's on the same link: the pending version is answered STALE; the served version stays.
     TAKEOVER = "TAKEOVER"
-    #: A newer version has arrived whole.
+    #: A newer version has arrived completely.
     UPDATE = "UPDATE"
-    #: The version decided last once more: the very same answer again; the pending one or a Hello once more: nothing to
-    #: do.
+    #: The version decided last arrived again: the same answer is sent again; the pending version or a Hello arrived
+    #: again: nothing to do.
     DUPLICATE = "DUPLICATE"
     #: Below the version decided last or pending, or below the fence: answered STALE, never applied.
     STALE = "STALE"
-    #: A newer version overtook the pending one, which is answered SUPERSEDED.
+    #: A newer version replaces the pending one, which is answered SUPERSEDED.
     NEWER = "NEWER"
-    #: All tensors of the version are live, none of the old remain.
+    #: All tensors of the version are live, and none of the old ones remain.
     APPLIED = "APPLIED"
-    #: All tensors of the version are live; the worker hands it on to workers of its own before it answers.
+    #: All tensors of the version are live; the worker forwards it to its own workers before it answers.
     DEFERRED = "DEFERRED"
-    #: The version was handed on: the deferred answer leaves now, and says what became of it there.
+    #: The version was forwarded: the deferred answer is sent now, with the report of the worker's own workers.
     SEND_ACK = "SEND_ACK"
-    #: It did not fit: nothing was changed.
+    #: The version did not fit: nothing was changed.
     REFUSED = "REFUSED"
-    #: The swap failed half way and could not be undone: the link ends as failed, nothing is served.
+    #: The swap failed half way and could not be undone: the link fails, and nothing is served.
     BROKEN = "BROKEN"
-    #: Other weights were written into the model by hand: it serves no version any more.
+    #: The user wrote other weights into the model: it no longer serves a version.
     INVALIDATED = "INVALIDATED"
-    #: The answer left.
+    #: The answer was sent.
     ANSWERED = "ANSWERED"
-    #: The link is gone or has failed, with whatever answer was owed; the version served stays.
+    #: The link is closed or has failed, and with it any answer that was owed; the served version stays.
     LINK_DOWN = "LINK_DOWN"
-    #: Closed, or left by an exception: says goodbye, or what failed; the model keeps the version it serves.
+    #: The receiver is closed, by a call or an exception: it says goodbye or reports the failure; the model keeps its
+    #: version.
     CLOSE = "CLOSE"
 
 
@@ -133,13 +134,13 @@ class RefusalKind(Enum):
 
     #: It did not fit, or could not be applied; nothing was changed.
     REFUSED = "REFUSED"
-    #: A newer version overtook it before it was applied.
+    #: A newer version replaced it before it was applied.
     SUPERSEDED = "SUPERSEDED"
-    #: A newer version was decided already, or a newer sender has been met.
+    #: A newer version was decided already, or the worker has seen a newer sender.
     STALE = "STALE"
-    #: The sender is older than the newest this worker has met.
+    #: The sender is older than the newest one this worker has seen.
     FENCED = "FENCED"
-    #: Something failed at the worker: it takes nothing more over this link.
+    #: Something failed at the worker: it accepts nothing more over this link.
     FAILED = "FAILED"
 
 
@@ -323,9 +324,9 @@ GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
         "G1": Guarantee("AckNamesItsVersion", "an ack counts only for the (incarnation, version) that it names"),
         "G2": Guarantee(
             "AckedMeansServed",
-            "a report says APPLIED for worker w and version v only if w served v, whole",
+            "a report says APPLIED for worker w and version v only if w served all of v",
         ),
-        "G3": Guarantee("NoTornRead", "no guarded forward sees tensors of two versions"),
+        "G3": Guarantee("NoTornRead", "no guarded forward pass sees tensors of two versions"),
         "G4": Guarantee(
             "ServingIsMonotone",
             "a worker never goes back to an older version of the same incarnation, nor to an incarnation below its "
@@ -337,10 +338,10 @@ GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
         ),
         "G6": Guarantee(
             "RefusalKeepsServing",
-            "an update that is refused, aborted or interrupted leaves the old version whole, or, where a half-done "
-            "swap cannot be undone, nothing is served",
+            "an update that is refused, aborted or interrupted leaves the old version whole; if a half-done swap "
+            "cannot be undone, nothing is served",
         ),
-        "G7": Guarantee("OnlyTargetsChange", "an update is dispatched to its targets and changes nobody else"),
+        "G7": Guarantee("OnlyTargetsChange", "an update is dispatched to its targets and changes no other worker"),
         "G8": Guarantee(
             "CopyOwesNothing",
             "a copy is uninitialized, owes and is owed nothing, and leaves its original untouched",
@@ -348,7 +349,8 @@ GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
         "G9": Guarantee("ClosedIsFinal", "nothing leaves the state closed, and nothing is applied in it"),
         "G10": Guarantee(
             "EverySendEnds",
-            "each blocking call returns or raises by its deadline; with none, once every target answers or is lost",
+            "each blocking call returns or raises by its deadline, or, without one, once every target has answered or "
+            "is lost",
         ),
         "G11": Guarantee(
             "EverybodyIsToldTheTruth",
@@ -356,7 +358,7 @@ GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
         ),
         "G12": Guarantee(
             "LateJoinerCatchesUp",
-            "a joiner serves nothing until its first version; it gets the newest that was due to it",
+            "a late joiner serves nothing until its first version; it receives the latest version addressed to it",
         ),
     }
 )

@@ -16,7 +16,7 @@ from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.sources import weights_of
-from weightsync.weights.meta_device import is_blank
+from weightsync.weights.meta_device import is_on_meta
 
 
 class NoSender(WeightSender):
@@ -92,7 +92,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
                 policy to its workers), and nobody will bring any.
         """
         model = kwargs.get("model")
-        if isinstance(model, nn.Module) and is_blank(model):
+        if isinstance(model, nn.Module) and is_on_meta(model):
             raise ConfigurationError(
                 f"the model {model_id!r} came without its weights (on the meta device), and NoWeightSyncScheme brings "
                 "none. Give the collector policy_factory= instead of policy=, so that each worker makes its own, or "
