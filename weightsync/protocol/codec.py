@@ -386,7 +386,7 @@ def decode_with(head: Head, data: Readable) -> Message:
         raise malformed("A frame was corrupted in transit: its checksum is wrong", data)
     try:
         if head.digest_nbytes not in _DIGEST_SIZES or head.pad:
-            raise ValueError(f"a digest of {head.digest_nbytes} bytes is not valid")
+            raise ValueError(f"digest size {head.digest_nbytes} with padding {head.pad} is not valid")
         message = _READERS[head.kind](head, covered[COVERED.size :])
         _require_ranges(message)
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
