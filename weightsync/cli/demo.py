@@ -53,7 +53,7 @@ def demo(  # noqa: PLR0917
         with _ended_by_signals(), (live_display if live else plain_display)(console, state):
             result = run(state)
     except KeyboardInterrupt:
-        typer.echo("weightsync: interrupted; no worker is left.", err=True)
+        typer.echo("weightsync: interrupted; all workers have ended.", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     console.print(proof_table(result))
     for line in summary(result):

@@ -132,7 +132,7 @@ def test_a_header_alone_is_read_up_to_the_largest_body():
     ("data", "said"),
     [
         (struct.pack("!4sH", b"HTTP", PROTOCOL_VERSION), "does not start with the weightsync magic"),
-        (struct.pack("!4sH", codec.MAGIC, PROTOCOL_VERSION), "ends after 6 bytes of its header's 72"),
+        (struct.pack("!4sH", codec.MAGIC, PROTOCOL_VERSION), "ends after 6 of its header's 72 bytes"),
         (struct.pack("!4sHH64x", codec.MAGIC, PROTOCOL_VERSION, 1), "A header is malformed"),
     ],
     ids=["foreign", "short", "not zero"],

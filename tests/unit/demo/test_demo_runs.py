@@ -76,7 +76,7 @@ def test_workers_that_fail_end_the_run_and_say_why(monkeypatch: pytest.MonkeyPat
 
     assert result.of(Verdict.LOST) == [0, 1]
     assert result.state.updates == 0
-    assert any("no training happened" in text for text in result.failures)
+    assert any("the policy was not trained" in text for text in result.failures)
     assert any("ZeroDivisionError: planted" in note for note in result.state.notes)
     assert result.state.elapsed < 50
 
