@@ -503,14 +503,18 @@ UpdateArrived(w, s, k, v) ==
   \E m \in letters :
     LET key == <<sdata[s].incarnation, v, m.p>>
         input == NameUpdate(w, key)
-        again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) /\ rdata[w].answer # "DEFERRED" IN
+        again == input = "DUPLICATE" /\ SameKey(key, rdata[w].decided) /\ rdata[w].answer # "DEFERRED"
+        \* A deferred answer leaves before a newer version takes its place: its sender may be catching up with it.
+        overdue == input = "UPDATE" /\ rdata[w].answer = "DEFERRED" /\ rdata[w].decided[1] = key[1] IN
     /\ m.w = w /\ m.s = s /\ m.k = k /\ m.v = v /\ v # 0 /\ LetterDue(m)
     /\ Link(w) = <<s, k>> /\ ReceiverMay(rstate[w], input)
     /\ ReceiverTo(w, ReceiverNext(rstate[w], input))
-    /\ rdata' = IF input \in {"UPDATE", "NEWER"} THEN [rdata EXCEPT ![w].pending = key] ELSE rdata
+    /\ rdata' = IF input \in {"UPDATE", "NEWER"}
+                THEN [rdata EXCEPT ![w].pending = key, ![w].answer = IF overdue THEN "ACK" ELSE @] ELSE rdata
     /\ letters' = Taken(letters, m)
     /\ answers' = CASE input = "STALE" -> Posted(answers, Word(s, w, k, key, "STALE", rdata[w].fence))
                     [] input = "NEWER" -> Posted(answers, Word(s, w, k, rdata[w].pending, "SUPERSEDED", rdata[w].fence))
+                    [] overdue -> Posted(answers, Word(s, w, k, rdata[w].decided, "ACK", 0))
                     [] again -> Posted(answers, Word(s, w, k, <<key[1], key[2], rdata[w].decided[3]>>,
                                                      rdata[w].answer,
                                                      IF rdata[w].answer = "ACK" THEN 0 ELSE rdata[w].fence))

@@ -1,7 +1,7 @@
 ------------------------------- MODULE Calls -------------------------------
 (***************************************************************************)
 (* Links whose messages are calls and whose answers are their results:     *)
-(* calls.py, doors.py, door_links.py; Ray and RPC.                         *)
+(* calls/client.py, calls/server.py, calls/server_link.py; Ray and RPC.    *)
 (*                                                                         *)
 (* A call is begun for each message, and numbered.  Calls come to the      *)
 (* worker's door in any order and are let in by their numbers.  What the   *)

@@ -1,8 +1,8 @@
 ----------------------------- MODULE Challenge -----------------------------
 (***************************************************************************)
 (* The exchange of challenges under a shared key: sealing.py, and who      *)
-(* numbers: distributed/guards.py for a row of letters in a store,         *)
-(* call_seals.py and gates.py for calls.                                   *)
+(* numbers: store/seals.py for a row of messages in a store,               *)
+(* sealing.py and calls/gates.py for calls.                                *)
 (*                                                                         *)
 (* A sender draws a name for each link of its own.  A worker draws a nonce *)
 (* for each end that it makes.  What the sender says before it has met the *)

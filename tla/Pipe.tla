@@ -1,6 +1,6 @@
 ------------------------------- MODULE Pipe --------------------------------
 (***************************************************************************)
-(* Links over sockets: pipe.py, channel.py, outflow.py, inflow.py.         *)
+(* Links over sockets: pipe/link.py, pipe/connection.py, pipe/framing.py.  *)
 (*                                                                         *)
 (* A frame leaves in pieces, as there is room; here in two: its head,      *)
 (* which says what it is, and its body, which says which weights.  The     *)

@@ -1,7 +1,7 @@
 ------------------------------- MODULE Slots -------------------------------
 (***************************************************************************)
-(* Payloads in shared memory: memory.py, pins.py, sharing.py, and the      *)
-(* packing of driving/packing.py.  Messages go by the pipe (Pipe.tla): of  *)
+(* Payloads in shared memory: buffers.py, and the                          *)
+(* packing of engine/packer.py.  Messages go by the pipe (Pipe.tla): of    *)
 (* them an update names the slot where its weights lie.                    *)
 (*                                                                         *)
 (* A trainer writes a slot tensor by tensor, and a worker reads what it    *)

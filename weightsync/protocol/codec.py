@@ -41,7 +41,7 @@ from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncRepor
 #: How deep reports may nest. Both ends refuse more, so that neither exhausts its stack.
 MAX_DEPTH: Final = 32
 
-_SECONDS: Final = ("preparing", "connect_s", "transferring", "applying")
+_SECONDS: Final = ("pack_s", "connect_s", "transfer_s", "apply_s")
 #: The exclusive upper bounds of these numbers on the wire.
 _INCARNATIONS: Final = 2**128
 _NUMBERS: Final = 2**64
@@ -126,10 +126,10 @@ def _read(told: dict[str, Any], depth: int) -> SyncReport:
         },
         not_caught_up=_read_all(told["not_caught_up"], depth),
         left={_worker(worker): _text(goodbye) for worker, goodbye in told["left"].items()},
-        pack_s=_seconds(told["preparing"]),
+        pack_s=_seconds(told["pack_s"]),
         connect_s=_seconds(told["connect_s"]),
-        transfer_s=_seconds(told["transferring"]),
-        apply_s=_seconds(told["applying"]),
+        transfer_s=_seconds(told["transfer_s"]),
+        apply_s=_seconds(told["apply_s"]),
     )
 
 

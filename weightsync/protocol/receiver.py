@@ -389,6 +389,10 @@ def _take(named: ReceiverInput, data: ReceiverData, event: UpdateArrived) -> tup
             return data, ()
         case ReceiverInput.NEWER if data.pending is not None:
             return replace(data, pending=key), (Tell(event.link, data.pending, RefusalKind.SUPERSEDED),)
+        case _ if isinstance(data.answer, Deferred) and data.answer.ack.incarnation == event.incarnation:
+            # The sender may be waiting for this answer to a late joiner's version; a newer version would replace it.
+            ack = data.answer.ack
+            return replace(data, pending=key, answer=ack), (Reply(event.link, ack),)
         case _:
             return replace(data, pending=key), ()
 

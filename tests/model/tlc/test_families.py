@@ -25,7 +25,7 @@ from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.store import StoreLink
 
 PACKAGE = Path(__file__).parents[3] / "weightsync"
-FOLDERS = (PACKAGE, PACKAGE / "transports", PACKAGE / "transports" / "distributed")
+FOLDERS = (PACKAGE, PACKAGE / "transports")
 
 #: A family's module, and whose links it is the model of.
 FAMILIES: dict[str, tuple[type[Link], ...]] = {

@@ -128,7 +128,7 @@ def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
         return None if self._driver.pending is None else self._apply(target)
 
     patch.setattr(ReceiverDriver, "close", close)
-    patch.setattr(WeightReceiver, "take_in", receive_and_apply)
+    patch.setattr(WeightReceiver, "receive_and_apply", receive_and_apply)
 
 
 def losses_are_not_heard(patch: pytest.MonkeyPatch) -> None:

@@ -291,6 +291,17 @@ def test_a_deferred_answer_leaves_over_the_link_that_its_sender_has_now(receiver
     assert receiver.take(pure.SendAck()).effects == (pure.Reply(2, ack(5, 1)),)
 
 
+def test_a_deferred_answer_leaves_before_a_newer_version_takes_its_place(receiver: Receiver) -> None:
+    deferring(receiver).take(pure.LinkDown(1))
+    receiver.take(pure.HelloArrived(2, 5))
+
+    step = receiver.take(pure.UpdateArrived(2, 5, 2))
+
+    assert (step.input, step.effects) == (ReceiverInput.UPDATE, (pure.Reply(2, ack(5, 1)),))
+    assert (receiver.data.answer, receiver.data.pending) == (ack(5, 1), (5, 2))
+    assert receiver.take(pure.SendAck()).input is None
+
+
 def test_a_deferred_answer_is_nothing_to_a_newer_sender(receiver: Receiver) -> None:
     deferring(receiver).take(pure.HelloArrived(2, 6))
 

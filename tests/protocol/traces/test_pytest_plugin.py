@@ -16,7 +16,7 @@ EVENTS = 168
 TESTS = """
 import pytest
 from recorded import play
-from weightsync import tracing
+from weightsync.engine import recorder
 
 
 def test_that_conforms():
@@ -24,17 +24,17 @@ def test_that_conforms():
 
 
 
-shipped = tracing.Life.tell
+shipped = recorder.Life.tell
 
 
 def faulty(self, what, model_id, **said):
-    if what is tracing.What.STEP:
+    if what is recorder.What.STEP:
         said["after"] = said["before"]
     shipped(self, what, model_id, **said)
 
 
 def test_that_plants_a_fault(monkeypatch):
-    monkeypatch.setattr(tracing.Life, "tell", faulty)
+    monkeypatch.setattr(recorder.Life, "tell", faulty)
     play()
 
 

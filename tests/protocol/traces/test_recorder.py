@@ -283,7 +283,7 @@ def test_a_step_runs_no_instruction_of_the_recorder_while_it_is_off(monkeypatch:
     assert drivers == {SenderDriver, ReceiverDriver}
     assert count > 1000
     assert {Path(file).name for file in files} & {"sender.py", "receiver.py"}
-    assert not {file for file in files if Path(file).stem in ("tracing", "traced")}
+    assert not {file for file in files if Path(file).stem in ("recorder", "recorded_drivers")}
 
 
 def test_the_drivers_name_no_recorder_so_that_off_is_the_code_without_the_hook() -> None:
@@ -301,7 +301,7 @@ def test_the_probe_sees_a_recorder_that_is_on(tmp_path: Path) -> None:
     with tracing.record(tmp_path):
         on, files = _instructions()
 
-    assert {file for file in files if Path(file).stem in ("tracing", "traced")}
+    assert {file for file in files if Path(file).stem in ("recorder", "recorded_drivers")}
     assert on > 0
 
 

@@ -110,7 +110,7 @@ def test_g11_a_send_when_all_have_left_says_who_did(three: Pair) -> None:
 def test_g11_fewer_workers_than_expected_are_an_error_before_anything_is_sent(three: Pair) -> None:
     three.sync()
     three.receivers[1].close()
-    with pytest.raises(ConfigurationError, match="3 workers are expected, and 2 are on the roll"):
+    with pytest.raises(ConfigurationError, match="3 workers are expected, and 2 have been added"):
         three.sender.send_async(expected_workers=3)
     three.sender.expected_workers = 3
     with pytest.raises(ConfigurationError, match="Worker 1 left"):

@@ -47,7 +47,7 @@ class Calls:
         monkeypatch.setattr(module.rpc, "rpc_async", self._call)
         monkeypatch.setattr(module, "require_rpc", lambda peer: None)
         monkeypatch.setattr(module, "_own_name", lambda: Worker.name)
-        monkeypatch.setattr(module, "_doors", module._CallServers())
+        monkeypatch.setattr(module, "_call_servers", module._CallServers())
         monkeypatch.setattr(module.torch_rpc.api, "_get_current_rpc_agent", lambda: None)
 
     def _call(self, worker: Any, function: Any, *, args: tuple[Any, ...], timeout: float) -> Any:

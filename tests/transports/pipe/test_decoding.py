@@ -130,7 +130,7 @@ def with_field(path: str, word: str) -> bytes:
     return json.dumps(told).replace('"@"', word).encode()
 
 
-NUMBERS = ["version", "incarnation", "nbytes", "preparing", "outcomes.0.fence", "outcomes.0.seconds"]
+NUMBERS = ["version", "incarnation", "nbytes", "pack_s", "outcomes.0.fence", "outcomes.0.seconds"]
 
 
 @pytest.mark.parametrize("field", NUMBERS)

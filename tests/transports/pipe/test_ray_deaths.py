@@ -81,7 +81,7 @@ def without(actor: Actor) -> Any:
     return module.PlainActorCallClient(actor.remote, "worker 0", Row())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("courier", [with_our_receiver, without])
+@pytest.mark.parametrize("call_client", [with_our_receiver, without])
 @pytest.mark.parametrize("died", ["ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError"])
 def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
     call_client: Callable[[Actor], Any], died: str, monkeypatch: pytest.MonkeyPatch

@@ -211,7 +211,7 @@ def test_an_async_actor_applies_between_two_awaits(fresh: Any, trainer: Any) -> 
 PROGRAM = """
     import sys, threading, time
     import ray
-    from ray_fleet import Seat, small
+    from ray_fleet import WorkerSetup, small
     from weightsync import RayWeightSyncScheme
 
     ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
