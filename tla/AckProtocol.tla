@@ -547,7 +547,7 @@ Defer(w) ==
   /\ sdata' = Did(w, key)
   /\ UNCHANGED <<sstate, slife, blocked, letters, answers, gone>>
 
-\* It was forwarded. In awaiting_ack, Answered sends the answer; else it goes over the current link of its sender, if any.
+\* It was forwarded. In awaiting_ack, Answered sends the answer; else it goes over its sender's current link, if any.
 SendAck(w) ==
   LET due == Link(w) # NoLink /\ rdata[w].decided[1] = rdata[w].fence /\ rstate[w] # "awaiting_ack" IN
   /\ rdata[w].answer = "DEFERRED" /\ ReceiverMay(rstate[w], "SEND_ACK")

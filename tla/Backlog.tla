@@ -1,7 +1,7 @@
 ------------------------------ MODULE Backlog ------------------------------
 (***************************************************************************)
 (* How far a sender runs ahead of a worker that does not read: the backlog *)
-(* of one link, weightsync/engine/sender_driver.py.                             *)
+(* of one link, weightsync/engine/sender_driver.py.                        *)
 (*                                                                         *)
 (* A link carries at most two unanswered updates.  A newer one             *)
 (* waits in the sender.  If a still newer one follows, it replaces the     *)

@@ -188,7 +188,7 @@ Begins(part, whole) == Len(part) <= Len(whole) /\ \A i \in 1..Len(part) : part[i
 OnlyTheSender == \A w \in Workers :
   proven[w] \/ Believed(w) # <<>> => met[link[w]] = w /\ Begins(Believed(w), said[link[w]])
 
-\* What a sender's end believes, the worker's end said whose nonce it took, in this session, each once; in a row in order.
+\* A sender's end accepts what the worker's end whose nonce it took said, in this session, each once; in a row in order.
 OnlyTheWorker == \A s \in Senders : heard[s] # <<>> =>
   /\ link[met[s]] = s
   /\ \A i \in 1..Len(heard[s]) : \E n \in Numbers : heard[s][i] = Answer(met[s], n) /\ n <= told[met[s]]

@@ -6,7 +6,7 @@
 (* is removed from the promise, its step is allowed, and TLC reports it.   *)
 (*                                                                         *)
 (* The line above a step names the clause that refuses it, as it stands in *)
-(* WeightSync.tla; a test compares (tests/model/tlc/test_promise.py).            *)
+(* WeightSync.tla; a test compares (tests/model/tlc/test_promise.py).      *)
 (***************************************************************************)
 EXTENDS WeightSync, Sequences
 

@@ -11,12 +11,12 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-#: What a Hello says it speaks.
+#: The protocol version in every frame.
 PROTOCOL_VERSION: Final[int] = 3
 
 
 class State(Enum):
-    """Is an update outstanding, and does somebody stand waiting for it?"""
+    """Whether an update is outstanding, and whether a caller waits for it."""
 
     #: Sender: no links yet: new, copied, unpickled, or in a forked child.
     #: Receiver: no link.
@@ -48,7 +48,7 @@ class InputKind(Enum):
 
 
 class SenderInput(Enum):
-    """What can happen to a sender."""
+    """The inputs of a sender."""
 
     #: The links are opened, and our Hello is put on each of them; this never waits for a worker.
     CONNECT = "CONNECT"
@@ -89,7 +89,7 @@ class SenderInput(Enum):
 
 
 class ReceiverInput(Enum):
-    """What can happen to a receiver."""
+    """The inputs of a receiver."""
 
     #: A handshake with an incarnation at or above the fence.
     CONNECT = "CONNECT"
@@ -130,7 +130,7 @@ class ReceiverInput(Enum):
 
 
 class RefusalKind(Enum):
-    """Why a receiver did not apply what it was sent."""
+    """Why a receiver did not apply a version."""
 
     #: It did not fit, or could not be applied; nothing was changed.
     REFUSED = "REFUSED"
@@ -145,7 +145,7 @@ class RefusalKind(Enum):
 
 
 class Delivery(Enum):
-    """What a transport promises of its links, and the model is checked under."""
+    """What a transport guarantees for its links. The model is checked under each."""
 
     #: In order, once, or the link breaks: a pipe.
     ORDERED = "ORDERED"
@@ -168,7 +168,7 @@ class Delivery(Enum):
 
     @property
     def loses(self) -> bool:
-        """Whether a message may be lost although the link lives on."""
+        """Whether a message may be lost although the link stays up."""
         return self is Delivery.BEST_EFFORT
 
 
@@ -179,12 +179,12 @@ class Guarantee(NamedTuple):
     meaning: str
 
 
-#: Where a machine starts, and where a copy of one starts.
+#: The initial state of a machine, and of a copy of one.
 INITIAL: Final[State] = State.UNINITIALIZED
-#: The state that nothing leaves.
+#: The final state.
 FINAL: Final[State] = State.CLOSED
 
-#: Where each input of a sender comes from.
+#: The kind of each input of a sender.
 SENDER_KINDS: Final[Mapping[SenderInput, InputKind]] = MappingProxyType(
     {
         SenderInput.CONNECT: InputKind.CALL,
@@ -208,7 +208,7 @@ SENDER_KINDS: Final[Mapping[SenderInput, InputKind]] = MappingProxyType(
     }
 )
 
-#: Where each input of a receiver comes from.
+#: The kind of each input of a receiver.
 RECEIVER_KINDS: Final[Mapping[ReceiverInput, InputKind]] = MappingProxyType(
     {
         ReceiverInput.CONNECT: InputKind.MESSAGE,
@@ -230,7 +230,7 @@ RECEIVER_KINDS: Final[Mapping[ReceiverInput, InputKind]] = MappingProxyType(
     }
 )
 
-#: The whole table of a sender: in which state, on which input, to which state.
+#: The whole table of a sender: (state, input) to the next state.
 SENDER_ROWS: Final[Mapping[tuple[State, SenderInput], State]] = MappingProxyType(
     {
         (State.UNINITIALIZED, SenderInput.CONNECT): State.READY,
@@ -275,7 +275,7 @@ SENDER_ROWS: Final[Mapping[tuple[State, SenderInput], State]] = MappingProxyType
     }
 )
 
-#: The whole table of a receiver: in which state, on which input, to which state.
+#: The whole table of a receiver: (state, input) to the next state.
 RECEIVER_ROWS: Final[Mapping[tuple[State, ReceiverInput], State]] = MappingProxyType(
     {
         (State.UNINITIALIZED, ReceiverInput.CONNECT): State.READY,
@@ -318,7 +318,7 @@ RECEIVER_ROWS: Final[Mapping[tuple[State, ReceiverInput], State]] = MappingProxy
     }
 )
 
-#: What is promised, by id.
+#: The guarantees, by id.
 GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
     {
         "G1": Guarantee("AckNamesItsVersion", "an ack counts only for the (incarnation, version) that it names"),

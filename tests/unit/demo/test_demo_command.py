@@ -45,7 +45,10 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         (("--seconds", "0"), "the demo needs more than 0 seconds, not 0."),
         (("--seconds", "nan"), "the demo needs more than 0 seconds, not nan."),
         (("--seed", "-1"), "the demo's seed must be 0 or more, not -1."),
-        (("--kill-worker", "--workers", "1"), "--kill-worker needs at least 2 workers: one to kill and one to continue with."),
+        (
+            ("--kill-worker", "--workers", "1"),
+            "--kill-worker needs at least 2 workers: one to kill and one to continue with.",
+        ),
     ],
 )
 def test_bad_options_are_refused_in_one_line(

@@ -37,7 +37,16 @@ class Foundation(LinkTransport):
     """
 
     #: What `__getstate__` leaves behind.
-    _live: tuple[str, ...] = ("_senders", "_receivers", "_outstanding", "_told", "_last", "_lock", "_services", "_closed")
+    _live: tuple[str, ...] = (
+        "_senders",
+        "_receivers",
+        "_outstanding",
+        "_told",
+        "_last",
+        "_lock",
+        "_services",
+        "_closed",
+    )
 
     def __init__(
         self,
