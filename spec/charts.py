@@ -1,8 +1,8 @@
-"""Renders `docs/scenarios.md`: for each guarantee the check that its planted fault turns red, as it went, in a chart.
+"""Renders `docs/scenarios.md`: for each guarantee, a chart of the check that its planted fault turns red.
 
-Each check of `tests/protocol/planted/checks.py` is run with the recorder on; its trace must conform, and is drawn. With
+Each check of `tests/protocol/planted/checks.py` runs with the recorder on; its trace must conform, and is drawn. With
 ``--check`` nothing is written and the page is compared byte for byte.
-Exit status: 0 all is as it should be, 1 the page differs.
+Exit status: 0 the page is up to date, 1 it differs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ message is read; a crossed one was sent and is not read by the end of the scenar
 
 
 def render(root: Path = ROOT) -> str:
-    """The page, from runs made now."""
+    """Run the checks and render the page."""
     sys.path.insert(0, str(root / "tests" / "protocol" / "planted"))
     checks = importlib.import_module("checks")  # lies in the tests, and imports torch
     logging.getLogger("weightsync").setLevel("CRITICAL")
@@ -61,7 +61,7 @@ def _drawn(run: object) -> Iterator[str]:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
     page = render()
-    return keep(PAGE, page, arguments, "docs/scenarios.md is not what the scenarios give: run `python spec/charts.py`.")
+    return keep(PAGE, page, arguments, "docs/scenarios.md is out of date: run `python spec/charts.py`.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What maintainers of the model run beside `weightsync check`: pinned counts, the second checker, the model's mutants.
+"""The maintainers' checks of the model, beside `weightsync check`: pin counts, run the second checker, hunt mutants.
 
-`python spec/check.py model --help` and `python spec/check.py mutants --help` say what each takes.
+`python spec/check.py model --help` and `python spec/check.py mutants --help` list the options.
 """
 
 from __future__ import annotations
@@ -26,37 +26,39 @@ from weightsync.model import Coverage, Manifest, Tier, Verdict, find_model
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 
-_Model = Annotated[Path | None, typer.Option("--model", metavar="FOLDER", help="Check another model than our own.")]
+_Model = Annotated[
+    Path | None, typer.Option("--model", metavar="FOLDER", help="Check another model than weightsync's own.")
+]
 
 
 @app.command("model")
 def check_model(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Configurations to run; the quick ones if none.", show_default=False),
+        typer.Argument(metavar="NAME", help="Configurations to run. Default: the quick ones.", show_default=False),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Run every configuration.")] = False,
     repin: Annotated[
         bool,
-        typer.Option("--pin", help="Write the counts seen into the manifest, where all else is as expected."),
+        typer.Option("--pin", help="Write the new counts into the manifest if everything else is as expected."),
     ] = False,
     second: Annotated[
         Tier | None,
         typer.Option(
             "--second",
-            help="Have a second checker, in Python, look at the graphs too, of the quick ones of those that are run "
-            "or of all; fail where the two disagree.",
+            help="Also examine the graphs with a second checker, written in Python, of the quick configurations or of "
+            "all; fail if the two disagree.",
             show_default=False,
         ),
     ] = None,
     model: _Model = None,
 ) -> None:
-    """Check the model with TLC as `weightsync check` does, and pin its counts or have a second checker look at it."""
+    """Check the model with TLC as `weightsync check` does; pin its counts, or run the second checker too."""
     screen = console()
     manifest = Manifest.read(model or find_model())
     chosen = manifest.select(names) if names else manifest.tier(Tier.ALL if everything else Tier.QUICK)
     if second and not any(second.covers(found.tier) for found in chosen):
-        raise typer.BadParameter("none of those to run is a quick one: --second all", param_hint="--second")
+        raise typer.BadParameter("none of these configurations is a quick one: use --second all", param_hint="--second")
     started = time.monotonic()
     verdicts = run(manifest, chosen, screen, Coverage.NOT_COUNTED)
     if repin:
@@ -74,18 +76,18 @@ def check_mutants(
         typer.Option(
             "--share",
             metavar="K/N",
-            help="Hunt the K-th of N equal shares from the beginning, by every property in every configuration, "
-            "whatever the ledger says of them (an hour and more for 1/1).",
+            help="Hunt the K-th of N equal shares from scratch, with every property in every configuration, ignoring "
+            "the ledger (more than an hour for 1/1).",
             show_default=False,
         ),
     ] = None,
-    repin: Annotated[bool, typer.Option("--pin", help="Write what was seen into the ledger.")] = False,
+    repin: Annotated[bool, typer.Option("--pin", help="Write the results into the ledger.")] = False,
     model: _Model = None,
     ledger: Annotated[
-        Path, typer.Option("--ledger", metavar="FILE", help="What is known of the mutants.", show_default=False)
+        Path, typer.Option("--ledger", metavar="FILE", help="The ledger of the mutants.", show_default=False)
     ] = LEDGER,
 ) -> None:
-    """Change the model in small ways, and fail if a change is not found wrong."""
+    """Apply small changes to the model, and fail if a check does not notice one."""
     manifest = Manifest.read(model or find_model())
     with tools() as toolchain:
         if not hunt_mutants(manifest, ledger, toolchain, console(), _share(share), repin=repin):
@@ -93,7 +95,7 @@ def check_mutants(
 
 
 def _examine_again(manifest: Manifest, verdicts: Sequence[Verdict], tier: Tier, screen: Console) -> bool:
-    """Have the second checker look at those configurations that are of a tier; return whether it agrees."""
+    """Run the second checker on the configurations of a tier; return whether it agrees with TLC."""
     started = time.monotonic()
     verdicts = [verdict for verdict in verdicts if tier.covers(verdict.configuration.tier)]
 
@@ -104,13 +106,13 @@ def _examine_again(manifest: Manifest, verdicts: Sequence[Verdict], tier: Tier, 
         found = SecondSuite(toolchain, manifest, ended).run(verdicts)
     for line in second_summary(found, time.monotonic() - started):
         screen.print(line, soft_wrap=True)
-    for told in (line for verdict in found if not verdict.agrees for line in story(verdict)):
-        screen.print(told, markup=False, highlight=False, soft_wrap=True)
+    for text in (line for verdict in found if not verdict.agrees for line in story(verdict)):
+        screen.print(text, markup=False, highlight=False, soft_wrap=True)
     return all(verdict.agrees for verdict in found)
 
 
 def _pin(manifest: Manifest, verdicts: Sequence[Verdict], screen: Console) -> list[Verdict]:
-    """Pin what was counted wherever nothing else is the matter."""
+    """Pin the new counts of configurations in which nothing else differs."""
     seen = {verdict.configuration.name: verdict.repin for verdict in verdicts}
     changed = {name: counts for name, counts in seen.items() if counts is not None}
     fresh = {found.name: found for found in pin(manifest, changed).configurations}
@@ -128,7 +130,9 @@ def _share(text: str | None) -> Share:
     try:
         return Share.read(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{text} is no share; the second of twenty is 2/20", param_hint="--share") from error
+        raise typer.BadParameter(
+            f"{text} is not a share: write K/N, for example 2/20 for the second of twenty", param_hint="--share"
+        ) from error
 
 
 def main() -> None:

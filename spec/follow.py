@@ -1,10 +1,9 @@
-"""`make protocol`: renders and pins all that follows from spec/protocol.toml, then names what is still to be written.
+"""`make protocol`: renders and pins everything derived from spec/protocol.toml, then lists what is left to write.
 
-Steps, each by the command that a person could run: the tables and pages, the frames of the wire, the graphs of the
-shipped machines, the paths that are replayed over adapters, TLC's counts, and the page of what is proved. The first
-that refuses ends it, with the reason. ``--quick`` leaves out the large graphs and the long proofs, and says so;
-``--since REVISION`` compares the names in protocol.toml with another revision's than HEAD; ``--only-names`` pins
-nothing.
+The steps, each a command that can be run alone: the tables and pages, the frames on the wire, the graphs of the shipped
+machines, the paths that are replayed over transports, TLC's counts, and the assurance page. The first step that fails
+ends the run with its reason. ``--quick`` leaves out the large graphs and the long proofs; ``--since REVISION`` compares
+the names in protocol.toml with those of another revision than HEAD; ``--only-names`` pins nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "spec/protocol.toml"
-#: Rendered or pinned: nobody writes in them.
+#: Rendered or pinned files, which are not edited by hand.
 _FOLLOW = frozenset(
     [
         "weightsync/protocol/_tables.py",
@@ -31,7 +30,7 @@ _FOLLOW = frozenset(
     ]
 )
 _TEXTS = frozenset({".py", ".tla", ".md"})
-#: The tables of protocol.toml whose names others repeat.
+#: The tables of protocol.toml whose names other files repeat.
 _NAMED = ("refusal_kind", "state", "delivery")
 #: Records of what was: nobody adds a new name to them.
 _HISTORY = frozenset({"CHANGELOG.md", "docs/design.md"})
@@ -61,21 +60,21 @@ CONTRIBUTING.md goes through one such change, step by step."""
 
 
 def commands(quick: bool) -> Iterator[tuple[str, list[str]]]:
-    """What each step says of itself, and its command."""
+    """The title and the command of each step."""
     python = sys.executable
     small = ["--small"] if quick else []
     everything = [] if quick else ["--all"]
     yield "the tables and pages", [python, "spec/generate.py"]
-    yield "the frames of the wire", [python, "tests/transports/pipe/golden.py"]
+    yield "the frames on the wire", [python, "tests/transports/pipe/golden.py"]
     yield "the graphs of the shipped machines", [python, "tests/protocol/graph/configurations.py", *small]
     yield "the paths that adapters replay", [python, "spec/replay.py"]
     yield "TLC's counts", [python, "spec/check.py", "model", "--pin", *everything]
     yield "the charts", [python, "spec/charts.py"]
-    yield "the page of what is proved", [python, "spec/assurance.py"]
+    yield "the assurance page", [python, "spec/assurance.py"]
 
 
 def run(quick: bool) -> bool:
-    """Take every step; false where one refused."""
+    """Run every step; return False if one failed."""
     for what, command in commands(quick):
         print(f"== {what}: {' '.join(command[1:])}", flush=True)
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
@@ -87,16 +86,16 @@ def run(quick: bool) -> bool:
 
 
 def names(text: str) -> dict[str, set[str]]:
-    """What protocol.toml names, by what it is: refusal kinds, states, deliveries, each role's inputs."""
-    told = tomllib.loads(text)
-    found = {table: {entry["name"] for entry in told.get(table, ())} for table in _NAMED}
+    """The names in protocol.toml, by kind: refusal kinds, states, deliveries, each role's inputs."""
+    document = tomllib.loads(text)
+    found = {table: {entry["name"] for entry in document.get(table, ())} for table in _NAMED}
     for role in ("sender", "receiver"):
-        found[f"{role} input"] = {row["input"] for row in told[role]["row"]}
+        found[f"{role} input"] = {row["input"] for row in document[role]["row"]}
     return found
 
 
 def fresh(before: Mapping[str, set[str]], now: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """The names that are new, by what they are."""
+    """The new names, by kind."""
     return {what: added for what, all_names in now.items() if (added := all_names - before.get(what, set()))}
 
 
@@ -121,7 +120,7 @@ def _place(path: str) -> int:
 
 
 def written() -> dict[str, str]:
-    """The files of this repository that people write, by path."""
+    """The hand-written files of this repository, by path."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     paths = [path for path in listed.splitlines() if Path(path).suffix in _TEXTS and path not in _FOLLOW | _HISTORY]
     return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths if (ROOT / path).is_file()}
@@ -144,10 +143,10 @@ def still_to_write(since: str) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=f"Renders and pins all that follows from {SOURCE}.")
+    parser = argparse.ArgumentParser(description=f"Renders and pins everything derived from {SOURCE}.")
     parser.add_argument("--quick", action="store_true", help="leave out the large graphs and the long proofs")
-    parser.add_argument("--since", default="HEAD", metavar="REVISION", help="what names are compared with")
-    parser.add_argument("--only-names", action="store_true", help="pin nothing, say what a person must write")
+    parser.add_argument("--since", default="HEAD", metavar="REVISION", help="the revision to compare names with")
+    parser.add_argument("--only-names", action="store_true", help="pin nothing, only list what must be written by hand")
     options = parser.parse_args(arguments)
     done = options.only_names or run(options.quick)
     for line in still_to_write(options.since):

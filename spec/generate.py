@@ -3,7 +3,7 @@
 Writes `weightsync/protocol/_tables.py`, `tla/Tables.tla`, the marked parts of `docs/protocol.md` and `README.md`, and
 `weightsync/protocol/_actions.py`, the names of the actions in `tla/AckProtocol.tla`.
 With ``--check`` it writes nothing and compares byte for byte.
-Exit status: 0 all is as it should be, 1 a file differs, 2 the protocol is refused.
+Exit status: 0 all files are up to date, 1 a file differs, 2 the protocol is not valid.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from protocolgen import actions, checks, docs, python, source, tla
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "spec/protocol.toml"
-#: The model, whose actions have their names there alone.
+#: The model, which names the actions.
 MODEL = "tla/AckProtocol.tla"
 #: Markdown files with marked parts.
 DOCUMENTS = ("docs/protocol.md", "README.md")
 
 
 def render(text: str, documents: Mapping[str, str], model: str) -> dict[str, str]:
-    """Everything that follows from the protocol.
+    """Render all generated files.
 
     Args:
         text: the contents of `protocol.toml`.
@@ -36,7 +36,7 @@ def render(text: str, documents: Mapping[str, str], model: str) -> dict[str, str
         Path to contents, for each generated file.
 
     Raises:
-        SpecError: the protocol is unsound, or a marker is, or the model's actions cannot be named.
+        SpecError: the protocol or a marker is not valid, or the model's actions cannot be read.
     """
     protocol = source.read(text)
     checks.check(protocol)
@@ -50,7 +50,7 @@ def render(text: str, documents: Mapping[str, str], model: str) -> dict[str, str
 
 
 def difference(path: str, found: bytes | None, wanted: bytes) -> str | None:
-    """Where a file first differs from what it should be.
+    """Describe where a file first differs from its expected contents.
 
     Args:
         path: its name.

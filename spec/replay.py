@@ -1,9 +1,9 @@
-"""Renders the paths that `weightsync.testing` replays over adapters, from the model's graph; `--check` compares.
+"""Renders the paths that `weightsync.testing` replays over transports, from the model's graph; `--check` compares.
 
 The graph is that of `tests/protocol/graph`: the shipped pure halves over a model network, which has exactly the nodes
-and labelled edges of TLC's graph of `tla/AckProtocol.tla`. Here its *role projections* are taken (what a sender, or a
-receiver, goes through) and covered by paths: every edge of both roles, in each configuration, and every edge at all of
-the smallest.
+and labelled edges of TLC's graph of `tla/AckProtocol.tla`. This computes its *role projections* (the steps of a sender,
+or of a receiver) and covers them by paths: in each configuration every edge of both roles, and in the smallest
+configuration every edge of the graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from replaygen.graph import NEEDS, Label, Step, graph_of, machines  # noqa: E402
 
 TARGET = ROOT / "weightsync" / "testing" / "replay.json"
 
-#: What the kit can drive, in graphs that are small enough to be walked in seconds.
+#: The configurations that the conformance kit can drive, with graphs small enough to walk in seconds.
 CONFIGURATIONS: Final = {
     "one version": Bounds(1, 1, 1, 1, 1, frozenset({"async", "deadline", "interrupt", "abandon", "refuse"})),
     "two versions": Bounds(1, 1, 2, 1, 1, frozenset({"async", "deadline", "interrupt", "abandon", "refuse"})),
@@ -37,7 +37,7 @@ CONFIGURATIONS: Final = {
     "duplicated": Bounds(1, 1, 2, 1, 1, frozenset({"refuse", "deadline"}), frozenset({"Reorders", "Duplicates"})),
     "lost": Bounds(1, 1, 1, 1, 1, frozenset({"deadline"}), frozenset({"Reorders", "Duplicates", "Loses"})),
 }
-#: Every edge of its graph is walked, not only those of its roles' projections.
+#: The configuration of which every edge is walked, not only those of the role projections.
 WHOLE: Final = "one version"
 
 
@@ -51,14 +51,14 @@ def _plain(value: Any) -> Any:
 
 
 class Table:
-    """Values by number."""
+    """Numbers distinct values."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self._numbers: dict[Any, int] = {}
 
     def number(self, value: Any) -> int:
-        """Of a value, which is put in if it is new."""
+        """Return the number of a value, which is added if it is new."""
         if value not in self._numbers:
             self._numbers[value] = len(self.values)
             self.values.append(value)
@@ -66,7 +66,7 @@ class Table:
 
 
 def rendered() -> str:
-    """The file."""
+    """Render the file."""
     senders, receivers, labels = Table(), Table(), Table()
     found = {name: _configuration(name, bounds, senders, receivers, labels) for name, bounds in CONFIGURATIONS.items()}
     tables = {"labels": labels.values, "senders": senders.values, "receivers": receivers.values, "needs": ["", *NEEDS]}

@@ -7,46 +7,46 @@
 (* the input (the guards), looks up the row, and changes the data.  The    *)
 (* names are those of weightsync/protocol/sender.py and receiver.py.       *)
 (*                                                                         *)
-(* A link is <<s, w, k>>: the k-th that sender s laid to worker w.  A      *)
+(* A link is <<s, w, k>>: the k-th link from sender s to worker w.  A      *)
 (* payload is <<incarnation, version, serial>>; serial counts dispatches   *)
-(* and no machine reads it.  It says which weights travelled, so that the  *)
-(* properties need not take the machines' word for it.                     *)
+(* and no machine reads it.  It identifies the weights that were sent, so  *)
+(* that the properties do not rely on what the machines report.            *)
 (***************************************************************************)
 EXTENDS Integers, FiniteSets, Tables
 
 CONSTANTS
-  Senders,     \* 1..n; sender 1 is there from the start, the others are copies or successors
+  Senders,     \* 1..n; sender 1 exists from the start, the others are copies or successors
   Workers,     \* their receivers
-  MaxVersion,  \* dispatches of each sender
-  MaxLink,     \* links that a sender lays to one worker
+  MaxVersion,  \* how many versions each sender dispatches
+  MaxLink,     \* how many links a sender opens to one worker
   MaxClock,    \* clocks read 1..MaxClock, in any order
   Reorders,    \* a message may overtake another on its link
-  Duplicates,  \* a message may be handed over again, until its link ends
+  Duplicates,  \* a message may be delivered again, until its link ends
   Loses,       \* a message may vanish while its link stays up
   Lingers,     \* what is on a link when the sender closes its end may still be read, at both ends
   Features,    \* what may happen: see AllFeatures
-  Without,     \* rules taken out, for the revert tests; {} otherwise
-  Unfair       \* fairness conjuncts taken out; {} otherwise
+  Without,     \* rules removed for the revert tests; {} otherwise
+  Unfair       \* fairness conjuncts removed; {} otherwise
 
 AllFeatures == {
   "async",      \* send_async and wait_async
   "subset",     \* sends that name their targets
   "deadline",   \* a wait has a deadline
-  "interrupt",  \* an exception leaves the wait
-  "abandon",    \* the caller gives an update up
+  "interrupt",  \* an exception ends the wait
+  "abandon",    \* the caller gives up an update
   "close",      \* the sender is closed
-  "remove",     \* a worker is taken off the roll
-  "bye",        \* a receiver is closed and says so
+  "remove",     \* a worker is removed
+  "bye",        \* a receiver is closed and says goodbye
   "refuse",     \* an update does not fit
   "broken",     \* a swap fails half way
-  "defer",      \* a worker hands a version on to workers of its own before it answers
-  "invalidate", \* other weights are written into a worker's model by hand
-  "fail",       \* something fails at a worker, which says so: at a link of its own, or it is closed for it
+  "defer",      \* a worker forwards a version to its own workers before it answers
+  "invalidate", \* the user writes other weights into a worker's model
+  "fail",       \* something fails at a worker, which reports it: on its link, or because it is closed
   "misfit",     \* a handshake does not fit
-  "crash",      \* a worker's process dies; one not yet started again is one that has not yet read anything
-  "wrong",      \* a sender gives up a worker that is well
-  "break",      \* a link breaks between two that are well
-  "cut",        \* what a worker had said, and was not read before its link was lost, never comes
+  "crash",      \* a worker's process dies; until it is started again, it reads nothing
+  "wrong",      \* a sender gives up a working worker
+  "break",      \* a link breaks between two working ends
+  "cut",        \* answers that were not read before their link was lost never arrive
   "copy",       \* copies and successors of senders
   "death",      \* a sender's process dies
   "stray"       \* an answer reaches another sender of the same worker
@@ -67,11 +67,11 @@ ASSUME RefusalKinds = {"REFUSED", "SUPERSEDED", "STALE", "FENCED", "FAILED"}
 
 VARIABLES
   sstate,   \* sstate[s]: control state
-  sdata,    \* sdata[s]: what the sender remembers beside it
-  slife,    \* slife[s]: is its process there?
-  blocked,  \* blocked[s]: does a caller stand waiting?
+  sdata,    \* sdata[s]: the sender's other data
+  slife,    \* slife[s]: is its process alive?
+  blocked,  \* blocked[s]: is a caller waiting?
   rstate,   \* rstate[w]: control state
-  rdata,    \* rdata[w]: what the receiver remembers beside it
+  rdata,    \* rdata[w]: the receiver's other data
   letters,  \* messages on their way to workers
   answers,  \* messages on their way to senders
   gone      \* gone[s][w]: the worker's end of the sender's open link is closed
@@ -96,21 +96,21 @@ SameKey(a, b) == a[2] = b[2] /\ (a[1] = b[1] \/ ~Rule("LexicographicOrder"))
 Less(a, b) ==
   IF Rule("LexicographicOrder") THEN a[1] < b[1] \/ (a[1] = b[1] /\ a[2] < b[2]) ELSE a[2] < b[2]
 
-Standings == {"NONE", "EXPECTED", "UP", "LOST", "REFUSED"}   \* NONE: not on the roll
-Ended == {"LOST", "REFUSED"}   \* the link is closed; its worker stays on the roll
+Standings == {"NONE", "EXPECTED", "UP", "LOST", "REFUSED"}   \* NONE: not among the workers
+Ended == {"LOST", "REFUSED"}   \* the link is closed; its worker remains among the workers
 Outcomes == {"NONE", "PENDING", "APPLIED", "REFUSED", "LOST", "ABANDONED"}   \* NONE: no target
 
 Entry(link, standing, served, due, catching, fence) ==
   [link |-> link, standing |-> standing, served |-> served, due |-> due, catching |-> catching, fence |-> fence]
 
-\* What a new, copied or unpickled sender remembers. `out` is the update outstanding, or the last report.
+\* The data of a new, copied or unpickled sender. `out` is the outstanding update, or the last report.
 NewSender == [
   incarnation |-> 0, version |-> 0, serial |-> 0, dueAll |-> 0,
   roll |-> [w \in Workers |-> Entry(0, "NONE", 0, 0, 0, 0)],
   out |-> [version |-> 0, owed |-> [w \in Workers |-> 0], outcomes |-> [w \in Workers |-> "NONE"], did |-> {}]
 ]
 
-\* `met` is the highest incarnation met in this life, `live` what each half of the model's tensors is of:
+\* `met` is the highest incarnation seen in this life, `live` the version of each half of the model's tensors:
 \* no guard reads either.
 NewReceiver == [
   link |-> NoLink, fence |-> 0, met |-> 0, decided |-> NoPayload, answer |-> "NONE", pending |-> NoPayload,
@@ -141,18 +141,18 @@ Owes(s, w) == sdata[s].out.owed[w] # 0
 Owing(s) == {w \in Workers : sdata[s].out.owed[w] # 0}
 OwesOver(s, w, k) == Owes(s, w) /\ (sdata[s].out.owed[w] = k \/ ~Rule("SameLink"))
 
-\* The highest fence that a closed sender was told of: its user hands it to the successor.
+\* The highest fence reported to a closed sender, whose user passes it to the successor.
 Told == {sdata[t].roll[w].fence : t \in {u \in Senders : sstate[u] = Final}, w \in Workers}
 Hint == CHOOSE f \in Told \cup {0} : \A g \in Told : f >= g
 
-\* First on its link? `p` rises along an ordered link: NothingOvertakes checks that.
+\* Is it first on its link? `p` increases along an ordered link; NothingOvertakes checks this.
 LetterDue(m) == Reorders \/ \A n \in letters : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => m.p <= n.p
 AnswerDue(m) == Reorders \/ \A n \in answers : (n.s = m.s /\ n.w = m.w /\ n.k = m.k) => m.p <= n.p
 
 Taken(box, m) == IF Duplicates THEN box ELSE box \ {m}
 LettersBut(w, s, k) == {m \in letters : ~(m.w = w /\ m.s = s /\ m.k = k)}
 
-\* What the sender's closing of its links leaves of what is on them.
+\* The messages that remain on the links when the sender closes them.
 AnswersLeft(s, ws) == IF Lingers THEN answers ELSE {m \in answers : ~(m.s = s /\ m.w \in ws)}
 LettersLeft(s, ws) == IF Lingers THEN letters ELSE {m \in letters : ~(m.s = s /\ m.w \in ws)}
 Posted(box, m) == IF Open(m.s, m.w, m.k) THEN box \cup {m} ELSE box
@@ -168,7 +168,7 @@ ReceiverTo(w, to) == rstate' = [rstate EXCEPT ![w] = to]
 -----------------------------------------------------------------------------
 (* The sender: lives *)
 
-\* copy, deepcopy, pickle, fork, or the trainer's program started again: all give a new machine.
+\* copy, deepcopy, pickle, fork, or a restart of the trainer: each makes a new machine.
 Copy(s, t) ==
   /\ s # t /\ slife[s] # "unborn" /\ slife[t] = "unborn" /\ \A u \in Senders : u < t => slife[u] # "unborn"
   /\ slife' = [slife EXCEPT ![t] = "alive"]
@@ -176,7 +176,7 @@ Copy(s, t) ==
      ELSE SenderTo(t, sstate[s]) /\ sdata' = [sdata EXCEPT ![t] = sdata[s]]
   /\ UNCHANGED <<blocked, receiver, letters, answers, gone>>
 
-\* Kill -9. What is left is what its messages name.
+\* Kill -9. Only its messages remain.
 Die(s) ==
   /\ slife[s] = "alive"
   /\ slife' = [slife EXCEPT ![s] = "dead"]
@@ -200,7 +200,7 @@ Connect(s, clock) ==
   /\ gone' = [gone EXCEPT ![s] = [w \in Workers |-> w \in OnRoll(s) /\ rstate[w] = Final]]
   /\ UNCHANGED <<slife, blocked, receiver, answers>>
 
-\* A link still open is lost first: that step is GiveUp.
+\* A link that is still open is lost first, by GiveUp.
 Join(s, w) ==
   LET entry == sdata[s].roll[w]
       due == Max(sdata[s].dueAll, entry.due)
@@ -215,7 +215,7 @@ Join(s, w) ==
   /\ gone' = [gone EXCEPT ![s][w] = Connected(s) /\ rstate[w] = Final]
   /\ UNCHANGED <<slife, blocked, receiver, answers>>
 
-\* A link still open is lost first: that step is GiveUp.
+\* A link that is still open is lost first, by GiveUp.
 Remove(s, w) ==
   LET entry == sdata[s].roll[w] IN
   /\ slife[s] = "alive" /\ SenderMay(sstate[s], "REMOVE")
@@ -224,7 +224,7 @@ Remove(s, w) ==
   /\ sdata' = [sdata EXCEPT ![s].roll[w] = Entry(entry.link, "NONE", 0, 0, 0, 0)]
   /\ UNCHANGED <<slife, blocked, receiver, letters, answers, gone>>
 
-\* Dispatch the next version to the targets. What is written to a link whose other end is gone goes nowhere.
+\* Dispatch the next version to the targets. A message on a link whose other end is closed is lost.
 Dispatch(s, targets, all, input) ==
   LET data == sdata[s]
       live == {w \in targets : data.roll[w].standing \notin Ended}
@@ -308,11 +308,11 @@ CloseSender(s) ==
 
 (* The sender: messages and losses *)
 
-\* SETTLED if a caller waits and this is the last that owes.
+\* SETTLED if a caller waits and this worker is the last that owes an answer.
 Settling(s, w, k, otherwise) ==
   IF sstate[s] = "awaiting_ack" /\ OwesOver(s, w, k) /\ Owing(s) = {w} THEN "SETTLED" ELSE otherwise
 
-\* The sender's state after `input`; a caller who waited is told when it is SETTLED.
+\* The sender's state after `input`; a waiting caller is woken by SETTLED.
 Took(s, input) ==
   /\ SenderMay(sstate[s], input)
   /\ IF ~Rule("PendingNeverEndsItself") /\ input = "REPLY" /\ sstate[s] = "pending_async" /\ Cardinality(Owing(s)) = 1
@@ -329,7 +329,7 @@ Settled(s, w, k, outcome, input) ==
         outcomes |-> [x \in Workers |-> IF x = w THEN outcome ELSE out.outcomes[x]],
         did |-> IF input = "SETTLED" THEN {} ELSE out.did]
 
-\* The link is closed at once, and owes nothing any more. It was lost, or its worker refused the handshake.
+\* The link is closed at once and no longer owes an answer. It was lost, or its worker refused the handshake.
 End(s, w, k, standing, fence, input) ==
   LET entry == sdata[s].roll[w] IN
   /\ Took(s, input)
@@ -339,7 +339,7 @@ End(s, w, k, standing, fence, input) ==
 
 Lose(s, w, k, input) == End(s, w, k, "LOST", 0, input)
 
-\* The driver finds the other end closed; over an ordered link, once it has read what came before.
+\* The driver notices that the other end is closed; on an ordered link, after it has read what came before.
 Notice(s, w) ==
   LET k == sdata[s].roll[w].link IN
   /\ Open(s, w, k) /\ gone[s][w]
@@ -350,7 +350,7 @@ Notice(s, w) ==
   /\ letters' = LettersLeft(s, {w})
   /\ UNCHANGED <<slife, receiver>>
 
-\* The driver gives up a link whose worker is well: a wrong loss, a failed write, or a new link that replaces it.
+\* The driver gives up the link of a working worker: a wrong loss, a failed write, or a new link that replaces it.
 GiveUp(s, w) ==
   LET k == sdata[s].roll[w].link IN
   /\ Open(s, w, k) /\ ~gone[s][w]
@@ -359,7 +359,7 @@ GiveUp(s, w) ==
   /\ letters' = LettersLeft(s, {w})
   /\ UNCHANGED <<slife, receiver>>
 
-\* The input that an answer over link k is.
+\* The input for an answer over link k.
 NameAnswer(s, m) ==
   LET entry == sdata[s].roll[m.w] IN
   CASE ~Current(s, m.w, m.k) \/ (m.inc # sdata[s].incarnation /\ Rule("NamesIncarnation")) -> "STALE"
@@ -370,7 +370,7 @@ NameAnswer(s, m) ==
     [] m.v = entry.catching /\ m.v # 0 -> "CAUGHT_UP"
     [] OTHER -> "STALE"
 
-\* What an answer with outcome changes: the link is up, and the worker owes nothing any more.
+\* The effect of an answer with an outcome: the link is up, and the worker no longer owes an answer.
 Count(s, m, outcome, input) ==
   LET entry == sdata[s].roll[m.w] IN
   sdata' = IF input = "STALE" THEN sdata ELSE [sdata EXCEPT
@@ -406,7 +406,7 @@ AnswerRefusal(s, w, k, v, kind) ==
     /\ answers' = Taken(answers, m)
     /\ UNCHANGED <<slife, receiver, letters, gone>>
 
-\* The handshake was refused, something failed at the worker, or it has met a newer sender: it takes nothing more from
+\* The worker refused the handshake, failed, or has seen a newer sender: it accepts nothing more from
 \* this sender over this link.
 AnswerRejected(s, w, k, kind) ==
   \E m \in answers :
@@ -419,8 +419,8 @@ AnswerRejected(s, w, k, kind) ==
     /\ letters' = IF input = "STALE" THEN letters ELSE LettersLeft(s, {w})
     /\ UNCHANGED <<slife, receiver>>
 
-\* Bye: the link is closed and owes nothing any more, and the worker leaves the roll. What is left of it on a link that
-\* is closed is read by nobody.
+\* Bye: the link is closed and no longer owes an answer, and the worker is removed. Messages that remain on a
+\* closed link are never read.
 AnswerBye(s, w, k) ==
   \E m \in answers :
     LET entry == sdata[s].roll[w]
@@ -447,7 +447,7 @@ NameHello(w, s, k) ==
     [] Link(w) = <<s, k>> /\ sdata[s].incarnation = rdata[w].fence -> "DUPLICATE"
     [] OTHER -> "TAKEOVER"
 
-\* A worker's last word over the link in force: goodbye, or why nothing more is taken.
+\* A worker's last message over the current link: goodbye, or why it accepts nothing more.
 LastWord(w, kind, fence) ==
   Word(Link(w)[1], w, Link(w)[2], <<rdata[w].fence, 0, MaxVersion + 1>>,
        IF kind = "FAILED" /\ ~Rule("FailureIsNoGoodbye") THEN "BYE" ELSE kind,
@@ -480,7 +480,7 @@ HelloArrived(w, s, k) ==
             /\ gone' = Gone({old})
   /\ UNCHANGED <<sender>>
 
-\* Another layout, protocol or key. An older sender is told that it is fenced, whatever else does not fit.
+\* Another layout, protocol or key. An older sender is answered FENCED, whatever else does not fit.
 Misfit(w, s, k) ==
   LET m == Letter(s, w, k, 0, 0)
       kind == IF sdata[s].incarnation < rdata[w].fence THEN "FENCED" ELSE "REFUSED" IN
@@ -523,7 +523,7 @@ UpdateArrived(w, s, k, v) ==
 
 (* The receiver: its own results *)
 
-\* The sender whose payload this is, if that is outstanding: a note for the properties.
+\* The sender of this payload, if it is outstanding; only the properties use this.
 Did(w, key) == [s \in Senders |->
   IF key[1] = sdata[s].incarnation /\ key[3] = sdata[s].serial /\ sstate[s] \in {"pending_async", "awaiting_ack"}
   THEN [sdata[s] EXCEPT !.out.did = @ \cup {w}] ELSE sdata[s]]
@@ -537,7 +537,7 @@ Applied(w) ==
   /\ sdata' = Did(w, key)
   /\ UNCHANGED <<sstate, slife, blocked, letters, answers, gone>>
 
-\* Applied, and handed on to workers of its own before the answer leaves.
+\* Applied, and forwarded to its own workers before the answer is sent.
 Defer(w) ==
   LET key == rdata[w].pending IN
   /\ ReceiverMay(rstate[w], "DEFERRED")
@@ -547,7 +547,7 @@ Defer(w) ==
   /\ sdata' = Did(w, key)
   /\ UNCHANGED <<sstate, slife, blocked, letters, answers, gone>>
 
-\* It was handed on. In awaiting_ack the answer leaves in Answered; else over the link in force, if that is its sender's.
+\* It was forwarded. In awaiting_ack, Answered sends the answer; else it goes over its sender's current link, if any.
 SendAck(w) ==
   LET due == Link(w) # NoLink /\ rdata[w].decided[1] = rdata[w].fence /\ rstate[w] # "awaiting_ack" IN
   /\ rdata[w].answer = "DEFERRED" /\ ReceiverMay(rstate[w], "SEND_ACK")
@@ -575,8 +575,8 @@ Broken(w) ==
   /\ gone' = Gone(AllEnds(w))
   /\ UNCHANGED <<sender>>
 
-\* Other weights are written into the model by hand: it serves no version any more. What was decided stays decided, and
-\* the answer to it is true: it was applied.
+\* The user writes other weights into the model: it no longer serves a version. The decided version stays decided, and
+\* its answer stays correct: it was applied.
 Invalidate(w) ==
   /\ ReceiverMay(rstate[w], "INVALIDATED")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "INVALIDATED"))
@@ -584,7 +584,7 @@ Invalidate(w) ==
                             ![w].live = <<NoPayload, NoPayload>>]
   /\ UNCHANGED <<sender, letters, answers, gone>>
 
-\* The answer to what was decided, as it leaves.
+\* The answer to the decided version is sent.
 OwnAnswer(w) ==
   LET key == IF Rule("RefusalsRemembered") \/ rdata[w].answer = "ACK" THEN rdata[w].decided ELSE rdata[w].pending IN
   IF rdata[w].answer = "DEFERRED" /\ ~Rule("DeferredWaits")
@@ -600,8 +600,8 @@ Answered(w) ==
   /\ UNCHANGED <<sender, letters, gone>>
 
 \* The worker's end of a link closes: the sender's is closed, or ("break") it broke in between, or the answer that
-\* was to leave could not. LINK_DOWN if it is ours, or the only one there is; one that is replaced or was never ours
-\* is LATE, and only loses what was on it.
+\* was due could not be sent. LINK_DOWN if it is the current link or the only one; one that is replaced or never was it
+\* is LATE, and only loses the messages on it.
 LinkDown(w, s, k) ==
   LET ours == Link(w) \in {<<s, k>>, NoLink} IN
   /\ Link(w) = <<s, k>> \/ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k
@@ -616,7 +616,7 @@ LinkDown(w, s, k) ==
   /\ gone' = Gone({<<s, w, k>>})
   /\ UNCHANGED <<sender, answers>>
 
-\* Something fails at the worker's end of the link in force, and its sender can still be told.
+\* Something fails at the worker's end of the current link, and it can still report this to the sender.
 LinkFailed(w, s, k) ==
   /\ Link(w) = <<s, k>> /\ Open(s, w, k)
   /\ ReceiverMay(rstate[w], "LINK_DOWN")
@@ -627,7 +627,7 @@ LinkFailed(w, s, k) ==
   /\ gone' = Gone({<<s, w, k>>})
   /\ UNCHANGED <<sender>>
 
-\* Closed, and its last word over the link in force is `kind`.
+\* The receiver is closed; its last message over the current link is of kind `kind`.
 EndReceiver(w, kind, fence) ==
   /\ ReceiverMay(rstate[w], "CLOSE")
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "CLOSE"))
@@ -640,13 +640,13 @@ EndReceiver(w, kind, fence) ==
 CloseReceiver(w) == /\ TRUE
                     /\ EndReceiver(w, "BYE", 0)
 
-\* It is closed because something failed, such as the code that used it.
+\* The receiver is closed because something failed, such as the code that used it.
 FailReceiver(w) == /\ TRUE
                    /\ EndReceiver(w, "FAILED", rdata[w].fence)
 
 (* The receiver: lives *)
 
-\* A new life has no fence and no version. Links laid from now on are found by it; those it had are not.
+\* A new life has no fence and no version. It finds links opened from now on, but not its former ones.
 CrashReceiver(w) ==
   /\ rdata[w] # NewReceiver
   /\ ReceiverTo(w, Initial)
@@ -679,7 +679,7 @@ CutAnswers(s, w, k, ps) ==
   /\ answers' = answers \ {m \in on : m.p \in ps}
   /\ UNCHANGED <<sender, receiver, letters, gone>>
 
-\* A store or connection that two senders use: an answer to s comes to t, over its link of the same number.
+\* Two senders use one store or connection: an answer to s arrives at t, over its link of the same number.
 Stray(s, t, w, k) ==
   \E m \in answers :
     /\ s # t /\ m.s = s /\ m.w = w /\ m.k = k /\ Open(t, w, k)
@@ -688,7 +688,7 @@ Stray(s, t, w, k) ==
                                             kind |-> m.kind, fence |-> m.fence]}
     /\ UNCHANGED <<sender, receiver, letters, gone>>
 
-(* Rules taken out *)
+(* Removed rules *)
 
 \* The swap, but not yet the input APPLIED.
 SwapFirst(w) ==
@@ -702,13 +702,13 @@ SwapHalf(w) ==
   /\ rdata' = [rdata EXCEPT ![w].live = <<rdata[w].pending, rdata[w].live[2]>>]
   /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
 
-\* The answer could not be sent, and the link stays.
+\* The answer could not be sent, but the link stays.
 DropAnswer(w) ==
   /\ rstate[w] = "awaiting_ack"
   /\ ReceiverTo(w, ReceiverNext(rstate[w], "ANSWERED"))
   /\ UNCHANGED <<sender, rdata, letters, answers, gone>>
 
-\* A second send while one is outstanding: queued behind it.
+\* A second send while one is outstanding is queued.
 SendAgain(s) ==
   /\ slife[s] = "alive" /\ sstate[s] = "pending_async" /\ sdata[s].serial < MaxVersion
   /\ sdata' = [sdata EXCEPT ![s].version = @ + 1, ![s].serial = @ + 1, ![s].out.version = @ + 1]
@@ -735,7 +735,7 @@ Init ==
 Links == 1..MaxLink
 Versions == 1..MaxVersion
 
-\* Constant sets, so that TLC has no instance of an action that cannot be.
+\* Constant sets, so that TLC creates no instance of an impossible action.
 If(feature, set) == IF May(feature) THEN set ELSE {}
 IfNot(rule, set) == IF Rule(rule) THEN {} ELSE set
 IfLossy(set) == IF Loses THEN set ELSE {}
@@ -821,7 +821,7 @@ TypeOK ==
        /\ d.live[1] \in Payloads /\ d.live[2] \in Payloads
        /\ d.answer \in {"NONE", "ACK", "DEFERRED", "REFUSED"}
 
-\* The data says what the state says.
+\* Data and state are consistent.
 Consistent ==
   /\ \A s \in Senders :
        /\ (Owing(s) # {} => sstate[s] \in {"pending_async", "awaiting_ack"})
@@ -831,7 +831,7 @@ Consistent ==
        /\ \A w \in Workers :
             LET link == sdata[s].out.owed[w] IN
             /\ (link # 0) <=> sdata[s].out.outcomes[w] = "PENDING"
-            /\ link # 0 => Open(s, w, link)                    \* only an open link owes
+            /\ link # 0 => Open(s, w, link)                    \* only an open link owes an answer
             /\ gone[s][w] => Open(s, w, sdata[s].roll[w].link)
   /\ \A w \in Workers :
        /\ (rstate[w] \in {"uninitialized", "closed"} <=> Link(w) = NoLink)
@@ -839,7 +839,7 @@ Consistent ==
        /\ (Link(w) # NoLink => rdata[w].fence = sdata[Link(w)[1]].incarnation)
        /\ (Link(w) # NoLink /\ Open(Link(w)[1], w, Link(w)[2]) => ~gone[Link(w)[1]][w])
 
-\* A message that may be read has a row, or its reader would call a sound peer broken. Nothing but a Hello of another
+\* A message that may be read has a row; otherwise its reader would reject a correct peer. Only a Hello of another
 \* incarnation is read in awaiting_ack.
 EveryMessageHasARow ==
   /\ \A m \in letters : LetterDue(m) /\ rstate[m.w] # "awaiting_ack" =>
@@ -862,9 +862,9 @@ OnlyRows ==
           rdata'[w] = NewReceiver \/ \E row \in ReceiverRows : row[1] = rstate[w] /\ row[3] = rstate'[w]]_vars
 
 -----------------------------------------------------------------------------
-(* What the guarantees rest on: books that fit together, and messages that are neither lost nor invented *)
+(* The guarantees rest on this: consistent data, and messages that are neither lost nor invented *)
 
-\* Nothing but what is served changes at w: it was written over by hand.
+\* Only the served version changes at w: the user wrote other weights into its model.
 ByHand(w) ==
   May("invalidate") /\ rstate'[w] = rstate[w]
   /\ rdata'[w] = [rdata[w] EXCEPT !.served = NoPayload, !.live = <<NoPayload, NoPayload>>]
@@ -874,7 +874,7 @@ Keeps(s) == slife[s] = "alive" /\ slife'[s] = "alive" /\ sstate'[s] # Final
 Key(m) == <<m.inc, m.v, m.p>>
 OverLink(m) == <<m.s, m.w, m.k>>
 
-\* What a sender remembers fits together.
+\* A sender's data is consistent.
 SenderBooks ==
   \A s \in Senders :
     LET d == sdata[s] IN
@@ -892,7 +892,7 @@ SenderBooks ==
          /\ e.served <= e.due /\ e.catching <= e.due /\ (e.catching # 0 => e.served < e.catching)
          /\ d.out.owed[w] # 0 => d.out.owed[w] = e.link /\ e.due = d.version
 
-\* What a receiver remembers fits together.
+\* A receiver's data is consistent.
 ReceiverBooks ==
   \A w \in Workers :
     LET d == rdata[w] IN
@@ -904,20 +904,20 @@ ReceiverBooks ==
     /\ d.pending # NoPayload => d.pending[1] = d.fence /\ Lower(d.decided, d.pending)
     /\ rstate[w] = "awaiting_ack" => d.decided[1] = d.fence
 
-\* An open link whose far end is not closed is its worker's, or its Hello is still on the way.
+\* An open link whose far end is not closed is its worker's current link, or its Hello has not arrived yet.
 OpenLinksLeadSomewhere ==
   Loses \/ \A s \in Senders, w \in Workers :
     LET k == sdata[s].roll[w].link IN
     Open(s, w, k) /\ ~gone[s][w] =>
       rdata[w].link = <<s, k>> \/ \E m \in letters : m.s = s /\ m.w = w /\ m.k = k /\ m.v = 0
 
-\* A successor that connects is above every fence that a sender which closed was told of.
+\* A successor connects above every fence that was reported to a closed sender.
 FencesAreHeeded ==
   [][\A s \in Senders : sdata[s].incarnation = 0 /\ sdata'[s].incarnation # 0 =>
        \A t \in Senders, w \in Workers :
          sstate[t] = Final => sdata[t].roll[w].fence < sdata'[s].incarnation]_vars
 
-\* An answer says what happened at its worker in the step in which it left.
+\* An answer reports what happened at its worker in the step that sent it.
 AnswersSayWhatHappened ==
   [][\A m \in {n \in answers' \ answers : n.inc = sdata[n.s].incarnation} :
        LET old == rdata[m.w] new == rdata'[m.w]
@@ -942,7 +942,7 @@ AnswersSayWhatHappened ==
 
 Heard(s, w, k, kind) == \E m \in answers' : m.s = s /\ m.w = w /\ m.k = k /\ m.kind = kind
 
-\* What happens at a worker is said over the link that it concerns, while that is open; a link is closed at both ends.
+\* What happens at a worker is reported over the link it concerns, while that is open; a link is closed at both ends.
 NothingIsLeftUnsaid ==
   [][\A w \in Workers :
        LET old == rdata[w] new == rdata'[w] s == old.link[1] t == new.link[1]
@@ -965,7 +965,7 @@ NothingIsLeftUnsaid ==
        /\ new.link # old.link /\ heard => gone'[s][w]
        /\ new.fence < old.fence => new = NewReceiver]_vars
 
-\* A message to a worker that vanishes from a link that stays was the only one read, and did what it should.
+\* If a message to a worker vanishes from a link that stays, it was the only one read, and had its proper effect.
 LettersAreRead ==
   [][Loses \/ \A m \in letters \ letters' :
        LET old == rdata[m.w] new == rdata'[m.w]
@@ -982,13 +982,13 @@ LettersAreRead ==
               /\ new = old
          /\ m.v # 0 /\ again => (old.answer = "DEFERRED" \/ Heard(m.s, m.w, m.k, old.answer)) /\ new = old]_vars
 
-\* Answers are cut: those of one link, which broke or is about to be given up; nobody does anything.
+\* Answers of one link are cut, which broke or is about to be given up; no machine takes a step.
 IsCut ==
   /\ May("cut") /\ UNCHANGED <<sender, receiver, letters, gone>>
   /\ \E s \in Senders, w \in Workers : LET k == sdata[s].roll[w].link IN
        Open(s, w, k) /\ (gone[s][w] \/ May("wrong")) /\ \A m \in answers \ answers' : OverLink(m) = <<s, w, k>>
 
-\* A message to a sender that vanishes from a link that stays was the only one read, and counts for what it says.
+\* If a message to a sender vanishes from a link that stays, it was the only one read, and had its proper effect.
 AnswersAreRead ==
   [][Loses \/ IsCut \/ \A m \in answers \ answers' :
        LET e == sdata[m.s].roll[m.w] f == sdata'[m.s].roll[m.w]
@@ -1010,7 +1010,7 @@ AnswersAreRead ==
          /\ own /\ m.k = e.link /\ answers' = answers \ {m} /\ m.kind \in RefusalKinds /\ m.v = 0 => f.standing # "UP"
          ]_vars
 
-\* What vanishes while nobody does anything was one message, read in vain, or was cut; what then comes for another
+\* What vanishes while no machine takes a step was one ignored message, or was cut; what then arrives at another
 \* sender strayed: it is no longer where it was.
 NetworkKeepsItsWord ==
   [][UNCHANGED <<sender, receiver, letters, gone>> =>
@@ -1030,7 +1030,7 @@ FarEndsCloseForAReason ==
          \/ old.link = <<s, k>> /\ new.link # old.link /\ new.link # NoLink
          \/ \E m \in answers' : OverLink(m) = <<s, w, k>> /\ m.v = 0 /\ m.kind \in {"FENCED", "REFUSED", "FAILED"}]_vars
 
-\* A dispatch is owed by each live target over its link, lost to the others, and on its way to whoever can be reached.
+\* Each live target owes an answer to a dispatch over its link; the others are LOST; reachable ones have it in transit.
 DispatchesReachTheirTargets ==
   [][\A s \in Senders : sdata'[s].serial # sdata[s].serial =>
        LET d == sdata[s] e == sdata'[s] targets == {w \in Workers : e.out.outcomes[w] # "NONE"} IN
@@ -1048,7 +1048,7 @@ DispatchesReachTheirTargets ==
             /\ e.out.outcomes[w] = "PENDING" /\ ~gone[s][w] =>
                  \E m \in letters' : OverLink(m) = <<s, w, old.link>> /\ m.v = e.version /\ m.p = e.serial]_vars
 
-\* A new link has a number of its own, and its Hello goes ahead of what its worker missed; or its far end is closed.
+\* A new link has a new number, and its Hello precedes the version its worker missed; or its far end is closed.
 LinksBeginWhole ==
   [][\A s \in Senders, w \in Workers :
        LET e == sdata[s].roll[w] f == sdata'[s].roll[w]
@@ -1067,7 +1067,7 @@ LinksBeginWhole ==
        /\ opens => \A t \in Senders : sstate[t] = Final =>
             \A x \in Workers : sdata'[s].incarnation > sdata[t].roll[x].fence]_vars
 
-\* A link that ends owes nothing, keeps what its worker is due, and says the fence if that was why.
+\* A link that ends owes nothing, keeps the version addressed to its worker, and keeps the fence if that was the reason.
 LinksEndWhole ==
   [][\A s \in Senders, w \in Workers :
        LET e == sdata[s].roll[w] f == sdata'[s].roll[w] out == sdata'[s].out
@@ -1077,7 +1077,7 @@ LinksEndWhole ==
        Keeps(s) =>
          /\ ends => out.owed[w] = 0 /\ ~gone'[s][w]
          /\ ends /\ sdata[s].out.owed[w] # 0 => out.outcomes[w] = IF f.standing = "REFUSED" THEN "REFUSED" ELSE "LOST"
-         \* Its last word says how it ends: only a goodbye takes a worker off the roll by itself.
+         \* Its last message says how it ends: of these, only a goodbye removes the worker.
          /\ ends /\ f.standing = "NONE" => Comes("BYE")
          /\ f.standing = "REFUSED" /\ e.standing # "REFUSED" => ends /\ Comes("REFUSED")
          /\ ends /\ ~Reorders /\ ~May("wrong") =>
@@ -1099,7 +1099,7 @@ LinksEndWhole ==
                 m.kind \in {"BYE", "REFUSED", "FENCED", "FAILED"} /\ m.v = 0
          /\ gone[s][w] /\ ~gone'[s][w] => ends]_vars
 
-\* Who is not born or has died does nothing, and is heard of no more but by what it has sent.
+\* A sender that is not born or is dead does nothing; only messages it has sent before may remain.
 OnlyTheLivingAct ==
   [][\A s \in Senders : slife[s] # "alive" =>
        /\ slife'[s] # slife[s] => slife[s] = "unborn" /\ slife'[s] = "alive"
@@ -1107,7 +1107,7 @@ OnlyTheLivingAct ==
             sstate'[s] = sstate[s] /\ sdata'[s] = sdata[s] /\ blocked'[s] = blocked[s] /\ gone'[s] = gone[s]
        /\ \A m \in (letters' \ letters) \cup answers' : m.s # s]_vars
 
-\* What the caller and the driver may do in a state they can do.
+\* Every call and step that a state allows is possible in it.
 CallsArePossible ==
   /\ \A s \in Senders : slife[s] = "alive" =>
        /\ sstate[s] = "ready" /\ sdata[s].serial < MaxVersion
@@ -1146,7 +1146,7 @@ CallsArePossible ==
 (* The guarantees *)
 
 Counted(s, w) == sdata[s].out.outcomes[w] = "PENDING" /\ sdata'[s].out.outcomes[w] \in {"APPLIED", "REFUSED"}
-\* An outcome counts by the answer to that version; of a handshake that was refused, by that refusal.
+\* An outcome comes from the answer to that version; for a refused handshake, from that refusal.
 Rejected(s, w) ==
   /\ sdata[s].roll[w].standing # "REFUSED" /\ sdata'[s].roll[w].standing = "REFUSED"
   /\ sdata'[s].out.outcomes[w] = "REFUSED"
@@ -1162,7 +1162,7 @@ AckNamesItsVersion ==
        /\ Acked(s, w) => \E m \in answers : m.s = s /\ m.w = w /\ m.inc = sdata[s].incarnation
                                             /\ m.v = sdata'[s].roll[w].served]_vars
 
-\* G2. APPLIED is recorded of a worker only after it has served that version, and of a link only by its own ack.
+\* G2. APPLIED is recorded for a worker only after it has served that version, and only by an ack over its own link.
 AckedMeansServed ==
   [][/\ \A s \in Senders, w \in Workers :
           /\ Counted(s, w) /\ sdata'[s].out.outcomes[w] = "APPLIED" => w \in sdata[s].out.did
@@ -1170,24 +1170,24 @@ AckedMeansServed ==
                                                /\ m.v = sdata'[s].roll[w].served
      /\ \A m \in answers' \ answers : m.kind = "ACK" =>
           \/ rdata'[m.w].served = <<m.inc, m.v, m.p>>
-          \* Written over by hand since: that it was served is in ServedChangesByApplied.
+          \* The user wrote other weights since; ServedChangesByApplied checks that it was served.
           \/ May("invalidate") /\ rdata'[m.w].served = NoPayload /\ rdata'[m.w].answer = "ACK"
              /\ rdata[m.w].decided = <<m.inc, m.v, m.p>>
           \/ \E n \in answers : n.w = m.w /\ n.inc = m.inc /\ n.p = m.p /\ n.kind = "ACK"]_vars
 
-\* G3. Whoever looks finds both halves of one version. The serving lock that makes the swap one step is the code's.
+\* G3. A reader finds both halves of one version. In the code, the serving lock makes the swap one step.
 NoTornRead == \A w \in Workers : rdata[w].live[1] = rdata[w].live[2]
 
-\* G4. In one life, a worker's (incarnation, version) only rises, and never starts below an incarnation it has met.
+\* G4. In one life, a worker's (incarnation, version) only increases, and never starts below an incarnation it has seen.
 ServingIsMonotone ==
   [][\A w \in Workers : LET old == rdata[w].served new == rdata'[w].served IN
        new # old /\ new # NoPayload => Lower(old, new) /\ new[1] >= rdata[w].met]_vars
 
-\* G5. A dispatch only when nothing is outstanding.
+\* G5. A sender dispatches only when nothing is outstanding.
 OneOutstanding ==
   [][\A s \in Senders : sdata'[s].serial # sdata[s].serial => sstate[s] = "ready" /\ Owing(s) = {}]_vars
 
-\* G6. What is served changes by APPLIED alone, or is given up whole, by hand too; what was refused is not served.
+\* G6. The served version changes only by APPLIED, or is given up, by the user too; a refused version is not served.
 RefusalKeepsServing ==
   /\ \A m \in answers : m.kind \in {"REFUSED", "SUPERSEDED"} /\ m.v # 0 /\ Link(m.w) = <<m.s, m.k>> =>
        rdata[m.w].served # <<m.inc, m.v, m.p>>
@@ -1197,7 +1197,7 @@ ServedChangesByApplied ==
        \/ rdata'[w].served = NoPayload /\ (rstate'[w] = Final \/ rdata'[w] = NewReceiver)
        \/ ByHand(w)]_vars
 
-\* G7. A version goes to those it was sent to, and behind the Hello of a joiner to whom it was due.
+\* G7. A version goes to its targets, and follows the Hello of a joiner it was addressed to.
 OnlyTargetsChange ==
   [][/\ \A m \in letters' \ letters : m.v # 0 =>
           LET old == sdata[m.s].roll[m.w] new == sdata'[m.s].roll[m.w] out == sdata'[m.s].out IN
@@ -1214,18 +1214,18 @@ CopyOwesNothing ==
        /\ \A s \in Senders \ {t} : sstate'[s] = sstate[s] /\ sdata'[s] = sdata[s] /\ blocked'[s] = blocked[s]
        /\ UNCHANGED <<receiver, letters, answers, gone>>]_vars
 
-\* G9. Nothing leaves the state closed, and nothing is applied or reported otherwise in it.
+\* G9. Nothing leaves the state closed; in it nothing is applied, and no report changes.
 ClosedIsFinal ==
   [][/\ \A s \in Senders : sstate[s] = Final /\ slife'[s] = "alive" =>
           sstate'[s] = Final /\ sdata'[s] = sdata[s]
      /\ \A w \in Workers : rstate[w] = Final /\ rdata'[w] # NewReceiver =>
           rstate'[w] = Final /\ (rdata'[w].served = rdata[w].served \/ ByHand(w))]_vars
 
-\* G10. A caller who waits is let go. Under FairClock by the clock alone; under FairWorld without any.
+\* G10. A waiting caller is released: under FairClock by the clock alone, under FairWorld without one.
 EverySendEnds == \A s \in Senders : blocked[s] ~> ~blocked[s]
 
-\* G11. An update ends only by telling somebody, and then each target has an outcome; ABANDONED is said of nobody
-\* whose caller did not give up or close; a wait that ends early changes no outcome.
+\* G11. An update ends only with a report, in which each target has an outcome; ABANDONED is reported only if the
+\* caller gave up or closed; a wait that ends early changes no outcome.
 EverybodyIsToldTheTruth ==
   [][\A s \in Senders :
        LET new == sdata'[s].out.outcomes IN
@@ -1236,7 +1236,7 @@ EverybodyIsToldTheTruth ==
             Abandon(s) \/ CloseSender(s)
        /\ sstate[s] = "awaiting_ack" /\ sstate'[s] = "pending_async" => sdata'[s] = sdata[s]]_vars
 
-\* G12. Once nothing is on its way over a link that stays, its worker has decided the newest version due to it.
+\* G12. Once no message is in transit on a link that stays, its worker has decided the newest version addressed to it.
 LateJoinerCatchesUp ==
   Duplicates \/ Loses \/
   \A s \in Senders, w \in Workers :
@@ -1248,7 +1248,7 @@ LateJoinerCatchesUp ==
     => ~Lower(rdata[w].decided, <<sdata[s].incarnation, due, 0>>)
 JoinersAnswer == \A s \in Senders, w \in Workers : sdata[s].roll[w].catching # 0 ~> sdata[s].roll[w].catching = 0
 
-\* A link whose other end is closed is found out, so that its worker can come back.
+\* A link whose other end is closed is noticed, so that its worker can rejoin.
 LossesAreNoticed == \A s \in Senders, w \in Workers : gone[s][w] ~> ~gone[s][w]
 
 -----------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 ------------------------------ MODULE Backlog ------------------------------
 (***************************************************************************)
 (* How far a sender runs ahead of a worker that does not read: the backlog *)
-(* of one link, weightsync/engine/sender_driver.py.                             *)
+(* of one link, weightsync/engine/sender_driver.py.                        *)
 (*                                                                         *)
-(* A link carries at most two updates that nobody has answered.  A newer   *)
-(* one waits in the sender.  If a still newer one comes it takes that      *)
-(* one's place, and what was overtaken is never sent: nobody is owed an    *)
-(* answer for it, since it was abandoned before the newer one was          *)
+(* A link carries at most two unanswered updates.  A newer one             *)
+(* waits in the sender.  If a still newer one follows, it replaces the     *)
+(* waiting one, which is then never sent: no answer to it is               *)
+(* owed, because it was abandoned before the newer one was                 *)
 (* dispatched.  In AckProtocol.tla every update is sent.  One that is not  *)
 (* is a letter lost there, and safety is proved of links that lose (the    *)
 (* configuration MCBestEffort); that sends end in spite of it is proved    *)
@@ -21,13 +21,13 @@ EXTENDS Integers, FiniteSets
 CONSTANTS
   MaxVersion,  \* dispatches
   Reorders,    \* a message may overtake another
-  Careless     \* rules taken out, for the revert tests; {} otherwise
+  Careless     \* rules removed for the revert tests; {} otherwise
 
 AllRules == {
-  "TwoAtMost",         \* what comes behind two that are unanswered waits
-  "NewestWaits",       \* a newer one takes the place of one that waits
-  "OvertakenIsDropped",\* and that one is dropped
-  "AnswersAdmit",      \* an answer lets what waits leave
+  "TwoAtMost",         \* an update behind two unanswered ones waits
+  "NewestWaits",       \* a newer one replaces a waiting one
+  "OvertakenIsDropped",\* and the replaced one is dropped
+  "AnswersAdmit",      \* an answer lets the waiting update be sent
   "OneOutstanding"     \* the next is dispatched when nothing is outstanding
 }
 ASSUME Careless \subseteq AllRules
@@ -36,8 +36,8 @@ ASSUME MaxVersion \in Nat /\ Reorders \in BOOLEAN
 VARIABLES
   newest,      \* the newest version dispatched over this link
   owed,        \* the one outstanding, if its worker owes an answer; else 0
-  unanswered,  \* what the sender counts: those that left and for which no answer has come
-  waiting,     \* those that wait behind them: at most one
+  unanswered,  \* the versions that were sent and not answered, as the sender counts them
+  waiting,     \* the version that waits behind them: at most one
   letters,     \* on their way to the worker, or with it
   answers      \* on their way back
 
@@ -68,14 +68,14 @@ Abandon(v) ==
   /\ owed' = 0
   /\ UNCHANGED <<newest, unanswered, waiting, letters, answers>>
 
-\* The worker has read it, and its answer leaves.
+\* The worker has read it, and sends its answer.
 Answer(v) ==
   /\ First(letters, v)
   /\ letters' = letters \ {v}
   /\ answers' = answers \cup {v}
   /\ UNCHANGED <<newest, owed, unanswered, waiting>>
 
-\* Backlog.answered. An answer counts for all that left before.
+\* Backlog.answered. An answer counts for all updates sent before.
 Hear(v) ==
   LET left == {u \in unanswered : u > v}
       leaves == {u \in waiting : ~Full(left) /\ Follows("AnswersAdmit") /\ \A x \in waiting : u <= x} IN
@@ -99,19 +99,19 @@ Next ==
 \* counts for all before it, though one of them may still be on its way.
 AtMostTwo == Cardinality(letters \cup answers) <= Room
 
-\* So the order is kept, and what was overtaken is never sent.
+\* The order is kept, and a replaced version is never sent.
 OnlyTheNewestLeaves == [][\A v \in letters' \ letters : v = newest']_vars
 
-\* What will never be sent is owed to nobody.
+\* No answer is owed for a version that will never be sent.
 NobodyIsOwedTheOvertaken == [][\A v \in waiting \ (waiting' \cup letters') : owed # v]_vars
 
-\* What waits leaves, or is overtaken.
+\* A waiting version is sent or replaced.
 WhatWaitsLeaves == \A v \in Versions : v \in waiting ~> v \notin waiting
 
 \* A backlog keeps no caller waiting.
 EveryUpdateIsAnswered == \A v \in Versions : owed = v ~> owed # v
 
-\* The canary: that nothing is ever overtaken.
+\* The canary: no version is ever replaced.
 NothingIsOvertaken == [][waiting \subseteq (waiting' \cup letters')]_vars
 
 Fair == WF_vars(\E v \in Versions : Answer(v)) /\ WF_vars(\E v \in Versions : Hear(v))

@@ -3,16 +3,16 @@
 (* Links whose messages are calls and whose answers are their results:     *)
 (* calls/client.py, calls/server.py, calls/server_link.py; Ray and RPC.    *)
 (*                                                                         *)
-(* A call is begun for each message, and numbered.  Calls come to the      *)
-(* worker's door in any order and are let in by their numbers.  What the   *)
-(* worker says goes home with the oldest call that has had no answer.  A   *)
-(* future may fail whatever became of its call: it may never have run, may *)
-(* have run, or may run yet.  So a failure ends the link, and says nothing *)
-(* of the update.                                                          *)
+(* A numbered call is made for each message.  Calls reach the worker's     *)
+(* server in any order and are admitted by their numbers.  Messages of the *)
+(* worker return with the oldest call that was not answered yet.  A future *)
+(* may fail whatever happened to its call: it may never have run, may      *)
+(* have run, or may still run.  So a failure ends the link, and means      *)
+(* nothing for the update.                                                 *)
 (*                                                                         *)
 (* Abstracted: a transport that begins a call again does so with the same  *)
 (* number; which frames a result carries is a set; weights lost from Ray's *)
-(* object store, which the courier itself answers, are not in it, nor      *)
+(* object store, which the call client itself answers, are not in it, nor  *)
 (* are plain actors (evidence: the call), nor a link's last call.          *)
 (***************************************************************************)
 EXTENDS Ends
@@ -21,23 +21,23 @@ CONSTANT Numbers   \* calls of one link
 
 VARIABLES
   calls,      \* [Ends -> calls begun]: [m, at, words, future]
-  turn,       \* [Ends -> the number that the door lets in next]
+  turn,       \* [Ends -> the number that the server admits next]
   collected,  \* [Ends -> calls, oldest first, whose results the sender has taken]
-  failed      \* links of which a future has failed, and the sender has seen it
+  failed      \* links with a failed future that the sender has seen
 
 net == <<calls, turn, collected, failed>>
 vars == <<machines, net>>
 
 AllRules == {
-  "FailedMayHaveRun",  \* a call whose future failed is not begun again as another
+  "FailedMayHaveRun",  \* a call whose future failed is not made again as another call
   "FailureIsNoAnswer", \* a failure is not taken for the worker's refusal
-  "NumbersOnce",       \* a call that comes again is not let in again
-  "InTurn",            \* calls are let in in the order in which they were begun
-  "OldestFirst"        \* results are taken in the order in which their calls were begun
+  "NumbersOnce",       \* a call that arrives again is not admitted again
+  "InTurn",            \* calls are admitted in the order in which they were made
+  "OldestFirst"        \* results are taken in the order in which their calls were made
 }
 ASSUME Careless \subseteq AllRules
 
-\* at: "way", "door" (it has come), "answered" (what it brings home is known), "refused" (its link is closed there)
+\* at: "way", "door" (it has arrived), "answered" (its result is known), "refused" (its link is closed there)
 Begun(m) == [m |-> m, at |-> "way", words |-> {}, future |-> "open"]
 Moved(call, at, words) == [m |-> call.m, at |-> at, words |-> words, future |-> call.future]
 Over(call, future) == [m |-> call.m, at |-> call.at, words |-> call.words, future |-> future]
@@ -53,7 +53,7 @@ Begin(s, w, k) ==
   /\ outbox' = outbox \ {First(On(outbox, l))}
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, inbox, said, heard, turn, collected, failed>>
 
-\* It comes to the door, whatever its future says.
+\* It arrives at the server, whatever its future says.
 Arrive(s, w, k, n) ==
   LET l == <<s, w, k>> IN
   /\ Is(l, n) /\ calls[l][n].at = "way"
@@ -68,7 +68,7 @@ LetIn(s, w, k, n) ==
   /\ inbox' = inbox \cup {calls[l][n].m}
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, calls, collected, failed>>
 
-\* A transport that tries twice: what comes again gets the answer of its first time, and is not let in.
+\* A transport retries: a repeated call gets the answer of the first one, and is not admitted.
 ComeAgain(s, w, k, n) ==
   LET l == <<s, w, k>> IN
   /\ ~Follows("NumbersOnce")
@@ -77,9 +77,9 @@ ComeAgain(s, w, k, n) ==
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, net>>
 
 -----------------------------------------------------------------------------
-(* And home *)
+(* Back to the sender *)
 
-\* What the worker says goes with the oldest call that waits at the door.
+\* A message of the worker returns with the oldest call that waits at the server.
 Reply(s, w, k) ==
   LET l == <<s, w, k>>
       waiting == {n \in 1..Len(calls[l]) : calls[l][n].at = "door"}
@@ -95,7 +95,7 @@ Return(s, w, k, n) ==
   /\ calls' = [calls EXCEPT ![l][n] = Over(@, "done")]
   /\ UNCHANGED <<machines, turn, collected, failed>>
 
-\* Its worker has died or has closed the link, or, if losses may be wrong, the way home is broken.
+\* Its worker has died or has closed the link, or, if losses may be wrong, the return path is broken.
 Fail(s, w, k, n) ==
   LET l == <<s, w, k>> IN
   /\ Open(l) /\ Is(l, n) /\ calls[l][n].future = "open"
@@ -103,7 +103,7 @@ Fail(s, w, k, n) ==
   /\ calls' = [calls EXCEPT ![l][n] = Over(@, "failed")]
   /\ UNCHANGED <<machines, turn, collected, failed>>
 
-\* Results are taken in the order of their calls, up to one that is still out: none of them, once one has failed, is
+\* Results are taken in the order of their calls, up to a pending one. Once a call has failed, none of them is
 \* waited for.
 Collect(s, w, n) ==
   LET l == Current(s, w) IN
@@ -117,7 +117,7 @@ Collect(s, w, n) ==
   /\ heard' = heard \cup calls[l][n].words
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, said, calls, turn, failed>>
 
-\* What came before the failure has been taken; what had not come home never will.
+\* Results before the failure have been taken; later ones will never arrive.
 SeeFailure(s, w) ==
   LET l == Current(s, w) IN
   /\ Open(l) /\ l \notin failed
@@ -126,7 +126,7 @@ SeeFailure(s, w) ==
   /\ failed' = failed \cup {l}
   /\ UNCHANGED <<machines, calls, turn, collected>>
 
-\* Of a link that is closed at the other end: what had not come home never will.
+\* The link is closed at the other end: pending results will never arrive.
 NeverHome(s, w) ==
   LET l == Current(s, w) IN
   /\ Open(l) /\ gone[s][w] /\ l \in failed

@@ -20,7 +20,7 @@
 (* nonces never come twice; a payload is its digest, which is content; a   *)
 (* link that fails on what it does not believe is one that goes on, and    *)
 (* has read nothing.  What nobody seals (a refusal, an announcement, a     *)
-(* mark at the end) is not in it: it can end a link, and brings nothing.   *)
+(* mark at the end) is not in it: it can end a link, and carries nothing.  *)
 (***************************************************************************)
 EXTENDS Integers, FiniteSets, Sequences
 
@@ -30,7 +30,7 @@ CONSTANTS
   MaxSaid,   \* messages of a sender's end
   MaxTold,   \* answers of a worker's end
   Way,       \* "row": numbers follow one another; "calls": each number counts once
-  Careless   \* rules that are taken out, for the revert tests; {} otherwise
+  Careless   \* rules that are removed for the revert tests; {} otherwise
 
 VARIABLES
   wire,      \* the envelopes that were ever sealed
@@ -91,7 +91,7 @@ Say(s) ==
   /\ wire' = wire \cup {Sealed(s, Len(said[s]), Message(s, Len(said[s])))}
   /\ UNCHANGED <<met, heard, link, read, kept, proven, told>>
 
-\* It proves itself: by an empty letter of its own number, or by making a call once more, empty.
+\* It proves itself, by an empty message with its own number, or by an empty repetition of a call.
 Prove(s, n) ==
   /\ met[s] # 0
   /\ \/ Way = "row" /\ n = Len(said[s]) /\ n < MaxSaid /\ said' = [said EXCEPT ![s] = Append(@, Nothing)]
@@ -99,7 +99,7 @@ Prove(s, n) ==
   /\ wire' = wire \cup {Sealed(s, n, Nothing)}
   /\ UNCHANGED <<met, heard, link, read, kept, proven, told>>
 
-\* A challenge comes.
+\* A challenge arrives.
 Meet(s, w) ==
   /\ Envelope("CHALLENGE", s, 0, 0, Nonce(w)) \in wire
   /\ met[s] = 0 \/ ~Follows("FirstStays")
@@ -119,7 +119,7 @@ Hear(s, n, content) ==
 -----------------------------------------------------------------------------
 (* The worker's end *)
 
-\* One is made for a link that is announced, or announced again.
+\* An end is created for a link that is announced, or announced again.
 Take(w, s) ==
   /\ link[w] = 0 /\ \A x \in Workers : x < w => link[x] # 0
   /\ link' = [link EXCEPT ![w] = s]
@@ -130,7 +130,7 @@ Reads(w, n, content) ==
   /\ InTurn(n, Len(read[w])) /\ Len(read[w]) < MaxSaid + 1
   /\ read' = [read EXCEPT ![w] = Append(@, content)]
 
-\* What is sealed for the name alone.
+\* A message that is sealed with the name alone.
 ReadEarly(w, n, content) ==
   /\ link[w] # 0
   /\ Envelope("EARLY", link[w], 0, n, content) \in wire
@@ -149,7 +149,7 @@ ReadProven(w, n, content) ==
      ELSE UNCHANGED <<read, kept>>
   /\ UNCHANGED <<wire, said, met, heard, link, told>>
 
-\* What is handed on.
+\* The messages that the worker's end accepts.
 Believed(w) == IF proven[w] \/ ~Follows("HeldBack") THEN read[w] ELSE <<>>
 
 Tell(w) ==
@@ -180,15 +180,15 @@ Init ==
 Spec == Init /\ [][Next]_vars
 
 -----------------------------------------------------------------------------
-(* What holds *)
+(* Properties *)
 
 Begins(part, whole) == Len(part) <= Len(whole) /\ \A i \in 1..Len(part) : part[i] = whole[i]
 
-\* What a worker's end hands on is what its sender's end said, in order and once, in a session with that very end.
+\* A worker's end accepts what its sender's end said, in order and once, in a session with that end.
 OnlyTheSender == \A w \in Workers :
   proven[w] \/ Believed(w) # <<>> => met[link[w]] = w /\ Begins(Believed(w), said[link[w]])
 
-\* What a sender's end believes, the worker's end said whose nonce it took, in this session, each once; in a row in order.
+\* A sender's end accepts what the worker's end whose nonce it took said, in this session, each once; in a row in order.
 OnlyTheWorker == \A s \in Senders : heard[s] # <<>> =>
   /\ link[met[s]] = s
   /\ \A i \in 1..Len(heard[s]) : \E n \in Numbers : heard[s][i] = Answer(met[s], n) /\ n <= told[met[s]]
@@ -196,9 +196,9 @@ OnlyTheWorker == \A s \in Senders : heard[s] # <<>> =>
   /\ Way = "row" => \A i \in 1..Len(heard[s]) : heard[s][i] = Answer(met[s], i)
 
 -----------------------------------------------------------------------------
-(* Canaries: situations that must be found, or the proofs would be true for no reason *)
+(* Canaries: situations that must be reachable, or the proofs would be vacuous *)
 
-\* Two messages are believed, and an answer of them.
+\* Two messages are accepted, and an answer to them.
 NobodyIsBelieved == \A s \in Senders : met[s] = 0 \/ Len(Believed(met[s])) < 2 \/ heard[s] = <<>>
 
 \* A link is offered again: two of the worker's ends have read what its sender said early, and one of them believes it.

@@ -5,21 +5,21 @@
 (* AckProtocol: here its actions are taken twice, once with the sender's   *)
 (* side of the links in place of the network and once with the worker's.   *)
 (*                                                                         *)
-(*   outbox  letters that a sender has given to its link                   *)
-(*   inbox   letters that have arrived whole, for the worker to read       *)
-(*   said    answers that a worker has given to its link                   *)
-(*   heard   answers that have arrived whole, for the sender to read       *)
+(*   outbox  messages that a sender has put on its link                    *)
+(*   inbox   messages that have arrived completely, for the worker to read *)
+(*   said    answers that a worker has put on its link                     *)
+(*   heard   answers that have arrived completely, for the sender to read  *)
 (*                                                                         *)
-(* How a message gets from one to the other is the family's.  A family     *)
-(* says which letters and answers are under way, and TLC checks that its   *)
-(* steps are then steps of AckProtocol, or change nothing in it.           *)
+(* Each family defines how a message gets from one to the other.  It       *)
+(* defines which messages and answers are in transit, and TLC checks that  *)
+(* its steps are steps of AckProtocol, or change nothing in it.            *)
 (***************************************************************************)
 EXTENDS Integers, FiniteSets, Sequences, Tables
 
 CONSTANTS
   Senders, Workers, MaxVersion, MaxLink, MaxClock, Features,   \* as in AckProtocol
-  Delivery,    \* what the family's adapters declare: a name of Deliveries
-  Careless     \* rules of the family that are taken out, for the revert tests; {} otherwise
+  Delivery,    \* the delivery that the family's transports declare: a name of Deliveries
+  Careless     \* rules of the family that are removed for the revert tests; {} otherwise
 
 VARIABLES
   sstate, sdata, slife, blocked, rstate, rdata,   \* as in AckProtocol
@@ -57,7 +57,7 @@ Laid(l) == S!Connected(l[1]) /\ (slife[l[1]] = "dead" \/ l[3] <= Current(l[1], l
 \* What was put first; `p` rises along a link, as NothingOvertakes of AckProtocol says.
 First(box) == CHOOSE m \in box : \A n \in box : m.p <= n.p
 
-\* The links that a worker which ends takes with it: not those that are still to be laid.
+\* The links that end with a worker; those that are not open yet do not.
 To(w) == {l \in Ends : l[2] = w /\ Laid(l)}
 
 Letter(l, v, p) == S!Letter(l[1], l[2], l[3], v, p)
@@ -118,7 +118,7 @@ Deciding(w) ==
      \/ R!Answered(w)
   /\ UNCHANGED <<outbox, heard>>
 
-\* Steps that close the worker's ends of links, and which: what is on its way to them is gone, wherever it is.
+\* The steps that close worker's ends of links, and which; messages in transit to those ends are lost.
 Greeting(w, s, k) == R!HelloArrived(w, s, k) /\ UNCHANGED heard
 GreetingCloses(w, s, k) ==
   CASE R!NameHello(w, s, k) = "REJECTED" -> {<<s, w, k>>}

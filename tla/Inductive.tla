@@ -8,8 +8,8 @@
 (* holds, the next one satisfies it too, and every action property holds   *)
 (* of the step between them.                                               *)
 (*                                                                         *)
-(* IndInv speaks of the machines, and of each message by itself.  With     *)
-(* links that reorder, duplicate and lose, no step asks for the absence of *)
+(* IndInv is about the machines, and about each message by itself.  With   *)
+(* links that reorder, duplicate and lose, no step requires the absence of *)
 (* a message, and each reads at most one; so two messages in flight, the   *)
 (* one that is read and another that must stay right, stand for any        *)
 (* number.  The other deliveries' steps are among these, but for messages  *)
@@ -38,7 +38,7 @@ Entries == {e \in [link : 0..MaxLink, standing : Standings, served : 0..MaxVersi
                    catching : 0..MaxVersion, fence : Incarnations] : EntryOK(e)}
 
 \* What a sender's data is made of, once each field that follows from others is left out.
-\* Nobody tells a lone sender of a fence.
+\* No fence is reported to a lone sender.
 Given == IF Cardinality(Senders) = 1 THEN 0..MaxClock ELSE Incarnations
 
 Kernels == [inc : Given, version : 0..MaxVersion, dueAll : 0..MaxVersion, roll : [Workers -> Entries],
@@ -117,7 +117,7 @@ Dispatched(key) == key = NoPayload \/
   (key[2] = key[3] /\ key[2] # 0 /\ \E s \in Senders : sdata[s].incarnation = key[1] /\ key[2] <= sdata[s].version)
 Met == {0} \cup {sdata[s].incarnation : s \in Senders}
 
-\* Whoever has applied what is outstanding is noted.
+\* The workers that have applied the outstanding update are recorded.
 Noted(w, key) == \A s \in Senders :
   IsOutstanding(s) /\ key[1] = sdata[s].incarnation /\ key[2] = sdata[s].version => w \in sdata[s].out.did
 

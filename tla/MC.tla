@@ -1,9 +1,9 @@
 --------------------------------- MODULE MC ---------------------------------
 (***************************************************************************)
-(* What TLC is given: AckProtocol, and canaries.  A canary says that an    *)
-(* interesting situation does not arise; TLC must find it wrong, or the    *)
-(* proofs beside it would be true for no reason.  Situations of one state, *)
-(* then those of a step; MCHunt.tla looks out for the same ones.           *)
+(* The module TLC runs: AckProtocol, and canaries.  A canary claims that   *)
+(* an interesting situation never occurs.  TLC must refute it, or the      *)
+(* proofs would be vacuous.  First situations of one state, then those of  *)
+(* a step; MCHunt.tla watches for the same ones.                           *)
 (***************************************************************************)
 EXTENDS AckProtocol
 
@@ -13,11 +13,11 @@ LostLink(s, w) == sdata[s].roll[w].standing = "LOST"
 Serves(w, s, v) == sdata[s].incarnation # 0 /\ rdata[w].served[1] = sdata[s].incarnation /\ rdata[w].served[2] = v
 NewAnswer(kind) == \E m \in answers' : m \notin answers /\ m.kind = kind
 
-\* A copy of a lower incarnation than its original is refused at the handshake, and told the fence.
+\* A copy with a lower incarnation than its original is refused at the handshake with the fence.
 Fenced == \E s \in Senders, w \in Workers : sdata[s].roll[w].fence # 0
 NoneIsFenced == ~Fenced
 
-\* A worker dies in a send and is LOST to it; its next life serves that very version.
+\* A worker dies during a send and is reported LOST; its next life serves the same version.
 CrashThenRecovery == \E s \in Senders, w \in Workers :
   /\ Outcome(s, w) = "LOST" /\ sdata[s].roll[w].standing = "UP" /\ sdata[s].roll[w].link = 2
   /\ sdata[s].roll[w].served = sdata[s].out.version
@@ -27,11 +27,11 @@ NoCrashThenRecovery == ~CrashThenRecovery
 Superseded == \E m \in answers : m.kind = "SUPERSEDED"
 NothingSuperseded == ~Superseded
 
-\* A worker that was given up though it was well comes back on a new link and serves the next version.
+\* A working worker was given up; it rejoins on a new link and serves the next version.
 ReturnAfterWrongLoss == \E s \in Senders, w \in Workers : sdata[s].roll[w].link = 2 /\ Outcome(s, w) = "APPLIED"
 NoReturnAfterWrongLoss == ~ReturnAfterWrongLoss
 
-\* Every worker on the roll is lost.
+\* Every worker is lost.
 AllLost == \E s \in Senders : sdata[s].version > 0 /\ \A w \in OnRoll(s) : LostLink(s, w)
 SomebodyIsLeft == ~AllLost
 
@@ -44,7 +44,7 @@ NoPartialDispatch == ~PartialDispatch
 MisfitSaid == \E m \in answers : m.kind = "REFUSED" /\ m.v = 0
 NoMisfit == ~MisfitSaid
 
-\* A link ends because something failed at its worker, which says so.
+\* A link ends because something failed at its worker, which reports it.
 FailureSaid == \E m \in answers : m.kind = "FAILED"
 NothingFails == ~FailureSaid
 
@@ -57,7 +57,7 @@ AbandonedMeansNot == ~AbandonedApplied
 LostApplied == \E s \in Senders, w \in Workers : Outcome(s, w) = "LOST" /\ Serves(w, s, sdata[s].out.version)
 LostMeansNot == ~LostApplied
 
-\* A fenced sender closes, and its successor, told the fence, wins the worker back.
+\* A fenced sender closes; its successor, which was given the fence, takes the worker back.
 WonBack == 3 \in Senders /\ sstate[2] = Final /\ sdata[2].roll[1].fence # 0 /\ Serves(1, 3, 1)
 NobodyWinsBack == ~WonBack
 
@@ -82,7 +82,7 @@ NoLoss == ~Loss
 
 -----------------------------------------------------------------------------
 
-\* An ack that nobody is owed arrives, and is ignored.
+\* An ack that is not owed arrives, and is ignored.
 StaleAck == \E m \in answers : m.kind = "ACK" /\ NameAnswer(m.s, m) = "STALE" /\ AnswerAck(m.s, m.w, m.k, m.v)
 NoStaleAck == [][~StaleAck]_vars
 
@@ -91,7 +91,7 @@ AckAfterDeadline == \E s \in Senders, w \in Workers :
   sstate[s] = "pending_async" /\ Counted(s, w) /\ sdata'[s].out.outcomes[w] = "APPLIED"
 NoAckAfterDeadline == [][~AckAfterDeadline]_vars
 
-\* A copy takes the worker over from its original, which finds out by its lost link.
+\* A copy takes over the worker from its original, which notices its lost link.
 Takeover == \E w \in Workers : Link(w)[1] # 0 /\ Link(w)'[1] # 0 /\ Link(w)'[1] # Link(w)[1]
 NoTakeover == [][~Takeover]_vars
 
@@ -99,7 +99,7 @@ NoTakeover == [][~Takeover]_vars
 SuccessAfterRefusal == \E w \in Workers : rdata[w].answer = "REFUSED" /\ rdata'[w].answer = "ACK"
 NoSuccessAfterRefusal == [][~SuccessAfterRefusal]_vars
 
-\* A late joiner serves the version that was sent before it came, and its link says so.
+\* A late joiner serves a version that was sent before it joined, and acks it over its link.
 CatchesUp == \E s \in Senders, w \in Workers :
   sdata[s].roll[w].catching # 0 /\ sdata'[s].roll[w].served = sdata[s].roll[w].catching
 NobodyCatchesUp == [][~CatchesUp]_vars
@@ -116,20 +116,20 @@ NobodyClosedUpon == [][~ClosedUpon]_vars
 SecondAnswer == \E w \in Workers : rstate[w] = rstate'[w] /\ NewAnswer("ACK")
 NoSecondAnswer == [][~SecondAnswer]_vars
 
-\* A wait is interrupted, and a later one finds that everybody has applied.
+\* A wait is interrupted, and a later one finds that every target has applied.
 SuccessAfterInterrupt == \E s \in Senders : sstate[s] = "pending_async" /\ sstate'[s] = "ready" /\ AllApplied(s)
 NoSuccessAfterInterrupt == [][~SuccessAfterInterrupt]_vars
 
-\* A swap fails half way: what was served is given up.
+\* A swap fails half way: nothing is served.
 Breaks == \E w \in Workers : rdata[w].served # NoPayload /\ rdata'[w].served = NoPayload
 NothingBreaks == [][~Breaks]_vars
 
-\* Other weights are written by hand, and the worker serves the next version all the same.
+\* The user writes other weights, and the worker serves the next version all the same.
 ServesAgain == \E w \in Workers :
   May("invalidate") /\ rdata[w].served = NoPayload /\ rdata[w].decided # NoPayload /\ rdata'[w].served # NoPayload
 NobodyServesAgain == [][~ServesAgain]_vars
 
-\* A deferred answer leaves over another link than its update came over.
+\* A deferred answer is sent over another link than its update arrived on.
 DeferredElsewhere == \E w \in Workers :
   rdata[w].answer = "DEFERRED" /\ rdata[w].link # NoLink /\ rstate[w] # "awaiting_ack" /\ NewAnswer("ACK")
 NothingDeferredElsewhere == [][~DeferredElsewhere]_vars
@@ -143,16 +143,16 @@ WiderSend == \E s \in Senders, w \in Workers :
   sdata[s].out.version = 2 /\ Outcome(s, w) = "NONE" /\ rdata'[w].served # rdata[w].served /\ Serves(w, s, 1)'
 OnlyTheLatestSendChanges == [][~WiderSend]_vars
 
-\* A receiver says Bye, and leaves the roll of a sender that is waiting for it.
+\* A receiver says Bye, and is removed by a sender that is waiting for it.
 ByeWhileOwing == \E s \in Senders, w \in Workers : Owes(s, w) /\ sdata'[s].roll[w].standing = "NONE"
 NoBye == [][~ByeWhileOwing]_vars
 
-\* A worker that said that it failed is LOST, stays on the roll, and comes back on a new link.
+\* A worker that reported a failure is LOST, remains among the workers, and rejoins on a new link.
 BackAfterFailure == \E s \in Senders, w \in Workers :
   /\ Outcome(s, w) = "LOST" /\ sdata[s].roll[w].link = 2 /\ ~May("break") /\ ~May("wrong") /\ ~May("crash")
   /\ sdata[s].roll[w].standing = "EXPECTED" /\ sdata'[s].roll[w].standing = "UP"
 NobodyIsBackAfterFailure == [][~BackAfterFailure]_vars
 
-\* TLC must say no to this.
+\* TLC must find this false.
 Impossible == sstate # sstate
 =============================================================================

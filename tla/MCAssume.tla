@@ -1,5 +1,5 @@
 ------------------------------ MODULE MCAssume ------------------------------
-\* TLC must say no to this, with exit status 10.
+\* TLC must find this false, with exit code 10.
 EXTENDS AckProtocol
 ASSUME Senders = {}
 =============================================================================

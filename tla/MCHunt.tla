@@ -1,19 +1,19 @@
 -------------------------------- MODULE MCHunt --------------------------------
 (***************************************************************************)
-(* What mutants are hunted with: MC, and a look-out.  The hunting          *)
-(* configurations check every property at once, and say which situations   *)
-(* they have met, each once.  A mutant is killed if it breaks a property,  *)
-(* or if a situation is never met that the model meets.                    *)
+(* The module mutants are hunted with: MC, and a watch for situations.     *)
+(* The hunting configurations check every property at once, and report     *)
+(* each situation they reach once.  A mutant is killed if it violates a    *)
+(* property, or if it never reaches a situation that the model reaches.    *)
 (***************************************************************************)
 EXTENDS MC, TLC
 
 Sights == 1..240
 ASSUME \A i \in Sights : TLCSet(i, FALSE)
 
-\* Say once that a situation was met. TLC reads the line: see weightsync/model/output.py.
+\* Report once that a situation was reached. The line is parsed: see weightsync/model/output.py.
 See(i, name, met) == TLCGet(i) \/ (met => TLCSet(i, TRUE) /\ PrintT(<<"MET", name>>))
 
-\* The same of a situation that may be met in each of some states: i + 1 is the register of the first.
+\* The same for a situation that may be reached in each of several states: i + 1 is the register of the first.
 States5 == <<"ready", "pending_async", "awaiting_ack", "uninitialized", "closed">>
 SeeIn(i, name, state, met) == \A n \in 1..5 : state = States5[n] => See(i + n, <<name, state>>, met)
 
@@ -130,7 +130,7 @@ ReceiverRowsSeen == \A w \in Workers :
   /\ See(150, "serves on after its link", d.link = NoLink /\ d.served # NoPayload /\ e.link # NoLink)
   /\ See(151, "a version comes twice", stays /\ e = d /\ Read(1) # {} /\ New("ACK") # {} /\ d.link[2] = 2)
 
-\* It would count for something if it was read.
+\* It would have an effect if it were read.
 WouldCount(m) ==
   LET d == sdata[m.s] IN
   /\ Open(m.s, m.w, m.k) /\ m.inc = d.incarnation
@@ -140,7 +140,7 @@ WouldCount(m) ==
 
 OnlyAnswersChange == UNCHANGED <<sender, receiver, letters, gone>>
 
-\* An answer that would count vanishes, and nobody has read it.
+\* An answer that would have an effect vanishes unread.
 LostAnswer(kind) == OnlyAnswersChange /\ \E m \in answers \ answers' : WouldCount(m) /\ m.kind = kind
 \* An answer of a broken link, or of one that works, is cut; some others stay, or none.
 CutAnswer(broken, others) ==

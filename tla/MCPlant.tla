@@ -1,9 +1,9 @@
 ------------------------------ MODULE MCPlant ------------------------------
 (***************************************************************************)
-(* AckProtocol with one wrong step planted, by the name in Plant.  Each    *)
-(* property that no rule taken out violates has a configuration of this    *)
-(* module in which TLC must find it violated: a property that says nothing *)
-(* any more is found out.                                                  *)
+(* AckProtocol with one wrong step planted, whose name is in Plant.  Each  *)
+(* property that no removed rule violates has a configuration of this      *)
+(* module in which TLC must find it violated, so that a property that no   *)
+(* longer says anything is noticed.                                        *)
 (***************************************************************************)
 EXTENDS AckProtocol
 
@@ -15,13 +15,13 @@ IsOpen(s, w) == Open(s, w, Entries(s, w).link) /\ ~gone[s][w]
 Rest == UNCHANGED <<slife, blocked, receiver, letters, answers, gone>>
 Quiet == UNCHANGED <<sender, receiver, gone>>
 
-\* A report says what no report can say.
+\* A report contains an impossible outcome.
 UnknownOutcome(s, w) == /\ sdata' = [sdata EXCEPT ![s].out.outcomes[w] = "MAYBE"] /\ UNCHANGED sstate /\ Rest
 
 \* A worker owes what it was never sent.
 OwesUnasked(s, w) == /\ ~Owes(s, w) /\ sdata' = [sdata EXCEPT ![s].out.owed[w] = 1] /\ UNCHANGED sstate /\ Rest
 
-\* A message comes to a receiver that is closed.
+\* A message reaches a closed receiver.
 SentToTheClosed(s, w) ==
   /\ rstate[w] = Final /\ Connected(s)
   /\ letters' = letters \cup {Letter(s, w, Entries(s, w).link, 0, 0)}
@@ -37,10 +37,10 @@ Overtakes ==
   /\ \E m \in answers : answers' = answers \cup {[m EXCEPT !.kind = "STALE"]}
   /\ UNCHANGED letters /\ Quiet
 
-\* What a sender counts and what it has sent are two numbers.
+\* A sender's version differs from the last one it has sent.
 Miscounts(s) == /\ sdata' = [sdata EXCEPT ![s].serial = @ + 1] /\ UNCHANGED sstate /\ Rest
 
-\* A receiver's fence is above all that it has met.
+\* A receiver's fence is above every incarnation it has seen.
 FenceRises(w) ==
   /\ rdata' = [rdata EXCEPT ![w].fence = @ + 1]
   /\ UNCHANGED <<sender, rstate, letters, answers, gone>>
@@ -50,7 +50,7 @@ LetterVanishes == /\ \E m \in letters : letters' = letters \ {m} /\ UNCHANGED an
 AnswerVanishes == /\ \E m \in answers : answers' = answers \ {m} /\ UNCHANGED letters /\ Quiet
 AnswersVanish == /\ Cardinality(answers) > 1 /\ answers' = {} /\ UNCHANGED letters /\ Quiet
 
-\* An answer comes to a sender that is closed.
+\* An answer reaches a closed sender.
 AnswersTheClosed(s, w) ==
   /\ sstate[s] = Final /\ Entries(s, w).link # 0
   /\ answers' = answers \cup {Word(s, w, Entries(s, w).link, <<sdata[s].incarnation, 0, 0>>, "HELLO", 0)}
@@ -62,12 +62,12 @@ AckInvented(s, w) ==
   /\ answers' = answers \cup {Word(s, w, Entries(s, w).link, <<sdata[s].incarnation, 1, 1>>, "ACK", 0)}
   /\ UNCHANGED letters /\ Quiet
 
-\* A successor connects below a fence that a closed sender was told of.
+\* A successor connects below a fence that was reported to a closed sender.
 ConnectsBelow(s) ==
   /\ slife[s] = "alive" /\ ~Connected(s) /\ Hint > 1
   /\ sdata' = [sdata EXCEPT ![s].incarnation = 1] /\ UNCHANGED sstate /\ Rest
 
-\* The far end of a link that is open is closed for nothing.
+\* The far end of an open link is closed without a reason.
 EndCloses(s, w) ==
   /\ IsOpen(s, w) /\ gone' = [gone EXCEPT ![s][w] = TRUE]
   /\ UNCHANGED <<sender, receiver, letters, answers>>

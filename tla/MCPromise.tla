@@ -2,11 +2,11 @@
 (***************************************************************************)
 (* Steps that the promise must not allow, at least one for each clause of  *)
 (* WeightSync.tla.  Each is a state before and a state after; TLC checks   *)
-(* that no step of the promise leads from one to the other.  A clause that *)
-(* is taken out of the promise allows its step, and TLC objects.           *)
+(* that no step of the promise leads from one to the other.  If a clause   *)
+(* is removed from the promise, its step is allowed, and TLC reports it.   *)
 (*                                                                         *)
 (* The line above a step names the clause that refuses it, as it stands in *)
-(* WeightSync.tla; a test compares (tests/model/tlc/test_promise.py).            *)
+(* WeightSync.tla; a test compares (tests/model/tlc/test_promise.py).      *)
 (***************************************************************************)
 EXTENDS WeightSync, Sequences
 

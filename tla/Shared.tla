@@ -3,9 +3,9 @@
 (* Senders that come one after another over one and the same link: a       *)
 (* trainer's pipe that its copy or successor goes on using.                *)
 (*                                                                         *)
-(* In AckProtocol.tla each sender lays links of its own.  Here the k-th    *)
-(* link to a worker is one connection, which all senders have in common:   *)
-(* to its worker it is one link, and the newest handshake over it says     *)
+(* In AckProtocol.tla each sender opens its own links.  Here the k-th      *)
+(* link to a worker is one connection, which all senders share:            *)
+(* for its worker it is one link, and the newest handshake over it says    *)
 (* whose.  <<s, w, k>> is what s writes to it and what is written to s.    *)
 (* Senders, calls, results of the receiver and properties are those of     *)
 (* AckProtocol.tla; what depends on whose a link is, is said again here.   *)
@@ -16,7 +16,7 @@
 (***************************************************************************)
 EXTENDS AckProtocol
 
-CONSTANT Careless   \* rules of this module taken out, for the revert tests; {} otherwise
+CONSTANT Careless   \* rules of this module that are removed for the revert tests; {} otherwise
 
 SharedRules == {
   "StaleFirst",     \* an update below the fence is answered STALE, whatever else it names
@@ -30,18 +30,18 @@ ASSUME MaxLink = 1   \* one connection to each worker: Connection(w, 1)
 
 Follows(rule) == rule \notin Careless
 
-\* The connection in force is this one.
+\* This is the current connection.
 InForce(w, k) == Link(w) # NoLink /\ Link(w)[2] = k
 Connection(w, k) == {<<s, w, k>> : s \in Senders}
 OffConnection(w, k) == {m \in letters : ~(m.w = w /\ m.k = k)}
 
-\* The link in force is not read while an answer is owed.
+\* The current link is not read while an answer is owed.
 MayRead(w, k) == ~(InForce(w, k) /\ rstate[w] = "awaiting_ack")
 
 -----------------------------------------------------------------------------
 (* The receiver *)
 
-\* A handshake was rejected: the connection closes, unless it is the one in force.
+\* A handshake was rejected: the connection closes, unless it is the current one.
 Turned(w, k, m) ==
   /\ letters' = IF InForce(w, k) THEN Taken(letters, m) ELSE OffConnection(w, k)
   /\ gone' = IF InForce(w, k) /\ Follows("ForceStays") THEN gone ELSE Gone(Connection(w, k))
@@ -107,7 +107,7 @@ SharedLinkDown(w, s, k) ==
   /\ gone' = Gone(Connection(w, k))
   /\ UNCHANGED <<sender, answers>>
 
-\* A rule taken out: an older sender's update is not understood, and taken for a breach of the protocol.
+\* A removed rule: an older sender's update is taken for a violation of the protocol.
 SharedBreach(w, s, k, v) ==
   /\ Letter(s, w, k, v, v) \in letters /\ v # 0 /\ InForce(w, k) /\ sdata[s].incarnation < rdata[w].fence
   /\ ReceiverMay(rstate[w], "LINK_DOWN")
@@ -119,7 +119,7 @@ SharedBreach(w, s, k, v) ==
 
 (* The sender *)
 
-\* The worker has met a newer sender: it says so by the fence, whatever version it refuses.
+\* The worker has seen a newer sender: it reports the fence, whatever version it refuses.
 Fences(m) == m.fence > m.inc /\ Follows("FenceEnds")
 NameRefusal(s, m) ==
   IF Current(s, m.w, m.k) /\ m.inc = sdata[s].incarnation /\ Fences(m) THEN Settling(s, m.w, m.k, "LOST")
@@ -167,7 +167,7 @@ SharedNext ==
 
 -----------------------------------------------------------------------------
 
-\* What an older sender says over the link in force changes nothing for the newer one.
+\* A message of an older sender over the current link changes nothing for the newer one.
 OldSendersHarmNobody ==
   [][\A m \in letters \ letters' :
        LET t == Link(m.w)[1] IN
@@ -175,12 +175,12 @@ OldSendersHarmNobody ==
        /\ Open(t, m.w, m.k) => rstate'[m.w] = rstate[m.w] /\ rdata'[m.w] = rdata[m.w]
        /\ gone'[t][m.w] = gone[t][m.w]]_vars
 
-\* The connection in force goes down with the sender in force only.
+\* The current connection goes down only with the current sender.
 OnlyItsSenderEndsIt ==
   [][\A w \in Workers : Link(w) # NoLink /\ rdata'[w].link = NoLink =>
        May("break") \/ ~Open(Link(w)[1], w, Link(w)[2])]_vars
 
-\* Who hears from its own link that its worker has met a newer sender loses it, and remembers the fence.
+\* A sender that learns over its link that its worker has seen a newer sender loses the link, and keeps the fence.
 TheFencedAreTold ==
   [][\A m \in answers \ answers' :
        LET e == sdata'[m.s].roll[m.w]

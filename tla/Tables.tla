@@ -150,7 +150,7 @@ RefusalKinds == {
   "FAILED"
 }
 
-\* What an adapter declares of its links.
+\* The deliveries that a transport may declare for its links.
 Deliveries == {
   [name |-> "ORDERED", reorders |-> FALSE, duplicates |-> FALSE, loses |-> FALSE],
   [name |-> "REORDERED", reorders |-> TRUE, duplicates |-> FALSE, loses |-> FALSE],

@@ -11,7 +11,7 @@ VARIABLES run, at   \* which run, and its next event
 
 traced == <<sstate, sdata, slife, blocked, rstate, rdata, letters, answers, gone, run, at>>
 
-\* The action that an event names. A link that a sender gives up was closed at the other end, or not.
+\* The action of an event. If a sender gives up a link, its other end may have been closed or not.
 Acts(e) ==
   CASE e.a = "Copy"           -> Copy(e.s, e.t)
     [] e.a = "Connect"        -> Connect(e.s, e.c)
@@ -48,7 +48,7 @@ Acts(e) ==
     [] e.a = "FailReceiver"   -> FailReceiver(e.w)
     [] e.a = "CrashReceiver"  -> CrashReceiver(e.w)
 
-\* What a worker's entry on the roll must be: standing, link, served, due, catching, fence.
+\* The expected entry of a worker: link state, link, served, due, catching, fence.
 EntryIs(entry, told) ==
   /\ entry.standing = told[1]
   /\ told[1] # "NONE" =>

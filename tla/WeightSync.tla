@@ -1,6 +1,6 @@
 ----------------------------- MODULE WeightSync -----------------------------
 (***************************************************************************)
-(* The promise of weightsync, as a user reads it: which weights each       *)
+(* The promise of weightsync to its user: which weights each               *)
 (* worker serves, which update each sender has outstanding, and what its   *)
 (* report says of each worker.  No messages, links or acks: AckProtocol    *)
 (* shows how the promise is kept, and TLC checks that each of its steps is *)
@@ -11,12 +11,12 @@ EXTENDS Integers
 CONSTANTS Senders, Workers, MaxVersion
 
 VARIABLES
-  served,        \* served[w]: <<incarnation, version>>, whole; <<0, 0>>: none
+  served,        \* served[w]: <<incarnation, version>>; <<0, 0>>: none
   incarnation,   \* incarnation[s]: 0 until the sender connects, then its own
   phase,         \* phase[s]: idle, outstanding, waited (and a caller is blocked), closed, dead
   version,       \* version[s]: the newest dispatched
-  outcome,       \* outcome[s][w]: of the update outstanding, or of the last one
-  did            \* did[s]: the workers who have served the update outstanding
+  outcome,       \* outcome[s][w]: of the outstanding update, or of the last one
+  did            \* did[s]: the workers that have served the outstanding update
 
 vars == <<served, incarnation, phase, version, outcome, did>>
 sender == <<incarnation, phase, version, outcome, did>>
@@ -35,14 +35,14 @@ Init ==
 
 -----------------------------------------------------------------------------
 
-\* A sender's incarnation is its own, once and for all.
+\* A sender's incarnation is unique and never changes.
 Connect(s) ==
   /\ phase[s] = "idle" /\ incarnation[s] = 0
   /\ incarnation'[s] # 0
   /\ \A t \in Senders \ {s} : incarnation'[t] = incarnation[t] /\ incarnation'[s] # incarnation[t]
   /\ UNCHANGED <<served, phase, version, outcome, did>>
 
-\* G5, G11: nothing is outstanding; a version never used before; somebody may yet answer.
+\* G5, G11: nothing is outstanding; the version was never used before; at least one worker can still answer.
 Send(s, targets, lost, refused, how) ==
   /\ phase[s] = "idle" /\ incarnation[s] # 0
   /\ lost \cup refused \subseteq targets /\ lost \cup refused # targets /\ lost \cap refused = {}
@@ -56,19 +56,19 @@ Send(s, targets, lost, refused, how) ==
   /\ did' = [did EXCEPT ![s] = {}]
   /\ UNCHANGED <<served, incarnation>>
 
-\* G4: a worker comes to serve a version that was sent, newer than what it served; a closed or dead sender's too.
+\* G4: a worker serves a version that was sent and is newer than its own; its sender may be closed or dead by then.
 Serve(w, s, v) ==
   /\ incarnation[s] # 0 /\ v <= version[s] /\ Newer(<<incarnation[s], v>>, served[w])
   /\ served' = [served EXCEPT ![w] = <<incarnation[s], v>>]
   /\ did' = IF v = version[s] /\ phase[s] \in {"outstanding", "waited"} THEN [did EXCEPT ![s] = @ \cup {w}] ELSE did
   /\ UNCHANGED <<incarnation, phase, version, outcome>>
 
-\* Its process died, a swap could not be undone, or other weights were written by hand.
+\* Its process died, a swap could not be undone, or the user wrote other weights.
 Forget(w) ==
   /\ served' = [served EXCEPT ![w] = None]
   /\ UNCHANGED sender
 
-\* G1, G2: APPLIED only of a worker that has served it. The last answer ends a wait, and nothing but a wait.
+\* G1, G2: APPLIED only for a worker that has served it. The last answer ends a wait, and only a wait.
 Answer(s, w, o) ==
   LET ends == phase[s] = "waited" /\ Pending(s) = {w} IN
   /\ w \in Pending(s) /\ (o = "APPLIED" => w \in did[s])
@@ -77,7 +77,7 @@ Answer(s, w, o) ==
   /\ did' = [did EXCEPT ![s] = IF ends THEN {} ELSE @]
   /\ UNCHANGED <<served, incarnation, version>>
 
-\* The caller waits for what is outstanding; if nobody owes any more, the report is there at once.
+\* The caller waits for the outstanding update; if no worker owes an answer any more, the report is available at once.
 Wait(s) ==
   /\ phase[s] = "outstanding"
   /\ phase' = [phase EXCEPT ![s] = IF Pending(s) = {} THEN "idle" ELSE "waited"]
@@ -99,7 +99,7 @@ GiveUp(s, to) ==
   /\ did' = [did EXCEPT ![s] = {}]
   /\ UNCHANGED <<served, incarnation, version>>
 
-\* The trainer's process dies; there is nobody left to tell.
+\* The trainer's process dies; there is no caller left to report to.
 Die(s) ==
   /\ phase' = [phase EXCEPT ![s] = "dead"]
   /\ outcome' = [outcome EXCEPT ![s] = [w \in Workers |-> "NONE"]]
@@ -119,6 +119,6 @@ Next ==
 
 Spec == Init /\ [][Next]_vars
 
-\* G10. A caller who waits is let go.
+\* G10. A waiting caller is released.
 EverySendEnds == \A s \in Senders : phase[s] = "waited" ~> phase[s] # "waited"
 =============================================================================

@@ -1,4 +1,4 @@
-"""The only module that reads a clock: timeouts at the API, deadlines inside, seconds in reports, incarnations."""
+"""Timeouts, deadlines, stopwatches and incarnations. This is the only module that reads a clock."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from weightsync.errors import ConfigurationError
 
 ENVIRONMENT = "WEIGHTSYNC_TIMEOUT"
 SECONDS = 60.0
-#: How many times the default timeout a rendez-vous may take: a process that imports torch takes long to start.
+#: A rendezvous may take this many times the default timeout, because a process that imports torch starts slowly.
 START_FACTOR = 5
 _DAY = 86400.0
 
 
 class Clock:
-    """The machine's clock. `weightsync.testing.FakeClock` is another, for tests."""
+    """The system clock. Tests replace it with `weightsync.testing.FakeClock`."""
 
     def monotonic(self) -> float:
-        """Seconds since some moment; never goes back."""
+        """Seconds since an arbitrary point in time. The value never decreases."""
         return time.monotonic()
 
     def time_ns(self) -> int:
@@ -32,7 +32,7 @@ class Clock:
         return time.time_ns()
 
     def nap(self, left: float) -> float:
-        """How many of the machine's seconds may be slept, with ``left`` of this clock's to go, before another look."""
+        """How many real seconds to sleep before checking again, when ``left`` seconds of this clock remain."""
         return left
 
 
@@ -41,8 +41,8 @@ _clock = Clock()
 
 @contextlib.contextmanager
 def told_by(clock: Clock) -> Iterator[None]:
-    """Inside the block all time of this process's weightsync is another clock's."""
-    global _clock  # noqa: PLW0603 - there is one time in a process
+    """Use another clock for all of weightsync in this process, inside the block."""
+    global _clock  # noqa: PLW0603 - a process has one clock
     before, _clock = _clock, clock
     try:
         yield
@@ -51,16 +51,16 @@ def told_by(clock: Clock) -> Iterator[None]:
 
 
 class Timeout(enum.Enum):
-    """The value of ``timeout=`` that stands for the default."""
+    """The default values of ``timeout=``."""
 
-    #: `WEIGHTSYNC_TIMEOUT` in seconds if that is set, else 60.
+    #: `WEIGHTSYNC_TIMEOUT` in seconds if it is set, else 60.
     DEFAULT = "default"
-    #: `START_FACTOR` times that: workers may still be starting.
+    #: `START_FACTOR` times the default, because workers may still be starting.
     START = "start"
 
 
 def seconds(timeout: float | Timeout | None) -> float | None:
-    """The seconds that a ``timeout=`` argument means; None: for ever.
+    """Convert a ``timeout=`` argument to seconds; None means no limit.
 
     Raises:
         ConfigurationError: it is negative or not a number, in the argument or in the environment.
@@ -76,7 +76,7 @@ def seconds(timeout: float | Timeout | None) -> float | None:
     if not number >= 0:
         source = f"the environment's {ENVIRONMENT}" if default else "timeout="
         raise ConfigurationError(
-            f"{source} is {value!r}: give a number of seconds, 0 or more (None waits for ever). Nothing has changed."
+            f"{source} is {value!r}: give a number of seconds, 0 or more (None waits forever). Nothing has changed."
         )
     return number * START_FACTOR if timeout is Timeout.START else number
 
@@ -85,7 +85,7 @@ class Deadline:
     """A point in monotonic time, or never.
 
     Args:
-        timeout: as `seconds` takes it.
+        timeout: as for `seconds`.
     """
 
     def __init__(self, timeout: float | Timeout | None) -> None:
@@ -94,40 +94,40 @@ class Deadline:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds left, never below 0, to be handed on as another's ``timeout=``; None: for ever."""
+        """Seconds left, never below 0; pass it on as another call's ``timeout=``. None means no limit."""
         return None if self._at is None else max(0.0, self._at - _clock.monotonic())
 
     @property
     def nap(self) -> float | None:
-        """Seconds to sleep before this deadline is looked at again; None: for ever. At most what poll(2) can count."""
+        """Seconds to sleep before checking this deadline again, capped for poll(2). None means no limit."""
         left = self.remaining
         return None if left is None else min(_clock.nap(left), _DAY)
 
     @property
     def passed(self) -> bool:
-        """Whether time is up."""
+        """Whether the deadline has passed."""
         return self._at is not None and _clock.monotonic() >= self._at
 
 
 class Stopwatch:
-    """Seconds since it was made."""
+    """Measures the seconds since it was created."""
 
     def __init__(self) -> None:
         self._started = _clock.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since it was created."""
         return _clock.monotonic() - self._started
 
 
 def new_incarnation(fence: int) -> int:
-    """An incarnation above ``fence``: nanoseconds since the epoch, then 32 random bits against ties."""
+    """Make an incarnation above ``fence``: nanoseconds since the epoch, then 32 random bits to avoid ties."""
     return (max(_clock.time_ns(), (fence >> 32) + 1) << 32) | secrets.randbits(32)
 
 
-#: Nanoseconds of this machine's monotonic clock, the same one in all its processes. Traces keep real time, whatever
-#: clock a test puts in here later.
+#: Nanoseconds of the machine's monotonic clock, which all its processes share. Traces use real time even when a test
+#: replaces the clock.
 now_ns: Final[Callable[[], int]] = time.monotonic_ns
 
 

@@ -1,22 +1,22 @@
 """Every error of weightsync, as a tree.
 
     WeightSyncError(RuntimeError)
-      StateError                         asked in the wrong state; nothing changed
-      SyncError                          a send that did not reach everybody; carries .report
+      StateError                         the call is not allowed in this state; nothing changed
+      SyncError                          some workers did not apply the update; carries .report
         AckTimeoutError(TimeoutError)    .pending; the update can still be waited for
         WorkerLostError(ConnectionError) .lost
         RefusedError                     .refused, with the workers' own tracebacks
-      ModelBusyError(TimeoutError)       in a worker: the model was served all the time; nothing changed
-      ConfigurationError(ValueError)     input missing or contradictory, no or unknown worker ids, an unsupported type
+      ModelBusyError(TimeoutError)       in a worker: the model was in use until the timeout; nothing changed
+      ConfigurationError(ValueError)     missing or contradictory arguments, unknown worker ids, unsupported types
       ModelPathError(AttributeError)     .part that did not resolve
       MissingExtraError(ImportError)     .extra to install
-      LayoutError(KeyError, ValueError)  .missing, .unexpected, .mismatched: names, shapes, dtypes that do not fit
-      ProtocolError                      a peer broke the protocol, or speaks another version of it; .unread bytes
-      TransportError(ConnectionError)    a link failed; a foreign exception is its __cause__
-        AuthenticationError              a peer has another key, or none; nothing of it was believed
-        SenderClosed                     in a worker: the trainer closed the link, in good order
+      LayoutError(KeyError, ValueError)  .missing, .unexpected, .mismatched: names, shapes or dtypes differ
+      ProtocolError                      a peer violated the protocol or speaks another version of it; .unread bytes
+      TransportError(ConnectionError)    a link failed; the library's own exception is its __cause__
+        AuthenticationError              a peer has a different key or none; its message was discarded
+        SenderClosed                     in a worker: the trainer closed the link cleanly
 
-Each can be pickled, since errors cross processes, and each message says what happened, to which worker and
+Every error can be pickled, because errors cross processes. Every message says what happened, to which worker and
 version, and what to do next.
 """
 
@@ -42,7 +42,7 @@ class WeightSyncError(RuntimeError):
 
 
 def _rebuild(kind: type[WeightSyncError], state: dict[str, Any]) -> WeightSyncError:
-    # An exception is made by the builtin that lays out its instances, which is not the first in its MRO.
+    # __new__ must come from the builtin class that defines the instance layout, which need not be first in the MRO.
     builtin: Any = kind
     while builtin.__module__ != "builtins":
         builtin = builtin.__base__
@@ -53,11 +53,11 @@ def _rebuild(kind: type[WeightSyncError], state: dict[str, Any]) -> WeightSyncEr
 
 
 class StateError(WeightSyncError):
-    """Asked in a state that does not allow it. Nothing has changed.
+    """The state does not allow this call. Nothing has changed.
 
     Attributes:
-        machine: who refused, "sender" or "receiver".
-        state: the state it is in.
+        machine: which machine refused the call, "sender" or "receiver".
+        state: the machine's state.
         asked: the method that was called.
         allowed: the methods that may be called now.
         steps: the last steps of the machine, oldest first: (input, state before, state after).
@@ -89,10 +89,10 @@ def _call(method: str) -> str:
 
 
 class SyncError(WeightSyncError):
-    """A send that did not reach everybody.
+    """Some workers did not apply the update.
 
     Attributes:
-        report: the `SyncReport`: what became of each worker.
+        report: the `SyncReport`, with one outcome per worker.
     """
 
     def __init__(self, message: str, report: Any = None) -> None:
@@ -101,10 +101,10 @@ class SyncError(WeightSyncError):
 
 
 class AckTimeoutError(SyncError, TimeoutError):
-    """Workers had not answered by the deadline. The update stays outstanding and can be waited for again.
+    """Some workers did not answer before the deadline. The update stays outstanding and can be waited for again.
 
     Attributes:
-        pending: ids of the workers that had not answered.
+        pending: ids of the workers that have not answered.
     """
 
     def __init__(self, message: str, report: Any = None, pending: Sequence[int] = ()) -> None:
@@ -113,11 +113,11 @@ class AckTimeoutError(SyncError, TimeoutError):
 
 
 class WorkerLostError(SyncError, ConnectionError):
-    """Links were lost; what those workers serve is unknown until they rejoin.
+    """Links to workers were lost. The version those workers serve is unknown until they rejoin.
 
     Attributes:
         lost: worker id to the reason.
-        fence: the highest incarnation that a worker reported, if it was lost to a newer sender; else None.
+        fence: the highest incarnation a worker reported, if a newer sender took it over; else None.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class WorkerLostError(SyncError, ConnectionError):
 
 
 class RefusedError(SyncError):
-    """Workers refused the update and still serve what they served.
+    """Workers refused the update and still serve their previous version.
 
     Attributes:
-        refused: worker id to the reason, with the worker's own traceback where there is one.
+        refused: worker id to the reason, with the worker's own traceback if it raised.
     """
 
     def __init__(self, message: str, report: Any = None, refused: Mapping[int, str] | None = None) -> None:
@@ -145,7 +145,7 @@ class RefusedError(SyncError):
 
 
 class ModelBusyError(WeightSyncError, TimeoutError):
-    """The model was being served until time was up, so that nothing could be written into it. Nothing has changed."""
+    """The model was in use until the timeout, so the update could not be applied. Nothing has changed."""
 
 
 class ConfigurationError(WeightSyncError, ValueError):
@@ -170,7 +170,7 @@ class MissingExtraError(WeightSyncError, ImportError):
     """An optional package is not installed.
 
     Attributes:
-        extra: the extra that brings it.
+        extra: the extra that installs it.
     """
 
     def __init__(self, extra: str, what: str) -> None:
@@ -179,12 +179,12 @@ class MissingExtraError(WeightSyncError, ImportError):
 
 
 class LayoutError(WeightSyncError, KeyError, ValueError):
-    """Names, shapes or dtypes do not fit. Nothing has changed.
+    """The names, shapes or dtypes of weights and destination differ. Nothing has changed.
 
     Attributes:
         missing: names that the destination has and the weights lack.
         unexpected: names that the weights have and the destination lacks.
-        mismatched: name to how it differs, e.g. ``"shape (3,) where (4,) is wanted"``.
+        mismatched: name to the difference, e.g. ``"shape (3,), expected (4,)"``.
     """
 
     def __init__(
@@ -201,10 +201,10 @@ class LayoutError(WeightSyncError, KeyError, ValueError):
 
 
 class ProtocolError(WeightSyncError):
-    """A peer broke the protocol, or speaks another version of it. Its link is taken down.
+    """A peer violated the protocol or speaks another version of it. Its link is closed.
 
     Attributes:
-        unread: the bytes that could not be understood.
+        unread: the bytes that could not be decoded.
     """
 
     def __init__(self, message: str, unread: bytes = b"") -> None:
@@ -213,30 +213,30 @@ class ProtocolError(WeightSyncError):
 
 
 class TransportError(WeightSyncError, ConnectionError):
-    """A link failed. Where another library raised, its exception is the cause."""
+    """A link failed. If another library raised, its exception is the ``__cause__``."""
 
 
 class AuthenticationError(TransportError):
-    """A peer has another key, or none, or what came over a link was changed on its way. Nothing of it was believed."""
+    """A peer has a different key or none, or its message was altered in transit. The message was discarded."""
 
 
 class SenderClosed(TransportError):
-    """In a worker: the sender closed its link in good order. A sender that crashed is a `TransportError` alone."""
+    """In a worker: the sender closed its link cleanly. A sender that crashes raises a plain `TransportError`."""
 
 
 def raw_pipe() -> None:
-    """What our frames call if somebody unpickles them: see `weightsync.transports.pipe.framing`.
+    """Raise for a frame that was unpickled as a user message: see `weightsync.transports.pipe.framing`.
 
     Raises:
         ConfigurationError: always.
     """
     raise ConfigurationError(
-        "A frame of weightsync's was read from the raw pipe, and is lost to the link that it was for. While a scheme "
-        "uses a pipe, read your own messages by receiver.pipe.recv() in a worker, and by sender.pipe(worker_id).recv() "
-        "in the trainer. A process that reads before its scheme does is to call init_on_worker() first."
+        "A weightsync frame was read from the raw pipe, so its link has lost it. While a scheme uses a pipe, read your "
+        "own messages with receiver.pipe.recv() in a worker and with sender.pipe(worker_id).recv() in the trainer. "
+        "Call init_on_worker() before you read from the pipe."
     )
 
 
 def warn_renamed(former: str, name: str) -> None:
-    """Warn whoever uses a public name by its former name."""
+    """Warn that a public name was used under its former name."""
     warnings.warn(f"{former} is now {name}; the former name will be removed.", DeprecationWarning, stacklevel=3)

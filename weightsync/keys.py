@@ -1,4 +1,4 @@
-"""The key that a trainer and its workers share, and what is derived from it. It appears in no text and no repr."""
+"""The secret that a trainer and its workers share, and keys derived from it. It never appears in a message or repr."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Final, Self
 
 from weightsync.errors import ConfigurationError
 
-#: Where a process finds its key if none is given.
+#: The environment variable a process reads its key from if none is given.
 VARIABLE: Final = "WEIGHTSYNC_KEY"
 _LENGTH: Final = struct.Struct("!Q")
 
 
 class SharedKey:
-    """A secret that both ends hold. What is computed with it, nobody without it can compute.
+    """A secret that both ends hold, used to authenticate their messages.
 
-    It is pickled with the scheme that was given it, in clear: workers that the trainer starts need it.
+    It is pickled in clear text with its scheme, because the workers that the trainer starts need it.
 
     Args:
-        secret: at least one byte; 32 random ones are good, as ``secrets.token_hex(32)`` gives.
+        secret: at least one byte. Use ``secrets.token_hex(32)`` to generate one.
 
     Raises:
-        ConfigurationError: it is empty, or neither bytes nor a str.
+        ConfigurationError: it is empty, or neither bytes nor str.
     """
 
     __slots__ = ("_secret",)
 
     def __init__(self, secret: bytes | str) -> None:
         if not isinstance(secret, bytes | str):
-            raise ConfigurationError(f"key= is a {type(secret).__name__}: give bytes or a str.")
+            raise ConfigurationError(f"key= is a {type(secret).__name__}: pass bytes or str.")
         self._secret = secret.encode() if isinstance(secret, str) else secret
         if not self._secret:
-            raise ConfigurationError(f"key= (or {VARIABLE}) is empty: give a secret, or leave it out.")
+            raise ConfigurationError(f"key= (or {VARIABLE}) is empty: set a secret, or leave it out.")
 
     @classmethod
     def given(cls, key: SharedKey | bytes | str | None) -> Self | SharedKey | None:
-        """The key that was given, else the environment's; None if there is neither.
+        """Return the given key, else the one in the environment, else None.
 
         Raises:
-            ConfigurationError: it is empty, or of another type.
+            ConfigurationError: it is empty, or neither bytes nor str.
         """
         if isinstance(key, SharedKey):
             return key
@@ -50,11 +50,11 @@ class SharedKey:
         return None if key is None else cls(key)
 
     def derived(self, purpose: str, *parts: str | bytes) -> bytes:
-        """32 bytes for one purpose, which tell nothing of the key nor of those for another."""
+        """Derive 32 bytes for one purpose. They reveal nothing about the secret or about other derived keys."""
         mac = hmac.new(self._secret, digestmod=hashlib.sha256)
         for part in (purpose, *parts):
             data = part.encode() if isinstance(part, str) else part
-            # The lengths keep ("ab", "c") apart from ("a", "bc").
+            # The length prefixes distinguish ("ab", "c") from ("a", "bc").
             mac.update(_LENGTH.pack(len(data)) + data)
         return mac.digest()
 
@@ -71,5 +71,5 @@ class SharedKey:
         return SharedKey, (self._secret,)
 
 
-#: What a key is given as.
+#: The types a key may be given as.
 Secret = SharedKey | bytes | str

@@ -1,4 +1,4 @@
-"""What a caller may choose by keyword; each option may be given as its name."""
+"""The options of public calls. Each may be given as the enum member or as its value."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from weightsync.errors import ConfigurationError
 
 
 class OnFailure(enum.Enum):
-    """What a blocking call does when a worker failed."""
+    """What a blocking call does when a worker fails."""
 
-    #: Raise the exception that carries the report, after all others have been served.
+    #: Raise the exception that carries the report, once every other worker has been served.
     RAISE = "raise"
     #: Return the report.
     REPORT = "report"
 
 
 class OnPending(enum.Enum):
-    """What a send does when an update is outstanding."""
+    """What a send does while an earlier update is outstanding."""
 
-    #: StateError.
+    #: Raise StateError.
     RAISE = "raise"
-    #: Wait for it first, within the same timeout; what it raises is raised.
+    #: Wait for it first, within the same timeout, and raise its errors.
     WAIT = "wait"
     #: Abandon it and send the newer one.
     SUPERSEDE = "supersede"
 
 
 class Verify(enum.Enum):
-    """What a receiver compares before it applies a version; layout and length always."""
+    """What a receiver checks before it applies a version."""
 
-    #: The xxh3-128 digest of all that arrived, too.
+    #: Layout, length, and the xxh3-128 digest of the payload.
     DIGEST = "digest"
-    #: Nothing else.
+    #: Layout and length only.
     LAYOUT = "layout"
 
 
@@ -41,27 +41,27 @@ Option = TypeVar("Option", bound=enum.Enum)
 
 
 def option(kind: type[Option], value: Option | str) -> Option:
-    """The member of ``kind`` that ``value`` is or names.
+    """Convert an option, given as a member of ``kind`` or as its value, to the member.
 
     Raises:
-        ConfigurationError: it names none.
+        ConfigurationError: there is no such member.
     """
     try:
         return kind(value)
     except ValueError:
         names = ", ".join(repr(member.value) for member in kind)
         name = _ARGUMENTS.get(kind, kind.__name__)
-        raise ConfigurationError(f"{name}= is {value!r}, which is none of {names}. Nothing has changed.") from None
+        raise ConfigurationError(f"{name}={value!r} is unknown: choose one of {names}. Nothing has changed.") from None
 
 
 def switch(value: bool, argument: str) -> bool:
-    """The value of a keyword that is on or off.
+    """Check the value of a boolean keyword. A string such as "no" would otherwise count as true.
 
     Raises:
-        ConfigurationError: it is neither: "no" would count as on.
+        ConfigurationError: it is not a bool.
     """
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{argument}= is {value!r}: give True or False. Nothing has changed.")
+        raise ConfigurationError(f"{argument}={value!r} is not a bool: pass True or False. Nothing has changed.")
     return value
 
 

@@ -9,13 +9,13 @@ from typing import Any
 from weightsync.engine.recorder import What
 from weightsync.verify import Line
 
-#: Inputs that say no more than the arrow that brings them, unless the state changes.
-_SAID_BY_THE_ARROW = {"ARRIVED", "REPLY"}
+#: Inputs that need no note, because the arrow shows them, unless the state changes.
+_SHOWN_BY_THE_ARROW = {"ARRIVED", "REPLY"}
 
 
 @dataclass
 class _Drawing:
-    """Who takes part, and what is on its way."""
+    """The participants, and the messages in transit."""
 
     #: Machine to the name of its column.
     names: dict[str, str] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class _Drawing:
     receivers: dict[tuple[int, int], str] = field(default_factory=dict)
     #: (machine, its link number) to (incarnation, link number of the sender).
     links: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    #: What was sent and not yet read: the sender's machine, its link, and the message.
+    #: Messages that were sent and not read yet: the machine that sent it, its link, and the message.
     flying: list[tuple[str, int, Mapping[str, Any]]] = field(default_factory=list)
 
 
@@ -44,7 +44,7 @@ def chart(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _name(drawing: _Drawing, lines: Sequence[Line]) -> None:
-    """Columns, and who is at the ends of each link: the handshakes tell."""
+    """Name the columns, and find the ends of each link from the handshakes."""
     counts = {"sender": 0, "receiver": 0}
     for line in lines:
         said = line.fields
@@ -79,7 +79,7 @@ def _drawn(drawing: _Drawing, line: Line) -> Iterator[str]:
 
 def _worth_a_note(said: Mapping[str, Any]) -> bool:
     moved = said["before"] != said["after"]
-    return moved or (said["input"] is not None and said["input"] not in _SAID_BY_THE_ARROW)
+    return moved or (said["input"] is not None and said["input"] not in _SHOWN_BY_THE_ARROW)
 
 
 def _step(said: Mapping[str, Any]) -> str:
@@ -107,7 +107,7 @@ def _column(drawing: _Drawing, machine: str) -> str:
 
 
 def _words(message: Mapping[str, Any]) -> str:
-    """A message in words: nothing in it depends on when it was run."""
+    """Describe a message, without anything that depends on the time of the run."""
     version = f" {message['version']}" if message.get("version") else ""
     kind = f", {message['kind'].lower()}" if "kind" in message else ""
     return f"{message['is']}{version}{kind}"

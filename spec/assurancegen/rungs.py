@@ -1,4 +1,4 @@
-"""The rungs of the verification ladder, each with the numbers that it keeps itself."""
+"""The rungs of the verification ladder, each with the numbers from its own files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _FAMILIES = ("Pipe", "Slots", "Store", "Calls")
 
 
 def table(root: Path, manifest: Manifest) -> Iterator[str]:
-    """One row a rung: what it is, what it catches, how large it is."""
-    yield "| rung | what it would catch | size |"
+    """One row per rung: what it is, what it catches, how large it is."""
+    yield "| rung | what it catches | size |"
     yield "|---|---|---|"
     for name, catches, size in _rungs(root, manifest):
         yield f"| {name} | {catches} | {size} |"
@@ -34,19 +34,19 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     )
     yield (
         "reverts and unfair runs",
-        "a property that says too little, a rule that nobody needs",
-        f"{kinds[Purpose.REVERT]} rules and {kinds[Purpose.UNFAIR]} fairness conditions, each taken out alone",
+        "a property that is too weak, a rule that is not needed",
+        f"{kinds[Purpose.REVERT]} rules and {kinds[Purpose.UNFAIR]} fairness conditions, each removed alone",
     )
     yield (
         "planted steps (`tla/MCPlant.tla`, `tla/MCPromise.tla`)",
-        "a property, or a clause of the promise, that says nothing",
-        f"{kinds[Purpose.PLANTED]} properties that no rule taken out violates, each with a wrong step that it finds; "
+        "a property, or a clause of the promise, that is vacuous",
+        f"{kinds[Purpose.PLANTED]} properties that no removed rule violates, each with a wrong step that violates it; "
         "for each clause of the promise a step that it refuses",
     )
     yield (
         "canaries",
-        "a proof that is true for no reason, a checker that says yes to all",
-        f"{kinds[Purpose.CANARY]} situations that must be reached, {kinds[Purpose.CHECKER]} runs that must fail",
+        "a vacuous proof, a checker that accepts everything",
+        f"{kinds[Purpose.CANARY]} situations that must be reachable, {kinds[Purpose.CHECKER]} runs that must fail",
     )
     yield _families(manifest)
     yield _challenges(manifest)
@@ -56,15 +56,15 @@ def _rungs(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     yield _replayed(root)
     yield (
         "traces (`pytest`, `weightsync verify`)",
-        "a driver, a recorder or an order of events that the pure halves, or the model in TLC, would not have",
-        f"{Recorded(root).all()}, held to the protocol in every run; so many when last counted",
+        "a driver, a recorder or an order of events that the pure halves, or the model in TLC, do not allow",
+        f"{Recorded(root).all()} when last counted; every run is checked against the protocol",
     )
     yield _code_mutants(root)
     yield _driver_mutants(root)
 
 
 def _tally(manifest: Manifest, modules: Container[str]) -> tuple[Counter[Purpose], int]:
-    """Of the configurations of those modules: how many are there for what, and the distinct states that are pinned."""
+    """For the configurations of these modules: how many there are of each purpose, and the sum of pinned states."""
     of = [each for each in manifest.configurations if each.module in modules]
     return Counter(each.purpose for each in of), sum(each.pinned.distinct for each in of if each.pinned)
 
@@ -73,9 +73,9 @@ def _families(manifest: Manifest) -> tuple[str, str, str]:
     kinds, states = _tally(manifest, _FAMILIES)
     return (
         "families of transports (`tla/Pipe.tla`, `Slots.tla`, `Store.tla`, `Calls.tla`), part of the three rows above",
-        "a way of carrying messages that is less than the protocol takes it for",
+        "a transport that guarantees less than the protocol assumes",
         f"{kinds[Purpose.PROOF]} proofs that each refines AckProtocol, {states:,} distinct states; "
-        f"{kinds[Purpose.CANARY]} canaries, {kinds[Purpose.REVERT]} rules taken out",
+        f"{kinds[Purpose.CANARY]} canaries, {kinds[Purpose.REVERT]} rules removed",
     )
 
 
@@ -83,18 +83,18 @@ def _challenges(manifest: Manifest) -> tuple[str, str, str]:
     kinds, states = _tally(manifest, ("Challenge",))
     return (
         "challenges under a shared key (`tla/Challenge.tla`); the code under random attackers",
-        "somebody without the key who is believed",
+        "a message from somebody without the key that is accepted",
         f"{kinds[Purpose.PROOF]} proofs, {states:,} distinct states; {kinds[Purpose.CANARY]} canaries, "
-        f"{kinds[Purpose.REVERT]} rules taken out",
+        f"{kinds[Purpose.REVERT]} rules removed",
     )
 
 
 def _inductive(manifest: Manifest) -> tuple[str, str, str]:
     kinds, states = _tally(manifest, ("MCInductive",))
     return (
-        "an inductive invariant (`tla/Inductive.tla`), part of them too",
-        "a state that no run of the bounded length shows",
-        f"{states:,} states, every one of the right type that satisfies it; {kinds[Purpose.REVERT]} rules taken out",
+        "an inductive invariant (`tla/Inductive.tla`), part of the first rows too",
+        "a violation that no run of bounded length reaches",
+        f"{states:,} states, all of the right type that satisfy it; {kinds[Purpose.REVERT]} rules removed",
     )
 
 
@@ -104,8 +104,8 @@ def _replayed(root: Path) -> tuple[str, str, str]:
     paths = sum(len(each["paths"]) for each in of)
     return (
         "replay (`weightsync.testing.check_transport`)",
-        "an adapter over which the machines do not go where the model goes, a driver that is not its machine",
-        f"{len(of)} configurations, {paths} paths that take every edge of both roles, over each adapter",
+        "a transport over which the machines diverge from the model, a driver that diverges from its machine",
+        f"{len(of)} configurations, {paths} paths that cover every edge of both roles, over each transport",
     )
 
 
@@ -116,7 +116,7 @@ def _code_mutants(root: Path) -> tuple[str, str, str]:
     page = "[code-mutants.md](code-mutants.md)"
     return (
         "mutants of the code (`tests/protocol/mutation`)",
-        "a test or a graph that does not look at what the machines do",
+        "a test or a graph that does not check what the machines do",
         f"{kept['killed']} of {kept['mutants']} killed, the others explained ({page}){rest}",
     )
 
@@ -127,7 +127,7 @@ def _driver_mutants(root: Path) -> tuple[str, str, str]:
     page = "[driver-mutants.md](driver-mutants.md)"
     return (
         "mutants of the drivers and of the payload's path (`tests/protocol/mutation`)",
-        "a test that does not look at what they do",
+        "a test that does not check what they do",
         f"{killed} of {mutants} killed, the others explained ({page})",
     )
 
@@ -137,7 +137,7 @@ def _read_graphs(root: Path) -> dict[str, Any]:
 
 
 def graphs(root: Path) -> Iterator[str]:
-    """The table of the graphs that are compared, with their bounds."""
+    """The table of the compared graphs, with their bounds."""
     yield "| graph | bounds | nodes | labelled edges | compared in |"
     yield "|---|---|---|---|---|"
     for name, each in _read_graphs(root).items():
@@ -149,7 +149,7 @@ def _mutants(root: Path) -> tuple[str, str, str]:
     score = ledger.score
     return (
         "mutants of the model (`python spec/check.py mutants`)",
-        "a property that is not there: a change of the model that nothing finds wrong",
+        "a missing property: a change of the model that no check notices",
         f"{score.killed} of {score.valid} killed by a property or a canary, the others explained "
         "(`spec/modelcheck/mutants.toml`)",
     )
@@ -160,6 +160,6 @@ def _graphs(root: Path) -> tuple[str, str, str]:
     nodes, edges = (sum(each[what] for each in graphs) for what in ("nodes", "edges"))
     return (
         "graph equality (`tests/protocol/graph`)",
-        "code that is not the model: a transition missing, more or half done",
+        "code that differs from the model: a missing, additional or incomplete transition",
         f"{len(graphs)} configurations, {nodes:,} nodes and {edges:,} labelled edges, equal to TLC's",
     )

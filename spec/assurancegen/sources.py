@@ -1,4 +1,4 @@
-"""What the page says of each guarantee, read and checked against the tree: nothing named here may be missing there."""
+"""Reads the sources of the assurance page, and checks that everything they name exists in the tree."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _PLANTED = Path("tests/protocol/planted/test_planted.py")
 
 
 class SourceError(Exception):
-    """A source of the page names what does not exist, or leaves out what does."""
+    """A source of the page names something that does not exist, or omits something that does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
-    """One guarantee, and what stands behind it.
+    """One guarantee, and the evidence for it.
 
     Attributes:
         id: G1 to G12.
-        name: its name in the charter.
-        meaning: in words.
-        properties: its names in the model.
-        needs: features of which one must be possible, or its properties could not fail; none: always.
-        tests: node ids.
+        name: its name in protocol.toml.
+        meaning: its meaning in words.
+        properties: its properties in the model.
+        needs: features of which one must be possible for its properties to be able to fail; none: always.
+        tests: node ids of its tests.
         plant: the function that plants a fault against it.
-        planted: what that fault is, in words.
-        assumed: what it rests on.
+        planted: a description of that fault.
+        assumed: what it assumes.
         unproved: what is not proved.
     """
 
@@ -52,11 +52,11 @@ class Guarantee:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """What some configuration must check at the least.
+    """The minimum that configurations must check.
 
     Attributes:
-        properties: all of them, in one configuration or in several.
-        bounds: the constants that each of these has at the least.
+        properties: the properties, in one configuration or in several.
+        bounds: the minimum constants of each of these configurations.
     """
 
     properties: tuple[str, ...]
@@ -64,10 +64,10 @@ class Least:
 
 
 def least(root: Path) -> tuple[Least, ...]:
-    """The bounds below which no property of a group may be checked only.
+    """Read the minimum bounds for each group of properties.
 
     Raises:
-        SourceError: a group of properties is named that does not exist.
+        SourceError: a group of properties does not exist.
     """
     document = _toml(root / "spec" / "assurance.toml")
     groups = document["groups"]
@@ -90,10 +90,10 @@ def _bounds(entry: Mapping[str, Any]) -> Bounds:
 
 
 def read(root: Path) -> tuple[Guarantee, ...]:
-    """All guarantees of the protocol, in its order.
+    """Read all guarantees of the protocol, in their order.
 
     Raises:
-        SourceError: one has no entry, or an entry names a property or test that is not there.
+        SourceError: a guarantee has no entry, or an entry names a property or test that does not exist.
     """
     protocol = _toml(root / "spec" / "protocol.toml")["guarantee"]
     entries = {entry["id"]: entry for entry in _toml(root / "spec" / "assurance.toml")["guarantee"]}
@@ -115,7 +115,7 @@ def _guarantee(
     own = [test for test, of in tests.items() if of == id.lower()]
     further = [test for test in entry["tests"] if test not in own]
     complaints = [
-        *(f"{id}: no test is {test}" for test in further if test not in tests),
+        *(f"{id}: there is no test {test}" for test in further if test not in tests),
         *(f"{id}: AckProtocol.tla has no {name}" for name in entry["properties"] if f"\n{name} ==" not in model),
         *([] if id in plants else [f"{id}: no fault is planted against it in {_PLANTED}"]),
     ]
@@ -143,7 +143,7 @@ def _toml(path: Path) -> dict[str, Any]:
 
 
 def _tests(root: Path) -> dict[str, str]:
-    """Every test's node id, with the guarantee in its name ("g1"), or an empty string."""
+    """Every test's node id, with the guarantee in its name ("g1") or an empty string."""
     found = {}
     for path in sorted((root / "tests").rglob("test_*.py")):
         for name in re.findall(r"^def (test_\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE):
@@ -153,7 +153,7 @@ def _tests(root: Path) -> dict[str, str]:
 
 
 def _plants(root: Path) -> dict[str, tuple[str, str]]:
-    """Guarantee to the function that plants a fault against it, and that fault in words."""
+    """Guarantee to the function that plants a fault against it, and the description of the fault."""
     found: dict[str, tuple[str, str]] = defaultdict(tuple)  # type: ignore[arg-type]
     for node in ast.parse((root / _PLANTED).read_text(encoding="utf-8")).body:
         words = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None

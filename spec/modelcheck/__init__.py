@@ -1,4 +1,4 @@
-"""What holds the model itself to account: its mutants, a second checker beside TLC, and what TLC is given to check.
+"""Checks of the model itself: its mutants, and a second checker beside TLC.
 
 For maintainers of the model, so it is no part of the installed package; `spec/check.py` runs it.
 """

@@ -1,4 +1,4 @@
-"""What TLC is given to check: read from the configuration that it runs, never from what the manifest says of it."""
+"""What TLC checks in each configuration, read from the configuration itself and not from its description."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_A_FAMILY: dict[str, Value] = {**dict.fromkeys(LINKS, False), "Without": [], 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A configuration, and what TLC is given with it.
+    """A configuration, and what TLC checks in it.
 
     Attributes:
         configuration: its entry in the manifest.
@@ -48,11 +48,11 @@ class Checked:
 
 
 def proofs(manifest: Manifest, modules: Iterable[str] | None = None) -> tuple[Checked, ...]:
-    """The manifest's proofs with what TLC is given, in the order of the manifest.
+    """The manifest's proofs and what TLC checks in each, in the order of the manifest.
 
     Args:
         manifest: names the configurations.
-        modules: only those of these root modules; None: all that have the protocol in them.
+        modules: only the proofs of these root modules; None: all that contain the protocol.
 
     Raises:
         ConfigurationError: a constant that the protocol needs is missing, or is no plain value.

@@ -1,9 +1,9 @@
-"""A process that runs TLC again and again in one JVM: started by `kept`, as a script, so that it loads nothing of ours.
+"""A process that runs TLC repeatedly in one JVM. `kept` starts it as a script, so it imports nothing of weightsync.
 
-Its arguments are TLC's jar, the JVM's library, a folder for temporary files, and the mark that ends what a run prints.
-Each line of its input is a run: a JSON list of the modules' folder and TLC's arguments. What the run prints follows,
-and a line of the mark and TLC's code. The process ends with its input, whatever it is doing: so it does not outlive who
-started it.
+Its arguments are TLC's jar, the JVM's library, a folder for temporary files, and the mark after the output of a run.
+Each line of its input is a run: a JSON list of the modules' folder and TLC's arguments. The output of the run follows,
+then a line with the mark and TLC's exit code. The process ends when its input ends, so it does not outlive the process
+that started it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOTHING_RUN = -1
 
 
 def main() -> None:
-    """Run what comes."""
+    """Run TLC for each line of the input."""
     jar, library, folder, mark = sys.argv[1:]
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()

@@ -1,7 +1,7 @@
-"""TLC in a JVM that is kept for one run after another: each takes a fraction of what it takes in a JVM of its own.
+"""TLC in a JVM that is reused for many runs, each of which takes a fraction of the time of a new JVM.
 
-A JVM spends most of a short run on getting started and on compiling TLC. But TLC was not written to be run twice: what
-it keeps between runs is its own affair. So what is found here is no news: it may only confirm what is known already.
+A JVM spends most of a short run on starting and on compiling TLC. But TLC was not written to run twice, and may keep
+state between runs. So its results here are only used to confirm what is known already.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from weightsync.model.toolchain import Toolchain, ToolMissingError, jvm_library
 _SCRIPT = Path(__file__).with_name("jvm.py")
 _MARK = "@!@!@RAN "
 
-#: How a run may end that leaves nothing behind: without an error, or with an invariant or a property of steps violated.
-#: After a temporal property was violated, TLC takes every other for violated until its JVM ends.
+#: The exit codes after which a JVM can be reused: no error, or a violated invariant or action property. After a
+#: violated temporal property, TLC reports every other one as violated until its JVM ends.
 _HARMLESS = frozenset({0, 2107, 2108, 2110, 2112, 2114})
 
 
 class KeptTlc:
-    """TLC in one JVM, which the first run starts, and the next one after it had to be ended.
+    """TLC in one JVM, which is started by the first run, and again after it had to be ended.
 
-    One run at a time. `close`, from any thread, ends what is under way; what is run later ends at once.
+    There is one run at a time. `close`, from any thread, ends the current run; later runs end at once.
 
     Args:
         toolchain: Java and TLC.
@@ -46,7 +46,7 @@ class KeptTlc:
         if importlib.util.find_spec("jpype") is None:
             raise ToolMissingError("JPype is needed to keep a JVM: pip install jpype1, or make install.")
         self._toolchain = toolchain
-        #: Held by a run. The other lock is held for a moment: what is closed starts no JVM.
+        #: Held during a run. The other lock is held briefly, so that no JVM starts after `close`.
         self._running = threading.Lock()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -112,7 +112,7 @@ class KeptTlc:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a JVM that nobody reads from."""
+    """End a JVM whose output is no longer read."""
     kill(process)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
@@ -121,7 +121,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 class _Answer:
-    """What a kept JVM prints of one run. `code` stays None if it ended before the run had."""
+    """The output of one run. `code` stays None if the JVM ended before the run did."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

@@ -1,4 +1,4 @@
-"""`spec/check.py mutants`: the model is changed in small ways, and each change must be found wrong."""
+"""`spec/check.py mutants`: small changes are applied to the model, and a check must notice each of them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _EVERY = 25
 def hunt_mutants(
     manifest: Manifest, known: Path, toolchain: Toolchain, console: Console, share: Share, *, repin: bool
 ) -> bool:
-    """Confirm what the ledger says of the mutants; print the score, and say whether all is as the ledger says.
+    """Confirm what the ledger says about the mutants, print the score, and return whether the ledger is right.
 
     Args:
         manifest: the model.
         known: the ledger of its mutants.
         toolchain: Java and TLC.
         console: where to print.
-        share: which are hunted afresh.
-        repin: whether to write what was seen into the ledger, also by a run that is ended early.
+        share: the mutants to hunt from scratch.
+        repin: whether to write the results into the ledger, even if the run ends early.
 
     Raises:
         ConfigurationError: if the ledger or the model cannot be read, or the model itself is not as pinned.
@@ -70,7 +70,7 @@ def hunt_mutants(
 
 
 class _Progress:
-    """Says now and then how far the run is, and names each mutant that lives."""
+    """Reports the progress of the run from time to time, and the name of each mutant that survives."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
@@ -78,7 +78,7 @@ class _Progress:
         self.seen: list[Entry] = []
 
     def told(self, hunted: Hunted) -> None:
-        """Take one in."""
+        """Record one result."""
         self.seen.append(hunted.entry)
         done = len(self.seen)
         if not hunted.finding.fate.killed:

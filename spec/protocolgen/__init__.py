@@ -1,4 +1,4 @@
-"""What `spec/generate.py` is made of: reading and checking `protocol.toml`, and rendering it.
+"""The parts of `spec/generate.py`: `source` reads `protocol.toml`, `checks` validates it, the other modules render it.
 
-Pure functions over the standard library. `source` reads, `checks` refuses, `python`, `tla` and `docs` render.
+Pure functions; standard library only.
 """

@@ -19,7 +19,7 @@ from enum import StrEnum
 
 
 class Action(StrEnum):
-    """What may happen in the model, and in each search, replay and trace that is compared with it."""
+    """The actions of the model, and of each search, replay and trace that is compared with it."""
 
 '''
 _TAIL = """
@@ -30,10 +30,10 @@ _DISJUNCT = re.compile(r"\\/ \\E [^:]*: (\w+)\(")
 
 
 def names(model: str) -> list[str]:
-    """The actions of `Next`, in their order.
+    """Return the actions of `Next`, in their order.
 
     Raises:
-        SpecError: there is no `Next`, or a disjunct of it is not a named action under one quantifier.
+        SpecError: there is no `Next`, or one of its disjuncts is not a named action under one quantifier.
     """
     _, found, rest = model.partition("\nNext ==\n")
     body = rest.partition("\n\n")[0]
@@ -44,7 +44,7 @@ def names(model: str) -> list[str]:
 
 
 def render(model: str) -> str:
-    """The module.
+    """Render the module.
 
     Args:
         model: the text of `AckProtocol.tla`.

@@ -1,7 +1,7 @@
-"""Refuses what is no sound protocol: unknown or repeated names, unreachable states, traps, dead rows.
+"""Validates a protocol: no unknown or repeated names, no unreachable states, traps or dead rows.
 
-Each complaint names its place in `protocol.toml`, e.g. ``sender.row 7 (ready, SEND)``: the seventh
-``[[sender.row]]``, for the state `ready` of its `from`.
+Each complaint names its location in `protocol.toml`, e.g. ``sender.row 7 (ready, SEND)``: the seventh
+``[[sender.row]]``, for the state `ready` in its `from`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from protocolgen.source import SAME, Protocol, Role, Row, SpecError
 _LOWER = re.compile(r"[a-z][a-z_]*")
 _UPPER = re.compile(r"[A-Z][A-Z_]*")
 _CAMEL = re.compile(r"([A-Z][a-z]*)+")
-#: Every message names these, so none lists them among its own fields.
+#: Every message has these fields, so none lists them.
 _COMMON_FIELDS = ("model_id", "incarnation")
 
 
@@ -27,14 +27,14 @@ class _Named(Shape):
 
 
 def check(protocol: Protocol) -> None:
-    """Refuse an unsound protocol.
+    """Validate a protocol.
 
     Args:
         protocol: as `source.read` returns it.
 
     Raises:
-        SpecError: with every complaint there is. The graphs are looked at only when all names are right, so
-            that one slip is not reported many times.
+        SpecError: with all complaints. The graphs are checked only if all names are valid, so that one mistake is not
+            reported many times.
     """
     for inspect in (_wrong_names, _wrong_graphs):
         complaints = list(inspect(protocol))
@@ -178,7 +178,7 @@ def _dead_inputs(role: Role) -> Iterator[str]:
 
 
 def _closure(start: str, rows: Iterable[Row], arrow: Callable[[Row], tuple[str, str]]) -> set[str]:
-    """The states that arrows lead to from one state, itself among them."""
+    """The states that can be reached from one state, including itself."""
     arrows = [arrow(row) for row in rows]
     reached, frontier = {start}, {start}
     while frontier:

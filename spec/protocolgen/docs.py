@@ -1,7 +1,6 @@
-"""Renders tables and diagrams, and puts them between the markers of a Markdown file.
+"""Renders tables and diagrams, and inserts them between the markers of a Markdown file.
 
-A marked part begins with ``<!-- generated: NAME -->`` and ends with ``<!-- /generated -->``, both on lines of
-their own.
+A marked part begins with ``<!-- generated: NAME -->`` and ends with ``<!-- /generated -->``, each on its own line.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _PART = re.compile(
 
 
 def sections(protocol: Protocol) -> dict[str, str]:
-    """Every part that a Markdown file may ask for, by name.
+    """Render every part that a Markdown file may contain, by name.
 
     Args:
         protocol: a checked protocol.
@@ -42,7 +41,7 @@ def sections(protocol: Protocol) -> dict[str, str]:
 
 
 def fill(path: str, text: str, parts: Mapping[str, str]) -> str:
-    """A Markdown file with its marked parts written anew.
+    """Return a Markdown file with its marked parts rendered again.
 
     Args:
         path: the file's name, for complaints.
@@ -50,10 +49,10 @@ def fill(path: str, text: str, parts: Mapping[str, str]) -> str:
         parts: as `sections` returns them.
 
     Returns:
-        The new contents; what is not between markers stays as it is.
+        The new contents; text outside the markers is unchanged.
 
     Raises:
-        SpecError: a marker names no part, or does not end.
+        SpecError: a marker names an unknown part, or has no end.
     """
     wanted, found = _OPENING.findall(text), [match[1] for match in _PART.findall(text)]
     unknown = [name for name in wanted if name not in parts]
@@ -137,7 +136,7 @@ def _diagram(protocol: Protocol, role: Role) -> str:
 
 
 def _edges(rows: Iterable[Row]) -> list[tuple[tuple[str, str], list[str]]]:
-    """The arrows of the picture: inputs that lead from one state to the same other share one."""
+    """The arrows of the diagram: inputs with the same source and target share one."""
     edges: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         edges.setdefault((row.source, row.target), []).append(row.input)

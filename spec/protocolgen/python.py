@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from protocolgen.source import Delivery, Guarantee, Protocol, Role, State, Word
 
-#: As in pyproject.toml, so that `ruff format` has nothing to change.
+#: The line width of pyproject.toml, so that `ruff format` changes nothing.
 WIDTH = 120
 
 _HEAD = '''\
@@ -37,25 +37,25 @@ class Guarantee(NamedTuple):
 _PROMISES = {
     "reorders": "Whether messages may arrive in another order than they left.",
     "duplicates": "Whether a message may arrive more than once.",
-    "loses": "Whether a message may be lost although the link lives on.",
+    "loses": "Whether a message may be lost although the link stays up.",
 }
 
 
 def render(protocol: Protocol) -> str:
-    """The text of `weightsync/protocol/_tables.py`.
+    """Render `weightsync/protocol/_tables.py`.
 
     Args:
         protocol: a checked protocol.
 
     Returns:
-        Python source as `ruff format` leaves it.
+        Python source, formatted as by `ruff format`.
     """
     parts = [
         f"{_HEAD}\n{_constants(protocol)}",
         _states(protocol),
         _enum("InputKind", "Where an input comes from.", _words(protocol.kinds)),
         *(_inputs(role) for role in protocol.roles),
-        _enum("RefusalKind", "Why a receiver did not apply what it was sent.", _words(protocol.refusals)),
+        _enum("RefusalKind", "Why a receiver did not apply a version.", _words(protocol.refusals)),
         _deliveries(protocol.deliveries),
         _GUARANTEE,
         _closing(protocol),
@@ -74,7 +74,7 @@ def input_enum(role: Role) -> str:
 
 
 def _constants(protocol: Protocol) -> str:
-    return f"#: What a Hello says it speaks.\nPROTOCOL_VERSION: Final[int] = {protocol.version}\n"
+    return f"#: The protocol version in every frame.\nPROTOCOL_VERSION: Final[int] = {protocol.version}\n"
 
 
 def _comment(text: str) -> list[str]:
@@ -97,7 +97,7 @@ def _words(words: Iterable[Word]) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _states(protocol: Protocol) -> str:
-    doc = "Is an update outstanding, and does somebody stand waiting for it?"
+    doc = "Whether an update is outstanding, and whether a caller waits for it."
     return _enum("State", doc, (_state(state) for state in protocol.states))
 
 
@@ -108,12 +108,12 @@ def _state(state: State) -> tuple[str, tuple[str, ...]]:
 
 
 def _inputs(role: Role) -> str:
-    doc = f"What can happen to a {role.name}."
+    doc = f"The inputs of a {role.name}."
     return _enum(input_enum(role), doc, ((each.name, (each.meaning,)) for each in role.inputs))
 
 
 def _deliveries(deliveries: tuple[Delivery, ...]) -> str:
-    doc = "What a transport promises of its links, and the model is checked under."
+    doc = "What a transport guarantees for its links. The model is checked under each."
     text = _enum("Delivery", doc, ((each.name, (each.meaning,)) for each in deliveries))
     breakers = {
         "reorders": [each.name for each in deliveries if each.reorders],
@@ -136,9 +136,9 @@ def _is_one_of(names: list[str]) -> str:
 
 def _closing(protocol: Protocol) -> str:
     parts = [
-        f"#: Where a machine starts, and where a copy of one starts.\n"
+        f"#: The initial state of a machine, and of a copy of one.\n"
         f"INITIAL: Final[State] = State.{member(protocol.initial)}\n"
-        f"#: The state that nothing leaves.\nFINAL: Final[State] = State.{member(protocol.final)}\n",
+        f"#: The final state.\nFINAL: Final[State] = State.{member(protocol.final)}\n",
         *(_kinds(role) for role in protocol.roles),
         *(_rows(role) for role in protocol.roles),
         _guarantees(protocol.guarantees),
@@ -156,19 +156,19 @@ def _kinds(role: Role) -> str:
     enum = input_enum(role)
     entries = (f"{enum}.{each.name}: InputKind.{member(each.kind)}" for each in role.inputs)
     text = _mapping(f"{role.name.upper()}_KINDS", enum, "InputKind", entries)
-    return f"#: Where each input of a {role.name} comes from.\n{text}"
+    return f"#: The kind of each input of a {role.name}.\n{text}"
 
 
 def _rows(role: Role) -> str:
     enum = input_enum(role)
     entries = (f"(State.{member(row.source)}, {enum}.{row.input}): State.{member(row.target)}" for row in role.rows)
     text = _mapping(f"{role.name.upper()}_ROWS", f"tuple[State, {enum}]", "State", entries)
-    return f"#: The whole table of a {role.name}: in which state, on which input, to which state.\n{text}"
+    return f"#: The whole table of a {role.name}: (state, input) to the next state.\n{text}"
 
 
 def _guarantees(guarantees: tuple[Guarantee, ...]) -> str:
     text = _mapping("GUARANTEES", "str", "Guarantee", (_guarantee(each) for each in guarantees))
-    return f"#: What is promised, by id.\n{text}"
+    return f"#: The guarantees, by id.\n{text}"
 
 
 def _guarantee(guarantee: Guarantee) -> str:

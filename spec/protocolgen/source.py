@@ -1,4 +1,4 @@
-"""Reads `protocol.toml` into values. Whether they make a sound protocol is for `checks` to say."""
+"""Reads `protocol.toml`. The module `checks` validates the result."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-#: A row's target that stands for the state it starts from.
+#: The target of a row that does not change the state.
 SAME = "same"
 
 
 class SpecError(ValueError):
-    """`protocol.toml` does not describe a protocol. One complaint a line, each naming its place."""
+    """`protocol.toml` is not valid. There is one complaint per line, each with its location."""
 
     def __init__(self, complaints: Sequence[str]) -> None:
         super().__init__("\n".join(complaints))
@@ -49,7 +49,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One arrow of one role. A row of the file makes one for each state in its `from`."""
+    """One transition of one role. A row of the file stands for one transition from each state in its `from`."""
 
     place: str
     source: str
@@ -71,7 +71,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message, the roles that speak it, and the fields it has beside model_id and incarnation."""
+    """A message, the roles that send it, and its fields besides model_id and incarnation."""
 
     place: str
     name: str
@@ -82,7 +82,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What an adapter may declare of its links."""
+    """A delivery that a transport may declare for its links."""
 
     place: str
     name: str
@@ -125,7 +125,7 @@ class Protocol:
 
 
 class _Table:
-    """One table of the file, read strictly: each key must be there, of its type, and no other."""
+    """One table of the file, read strictly: every key must be present and of its type, and no other key may be."""
 
     def __init__(self, place: str, entries: object) -> None:
         if not isinstance(entries, dict):
@@ -134,7 +134,7 @@ class _Table:
         self._entries: dict[str, object] = dict(entries)
 
     def text(self, key: str) -> str:
-        """A string that says something, on one line."""
+        """A string that is not empty, joined to one line."""
         value = self._take(key)
         if not isinstance(value, str) or not value.strip():
             raise SpecError([f"{self.place}: '{key}' must be text that is not empty"])
@@ -166,7 +166,7 @@ class _Table:
         return _Table(self._inner(key), self._take(key))
 
     def tables(self, key: str) -> Iterator[_Table]:
-        """An array of tables in this one, at least one; their places count from 1."""
+        """A non-empty array of tables in this one; their locations count from 1."""
         value = self._take(key)
         if not isinstance(value, list) or not value:
             raise SpecError([f"{self._inner(key)}: at least one [[{self._inner(key)}]] is wanted"])
@@ -174,10 +174,10 @@ class _Table:
             yield _Table(f"{self._inner(key)} {number}", entries)
 
     def finish(self) -> None:
-        """Refuse keys that nobody asked for.
+        """Refuse keys that were not read.
 
         Raises:
-            SpecError: if there is one.
+            SpecError: there is one.
         """
         if self._entries:
             raise SpecError([f"{self.place or 'protocol.toml'}: unknown key '{next(iter(self._entries))}'"])
@@ -192,7 +192,7 @@ class _Table:
 
 
 def read(text: str) -> Protocol:
-    """The protocol that a TOML text describes.
+    """Read the protocol from a TOML text.
 
     Args:
         text: the contents of `protocol.toml`.
@@ -201,7 +201,7 @@ def read(text: str) -> Protocol:
         The protocol, not yet checked.
 
     Raises:
-        SpecError: if it is no TOML, or a key is missing, unknown, empty or of the wrong type.
+        SpecError: it is not TOML, or a key is missing, unknown, empty or of the wrong type.
     """
     try:
         entries: Mapping[str, object] = tomllib.loads(text)

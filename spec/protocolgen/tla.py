@@ -14,7 +14,7 @@ _HEAD = """\
 
 
 def render(protocol: Protocol) -> str:
-    """The text of `tla/Tables.tla`.
+    """Render `tla/Tables.tla`.
 
     Args:
         protocol: a checked protocol.
@@ -28,7 +28,11 @@ def render(protocol: Protocol) -> str:
         _set("The states of both roles.", "States", (_text(state.name) for state in protocol.states)),
         *(part for role in protocol.roles for part in (_inputs(role), _rows(role))),
         _set("The kinds of a refusal.", "RefusalKinds", (_text(each.name) for each in protocol.refusals)),
-        _set("What an adapter declares of its links.", "Deliveries", map(_delivery, protocol.deliveries)),
+        _set(
+            "The deliveries that a transport may declare for its links.",
+            "Deliveries",
+            map(_delivery, protocol.deliveries),
+        ),
         _set("<<id, name>>", "Guarantees", (_tuple(each.id, each.name) for each in protocol.guarantees)),
         *(_operators(role) for role in protocol.roles),
         "=" * _WIDTH + "\n",

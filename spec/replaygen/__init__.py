@@ -1,1 +1,1 @@
-"""What `spec/replay.py` renders: graphs of the model with what each step asks of an adapter, and their covers."""
+"""The parts of `spec/replay.py`: graphs of the model with what each step needs of a transport, and their covers."""

@@ -1,4 +1,4 @@
-"""Paths that take every edge of a graph, or of its roles' projections."""
+"""Paths that cover every edge of a graph, or of its role projections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST: Final = 60
 
 
 def cover(graph: Graph, whole: bool) -> list[list[Step]]:
-    """Paths from the start that take every edge; what needs little of an adapter first, and apart."""
+    """Paths from the start that cover every edge; those that need least of a transport come first, separately."""
     done: set[Any] = set()
     paths: list[list[Step]] = []
     for allowed in (set(), *({need} for need in NEEDS), set(NEEDS)):
@@ -30,7 +30,7 @@ def _keys(spot: Spot, step: Step, whole: bool) -> tuple[Any, ...]:
 
 
 def _path(first: Spot, steps: dict[Spot, list[Step]], done: set[Any], whole: bool) -> list[Step]:
-    """One path on which something new lies; empty: there is none."""
+    """One path with at least one new edge; empty if there is none."""
     path: list[Step] = []
     spot = first
     while len(path) < LONGEST:
@@ -45,7 +45,7 @@ def _path(first: Spot, steps: dict[Spot, list[Step]], done: set[Any], whole: boo
 
 
 def _nearest(spot: Spot, steps: dict[Spot, list[Step]], done: set[Any], whole: bool) -> list[Step]:
-    """The shortest way to an edge that is new, and that edge."""
+    """The shortest path to a new edge, including that edge."""
     came: dict[Spot, tuple[Spot, Step] | None] = {spot: None}
     todo = deque([spot])
     while todo:

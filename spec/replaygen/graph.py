@@ -1,4 +1,4 @@
-"""A configuration's graph, with what each step asks of an adapter, and the projections of its roles."""
+"""The graph of a configuration, with what each step needs of a transport, and its role projections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weightsync.protocol._tables import State
 
 __all__ = ["NEEDS", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
 
-#: Scenarios of the kit: what a step needs of an adapter beyond carrying messages is what that scenario needs.
+#: Scenarios of the conformance kit. A step may need what such a scenario needs, beyond carrying messages.
 CUT: Final = "a cut with an update outstanding"
 SENDER_LOST: Final = "the sender is lost"
 SENDER_BYE: Final = "the sender says bye"
@@ -35,7 +35,7 @@ NEEDS: Final = (CUT, SENDER_LOST, SENDER_BYE, LAST_WORDS, WORKER_LOST, WORKER_GO
 
 Pair = tuple[int, int]
 Label = tuple[Any, ...]
-#: Who does what; the rest is the network's.
+#: The actions of each role; the others are the network's.
 SENDERS: Final = frozenset(
     {
         Action.DIE, Action.CONNECT, Action.JOIN, Action.REMOVE, Action.SEND_ALL, Action.SEND_TO, Action.SEND_ASYNC_ALL,
@@ -52,18 +52,18 @@ RECEIVERS: Final = frozenset(
 )  # fmt: skip
 
 
-#: What a worker does that ends its link with a word that nobody has asked for.
+#: Actions of a worker that end its link with an unsolicited message.
 _LAST_WORDS: Final = frozenset({Action.CLOSE_RECEIVER, Action.FAIL_RECEIVER, Action.LINK_FAILED, Action.BROKEN})
 
 
 @dataclass(frozen=True)
 class Spot:
-    """A node of the graph, with what its past leaves open: how each worker's end closed, and how many calls wait."""
+    """A node of the graph, with what depends on the path: how each worker's end closed, and how many calls wait."""
 
     world: World
-    #: Of each link whose worker's end is closed: what it takes to notice that.
+    #: For each link whose worker's end is closed: what is needed to notice it.
     gone: frozenset[tuple[Pair, str]] = frozenset()
-    #: Of each link: how many messages to the worker have had no answer.
+    #: For each link: how many messages to the worker have no answer yet.
     waiting: frozenset[tuple[Pair, int]] = frozenset()
 
 
@@ -80,7 +80,7 @@ class Step:
 
 @dataclass
 class Graph:
-    """All that can be reached from the start."""
+    """All nodes that can be reached from the start."""
 
     first: Spot
     steps: dict[Spot, list[Step]] = field(default_factory=dict)
@@ -130,7 +130,7 @@ def _step(spot: Spot, label: Label, after: World) -> Step:
 
 
 def _closed(label: Label, spot: Spot, pair: Pair) -> str:
-    """What it takes to notice that the worker's end of a link has closed just now."""
+    """What is needed to notice that the worker's end of a link has just closed."""
     if label[0] == Action.CRASH_RECEIVER:
         return WORKER_LOST if dict(spot.waiting).get(pair) else WORKER_GONE
     if label[0] == Action.LINK_DOWN:
@@ -149,7 +149,7 @@ def _needs(label: Label, before: World, gone: dict[Pair, str]) -> str:
             if before.trainer(s).life == "dead":
                 return SENDER_LOST
             owing = before.worker(w).state is State.AWAITING_ACK and link_of(before, before.worker(w)) == (s, k)
-            return LAST_WORDS if owing else SENDER_BYE  # who owes an answer reads no goodbye
+            return LAST_WORDS if owing else SENDER_BYE  # a worker that owes an answer reads no goodbye
         case (Action.NOTICE, s, w):
             why = gone[s, w]
             return WORKER_GONE if why in (WORKER_BYE, IDLE_BYE) else why
@@ -178,7 +178,7 @@ def _role(label: Label, before: World, after: World) -> tuple[str, Any, Label, A
 
 @cache
 def machines(world: World) -> tuple[list[Any], list[Any]]:
-    """What counts of each sender (None: it is not alive) and of each receiver, without ghosts."""
+    """The projection of each sender (None: it is not alive) and of each receiver, without ghost variables."""
     node = projected(world)
     alive = zip(node.sstate, node.sdata, node.slife, strict=True)
     senders = [_sender(state, data) if life == "alive" else None for state, data, life in alive]

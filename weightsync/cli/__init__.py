@@ -1,4 +1,4 @@
-"""The command line, `weightsync`. It is the only part that imports typer and rich."""
+"""The `weightsync` command line. No other part of the package imports typer or rich."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 
 from weightsync.errors import MissingExtraError, WeightSyncError
 
-#: Exit code for an error of ours that has no code of its own.
+#: The exit code for weightsync errors that have no code of their own.
 FAILED = 1
 _EXTRA = ("typer", "rich")
 
 
 def main() -> None:
-    """Run the command line. The process exits with its code."""
+    """Run the command line, and exit the process with its exit code."""
     try:
         _run()
     except WeightSyncError as error:

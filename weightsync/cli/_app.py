@@ -1,4 +1,4 @@
-"""The application: the sub-commands of `weightsync`, each a function in a module of its name."""
+"""The typer application. Each sub-command of `weightsync` is a function in the module of the same name."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typer.core import TyperGroup
 
 from weightsync import __version__
 
-#: The sub-commands, in the order in which help shows them, and the first lines of their docstrings.
+#: The sub-commands in the order of the help text, with the first lines of their docstrings.
 COMMANDS = {
-    "demo": "Train a policy on CartPole while worker processes act with the weights they were sent.",
+    "demo": "Train a policy on CartPole while worker processes act with the weights they receive.",
     "check": "Check the protocol's model with TLC.",
-    "verify": "Say whether recorded runs conformed to the protocol.",
+    "verify": "Check whether recorded runs conformed to the protocol.",
 }
 
 
 class _LazyGroup(TyperGroup):
-    """Imports the module of the command that is run, and of no other: `check` must not wait for torch."""
+    """Imports only the module of the command that is run, so that `check` does not wait for torch."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, found, rest = super().resolve_command(ctx, args)
@@ -53,7 +53,7 @@ def build() -> typer.Typer:
 
 
 def _stand_in() -> None:
-    """Stand for a command in help, until it is loaded."""
+    """Represent a command in the help text until its module is loaded."""
 
 
 def _show_version(asked: bool) -> None:
@@ -68,4 +68,4 @@ def _weightsync(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Model weights from a trainer to its workers, over a protocol that a model checker has checked."""
+    """Send model weights from a trainer to its workers, over a protocol that is model-checked in TLA+."""

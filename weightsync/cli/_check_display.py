@@ -1,4 +1,4 @@
-"""What `weightsync check` shows: live rows on a terminal, plain lines elsewhere, a table at the end."""
+"""The output of `weightsync check`: live rows on a terminal, plain lines elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Row:
 
 
 class PlainDisplay:
-    """One line per configuration that ends, for logs."""
+    """Prints a line for each configuration that ends, for logs."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
@@ -50,10 +50,10 @@ class PlainDisplay:
         return None
 
     def started(self, configuration: Configuration) -> None:
-        """Say nothing: the end is line enough."""
+        """Print nothing."""
 
     def progressed(self, configuration: Configuration, progress: Progress) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
     def ended(self, verdict: Verdict) -> None:
         """Print the verdict."""
@@ -62,7 +62,7 @@ class PlainDisplay:
 
 
 class LiveDisplay(PlainDisplay):
-    """The same lines, and below them a row for each run that goes on."""
+    """Prints the same lines, and below them a row for each run in progress."""
 
     def __init__(self, console: Console, total: int) -> None:
         super().__init__(console, total)
@@ -89,13 +89,13 @@ class LiveDisplay(PlainDisplay):
         self._rows[configuration.name] = _Row(configuration)
 
     def progressed(self, configuration: Configuration, progress: Progress) -> None:
-        """Bring a row up to date."""
+        """Update a row."""
         row = self._rows[configuration.name]
         if row.progress != progress:
             row.progress, row.at = progress, row.elapsed
 
     def ended(self, verdict: Verdict) -> None:
-        """Take the row away and print the verdict."""
+        """Remove the row and print the verdict."""
         self._rows.pop(verdict.configuration.name, None)
         super().ended(verdict)
 
@@ -112,7 +112,7 @@ class LiveDisplay(PlainDisplay):
 
 
 def display(console: Console, total: int) -> PlainDisplay:
-    """Return what suits the console."""
+    """Return the display that suits the console."""
     return LiveDisplay(console, total) if console.is_terminal else PlainDisplay(console, total)
 
 
@@ -124,7 +124,7 @@ def _bar(row: _Row) -> ProgressBar:
 
 
 def _estimate(row: _Row) -> int:
-    """Guess the distinct states by now: TLC tells them once a minute only."""
+    """Estimate the number of distinct states, because TLC reports it only once a minute."""
     assert row.progress is not None
     rate = row.progress.distinct / max(row.at, 1.0)
     return round(row.progress.distinct + rate * (row.elapsed - row.at) * (row.progress.queue > 0))
@@ -147,7 +147,7 @@ def verdict_line(verdict: Verdict) -> Text:
         line.append(f"  {counts} distinct states")
     line.append(f"  {_seconds(verdict)}", style="cyan")
     if verdict.configuration.expected is not Expected.PASS and verdict.as_expected:
-        line.append(f"  {due(verdict.configuration)}, as it must be", style="dim")
+        line.append(f"  {due(verdict.configuration)}, as expected", style="dim")
     for complaint in verdict.complaints:
         line.append(f"\n    {complaint}", style="red")
     return line
@@ -183,16 +183,16 @@ def results(verdicts: Iterable[Verdict]) -> Table:
 
 
 def summary(verdicts: Sequence[Verdict], seconds: float) -> Text:
-    """Return the one line that counts."""
+    """Return the line with the overall result."""
     right = sum(verdict.as_expected for verdict in verdicts)
     line = f"{right} of {len(verdicts)} configurations are as expected, in {seconds:.0f} s."
     return Text(line, style="bold green" if right == len(verdicts) else "bold red")
 
 
 def listing(configurations: Sequence[Configuration]) -> Table:
-    """Return the table of configurations, none of them run."""
+    """Return the table of configurations for ``--list``."""
     table = Table(header_style="bold")
-    for heading in ("configuration", "kind", "set", "TLC must find", "guarantees", "what for"):
+    for heading in ("configuration", "kind", "set", "TLC must find", "guarantees", "purpose"):
         table.add_column(heading, overflow="fold")
     for found in configurations:
         table.add_row(

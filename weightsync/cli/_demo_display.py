@@ -1,4 +1,4 @@
-"""What `weightsync demo` shows: a live panel on a terminal, plain lines elsewhere, and a summary in the end."""
+"""The output of `weightsync demo`: a live panel on a terminal, plain lines elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MEDIA = {
 
 @contextlib.contextmanager
 def plain_display(console: Console, state: RunState) -> Iterator[None]:
-    """Print a line every few seconds, for logs, for as long as the context lasts."""
+    """Print a line every few seconds, for logs, while the context lasts."""
     ended = threading.Event()
     notes_shown = 0
 
@@ -77,7 +77,7 @@ def plain_display(console: Console, state: RunState) -> Iterator[None]:
 
 @contextlib.contextmanager
 def live_display(console: Console, state: RunState) -> Iterator[None]:
-    """Draw one panel several times a second, for as long as the context lasts."""
+    """Draw a panel several times a second while the context lasts."""
 
     def draw() -> RenderableType:
         return panel(state, min(console.width, _WIDEST), console.height)
@@ -94,7 +94,7 @@ def _title(state: RunState) -> str:
 
 
 def plain_line(state: RunState) -> str:
-    """A run as it is now, in one line."""
+    """The current state of a run, in one line."""
     name, version = _sender(state)
     if state.phase is Phase.STARTING:
         return f"          {state.phase.value}, {state.age:.0f} s: trainer {name}"
@@ -111,12 +111,12 @@ def plain_line(state: RunState) -> str:
 
 
 def _sender(state: RunState) -> tuple[str, int]:
-    """The state of the trainer's sender, and the version that it sent last."""
+    """The state of the trainer's sender, and the last version it sent."""
     return (state.sender.state.value, state.sender.version) if state.sender else ("uninitialized", 0)
 
 
 def _behind(state: RunState, worker: WorkerState) -> int | None:
-    """How many versions a worker is behind the trainer; None: it serves none yet."""
+    """How many versions a worker is behind the trainer; None if it serves none yet."""
     return None if worker.version is None else max(0, _sender(state)[1] - worker.version)
 
 
@@ -129,7 +129,7 @@ def _link(state: RunState, index: int) -> str:
 
 
 def panel(state: RunState, width: int, height: int) -> RenderableType:
-    """A run as it is now, as a panel of so many columns; where there are fewer lines, the chart is lower."""
+    """The current state of a run, as a panel of the given width; on a low terminal the chart is lower."""
     notes = [Text(note.splitlines()[0], style="yellow") for note in state.notes[-_NOTES_SHOWN:]]
     spare = height - _LINES_BESIDE_CHART - len(state.workers) - len(notes)
     chart_height = min(max(spare, _CHART_LINES[0]), _CHART_LINES[-1])
@@ -206,7 +206,7 @@ def _syncs(state: RunState) -> Table:
     report = state.report
     last, size = "none yet", 0
     if report:
-        last = f"prepared in {_ms(report.pack_s)}, answered after {_ms(report.transfer_s)}"
+        last = f"packed in {_ms(report.pack_s)}, answered after {_ms(report.transfer_s)}"
         last, size = f"{last}, applied in {_ms(report.apply_s)}", report.nbytes
     grid = Table.grid(padding=(0, 2))
     for label, words in (
@@ -214,7 +214,7 @@ def _syncs(state: RunState) -> Table:
         ("so far", f"{state.syncs:,} syncs of {decimal(size)}, {decimal(state.applied_bytes)} applied"),
         (
             "experience",
-            f"{state.staleness:.1f} versions old when learned from, {state.dropped:,} steps dropped as too old",
+            f"{state.staleness:.1f} versions old when used, {state.dropped:,} steps dropped as too old",
         ),
     ):
         grid.add_row(Text(label, style="dim"), words)
@@ -225,8 +225,8 @@ def _syncs(state: RunState) -> Table:
 
 
 def proof_table(result: Result) -> Table:
-    """What each machine holds in the end."""
-    table = Table(title="What each machine holds in the end", title_justify="left", header_style="bold")
+    """The table of each machine's final version and digest."""
+    table = Table(title="Final version and digest of each machine", title_justify="left", header_style="bold")
     for heading in ("machine", "verdict"):
         table.add_column(heading)
     table.add_column("version", justify="right")
@@ -240,7 +240,7 @@ def proof_table(result: Result) -> Table:
 
 
 def summary(result: Result) -> Iterator[Text]:
-    """What came of the run, in a few lines."""
+    """The result of the run in a few lines."""
     state = result.state
     yield Text(
         f"trained: mean return {_number(state.last_mean)} over the last 20 episodes, {_number(state.first_mean)} over "
@@ -250,11 +250,11 @@ def summary(result: Result) -> Iterator[Text]:
     killed, proved = result.of(Verdict.KILLED), len(result.of(Verdict.PROVED))
     for index in killed:
         reason = result.workers[index].reason
-        yield Text(f"lost: worker {index} was killed half way as asked, and is reported LOST ({reason})")
+        yield Text(f"lost: worker {index} was killed half way on request, and is reported LOST ({reason})")
     for failure in result.failures:
         yield Text(f"FAILED: {failure}", style="bold red")
     if not result.failures:
-        who = (f"all {proved}" if proved > 1 else "the one") + (" remaining" if killed else "")
+        who = (f"all {proved}" if proved > 1 else "the only") + (" remaining" if killed else "")
         noun = "workers serve" if proved > 1 else "worker serves"
         yield Text(f"proved: {who} {noun} version {result.sent.version}, by digest", style="bold green")
 

@@ -1,4 +1,4 @@
-"""``weightsync check``: the model is checked by TLC, and what it says is compared with what it must say."""
+"""``weightsync check``: check the model with TLC, and compare its results with the expected ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weightsync.model import (
     vacuity,
 )
 
-#: Exit code where something is not as expected.
+#: The exit code if something is not as expected.
 DIFFERS = 1
 _PLAIN_WIDTH = 120
 _TOOL_MISSING = 2
@@ -45,34 +45,32 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 def check(  # noqa: PLR0917
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Configurations to run; the quick ones if none.", show_default=False),
+        typer.Argument(metavar="NAME", help="Configurations to run. Default: the quick ones.", show_default=False),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Run every configuration.")] = False,
-    show: Annotated[bool, typer.Option("--list", help="Show the configurations, and run none.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="List the configurations instead of running them.")] = False,
     coverage: Annotated[
         bool,
-        typer.Option("--coverage", help="Run the proofs alone, and fail if they never take some action."),
+        typer.Option("--coverage", help="Run only the proofs, and fail if no proof takes some action."),
     ] = False,
-    report: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all that was found to a file.")
-    ] = None,
+    report: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file.")] = None,
     write_cfg: Annotated[
         Path | None,
         typer.Option(
             "--write-cfg",
             metavar="FOLDER",
-            help="Write the .cfg files of the configurations named, or of all, for TLC run by hand, and run none.",
+            help="Write the .cfg files of the named configurations, or of all, instead of running TLC.",
             show_default=False,
         ),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="FOLDER", help="Check another model than our own.")
+        Path | None, typer.Option("--model", metavar="FOLDER", help="Check another model than weightsync's own.")
     ] = None,
 ) -> None:
     """Check the protocol's model with TLC.
 
-    Each configuration's verdict must be the expected one, found with the pinned number of states.
-    Exit code 0 if all are, 1 if one differs, 2 if Java or TLC is missing.
+    Each configuration must have the expected verdict and the pinned number of states.
+    The exit code is 0 if all do, 1 if one differs, and 2 if Java or TLC is missing.
     """
     screen = console()
     manifest = Manifest.read(model or find_model())
@@ -100,12 +98,12 @@ def check(  # noqa: PLR0917
 
 
 def console() -> Console:
-    """Return where to print: as wide as the terminal, or as a log."""
+    """Return the console: as wide as the terminal, or of a fixed width for logs."""
     return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
 
 def _write(chosen: Sequence[Configuration], folder: Path) -> None:
-    """Write the files that TLC reads when it is run by hand."""
+    """Write the .cfg files of configurations."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for found in chosen:
@@ -115,14 +113,14 @@ def _write(chosen: Sequence[Configuration], folder: Path) -> None:
 
 
 def run(manifest: Manifest, chosen: Sequence[Configuration], screen: Console, coverage: Coverage) -> list[Verdict]:
-    """Run TLC over configurations, with a display of how it goes."""
+    """Run TLC on configurations and show the progress."""
     with tools() as toolchain, display(screen, len(chosen)) as shown:
         return Suite(toolchain, manifest, shown, coverage).run(chosen)
 
 
 @contextlib.contextmanager
 def tools() -> Iterator[Toolchain]:
-    """Find Java and TLC; what ends the command early ends it with the code that says so."""
+    """Find Java and TLC, and turn a missing tool or an interrupt into the exit code for it."""
     try:
         with _ended_by_signals():
             yield find_toolchain()
@@ -135,7 +133,7 @@ def tools() -> Iterator[Toolchain]:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the command the way an interrupt does, so that no JVM is left; nohup stays."""
+    """Make SIGTERM and SIGHUP end the command like an interrupt, so that no JVM is left. Keep nohup's SIGHUP."""
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:
         sys.exit(128 + number)
@@ -151,7 +149,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def tell(manifest: Manifest, verdicts: Sequence[Verdict], seconds: float, screen: Console) -> None:
-    """Print the verdicts, what the bounds leave out, and the story of each verdict that differs."""
+    """Print the verdicts, what the bounds leave out, and an explanation of each verdict that differs."""
     screen.print(results(verdicts))
     screen.print(summary(verdicts, seconds))
     if manifest.bounds:

@@ -1,4 +1,4 @@
-"""``weightsync demo``: a policy is trained while workers act with the weights they were sent."""
+"""``weightsync demo``: train a policy while worker processes act with the weights they receive."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from weightsync.demo import RunState, SchemeName, Settings, run
 
 _FAILED = 1
 _INTERRUPTED = 130
-#: Columns for the table at the end where there is no terminal.
+#: The width of the final table if there is no terminal.
 _PLAIN_WIDTH = 100
 
 
 def demo(  # noqa: PLR0917
-    scheme: Annotated[SchemeName, typer.Option(help="What the weights are sent over.")] = SchemeName.SHARED,
-    workers: Annotated[int, typer.Option(help="How many rollout processes act.")] = 2,
+    scheme: Annotated[SchemeName, typer.Option(help="The scheme that sends the weights.")] = SchemeName.SHARED,
+    workers: Annotated[int, typer.Option(help="The number of rollout processes.")] = 2,
     overlap: Annotated[
         bool, typer.Option("--async", help="Send with send_async(): the sync overlaps with training.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(help="The longest that training may take; it ends early once solved.")
+        float, typer.Option(help="The longest time to train. Training ends early once the task is solved.")
     ] = 90.0,
     seed: Annotated[
-        int, typer.Option(help="For weights, environments and actions. Processes race: runs still differ.")
+        int,
+        typer.Option(help="The seed for weights, environments and actions. Runs still differ, because processes race."),
     ] = 0,
     kill_worker: Annotated[
         bool, typer.Option("--kill-worker", help="Kill the last worker half way, with SIGKILL.")
     ] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines on a terminal too.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")] = False,
 ) -> None:
-    """Train a policy on CartPole while worker processes act with the weights they were sent.
+    """Train a policy on CartPole while worker processes act with the weights they receive.
 
-    In the end each worker proves by digest that it serves the trainer's last weights.
-    Exit code 0 if training happened and all who should be left have proved it, 1 otherwise.
+    At the end, each worker proves by digest that it serves the trainer's last weights.
+    The exit code is 0 if the policy was trained and every remaining worker has proved this, and 1 otherwise.
     """
     state = RunState(
         Settings(scheme=scheme, workers=workers, overlap=overlap, seconds=seconds, seed=seed, kill_worker=kill_worker)
@@ -52,7 +53,7 @@ def demo(  # noqa: PLR0917
         with _ended_by_signals(), (live_display if live else plain_display)(console, state):
             result = run(state)
     except KeyboardInterrupt:
-        typer.echo("weightsync: interrupted; no worker is left.", err=True)
+        typer.echo("weightsync: interrupted; all workers have ended.", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     console.print(proof_table(result))
     for line in summary(result):
@@ -63,7 +64,7 @@ def demo(  # noqa: PLR0917
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the run the way an interrupt does: no worker left, terminal restored."""
+    """Make SIGTERM and SIGHUP end the run like an interrupt: the workers end, and the terminal is restored."""
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:
         sys.exit(128 + number)

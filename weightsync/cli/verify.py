@@ -1,4 +1,4 @@
-"""``weightsync verify``: traces of runs are held against the protocol."""
+"""``weightsync verify``: check recorded traces against the protocol."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from weightsync.cli._verify_display import results, summary
 from weightsync.model import ToolMissingError, find_toolchain
-from weightsync.verify import Followed, TlcFailedError, UnreadableTraceError, Verdict, follow, shown
+from weightsync.verify import Followed, Judgement, Run, TlcFailedError, UnreadableTraceError, Verdict, follow, shown
 from weightsync.verify import verify as judged
 
 _PLAIN_WIDTH = 120
 _DOES_NOT_CONFORM = 1
 _CANNOT_SAY = 2
-#: How many lines that are wrong are shown; the rest is counted.
+#: How many wrong lines to show; the others are only counted.
 _SHOWN = 5
+#: How many rows of the table to show.
+_ROWS = 40
+_STYLES = {Judgement.CONFORMS: "green", Judgement.DOES_NOT: "red"}
 
 
 def verify(
@@ -28,18 +31,19 @@ def verify(
         typer.Argument(metavar="TRACE...", help="Trace files, or folders of them.", show_default=False),
     ],
     report: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all that was found to a file; - prints it.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file; - prints them.")
     ] = None,
     complete: Annotated[
         bool,
-        typer.Option("--complete", help="Fail where a machine's file is missing, or ended before its machine did."),
+        typer.Option("--complete", help="Fail if the file of a machine is missing or ends before its machine did."),
     ] = False,
-    tlc: Annotated[bool, typer.Option("--tlc", help="Have TLC follow the runs too, action by action.")] = False,
+    tlc: Annotated[bool, typer.Option("--tlc", help="Also let TLC follow the runs, action by action.")] = False,
 ) -> None:
-    """Say whether recorded runs conformed to the protocol.
+    """Check whether recorded runs conformed to the protocol.
 
-    Where one did not, the first line that may not be as it is, in words, and what the model allows there.
-    Exit code 0 if all conform, 1 if one does not (with --complete: or a file is missing), 2 if nothing can be said.
+    For a run that did not conform, this shows the first wrong line and what the model allows there.
+    The exit code is 0 if all runs conform, 1 if one does not (or, with --complete, if a file is missing), and 2 if the
+    traces cannot be judged.
     """
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=str(report) == "-")
     try:
@@ -57,7 +61,7 @@ def verify(
         for line in shown(finding):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     if missing:
-        console.print(f"{len(missing)} links lead to machines that no file tells of: --complete asks for all.")
+        console.print(f"{len(missing)} links lead to machines whose trace is missing; --complete requires all traces.")
     console.print(summary(verdict), markup=False, highlight=False)
     if followed is not None:
         console.print(followed.summary(), markup=False, highlight=False)
@@ -76,9 +80,37 @@ def _follow(verdict: Verdict) -> Followed:
 def _write(verdict: Verdict, followed: Followed | None, report: Path | None) -> None:
     if report is None:
         return
-    told = {**verdict.record(), **({} if followed is None else {"tlc": followed.record()})}
-    text = json.dumps(told, indent=1) + "\n"
+    record = {**verdict.record(), **({} if followed is None else {"tlc": followed.record()})}
+    text = json.dumps(record, indent=1) + "\n"
     if str(report) == "-":
         typer.echo(text, nl=False)
     else:
         report.write_text(text, encoding="utf-8")
+
+
+def results(verdict: Verdict) -> Table:
+    """Return the table of runs: their machines, their events, and the verdict. Runs that do not conform come first."""
+    table = Table("run", "senders", "receivers", "events", "verdict", box=None, pad_edge=False)
+    rows = sorted(enumerate(verdict.runs, 1), key=lambda row: row[1].judgement is Judgement.CONFORMS)
+    for number, run in rows[:_ROWS]:
+        counts = [sum(machine.role == role for machine in run.machines) for role in ("sender", "receiver")]
+        style = _STYLES[run.judgement]
+        table.add_row(str(number), *map(str, counts), str(run.events), f"[{style}]{_run_verdict(run)}[/]")
+    return table
+
+
+def _run_verdict(run: Run) -> str:
+    judgement = run.judgement.value
+    if not run.findings:
+        return judgement
+    line = run.findings[0].line
+    return f"{judgement}: {line.path.name}:{line.number}"
+
+
+def summary(verdict: Verdict) -> str:
+    """Return the line with the overall result, and with what the traces do not contain."""
+    counted = f"{len(verdict.runs)} runs, {verdict.events} events, {len(verdict.files)} files"
+    unseen = sum(len(run.unseen) for run in verdict.runs)
+    result = "all conform" if verdict.conforms else f"{len(verdict.findings)} lines do not conform"
+    missing = f"; {unseen} messages are from machines whose trace is missing or ends too early" if unseen else ""
+    return f"{counted}: {result}{missing}."

@@ -1,10 +1,10 @@
-"""The demo: a policy is trained here while workers act with the weights they were sent.
+"""The demo: train a policy while worker processes act with the weights they receive.
 
-    settings   what a run is asked to do           learning   the policy and its training (PPO)
-    state      how a run stands, how it ended      worker     what a worker does
-    trainer    the training loop and its sends     workers    starting workers, asking them, ending them
+    settings   the options of a run                learning   the policy and its training (PPO)
+    state      the progress and result of a run    worker     what a worker process does
+    trainer    the training loop and its sends     workers    starting, querying and ending the workers
 
-`trainer` and `worker` show how weightsync is used on either side. The demo uses only what any user can import.
+`trainer` and `worker` show how to use weightsync on either side. The demo uses only the public API.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ __all__ = [
 
 
 def run(state: RunState) -> Result:
-    """Train a policy on CartPole while workers act with it, and have each prove in the end what it serves.
+    """Train a policy on CartPole while workers act with it; at the end each worker proves what it serves.
 
-    No worker is left when this ends, whatever ends it.
+    All workers have ended when this returns or raises.
 
     Args:
-        state: says what to do; kept up to date during the run, for a display in another thread.
+        state: holds the settings; it is updated during the run, for a display in another thread.
 
     Raises:
-        MissingExtraError: gymnasium is not installed, or Ray where it is wanted.
+        MissingExtraError: gymnasium is not installed, or Ray is chosen and not installed.
         TransportError: the workers did not start.
     """
     if importlib.util.find_spec("gymnasium") is None:
         raise MissingExtraError("rl", "weightsync demo")
     if state.settings.scheme is SchemeName.RPC:
-        # torch's RPC writes a line for each connection that ends, in every process.
+        # torch's RPC logs a line for each connection that ends, in every process.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if state.settings.scheme is not SchemeName.RAY:
         _start_forkserver()
@@ -59,10 +59,10 @@ def run(state: RunState) -> Result:
 
 
 def _start_forkserver() -> None:
-    """Start the process that workers are forked from. It imports what they need, once for all of them."""
+    """Start the process that workers are forked from. It imports their modules once for all of them."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["weightsync.demo.worker"])
-    resource_tracker.ensure_running()  # started below, it would unblock the signal
-    # Ctrl-C goes to all processes of the terminal, but is for the trainer alone.
+    resource_tracker.ensure_running()  # if it started below, it would unblock the signal
+    # Ctrl-C goes to all processes of the terminal, but only the trainer should handle it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()

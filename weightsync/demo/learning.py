@@ -17,12 +17,12 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _HIDDEN = 64
-#: Cart position, its velocity, pole angle, its velocity: what they seldom exceed in a good episode.
+#: Values that cart position, cart velocity, pole angle and pole velocity seldom exceed in a good episode.
 _OBSERVATION_SCALE = (2.4, 2.0, 0.21, 2.0)
 _ACTIONS = 2
 _GAMMA = 0.99
 _LAMBDA = 0.95
-#: The reward of a step. Values then lie between 0 and 1, which the critic learns fast.
+#: The reward of a step, chosen so that values lie between 0 and 1, which the critic learns quickly.
 _REWARD = 1.0 - _GAMMA
 _CLIP = 0.2
 _EPOCHS = 8
@@ -73,9 +73,9 @@ def _network(outputs: int, gain: float) -> nn.Sequential:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Experience of one worker: T steps of K environments, and the version that acted in each step."""
+    """Experience of one worker: T steps of K environments, and the version that chose the actions of each step."""
 
-    #: Shape (T, K, 4), before the step and after it.
+    #: Shape (T, K, 4), before and after the step.
     observations: Floats
     next_observations: Floats
     #: Shape (T, K).
@@ -86,7 +86,7 @@ class Chunk:
     done: Bools
     #: Shape (T,).
     versions: Ints
-    #: Returns of the episodes that ended in it.
+    #: Returns of the episodes that ended in this chunk.
     returns: Sequence[float]
     #: The state of the worker's receiver.
     state: str
@@ -113,7 +113,7 @@ class Learner:
         self._optimizer = torch.optim.Adam(self.policy.parameters(), lr=_FIRST_RATE, eps=1e-5)
 
     def learn(self, chunks: Sequence[Chunk]) -> None:
-        """Improve the policy with what workers experienced under recent versions of it."""
+        """Improve the policy with experience that workers collected under recent versions of it."""
         self._steps += sum(chunk.steps for chunk in chunks)
         left = max(0.0, 1.0 - self._steps / _PLANNED_STEPS)
         self._optimizer.param_groups[0]["lr"] = _LAST_RATE + left * (_FIRST_RATE - _LAST_RATE)
@@ -125,8 +125,8 @@ class Learner:
 
     @torch.no_grad()
     def _prepare(self, chunk: Chunk) -> tuple[torch.Tensor, ...]:
-        """Observations, actions, their log-probabilities, advantages and targets, one row a step."""
-        observations = torch.tensor(chunk.observations)  # copied: over Ray the arrays are read-only
+        """Return observations, actions, their log-probabilities, advantages and targets, one row per step."""
+        observations = torch.tensor(chunk.observations)  # copied, because arrays from Ray are read-only
         values = self.policy.value(observations)
         next_values = self.policy.value(torch.tensor(chunk.next_observations)) * torch.tensor(~chunk.terminated)
         errors = (_REWARD + _GAMMA * next_values - values).numpy()
@@ -140,7 +140,7 @@ class Learner:
         return observations.flatten(0, 1), *(column.flatten() for column in columns)
 
     def _descend(self, batch: Sequence[torch.Tensor]) -> None:
-        """One step down the clipped loss. Ratios to the behaviour's own probabilities make staleness harmless."""
+        """Take one step on the clipped loss. Ratios to the behaviour's probabilities account for stale experience."""
         observations, actions, behaviour, advantages, targets = batch
         logs = torch.log_softmax(self.policy(observations), dim=-1).gather(-1, actions[:, None]).squeeze(-1)
         ratio = (logs - behaviour).exp()

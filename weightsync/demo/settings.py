@@ -1,4 +1,4 @@
-"""What a run of the demo is asked to do."""
+"""The options of a demo run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from weightsync import ConfigurationError
 
 #: The name under which the policy is sent.
 MODEL_ID = "policy"
-#: Environments over all workers; each worker gets its share, at least one.
+#: The number of environments over all workers; each worker gets an equal share, at least one.
 ENVIRONMENTS = 16
 #: Steps of each environment in one chunk of experience.
 CHUNK_STEPS = 32
 #: Seconds for the workers to start, import torch and apply their first version.
 START_TIMEOUT = 60.0
-#: Seconds for a worker to apply a version, to send experience, or to prove what it serves.
+#: Seconds for a worker to apply a version, to send experience, or to prove its version.
 WORKER_TIMEOUT = 15.0
 
 
@@ -34,15 +34,15 @@ class Settings:
     """One run of the demo.
 
     Attributes:
-        scheme: what the weights are sent over.
-        workers: how many rollout processes act.
-        overlap: send with `send_async`, so that the sync overlaps with training; else with `send`.
-        seconds: the longest that training may take.
-        seed: for weights, environments and actions. Processes race, so two runs with one seed still differ.
-        kill_worker: whether the last worker is killed half way.
+        scheme: the scheme that sends the weights.
+        workers: the number of rollout processes.
+        overlap: send with `send_async`, so that the sync overlaps with training, instead of `send`.
+        seconds: the longest time to train.
+        seed: for weights, environments and actions. Processes race, so two runs with the same seed still differ.
+        kill_worker: whether to kill the last worker half way.
 
     Raises:
-        ConfigurationError: no workers, no time, a negative seed, or nobody would survive.
+        ConfigurationError: there are no workers, no time, or a negative seed, or no worker would survive.
     """
 
     scheme: SchemeName = SchemeName.SHARED
@@ -58,6 +58,6 @@ class Settings:
         if not self.seconds > 0:
             raise ConfigurationError(f"the demo needs more than 0 seconds, not {self.seconds:g}.")
         if self.seed < 0:
-            raise ConfigurationError(f"a seed is 0 or more, not {self.seed}.")
+            raise ConfigurationError(f"the demo's seed must be 0 or more, not {self.seed}.")
         if self.kill_worker and self.workers == 1:
-            raise ConfigurationError("killing a worker needs at least 2: one to lose and one to go on with.")
+            raise ConfigurationError("--kill-worker needs at least 2 workers: one to kill and one to continue with.")

@@ -1,4 +1,4 @@
-"""How a run stands, and how it ended. Imports no torch: the display must not wait for it."""
+"""The progress of a run, and its result. This module does not import torch, so that the display starts at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEAN_OVER = 20
 
 
 class Phase(enum.Enum):
-    """Where a run is."""
+    """The phase of a run."""
 
     STARTING = "starting the workers"
     TRAINING = "training"
@@ -28,7 +28,7 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class WorkerState:
-    """What one worker last said. Version None: it serves none yet."""
+    """The last report of one worker. Version None: it serves none yet."""
 
     state: str = "starting"
     version: int | None = None
@@ -38,26 +38,26 @@ class WorkerState:
 
 @dataclass(slots=True)
 class RunState:
-    """A run as it is now. The trainer's thread writes it; a display reads it in another thread."""
+    """The current state of a run. The trainer's thread writes it; a display reads it in another thread."""
 
     settings: Settings
     phase: Phase = Phase.STARTING
     sender: WeightSender | None = None
     workers: list[WorkerState] = field(init=False)
     updates: int = 0
-    #: Steps of experience that the policy has learned from, and that were too old for that.
+    #: Steps of experience that the policy has learned from, and steps that were dropped as too old.
     steps: int = 0
     dropped: int = 0
     #: How many versions old the last batch of experience was, on average.
     staleness: float = 0.0
-    #: How many syncs there were, the last one's report, and the bytes that workers have applied.
+    #: The number of syncs, the report of the last one, and the bytes that workers have applied.
     syncs: int = 0
     report: SyncReport | None = None
     applied_bytes: int = 0
     #: The return of each episode, and (steps, mean return) after each update.
     returns: list[float] = field(default_factory=list)
     curve: list[tuple[int, float]] = field(default_factory=list)
-    #: What happened that people want to know of.
+    #: Notable events, as lines to print.
     notes: list[str] = field(default_factory=list)
     _created: float = field(default_factory=time.monotonic)
     _began: float | None = None
@@ -67,7 +67,7 @@ class RunState:
         self.workers = [WorkerState() for _ in range(self.settings.workers)]
 
     def enter(self, phase: Phase) -> None:
-        """Go on to a phase."""
+        """Enter a phase."""
         if phase is Phase.TRAINING:
             self._began = time.monotonic()
         elif self._ended is None:
@@ -76,7 +76,7 @@ class RunState:
 
     @property
     def age(self) -> float:
-        """Seconds since the run was begun."""
+        """Seconds since the run started."""
         return time.monotonic() - self._created
 
     @property
@@ -88,12 +88,12 @@ class RunState:
 
     @property
     def first_mean(self) -> float | None:
-        """The mean return of the first 20 episodes; None: none has ended."""
+        """The mean return of the first 20 episodes; None if none has ended."""
         return _mean(self.returns[:_MEAN_OVER])
 
     @property
     def last_mean(self) -> float | None:
-        """The mean return of the last 20 episodes; None: none has ended."""
+        """The mean return of the last 20 episodes; None if none has ended."""
         return _mean(self.returns[-_MEAN_OVER:])
 
 
@@ -103,25 +103,25 @@ def _mean(returns: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A version and the digest of its weights: of the worker's live model, or of what the trainer sent."""
+    """A version and the digest of its weights, of a worker's live model or of the trainer's last update."""
 
     version: int | None
     digest: bytes
 
 
 class Verdict(enum.Enum):
-    """What became of a worker."""
+    """The result for one worker."""
 
     PROVED = "proved"
     KILLED = "killed, and reported LOST"
     LOST = "lost"
-    DIFFERS = "serves something else"
+    DIFFERS = "serves other weights"
     SILENT = "did not answer"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """What became of one worker, why, and the proof that it gave (None: it gave none)."""
+    """The result for one worker, the reason, and the proof that it sent (None: it sent none)."""
 
     index: int
     proof: Proof | None
@@ -131,7 +131,7 @@ class WorkerResult:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a run ended: what the trainer sent last, and what became of each worker."""
+    """The result of a run: the last version that the trainer sent, and the result for each worker."""
 
     state: RunState
     sent: Proof
@@ -143,12 +143,12 @@ class Result:
 
     @property
     def failures(self) -> list[str]:
-        """All that keeps the run from being a success; empty: it is one."""
-        found = [] if self.state.updates else ["no training happened: there was too little time, or nobody to collect"]
+        """The reasons why the run is not a success; empty if it is."""
+        found = [] if self.state.updates else ["the policy was not trained: too little time, or no experience"]
         if self.state.settings.kill_worker and not self.of(Verdict.KILLED):
             found.append("no worker was killed and reported LOST")
         if not self.of(Verdict.PROVED):
-            found.append("nobody has proved to serve the trainer's last weights")
+            found.append("no worker has proved that it serves the trainer's last weights")
         for worker in self.workers:
             if worker.verdict not in (Verdict.PROVED, Verdict.KILLED):
                 reason = f" ({worker.reason})" if worker.reason else ""
@@ -162,11 +162,11 @@ def judge(
     """Compare what each worker serves with what the trainer sent last.
 
     Args:
-        count: how many workers there were.
+        count: the number of workers.
         sent: the trainer's last version and its digest.
-        proofs: what workers answered.
+        proofs: the workers' proofs.
         lost: the workers that are gone, and why.
-        killed: the worker that was killed as asked, and that a report called LOST.
+        killed: the worker that was killed on request and reported LOST.
     """
 
     def verdict(index: int, proof: Proof | None) -> tuple[Verdict, str]:
@@ -179,7 +179,7 @@ def judge(
         if proof.version != sent.version:
             return Verdict.DIFFERS, f"version {proof.version} instead of {sent.version}"
         if proof.digest != sent.digest:
-            return Verdict.DIFFERS, "the digest of its live model is another"
+            return Verdict.DIFFERS, "the digest of its live model differs"
         return Verdict.PROVED, ""
 
     return [WorkerResult(index, proofs.get(index), *verdict(index, proofs.get(index))) for index in range(count)]

@@ -1,4 +1,4 @@
-"""The trainer: it trains the policy, sends each version, and has workers prove in the end what they serve."""
+"""The trainer: it trains the policy, sends each version, and asks the workers to prove at the end what they serve."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from weightsync.demo.workers import Answer, ProcessWorkers, RayWorkers, start_wo
 
 #: Steps of experience for one update of the policy.
 _BATCH_STEPS = 512
-#: Experience that is more versions old than this is dropped.
+#: Experience that is more versions behind than this is dropped.
 _MAX_STALENESS = 8
-#: CartPole-v1 counts as solved at this mean return; the highest possible is 500.
+#: CartPole-v1 counts as solved at this mean return; the maximum is 500.
 SOLVED = 475.0
-#: Updates in a row that must find it solved before the run ends early.
+#: For how many updates in a row the task must be solved before the run ends early.
 STAYS_SOLVED = 15
-#: A worker is killed at half of the time or at this mean return, whichever comes first.
+#: With --kill-worker, the worker is killed after half of the time or at this mean return, whichever comes first.
 _HALF_WAY = 150.0
-#: Updates that must follow before the run may end early.
+#: How many updates must follow the kill before the run may end early.
 _UPDATES_AFTER_KILL = 20
 
 
 def train(state: RunState) -> Result:
-    """Start the workers, train, and have each prove what it serves: see `weightsync.demo.run`."""
+    """Start the workers, train the policy, and let each worker prove what it serves: see `weightsync.demo.run`."""
     learner = Learner(state.settings.seed)
     scheme = make_scheme(state.settings.scheme)
     workers = start_workers(state.settings, scheme, learner.policy)
@@ -42,7 +42,7 @@ def train(state: RunState) -> Result:
 
 
 def make_scheme(name: SchemeName) -> weightsync.WeightSyncScheme:
-    """A new scheme. Worker processes get copies of it, which find the trainer by themselves."""
+    """Make a scheme. Worker processes get copies of it, which find the trainer by themselves."""
     match name:
         case SchemeName.SHARED:
             return weightsync.SharedMemWeightSyncScheme()
@@ -53,7 +53,7 @@ def make_scheme(name: SchemeName) -> weightsync.WeightSyncScheme:
         case SchemeName.RPC:
             return weightsync.RPCWeightSyncScheme()
         case SchemeName.DISTRIBUTED:
-            # torch's store can be reached from other hosts: the key turns them away.
+            # torch's store can be reached from other hosts, so a key is needed to keep them out.
             return weightsync.DistributedWeightSyncScheme(key=secrets.token_bytes(16))
 
 
@@ -61,10 +61,10 @@ class Trainer:
     """One run, with workers that have started.
 
     Args:
-        state: kept up to date.
-        learner: what is trained.
-        workers: who acts.
-        scheme: reaches them.
+        state: is updated during the run.
+        learner: trains the policy.
+        workers: the workers.
+        scheme: sends them the weights.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Trainer:
         self._sender = state.sender = scheme.get_sender()
         self._chunks: list[Chunk] = []
         self._proofs: dict[int, Proof] = {}
-        #: Workers that a report called LOST, and why; and workers that answer nothing any more, and why.
+        #: Workers that a report called LOST, and why; and workers that no longer answer, and why.
         self._lost: dict[int, str] = {}
         self._gone: dict[int, str] = {}
         self._victim: int | None = None
-        #: How many updates there must be before the run may end early.
+        #: The number of updates before the run may end early.
         self._least_updates = math.inf if self._settings.kill_worker else 0.0
 
     def run(self) -> Result:
@@ -102,7 +102,7 @@ class Trainer:
         return Result(self._state, sent, results)
 
     def _train(self) -> None:
-        """Learn until the environment stays solved, or time is up, or nobody is left."""
+        """Train until the task stays solved, time is up, or no worker is left."""
         state, until, solved = self._state, time.monotonic() + self._settings.seconds, 0
         for index in range(self._settings.workers):
             self._workers.ask(index, Request.COLLECT)
@@ -125,12 +125,12 @@ class Trainer:
         if self._victim is None:
             victim = self._victim = self._settings.workers - 1
             pid = self._workers.pids[victim]
-            self._state.notes.append(f"worker {victim} (process {pid}) is killed with SIGKILL, half way")
+            self._state.notes.append(f"worker {victim} (process {pid}) is killed with SIGKILL half way")
             self._workers.kill(victim)
             self._least_updates = self._state.updates + _UPDATES_AFTER_KILL
 
     def _prove(self) -> None:
-        """Send the last weights, and ask everybody who is left for the digest of what it serves."""
+        """Send the last weights, and ask every remaining worker for the digest of the weights it serves."""
         self._send(WORKER_TIMEOUT)
         asked = set(range(self._settings.workers)) - self._lost.keys()
         for index in asked:
@@ -142,7 +142,7 @@ class Trainer:
     # ----------------------------------------------------------------------------------------- sending
 
     def _publish(self) -> None:
-        """Send the policy as the next version, in the run's mode."""
+        """Send the policy as the next version, blocking or not as the settings say."""
         if not self._settings.overlap:
             self._send(WORKER_TIMEOUT)
             return
@@ -151,19 +151,19 @@ class Trainer:
             self._sender.send_async(self._learner.policy, allow_empty=True)
 
     def _send(self, timeout: float) -> None:
-        """Send the policy as the next version; when this returns, everybody serves it or is known not to."""
+        """Send the policy as the next version, and handle the report."""
         self._settle()
         with self._nobody_left():
             report = self._sender.send(self._learner.policy, timeout=timeout, on_failure="report", allow_empty=True)
             self._conclude(report)
 
     def _settle(self) -> None:
-        """Wait for the version that is still on its way, if one is."""
+        """Wait for the outstanding version, if there is one."""
         if self._sender.state is State.PENDING_ASYNC:
             self._conclude(self._sender.wait_async(timeout=WORKER_TIMEOUT, on_failure="report"))
 
     def _conclude(self, report: SyncReport) -> None:
-        """Note what became of a version. Who has not answered in time is killed, so that nobody waits for it again."""
+        """Record a report. A worker that did not answer in time is killed, so that later sends do not wait for it."""
         state = self._state
         state.syncs += 1
         state.report = report
@@ -174,11 +174,11 @@ class Trainer:
         for index in report.of(OutcomeKind.TIMED_OUT):
             state.notes.append(f"worker {index} did not answer in time for version {report.version}: killed")
             self._workers.kill(index)
-        self._settle()  # who has timed out still owes an answer: now it is LOST
+        self._settle()  # a worker that was killed for its timeout still owes an answer, and is LOST now
 
     @contextlib.contextmanager
     def _nobody_left(self) -> Iterator[None]:
-        """A send raises where every worker is lost; here that only ends the training."""
+        """Suppress the error of a send if every worker is lost, which here only ends the training."""
         try:
             yield
         except WorkerLostError as error:
@@ -193,7 +193,7 @@ class Trainer:
     # -------------------------------------------------------------------------------------- experience
 
     def _collect(self, until: float) -> list[Chunk]:
-        """Wait for one batch of experience. Empty: time is up, nobody is left, or all are silent for too long."""
+        """Wait for one batch of experience. Empty: time is up, no worker is left, or none has answered for too long."""
         until = min(until, time.monotonic() + WORKER_TIMEOUT)
         while sum(chunk.steps for chunk in self._chunks) < _BATCH_STEPS:
             if len(self._gone) == self._settings.workers or not self._listen(until):
@@ -214,7 +214,7 @@ class Trainer:
             state.curve.append((state.steps, state.last_mean))
 
     def _listen(self, until: float) -> bool:
-        """Take the workers' answers. False: none came in time."""
+        """Handle the workers' answers. Return False if none came in time."""
         answers = self._workers.answers(max(0.0, until - time.monotonic()))
         for index, answer in answers:
             self._take(index, answer)

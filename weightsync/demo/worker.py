@@ -1,4 +1,4 @@
-"""What a worker does: it acts with the weights that it was sent, and proves by digest which ones those are."""
+"""A worker process: it acts with the weights it receives, and proves by digest which version it serves."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from weightsync.demo.learning import Bools, Chunk, Floats, Ints, Policy
 from weightsync.demo.settings import CHUNK_STEPS, ENVIRONMENTS, MODEL_ID, START_TIMEOUT, SchemeName, Settings
 from weightsync.demo.state import Proof
 
-#: Seconds that a worker waits for a new version before it looks for a request.
+#: How many seconds a worker waits for a new version before it checks for a request.
 _PAUSE = 0.002
 
 
 class Request(enum.Enum):
-    """What the trainer asks of a worker."""
+    """A request from the trainer to a worker."""
 
     COLLECT = "collect"
     PROVE = "prove"
@@ -41,7 +41,7 @@ class Failure:
 
 
 class Rollout:
-    """A policy that acts in environments of its own.
+    """A policy that acts in its own environments.
 
     Args:
         index: the worker's id.
@@ -61,7 +61,7 @@ class Rollout:
         self._returns = np.zeros(count)
 
     def answer(self, request: Request, receiver: WeightReceiver) -> Chunk | Proof:
-        """Do what the trainer asks."""
+        """Handle a request of the trainer."""
         if request is Request.PROVE:
             return Proof(receiver.version, receiver.digest())
         return self._collect(receiver)
@@ -83,7 +83,7 @@ class Rollout:
         return Chunk(**arrays, versions=np.array(versions), returns=returns, state=receiver.state.value)
 
     def _step(self, actions: Ints) -> tuple[Floats, Bools, Bools]:
-        """What the environments show before any new episode begins, which poles fell, and which episodes ended."""
+        """Return the observations before any reset, which poles fell, and which episodes ended."""
         self._observations, rewards, terminated, truncated, infos = self._environments.step(actions)
         self._returns += rewards
         done = terminated | truncated
@@ -96,21 +96,21 @@ class Rollout:
 def work(
     index: int, settings: Settings, scheme: WeightSyncScheme, channel: Connection, rpc_address: str | None
 ) -> None:
-    """Be worker `index`, a process, until told to stop or until the trainer is gone.
+    """Run worker process `index` until it is asked to stop or the trainer is gone.
 
     Args:
         index: the worker's id.
         settings: the run's settings.
-        scheme: the trainer's, as it was sent here.
-        channel: for requests and answers; the first answer is our pid. The weights do not pass here.
-        rpc_address: where the processes of torch's RPC meet, with that scheme.
+        scheme: this process's copy of the trainer's scheme.
+        channel: carries requests and answers, but no weights; the first answer is this process's id.
+        rpc_address: the rendezvous address of torch's RPC, for that scheme; else None.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and then stops the workers
     try:
         rollout = Rollout(index, settings)
         channel.send(os.getpid())
         with scheme:
-            # Over a store the trainer is rank 0, worker i is rank i + 1.
+            # With torch.distributed, the trainer is rank 0 and worker i is rank i + 1.
             number = index + 1 if settings.scheme is SchemeName.DISTRIBUTED else index
             scheme.init_on_worker(MODEL_ID, model=rollout.policy, worker_idx=number)
             if rpc_address is not None:
@@ -118,7 +118,7 @@ def work(
             _serve(rollout, scheme.get_receiver(), channel)
     except (OSError, EOFError, TransportError, SenderClosed):
         pass  # the trainer is gone
-    except Exception as error:  # noqa: BLE001 - the trainer is told, whatever it is
+    except Exception as error:  # noqa: BLE001 - any error is reported to the trainer
         channel.send(Failure(f"{type(error).__name__}: {error}", traceback.format_exc()))
 
 
@@ -133,7 +133,7 @@ def _serve(rollout: Rollout, receiver: WeightReceiver, channel: Connection) -> N
 
 
 class RayWorker(WeightSyncActor):
-    """The same as a Ray actor. New versions of `policy` become live between two calls of its methods."""
+    """The worker as a Ray actor. New versions of `policy` become live between two calls of its methods."""
 
     def __init__(self, index: int, settings: Settings) -> None:
         self._rollout = Rollout(index, settings)
@@ -144,7 +144,7 @@ class RayWorker(WeightSyncActor):
         return os.getpid()
 
     def answer(self, request: Request) -> Chunk | Proof:
-        """Do what the trainer asks."""
+        """Handle a request of the trainer."""
         return self._rollout.answer(request, self.weight_receiver(MODEL_ID))
 
 
@@ -154,10 +154,10 @@ def rpc_name(rank: int) -> str:
 
 
 def join_rpc(address: str, rank: int, world_size: int) -> None:
-    """Join torch's RPC; waits for all others."""
-    from torch.distributed import rpc  # noqa: PLC0415 - for this scheme alone
+    """Join torch's RPC, and wait until all other processes have joined."""
+    from torch.distributed import rpc  # noqa: PLC0415 - only this scheme needs it
 
     options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=START_TIMEOUT)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own doing
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # from torch itself
         rpc.init_rpc(rpc_name(rank), rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]

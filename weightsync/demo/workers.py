@@ -1,4 +1,4 @@
-"""The workers as the trainer has them: started, asked, and ended. None of them outlives it."""
+"""The trainer's side of the workers: starting, querying and ending them. No worker outlives the trainer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from weightsync.demo.settings import MODEL_ID, START_TIMEOUT, SchemeName, Settin
 from weightsync.demo.state import Proof
 from weightsync.demo.worker import Failure, RayWorker, Request, join_rpc, rpc_name, work
 
-#: What a worker answers: its pid when it has started. None: it is gone.
+#: An answer of a worker. The first one is its process id; None means that the worker has ended.
 Answer = int | Chunk | Proof | Failure | None
-#: Seconds that workers have to end by themselves.
+#: How many seconds workers have to end by themselves.
 _STOP_TIMEOUT = 3.0
 
 
@@ -32,7 +32,7 @@ def start_workers(settings: Settings, scheme: WeightSyncScheme, model: nn.Module
     """Start the workers, and initialise the scheme on the trainer's side.
 
     Raises:
-        MissingExtraError: Ray is wanted, and not installed.
+        MissingExtraError: Ray is chosen, but not installed.
         TransportError: the workers did not start.
     """
     workers = RayWorkers() if settings.scheme is SchemeName.RAY else ProcessWorkers()
@@ -46,7 +46,7 @@ def start_workers(settings: Settings, scheme: WeightSyncScheme, model: nn.Module
 
 
 class ProcessWorkers:
-    """Processes of this machine. Each has a pipe of its own for requests and answers, besides the scheme's link."""
+    """Worker processes on this machine. Each has its own pipe for requests and answers, besides the scheme's link."""
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
@@ -67,10 +67,10 @@ class ProcessWorkers:
             far_ends.append(far)
             arguments = (index, settings, scheme, far, rpc_address)
             self._processes.append(context.Process(target=work, args=arguments, name=f"worker-{index}", daemon=True))
-        if rpc_address is None:  # before the processes start: then the scheme brings each its end of the link
+        if rpc_address is None:  # before the processes start, so that each inherits its end of the link
             scheme.init_on_sender(MODEL_ID, model=model, **self._sender_arguments(settings))
         for process, far in zip(self._processes, far_ends, strict=True):
-            with far:  # closed here: the pipe ends with the worker
+            with far:  # closed in this process, so that the pipe ends with the worker
                 process.start()
         self._await_started(settings.workers)
         if rpc_address is not None:
@@ -79,7 +79,7 @@ class ProcessWorkers:
             scheme.init_on_sender(MODEL_ID, model=model, collector_infos=names)
 
     def _sender_arguments(self, settings: Settings) -> dict[str, Any]:
-        """Naming the processes lets the sender notice at once that one has died, before it was reached too."""
+        """With `processes`, the sender notices at once if a worker dies, even before the handshake."""
         arguments: dict[str, Any] = {"num_workers": settings.workers, "processes": self._processes}
         if settings.scheme is SchemeName.DISTRIBUTED:
             from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - for this scheme
@@ -89,16 +89,16 @@ class ProcessWorkers:
         return arguments
 
     def _join_rpc(self, address: str, world_size: int) -> None:
-        """Join in a thread: torch cannot be interrupted there, and waits half an hour for a worker that has died."""
-        from torch.distributed import rpc  # noqa: PLC0415 - for this scheme alone
+        """Join in a thread, because torch cannot be interrupted and waits half an hour for a worker that has died."""
+        from torch.distributed import rpc  # noqa: PLC0415 - only this scheme needs it
 
         joining = threading.Thread(target=join_rpc, args=(address, 0, world_size), name="join-rpc", daemon=True)
         joining.start()
         joining.join(START_TIMEOUT)
         if joining.is_alive():
-            # So it is in a process that was in an RPC before: torch waits for the old workers.
+            # This also happens in a process that used RPC before, because torch waits for the old workers.
             raise TransportError(f"the workers have not joined torch's RPC within {START_TIMEOUT:g} s.")
-        # Left without waiting for the others: some of them may be dead.
+        # Leave without waiting for the others, because some of them may be dead.
         self._cleanup.callback(rpc.shutdown, graceful=False)
 
     def _await_started(self, count: int) -> None:
@@ -109,19 +109,19 @@ class ProcessWorkers:
             for index, answer in answers:
                 if not isinstance(answer, int):
                     reason = f": {answer.reason}" if isinstance(answer, Failure) else "."
-                    raise TransportError(f"worker {index} has ended before it had started{reason}")
+                    raise TransportError(f"worker {index} ended while it was starting{reason}")
                 self.pids[index] = answer
             if not answers:
                 raise TransportError(f"{count - len(self.pids)} workers have not started within {START_TIMEOUT:g} s.")
 
     def ask(self, index: int, request: Request) -> None:
-        """Send a worker a request; one that is gone does not get it."""
+        """Send a request to a worker, unless it has ended."""
         if index in self._channels:
             with contextlib.suppress(OSError):
                 self._channels[index].send(request)
 
     def answers(self, timeout: float) -> list[tuple[int, Answer]]:
-        """Wait for answers; None as an answer: the worker has ended. Empty: there were none in time."""
+        """Wait for answers; None as an answer means that the worker has ended. Empty: there were none in time."""
         ready = connection.wait(self._channels.values(), timeout)
         return [(index, self._read(index)) for index, channel in list(self._channels.items()) if channel in ready]
 
@@ -138,7 +138,7 @@ class ProcessWorkers:
         self._processes[index].kill()
 
     def close(self) -> None:
-        """End all workers: by request, and those who do not obey by SIGKILL."""
+        """Ask all workers to stop, and kill those that do not."""
         running = [process for process in self._processes if process.pid is not None]
         until = time.monotonic() + _STOP_TIMEOUT
         try:
@@ -156,18 +156,18 @@ class ProcessWorkers:
 
 
 class RayWorkers:
-    """Ray actors. Ray is started for them unless it runs in this process already."""
+    """Workers as Ray actors. Ray is started for them unless it already runs in this process."""
 
     def __init__(self) -> None:
         try:
-            import ray  # noqa: PLC0415 - an extra, and it takes seconds
+            import ray  # noqa: PLC0415 - an extra that takes seconds to import
             import ray.exceptions  # noqa: PLC0415
         except ImportError as error:
             raise MissingExtraError("ray", "weightsync demo --scheme ray") from error
         self._ray: Any = ray
         self.pids: list[int] = []
         self._actors: list[Any] = []
-        #: The worker of each call that has not ended yet.
+        #: The worker of each pending call.
         self._calls: dict[Any, int] = {}
         self._cleanup = contextlib.ExitStack()
 
@@ -186,7 +186,7 @@ class RayWorkers:
     def _start_ray(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Short: Ray's sockets are in it, and their paths may have 107 characters.
+        # A short path, because it contains Ray's sockets, whose paths are limited to 107 characters.
         folder = tempfile.TemporaryDirectory(prefix="ws", dir="/tmp", ignore_cleanup_errors=True)
         self._cleanup.enter_context(folder)
         self._cleanup.callback(self._ray.shutdown)
@@ -204,7 +204,7 @@ class RayWorkers:
         self._calls[self._actors[index].answer.remote(request)] = index
 
     def answers(self, timeout: float) -> list[tuple[int, Answer]]:
-        """Wait for the results of calls; None as an answer: the actor has died. Empty: there were none in time."""
+        """Wait for the results of calls; None as an answer means that the actor has died. Empty: none came in time."""
         done = self._ray.wait(list(self._calls), timeout=timeout)[0] if self._calls else []
         return [(self._calls.pop(call), self._result(call)) for call in done]
 

@@ -1,7 +1,7 @@
-"""What TLC is given besides the modules: constants, what is checked, and how; and its text as a .cfg file.
+"""TLC's configuration of a run: the constants, what is checked and how; and its text as a .cfg file.
 
-The manifest says it once for many configurations: a module's table says what all of its configurations have in common,
-``[constants.*]`` and ``[checks.*]`` are groups that both may name, and a configuration says what is different in it.
+The manifest avoids repetition: a module's table holds what all of its configurations have in common, ``[constants.*]``
+and ``[checks.*]`` are groups that both may name, and a configuration holds only its differences.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from weightsync.model.text import Library
 
-#: A constant's value as the manifest has it: an array is a set of TLA+.
+#: A constant's value in the manifest; an array is a TLA+ set.
 Value: TypeAlias = bool | int | str | Sequence["Value"]
 
 
@@ -21,13 +21,13 @@ class Config:
     """A configuration of TLC.
 
     Attributes:
-        specification: the behaviours that are checked.
+        specification: the behaviours to check.
         constants: each constant's value.
         deadlock: whether a deadlock is an error.
-        constraints: what a state must satisfy for its successors to be looked at.
-        action_constraints: what a step must satisfy to be taken.
-        view: the definition that tells states apart; empty for all variables.
-        symmetry: the permutations under which states are the same; empty for none.
+        constraints: conditions that a state must satisfy for its successors to be explored.
+        action_constraints: conditions that a step must satisfy to be taken.
+        view: the expression by which states are distinguished; empty for all variables.
+        symmetry: the permutations under which states are equal; empty for none.
         invariants: checked in every state.
         properties: checked over behaviours.
     """
@@ -49,11 +49,11 @@ class Config:
 
     @property
     def text(self) -> str:
-        """The same as TLC reads it."""
+        """The configuration as a .cfg file."""
         return "".join(f"{line}\n" for line in self._lines())
 
     def checking(self, names: Collection[str]) -> Config:
-        """Return it with only these of its invariants, properties and constraints of actions."""
+        """Return a copy with only those of its invariants, properties and action constraints that are in `names`."""
 
         def kept(listed: Iterable[str]) -> tuple[str, ...]:
             return tuple(name for name in listed if name in names)
@@ -83,17 +83,17 @@ class Config:
 
 
 def constant_lines(constants: Mapping[str, Value]) -> Iterator[str]:
-    """Yield the lines that give constants their values."""
+    """Yield the lines that assign the constants."""
     if constants:
         yield "CONSTANTS"
         yield from (f"  {name} = {literal(value)}" for name, value in constants.items())
 
 
 def literal(value: Value) -> str:
-    """Return a value as TLA+ writes it.
+    """Return a value as TLA+ text.
 
     Raises:
-        ValueError: if it is of no kind that a constant may have.
+        ValueError: a constant cannot have a value of this type.
     """
     if isinstance(value, bool):
         return "TRUE" if value else "FALSE"
@@ -106,7 +106,7 @@ def literal(value: Value) -> str:
     raise ValueError(f"{value!r} is neither a number, a string, true or false, nor an array of these")
 
 
-#: Keys that a module's table and a configuration's may both have; what is listed in both is put together.
+#: Keys that may be in a module's table and in a configuration's; lists are concatenated.
 _LISTS = ("constraints", "action_constraints", "invariants", "properties")
 _SINGLE = ("specification", "deadlock", "view", "symmetry")
 CONFIG_KEYS = frozenset({*_LISTS, *_SINGLE, "constants", "checks"})
@@ -114,12 +114,12 @@ CONFIG_KEYS = frozenset({*_LISTS, *_SINGLE, "constants", "checks"})
 
 @dataclass(frozen=True)
 class Groups:
-    """What the manifest says once for many configurations.
+    """The parts of the manifest that several configurations share.
 
     Attributes:
-        constants: a group's name to constants and their values.
-        checks: a group's name to its invariants and properties.
-        modules: a module's name to what its configurations have in common.
+        constants: group name to constants and their values.
+        checks: group name to its invariants and properties.
+        modules: module name to what its configurations have in common.
     """
 
     constants: Mapping[str, Mapping[str, Value]]
@@ -128,24 +128,24 @@ class Groups:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Groups:
-        """Read those of a manifest."""
+        """Read the groups of a manifest."""
         return cls(document.get("constants", {}), document.get("checks", {}), document.get("module", {}))
 
     def config(self, entry: Mapping[str, Any]) -> Config:
-        """Return what TLC is given in a configuration.
+        """Return TLC's configuration for an entry of the manifest.
 
-        One that names nothing to check, nor its module's table, checks the property that must be violated.
+        If neither the entry nor its module's table lists anything to check, the property in ``violates`` is checked.
 
         Args:
             entry: the configuration's table.
 
         Raises:
-            KeyError: it lacks a specification.
-            ValueError: it names a group or a constant that there is not, or a key of its module's is unknown.
+            KeyError: the specification is missing.
+            ValueError: a group, a constant or a key of the module's table is unknown.
         """
         shared = self.modules.get(entry["module"], {})
         if unknown := set(shared) - CONFIG_KEYS:
-            raise ValueError(f"its module's table has unknown keys: {sorted(unknown)}")
+            raise ValueError(f"the table of its module has unknown keys: {sorted(unknown)}")
         given = {key: found[key] for found in (shared, entry) for key in _SINGLE if key in found}
         given |= {key: tuple(name for found in (shared, entry) for name in found.get(key, ())) for key in _LISTS}
         named = [_group(self.checks, name) for found in (shared, entry) for name in found.get("checks", ())]
@@ -175,13 +175,13 @@ def _group(groups: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, A
 
 
 def config_traps(library: Library, root: str, config: Config, workers: int) -> Iterator[str]:
-    """Yield what makes TLC's verdict on a configuration's temporal properties worth nothing."""
+    """Yield the reasons why TLC's verdict on a configuration's temporal properties would be unreliable."""
     temporal = [name for name in config.properties if library.is_temporal(root, name)]
     if not temporal:
         return
     names = ", ".join(temporal)
     if workers != 1:
-        yield f"{names}: temporal, and TLC 2.18 can miss their violation with {workers} workers; use 1"
+        yield f"{names}: temporal, and TLC 2.18 can miss a violation with {workers} workers; use 1"
     for keyword, named in (("SYMMETRY", config.symmetry), ("VIEW", config.view)):
         if named:
-            yield f"{names}: temporal, and TLC cannot be trusted with those under {keyword}"
+            yield f"{names}: temporal, and TLC does not check those reliably under {keyword}"

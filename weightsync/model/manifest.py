@@ -1,4 +1,4 @@
-"""The model's manifest: its configurations, what each must give, and what their bounds leave out."""
+"""The model's manifest: its configurations, the expected result of each, and what their bounds leave out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.model.output import Counts
 MANIFEST = "manifest.toml"
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DEFAULT_TIMEOUT = 1800.0
-#: The keys of what TLC counts.
+#: The keys of TLC's counts.
 COUNTS = ("generated", "distinct", "depth")
 
 
@@ -27,23 +27,23 @@ class Tier(Enum):
     ALL = "all"
 
     def covers(self, other: Tier) -> bool:
-        """Whether what is of the other tier is run with this one too."""
+        """Whether running this tier includes the configurations of the other."""
         return self in (Tier.ALL, other)
 
 
 class Purpose(Enum):
-    """What a configuration is there for."""
+    """The purpose of a configuration."""
 
-    PROOF = "proof"  #: everything in it holds
-    CANARY = "canary"  #: a situation that must be reachable, so that proofs speak of something
-    CHECKER = "checker"  #: TLC itself must say no
-    REVERT = "revert"  #: a rule is taken out, and TLC must find what it prevents
-    PLANTED = "planted"  #: a wrong step is planted, and TLC must find that a property refuses it
-    UNFAIR = "unfair"  #: a fairness conjunct is taken out, and TLC must find a caller who waits for ever
+    PROOF = "proof"  #: everything it checks must hold
+    CANARY = "canary"  #: a situation must be reachable, or proofs about it would be vacuous
+    CHECKER = "checker"  #: TLC must report an error, to show that it would
+    REVERT = "revert"  #: a rule is removed, and TLC must find the violation that it prevents
+    PLANTED = "planted"  #: a wrong step is planted, and TLC must find that it violates a property
+    UNFAIR = "unfair"  #: a fairness condition is removed, and TLC must find a caller that waits forever
 
 
 class Expected(Enum):
-    """What TLC must say. Values are the manifest's words."""
+    """The result that TLC must report, with the values that the manifest uses."""
 
     PASS = "pass"
     ASSUMPTION = "assumption"
@@ -53,12 +53,12 @@ class Expected(Enum):
 
     @property
     def exit_code(self) -> int:
-        """TLC's exit code for it."""
+        """TLC's exit code for this result."""
         return _EXIT_CODES[self]
 
     @property
     def named(self) -> bool:
-        """Whether it is a property with a name that must be found violated."""
+        """Whether TLC must find a violation of a named property."""
         return self in (Expected.SAFETY, Expected.LIVENESS)
 
 
@@ -67,7 +67,7 @@ _EXIT_CODES = {
     Expected.ASSUMPTION: 10,
     Expected.DEADLOCK: 11,
     Expected.SAFETY: 12,
-    # TLC gives an action property that is violated the same exit code as a temporal one.
+    # A violated action property has the same exit code as a temporal one.
     Expected.LIVENESS: 13,
 }
 
@@ -77,18 +77,18 @@ class Configuration:
     """One configuration of the model.
 
     Attributes:
-        name: what it is called on the command line.
+        name: its name on the command line.
         module: its root module.
-        config: what TLC is given besides.
-        purpose: what it is there for.
+        config: TLC's configuration.
+        purpose: its purpose.
         tier: when it is run.
-        expected: what TLC must say.
-        violates: the property that must be found violated, if one must.
+        expected: the result that TLC must report.
+        violates: the property that TLC must find violated, if any.
         why: what it covers, or why it must fail.
-        guarantees: ids of the guarantees it speaks of.
-        workers: TLC's threads.
-        timeout: seconds until it is given up.
-        pinned: the counts it must give; None if none are pinned.
+        guarantees: ids of the guarantees it is about.
+        workers: how many threads TLC uses.
+        timeout: seconds after which the run is stopped.
+        pinned: the counts it must have; None if none are pinned.
     """
 
     name: str
@@ -107,12 +107,12 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A part of the model that no proof evaluates, and should not.
+    """A part of the model that no proof should evaluate.
 
     Attributes:
-        definition: the definition that it is a part of.
-        text: what it says, in one line.
-        reason: why that is right.
+        definition: the definition that contains it.
+        text: its text, in one line.
+        reason: why no proof should evaluate it.
     """
 
     definition: str
@@ -125,10 +125,10 @@ class Manifest:
     """All configurations of a model.
 
     Attributes:
-        folder: where the model lies.
+        folder: the model's folder.
         configurations: in the order of the file.
-        bounds: what the bounds leave out, as printed below the verdicts.
-        planted: actions that only the reverts may take.
+        bounds: what the bounds leave out; printed below the verdicts.
+        planted: actions that only reverts may take.
         idle: parts that no proof may evaluate.
     """
 
@@ -143,7 +143,7 @@ class Manifest:
         """Read a folder's manifest.
 
         Raises:
-            ConfigurationError: if it is not there, or does not say what it must; the entry is named.
+            ConfigurationError: it is missing or malformed; the error names the entry.
         """
         try:
             document = tomllib.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -155,27 +155,27 @@ class Manifest:
         names = [configuration.name for configuration in found]
         twice = {name for name in names if names.count(name) > 1}
         if twice or not found:
-            what = f"names {', '.join(sorted(twice))} twice" if twice else "has no [[configuration]]"
+            what = f"has {', '.join(sorted(twice))} twice" if twice else "has no [[configuration]]"
             raise ConfigurationError(f"The manifest {folder / MANIFEST} {what}.")
         bounds = str(document.get("bounds", {}).get("text", "")).strip()
         coverage = document.get("coverage", {})
         return cls(folder, found, bounds, tuple(coverage.get("planted", ())), _idle(folder, coverage))
 
     def select(self, names: Iterable[str]) -> tuple[Configuration, ...]:
-        """Return the configurations of these names, in the order of the file.
+        """Return the configurations with these names, in the order of the file.
 
         Raises:
-            ConfigurationError: if one is unknown.
+            ConfigurationError: a name is unknown.
         """
         wanted = set(names)
         known = {found.name for found in self.configurations}
         if wanted - known:
             missing = ", ".join(sorted(wanted - known))
-            raise ConfigurationError(f"No configuration is named {missing}: weightsync check --list shows them.")
+            raise ConfigurationError(f"There is no configuration {missing}: weightsync check --list shows all of them.")
         return tuple(found for found in self.configurations if found.name in wanted)
 
     def tier(self, tier: Tier) -> tuple[Configuration, ...]:
-        """Return the quick configurations, or all."""
+        """Return the configurations of a tier: the quick ones, or all."""
         return tuple(found for found in self.configurations if tier.covers(found.tier))
 
 
@@ -190,12 +190,14 @@ def find_model(package: Path = _PACKAGE) -> Path:
     """Return the model's folder: beside the package in a checkout, else inside it.
 
     Raises:
-        ConfigurationError: if there is neither.
+        ConfigurationError: it is in neither place.
     """
     for folder in (package.parent / "tla", package / "tla"):
         if (folder / MANIFEST).is_file():
             return folder
-    raise ConfigurationError(f"No model lies in {package.parent / 'tla'} or {package / 'tla'} ({MANIFEST}).")
+    raise ConfigurationError(
+        f"There is no model in {package.parent / 'tla'} or {package / 'tla'}: {MANIFEST} is in neither."
+    )
 
 
 def _configuration(entry: Mapping[str, Any], groups: Groups) -> Configuration:
@@ -221,7 +223,7 @@ def _configuration(entry: Mapping[str, Any], groups: Groups) -> Configuration:
             )
         )
     except KeyError as error:
-        raise ConfigurationError(f"Configuration {name} lacks {error} in the manifest.") from error
+        raise ConfigurationError(f"Configuration {name} has no {error} in the manifest.") from error
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"Configuration {name} is wrong in the manifest: {error}.") from error
 
@@ -234,9 +236,9 @@ _KEYS = {
 
 def _checked(configuration: Configuration) -> Configuration:
     if (configuration.expected is Expected.PASS) is not (configuration.purpose is Purpose.PROOF):
-        raise ValueError("a proof passes, and nothing else does")
+        raise ValueError("expected is pass for a proof, and only for a proof")
     if configuration.expected.named is (configuration.violates is None):
-        raise ValueError("violates is given where expected is safety or liveness, and nowhere else")
+        raise ValueError("violates is required if expected is safety or liveness, and not allowed otherwise")
     return configuration
 
 

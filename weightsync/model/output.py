@@ -1,7 +1,7 @@
-"""TLC's `-tool` output, read line by line into messages, and messages into what a run found.
+"""Parses TLC's `-tool` output: lines into messages, and messages into the findings of a run.
 
-Each message stands between two lines that carry its code: ``@!@!@STARTMSG 2110:1 @!@!@`` and
-``@!@!@ENDMSG 2110 @!@!@``; the number behind the colon is its severity. Messages may stand inside messages.
+Each message is enclosed by two lines with its code: ``@!@!@STARTMSG 2110:1 @!@!@`` and ``@!@!@ENDMSG 2110 @!@!@``. The
+number after the colon is its severity. Messages may be nested.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KEPT_LINES = 40
 
 
 class Kind(Enum):
-    """What kind of statement TLC found untrue."""
+    """The kind of statement that TLC found to be false."""
 
     INVARIANT = "invariant"
     ACTION = "action property"
@@ -56,9 +56,9 @@ class Message:
     """One message of TLC.
 
     Attributes:
-        code: which message it is.
-        severity: 0 said in passing, 1 an error, 3 a warning, 4 a state of a counterexample.
-        text: what stands between its two lines.
+        code: TLC's number for the message.
+        severity: 0 for information, 1 for an error, 3 for a warning, 4 for a state of a counterexample.
+        text: the text between the two lines.
     """
 
     code: int
@@ -71,9 +71,9 @@ class Counts:
     """How much TLC explored.
 
     Attributes:
-        generated: states computed, the same one each time it was met.
-        distinct: different states.
-        depth: the longest shortest path, in states; None where TLC does not say it.
+        generated: states computed, counted each time a state is reached.
+        distinct: distinct states.
+        depth: the length of the longest shortest path, in states; None if TLC does not report it.
     """
 
     generated: int
@@ -81,19 +81,19 @@ class Counts:
     depth: int | None = None
 
     def known(self) -> dict[str, int]:
-        """Each count that TLC told, by its name."""
-        told = {"generated": self.generated, "distinct": self.distinct, "depth": self.depth}
-        return {name: count for name, count in told.items() if count is not None}
+        """The counts that TLC reported, by name."""
+        counts = {"generated": self.generated, "distinct": self.distinct, "depth": self.depth}
+        return {name: count for name, count in counts.items() if count is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         generated: states computed.
-        distinct: different states among them.
-        queue: states whose successors are still to be computed.
+        distinct: distinct states among them.
+        queue: states whose successors have not been computed yet.
     """
 
     generated: int
@@ -107,7 +107,7 @@ class Violation:
 
     Attributes:
         kind: what kind of statement.
-        subject: its name, or its place in the text where TLC knows no name; empty where it says neither.
+        subject: its name, or its location if TLC does not report a name; empty if TLC reports neither.
     """
 
     kind: Kind
@@ -119,9 +119,9 @@ class Step:
     """One state of a counterexample.
 
     Attributes:
-        number: its place, from 1; for a loop's last step the place it goes back to.
-        action: the action that led there, or "Init", "Stuttering", "Back to state".
-        values: variable to its value, as TLC writes it; empty for the last two.
+        number: its position, from 1; for the last step of a loop, the position it returns to.
+        action: the action that led to it, or "Init", "Stuttering", "Back to state".
+        values: variable to its value, as TLC prints it; empty for "Stuttering" and "Back to state".
     """
 
     number: int
@@ -130,12 +130,12 @@ class Step:
 
 
 class MessageReader:
-    """Cuts lines into messages. Lines that stand in none are kept apart, the last of them.
+    """Groups lines into messages. Of the lines outside messages, the last ones are kept.
 
-    Situations that the model says it has met (`See` of MCHunt.tla) are kept all.
+    All situations that the model reports it has reached (`See` of MCHunt.tla) are kept.
 
     Args:
-        printed: is given what the model itself prints by PrintT, a string a line; that is not kept.
+        printed: is called with each line that the model itself prints with PrintT; those lines are not kept.
     """
 
     def __init__(self, printed: Callable[[str], None] | None = None) -> None:
@@ -145,7 +145,7 @@ class MessageReader:
         self._open: list[tuple[int, int, list[str]]] = []
 
     def feed(self, line: str) -> Message | None:
-        """Take one line; return the message that it ends, if it ends one."""
+        """Process one line; return the message that it completes, if any."""
         if self._printed and line.startswith('"'):
             self._printed(line)
             return None
@@ -173,7 +173,7 @@ class MessageReader:
 
 @dataclass(slots=True)
 class Findings:
-    """What a run has found so far; grows by `take`."""
+    """What a run has found so far. `take` adds a message."""
 
     progress: Progress | None = None
     counts: Counts | None = None
@@ -187,7 +187,7 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
 
     def take(self, message: Message) -> None:
-        """Take one message in."""
+        """Process one message."""
         if message.code in _KINDS:
             self.violations.append(Violation(_KINDS[message.code], _subject(message.text)))
         reader = _READERS.get(message.code)
@@ -257,7 +257,7 @@ def _values(text: str) -> dict[str, str]:
 
 
 def _read_initial(findings: Findings, text: str) -> None:
-    """A violation by an initial state carries that state in its own text."""
+    """Read the state from the text of the message, where TLC puts an initial state that violates an invariant."""
     findings.trace.append(Step(1, "Init", _values(text.partition("\n")[2])))
 
 

@@ -1,7 +1,7 @@
-"""Which parts of a model's text were never evaluated: guards that never let anything by, alternatives never taken.
+"""Finds parts of a model's text that were never evaluated: guards that never pass, alternatives that are never taken.
 
-TLC's coverage names each expression by its place and says how often it was evaluated, once for each action that it is
-a part of. An expression whose neighbours have the same count is not named: it stands and falls with what it is in.
+TLC's coverage lists expressions by their location with how often each was evaluated, once for each action that
+contains it. It omits an expression that has the same count as its neighbours; the enclosing expression's count applies.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Action:
     """How often an action was taken.
 
     Attributes:
-        module: where it is defined.
+        module: the module that defines it.
         name: its name.
         line: its line.
-        distinct: steps that led to a state not seen before.
-        taken: all steps.
+        distinct: how many of its steps led to a new state.
+        taken: how many steps it took in all.
     """
 
     module: str
@@ -39,7 +39,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """A part of a module's text, columns from 1, both ends in it."""
+    """A range of a module's text. Columns count from 1, and both ends are included."""
 
     module: str
     first_line: int
@@ -49,27 +49,27 @@ class Place:
 
     @property
     def start(self) -> tuple[int, int]:
-        """Where it begins."""
+        """The line and column of its first character."""
         return self.first_line, self.first_column
 
     @property
     def end(self) -> tuple[int, int]:
-        """Where it ends."""
+        """The line and column of its last character."""
         return self.last_line, self.last_column
 
     def holds(self, other: Place) -> bool:
-        """Whether another place is a part of this one."""
+        """Whether another range is within this one."""
         return self.module == other.module and self.start <= other.start and other.end <= self.end
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """How often an expression was evaluated, as a part of one action.
+    """How often an expression was evaluated as a part of one action.
 
     Attributes:
-        depth: how deep it lies in what is named before it.
-        place: where it stands.
-        count: how often.
+        depth: its nesting depth in the expressions listed before it.
+        place: its location.
+        count: how often it was evaluated.
     """
 
     depth: int
@@ -82,9 +82,9 @@ class Unreached:
     """A part that was never evaluated.
 
     Attributes:
-        definition: the definition that it is a part of.
-        text: what it says, in one line.
-        line: where it begins.
+        definition: the definition that contains it.
+        text: its text, in one line.
+        line: its first line.
     """
 
     definition: str
@@ -93,7 +93,7 @@ class Unreached:
 
 
 def read_action(text: str) -> Action | None:
-    """Read TLC's line about an action."""
+    """Parse TLC's coverage line for an action."""
     match = _COVERED.match(text)
     if match is None:
         return None
@@ -102,7 +102,7 @@ def read_action(text: str) -> Action | None:
 
 
 def read_expression(text: str) -> Expression | None:
-    """Read TLC's line about an expression."""
+    """Parse TLC's coverage line for an expression."""
     match = _EVALUATED.match(text.strip())
     if match is None:
         return None
@@ -111,7 +111,7 @@ def read_expression(text: str) -> Expression | None:
 
 
 def unreached(runs: Iterable[Sequence[Expression]], library: Library, modules: Collection[str]) -> Iterator[Unreached]:
-    """Yield each part of the modules that no run evaluated; a part of such a part is not named again."""
+    """Yield the outermost parts of the modules that no run evaluated."""
     total: Counter[Place] = Counter()
     whole: set[Place] = set()
     for run in runs:
@@ -125,14 +125,14 @@ def unreached(runs: Iterable[Sequence[Expression]], library: Library, modules: C
         inside = any(other != place and other.holds(place) for other in idle)
         definition = _definition(library, place)
         if not inside and definition is not None and definition.name not in reached:
-            yield Unreached(definition.name, _said(library, place), place.first_line)
+            yield Unreached(definition.name, _text_at(library, place), place.first_line)
 
 
 def _bodies(library: Library, whole: Iterable[Place]) -> set[str]:
-    """Return the definitions that were evaluated in all their parts, since what names them was, all parts alike."""
+    """Return the definitions whose parts were all evaluated, because an expression that names them was."""
     found = set()
     for place in whole:
-        for name in _NAME.findall(_said(library, place)):
+        for name in _NAME.findall(_text_at(library, place)):
             found |= {each.name for each in library.reached(place.module, name)}
     return found
 
@@ -143,7 +143,7 @@ def _definition(library: Library, place: Place) -> Definition | None:
     return next((each for each in found if each.first_line <= place.first_line <= each.last_line), None)
 
 
-def _said(library: Library, place: Place) -> str:
+def _text_at(library: Library, place: Place) -> str:
     module = library.module(place.module)
     assert module is not None
     lines = module.text.split("\n")[place.first_line - 1 : place.last_line]

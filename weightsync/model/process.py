@@ -1,4 +1,4 @@
-"""One run of TLC: a JVM with folders of its own, which are gone when it is, however it ends."""
+"""One run of TLC: a JVM with its own temporary folders, which are removed however it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from weightsync.model.output import Findings, MessageReader
 from weightsync.model.toolchain import Toolchain, jar_place
 
-#: What the names of a run's temporary folders start with.
+#: The prefix of the names of temporary folders.
 FOLDER_PREFIX = "weightsync-tlc-"
 
 
@@ -30,32 +30,32 @@ class Ending(Enum):
 
 
 class Coverage(Enum):
-    """Whether TLC counts how often each action is taken. It is slower then."""
+    """Whether TLC counts how often each action is taken, which makes it slower."""
 
     COUNTED = "counted"
     NOT_COUNTED = "not counted"
 
 
 class Size(Enum):
-    """How long a run is thought to take; the JVM is set for it."""
+    """The expected duration of a run, by which the JVM's options are chosen."""
 
-    #: Seconds: half of them go into the JVM's optimising compiler, so it is left out.
+    #: Seconds. The optimising compiler would take half of them, so it is switched off.
     SMALL = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
     LARGE = ("-XX:+UseParallelGC",)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run.
+    """A run of TLC to do.
 
     Attributes:
-        folder: where the modules lie.
+        folder: the folder of the modules.
         module: the root module.
-        config: the configuration, as TLC reads it.
-        workers: TLC's threads.
-        timeout: seconds until it is given up.
+        config: the text of the configuration.
+        workers: how many threads TLC uses.
+        timeout: seconds after which the run is stopped.
         coverage: whether actions are counted.
-        size: how long it is thought to take.
+        size: the expected duration.
     """
 
     folder: Path
@@ -69,15 +69,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
         ending: how it ended.
-        exit_code: TLC's, if it exited.
-        findings: what its messages said.
-        seconds: how long it took, the JVM's start included.
-        loose: its last lines outside of any message; parse errors stand there.
-        met: the situations that the model said it had met.
+        exit_code: TLC's exit code, if it exited.
+        findings: the findings from its messages.
+        seconds: how long it took, including the start of the JVM.
+        loose: its last lines outside messages, such as parse errors.
+        met: the situations that the model reported it had reached.
     """
 
     ending: Ending
@@ -89,10 +89,10 @@ class Outcome:
 
 
 def by_hand(name: str, job: Job) -> str:
-    """Return the shell line that runs the same by hand.
+    """Return the shell command that repeats a run without weightsync.
 
     Args:
-        name: what the configuration is called in the manifest.
+        name: the configuration's name in the manifest.
         job: the run.
     """
     return (
@@ -103,7 +103,7 @@ def by_hand(name: str, job: Job) -> str:
 
 
 class TlcRun:
-    """One run. `run` blocks until it has ended; `stop`, from any thread, ends it early."""
+    """One run. `run` blocks until it has ended; `stop` ends it early and may be called from any thread."""
 
     def __init__(self, toolchain: Toolchain, job: Job) -> None:
         self._toolchain = toolchain
@@ -113,10 +113,10 @@ class TlcRun:
         self._ending = Ending.EXITED
 
     def run(self, progressed: Callable[[Findings], None], printed: Callable[[str], None] | None = None) -> Outcome:
-        """Run TLC to its end.
+        """Run TLC until it ends.
 
         Args:
-            progressed: called with the findings so far, whenever TLC says how far it is.
+            progressed: called with the findings so far after each message.
             printed: called with each line that the model itself prints.
         """
         started = time.monotonic()
@@ -137,7 +137,7 @@ class TlcRun:
             return Outcome(self._ending, exit_code, findings, seconds, tuple(reader.loose), tuple(reader.met))
 
     def stop(self) -> None:
-        """End the run now: its JVM is killed, and `run` returns soon."""
+        """End the run now. Its JVM is killed, and `run` returns soon."""
         self._end(Ending.STOPPED)
 
     def _end(self, ending: Ending) -> None:
@@ -158,7 +158,7 @@ class TlcRun:
 
 
 def _command(toolchain: Toolchain, job: Job, folder: str, config: Path) -> list[str]:
-    # A parent that is killed outright cannot tidy up: the kernel then ends the JVM.
+    # A parent that is killed with SIGKILL cannot clean up, so let the kernel end the JVM in that case.
     guard = shutil.which("setpriv")
     command = [guard, "--pdeathsig", "KILL"] if guard else []
     command += [str(toolchain.java), *job.size.value, "-XX:-UsePerfData", f"-Djava.io.tmpdir={folder}"]
@@ -170,7 +170,7 @@ def _command(toolchain: Toolchain, job: Job, folder: str, config: Path) -> list[
 
 
 def follow(lines: Iterable[str], progressed: Callable[[Findings], None], reader: MessageReader) -> Findings:
-    """Return what the lines that TLC prints tell."""
+    """Return the findings from the lines that TLC prints."""
     findings = Findings()
     for line in lines:
         message = reader.feed(line)
@@ -188,7 +188,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def launched(command: Sequence[str], stdin: int, folder: Path | None = None) -> subprocess.Popen[str]:
-    """Start a process that leads a session of its own, for `kill`; what it prints, errors too, is read as text."""
+    """Start a process in its own session, for `kill`; its output and errors are read as text from one stream."""
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -203,7 +203,7 @@ def launched(command: Sequence[str], stdin: int, folder: Path | None = None) -> 
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """End a process that leads a session of its own, and all that it has started."""
+    """Kill a process that `launched` has started, and all processes that it has started itself."""
     if process.poll() is None:
         try:
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Many runs of TLC, as many side by side as there are cores for, none of which outlives its caller."""
+"""Runs many configurations, in parallel if there are enough cores. No JVM outlives the caller."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _FEW_STATES = 100_000
 
 
 class Observer(Protocol):
-    """Is told how the runs go, always in the caller's thread."""
+    """Is notified about the runs, always in the caller's thread."""
 
     def started(self, configuration: Configuration) -> None:
-        """Say that a run has started."""
+        """Handle the start of a run."""
 
     def progressed(self, configuration: Configuration, progress: Progress) -> None:
-        """Say how far a run is."""
+        """Handle the progress of a run."""
 
     def ended(self, verdict: Verdict) -> None:
-        """Say what became of a configuration."""
+        """Handle the verdict on a configuration."""
 
 
 @dataclass(slots=True)
@@ -55,8 +55,8 @@ class Suite:
 
     Args:
         toolchain: Java and TLC.
-        manifest: where the model lies.
-        observer: is told how it goes.
+        manifest: the model's manifest.
+        observer: is notified about the runs.
         coverage: whether actions are counted.
     """
 
@@ -76,9 +76,9 @@ class Suite:
         self._running: dict[str, _Running] = {}
 
     def run(self, configurations: Sequence[Configuration]) -> list[Verdict]:
-        """Run them all, the largest first, and return the verdicts in the order asked for.
+        """Run all configurations, the largest first, and return the verdicts in the order of the argument.
 
-        Whatever ends this call early, an interrupt too, ends the JVMs and removes their folders first.
+        If this call ends early, for example by an interrupt, it first ends the JVMs and removes their folders.
         """
         waiting = deque(sorted(configurations, key=_states, reverse=True))
         verdicts: dict[str, Verdict] = {}
@@ -132,7 +132,7 @@ class Suite:
     def _follow(self, configuration: Configuration, run: TlcRun) -> None:
         try:
             self._ended.put((configuration.name, run.run(lambda found: self._note(configuration.name, found))))
-        except BaseException as error:  # noqa: BLE001 - it is raised again in the caller's thread
+        except BaseException as error:  # noqa: BLE001 - it is re-raised in the caller's thread
             self._ended.put((configuration.name, error))
 
     def _note(self, name: str, findings: Findings) -> None:
@@ -170,7 +170,7 @@ def _states(configuration: Configuration) -> int:
 
 
 def _size(configuration: Configuration) -> Size:
-    """Return what to expect: what must fail fails early, and what is not pinned may be of any size."""
+    """Estimate the size: a run that must fail ends early, and one without pinned counts may be of any size."""
     if configuration.expected is Expected.PASS and configuration.pinned is None:
         return Size.LARGE
     return Size.SMALL if _states(configuration) < _FEW_STATES else Size.LARGE

@@ -1,7 +1,7 @@
-"""What a model's text tells: which property a place belongs to, what is temporal, where TLC's traps lie.
+"""Analyses a model's text: the property at a location, which properties are temporal, and known traps of TLC.
 
-This is no parser of TLA+. It strips comments, takes each definition that starts in a line's first column, and
-follows names through EXTENDS, INSTANCE and ``Name!Definition``. That is enough for modules written plainly.
+This is not a TLA+ parser. It strips comments, takes each definition that starts in the first column of a line, and
+follows names through EXTENDS, INSTANCE and ``Name!Definition``. That is enough for plainly written modules.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SEQUENCE_OF_LITERAL = re.compile(r"\b(?:Tail|SubSeq|Append)\s*\(\s*\[[^][|]*\\i
 
 
 def without_comments(text: str) -> str:
-    """Return the text with its comments blanked, every other character in its place."""
+    """Return the text with its comments replaced by blanks, so that all positions stay the same."""
     kept: list[str] = []
     position = depth = 0
     while position < len(text):
@@ -65,7 +65,7 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Definition:
-    """A definition of a module: its name, its body and the lines it stands on."""
+    """A definition of a module: its name, its body and its lines."""
 
     module: str
     name: str
@@ -76,7 +76,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class Module:
-    """A module's text, comments blanked."""
+    """A module's text, with comments replaced by blanks."""
 
     name: str
     text: str
@@ -95,27 +95,27 @@ class Module:
 
     @cached_property
     def seen_through(self) -> tuple[str, ...]:
-        """Modules whose names it uses as its own."""
+        """The modules whose names it can use without a prefix."""
         extended = [name for group in _EXTENDS.findall(self.text) for name in re.findall(r"\w+", group)]
         return (*extended, *_OPEN_INSTANCE.findall(self.text))
 
 
 @dataclass
 class Library:
-    """The modules of one folder, read when first asked for."""
+    """The modules of one folder, each read on first use."""
 
     folder: Path
     _modules: dict[str, Module | None] = field(default_factory=dict)
 
     def module(self, name: str) -> Module | None:
-        """Return a module; None if the folder has none of this name, as for TLC's own."""
+        """Return a module; None if it is not in the folder, for example one of TLC's standard modules."""
         if name not in self._modules:
             path = self.folder / f"{name}.tla"
             self._modules[name] = Module(name, without_comments(_read(path))) if path.is_file() else None
         return self._modules[name]
 
     def closure(self, root: str) -> tuple[Module, ...]:
-        """Return a module and all that it uses, by whichever way."""
+        """Return a module and all modules that it uses, directly or indirectly."""
         found: dict[str, Module] = {}
         waiting = [root]
         while waiting:
@@ -126,7 +126,7 @@ class Library:
         return tuple(found.values())
 
     def resolve(self, module: str, name: str) -> Definition | None:
-        """Return what a name means inside a module."""
+        """Return the definition that a name refers to inside a module."""
         text = self.module(module)
         if text is None:
             return None
@@ -136,7 +136,7 @@ class Library:
         return next((found for found in through if found), None)
 
     def reached(self, module: str, name: str) -> Iterator[Definition]:
-        """Yield a definition and all that it is made of."""
+        """Yield a definition and all definitions that it refers to, directly or indirectly."""
         waiting = [self.resolve(module, name)]
         seen: set[tuple[str, str]] = set()
         while waiting:
@@ -155,12 +155,12 @@ class Library:
         return self.resolve(target.group(1), inner) if target else None
 
     def is_temporal(self, module: str, name: str) -> bool:
-        """Say whether a property is of the kind that TLC checks by its liveness part."""
+        """Whether a property is temporal, so that TLC's liveness checker checks it."""
         bodies = (found.body for found in self.reached(module, name))
         return any(_TEMPORAL.search(body) or _nests_boxes(body) for body in bodies)
 
     def owners(self, module: str, names: tuple[str, ...], place: str) -> tuple[str, ...]:
-        """Return those of the properties that the text at a place of TLC's wording is a part of."""
+        """Return the properties that contain the text at a location, which is given in TLC's wording."""
         match = _PLACE.match(place)
         if match is None:
             return ()
@@ -176,7 +176,7 @@ class Library:
 
 
 def traps(module: Module) -> Iterator[str]:
-    """Yield each place where the text does what TLC 2.18 is known to evaluate wrongly."""
+    """Yield each place with an expression that TLC 2.18 is known to evaluate wrongly."""
     names = "|".join(sorted(set(_LITERAL_NAME.findall(module.text)))) or r"(?!)"
     except_on_name = re.compile(rf"\[\s*(?:{names})\b(?:\([^)\n]*\))?\s*EXCEPT\b")
     sequence_of_name = re.compile(rf"\b(?:Tail|SubSeq|Append)\s*\(\s*(?:{names})\b")
@@ -189,7 +189,7 @@ def traps(module: Module) -> Iterator[str]:
         places += [(match.start(), what) for match in pattern.finditer(module.text)]
     for start, what in sorted(places):
         line = module.text.count("\n", 0, start) + 1
-        yield f"{module.name}.tla line {line}: {what}, which TLC 2.18 gets wrong; keep it in a variable"
+        yield f"{module.name}.tla line {line}: {what}, which TLC 2.18 evaluates wrongly; keep it in a variable"
 
 
 def _except_on_literal(text: str) -> Iterator[int]:
@@ -204,7 +204,7 @@ def _nests_boxes(body: str) -> bool:
 
 
 def _closing(text: str, start: int, pair: str) -> int:
-    """Return the place behind the bracket that closes the one at a place."""
+    """Return the position after the bracket that closes the one at `start`."""
     depth = 0
     for place in range(start, len(text)):
         depth += (text[place] == pair[0]) - (text[place] == pair[1])

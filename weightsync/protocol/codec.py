@@ -1,6 +1,6 @@
-"""Messages as bytes: a fixed header, then a body of explicit lengths. No pickle.
+"""Encoding of messages: a fixed header, then a body with explicit lengths. No pickle.
 
-The header has a version and a checksum, which are checked before anything behind it is believed:
+The header has a version and a checksum. Both are checked before anything else is decoded:
 
 offset  size  header field (big-endian)
      0     4  magic, ``b"WSYN"``
@@ -18,8 +18,8 @@ offset  size  header field (big-endian)
     56    16  digest (of an update's payload, or of what an ack confirms)
 
 The body starts with a fixed part for each kind of message: the lengths of its fields, the model's id first, then its
-numbers. The fields follow. Header and body together are the *control part*; a flipped bit anywhere in it is noticed.
-The payload has its own digest. A report of a version that a worker handed on to its own workers is a field of its ack.
+numbers. The fields follow. Header and body together are the *control part*; the checksum detects any flipped bit in it.
+The payload has its own digest. If a worker forwarded a version to its own workers, its ack carries their report.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
-#: Reports in reports in reports: more is refused on both sides, so that neither runs out of stack.
+#: How deep reports may nest. Both ends refuse more, so that neither exhausts its stack.
 MAX_DEPTH: Final = 32
 
 _SECONDS: Final = ("pack_s", "connect_s", "transfer_s", "apply_s")
-#: The widths that the wire has for these numbers.
+#: The exclusive upper bounds of these numbers on the wire.
 _INCARNATIONS: Final = 2**128
 _NUMBERS: Final = 2**64
 _LONGEST: Final = sys.float_info.max
 
 
 def encode_report(report: SyncReport | None) -> bytes:
-    """The report as JSON; empty for None.
+    """Encode a report as JSON; None is encoded as no bytes.
 
     Raises:
         ValueError: it is nested too deep.
@@ -58,10 +58,10 @@ def encode_report(report: SyncReport | None) -> bytes:
 
 
 def decode_report(data: bytes) -> SyncReport | None:
-    """The report that `encode_report` made the bytes of.
+    """Decode what `encode_report` returned.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError: no report of ours.
+        ValueError, LookupError, TypeError, AttributeError: the bytes are not a valid report.
     """
     if not data:
         return None
@@ -73,7 +73,7 @@ def decode_report(data: bytes) -> SyncReport | None:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"a report says {text} where a number belongs")
+    raise ValueError(f"a report has {text} in place of a number")
 
 
 def _require_shallow(depth: int) -> None:
@@ -151,13 +151,13 @@ def _read_outcome(told: dict[str, Any], depth: int) -> Outcome:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"a report has a {type(value).__name__} where text belongs")
+        raise ValueError(f"a report has a {type(value).__name__} in place of text")
     return value
 
 
 def _number(value: Any, bound: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < bound:
-        raise ValueError("a report has a number that is none of ours")
+        raise ValueError("a report has a number that is out of range")
     return value
 
 
@@ -167,15 +167,15 @@ def _worker(key: str) -> int:
 
 def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST:
-        raise ValueError("a report has a time that is none")
+        raise ValueError("a report has an invalid duration")
     return float(value)
 
 
 MAGIC: Final = b"WSYN"
 HEADER_NBYTES: Final = 72
-#: A layout of a hundred thousand tensors takes about 10 MiB; what claims more than this is refused unread.
+#: A layout of a hundred thousand tensors takes about 10 MiB. A larger claimed size is refused without reading the body.
 MAX_BODY_NBYTES: Final = 256 * 2**20
-#: What `ProtocolError.unread` keeps of a malformed frame.
+#: How many bytes of a malformed frame `ProtocolError.unread` keeps.
 MAX_UNREAD_NBYTES: Final = 64 * 1024
 
 _HEADER: Final = struct.Struct("!4sHHQBBBBIQ16sQ16s")
@@ -210,14 +210,14 @@ class Head(NamedTuple):
 
 
 def peek(data: Readable) -> Head:
-    """Read a header alone, so that the rest of its frame can be awaited.
+    """Decode a header alone, so that the caller knows how much of the frame to read.
 
     Raises:
-        ProtocolError: not a header of ours, of another protocol version, or of a body beyond all bounds.
+        ProtocolError: it is not a weightsync header, has another protocol version, or claims too large a body.
     """
     if len(data) < HEADER_NBYTES:
         _require_ours(data)
-        raise malformed(f"A frame ends after {len(data)} bytes of its header's {HEADER_NBYTES}", data)
+        raise malformed(f"A frame ends after {len(data)} of its header's {HEADER_NBYTES} bytes", data)
     head = Head._make(_HEADER.unpack_from(data))
     if head.magic != MAGIC or head.protocol != PROTOCOL_VERSION or head.zero:
         _require_ours(data)
@@ -228,22 +228,22 @@ def peek(data: Readable) -> Head:
 
 
 def _require_ours(data: Readable) -> None:
-    """Magic and version come first in every version of the protocol, whatever follows them."""
+    """Check magic and version, which come first in every version of the protocol."""
     if len(data) < _FIRST.size:
         return
     magic, protocol = _FIRST.unpack_from(data)
     if magic != MAGIC:
-        raise malformed("A frame does not start as ours do", data)
+        raise malformed("A frame does not start with the weightsync magic", data)
     if protocol != PROTOCOL_VERSION:
         raise malformed(
-            f"The peer speaks protocol version {protocol}, this process version {PROTOCOL_VERSION}: "
+            f"The peer speaks protocol version {protocol}, this process speaks version {PROTOCOL_VERSION}: "
             "install the same release of weightsync at both ends",
             data,
         )
 
 
 def malformed(what: str, data: Readable) -> ProtocolError:
-    """The error for bytes that are ours to read but make no sense."""
+    """Build the error for bytes that cannot be decoded."""
     return ProtocolError(f"{what}.", unread=bytes(data[:MAX_UNREAD_NBYTES]))
 
 
@@ -272,33 +272,33 @@ _REFUSALS: Final = tuple(RefusalKind)
 _EVIDENCE: Final = tuple(Evidence)
 _FORMS: Final = tuple(WeightsForm)
 _ENDINGS: Final = tuple(Ending)
-#: Process ids are signed 32-bit numbers, and what is asked for another one raises anything.
+#: Process ids are signed 32-bit numbers. System calls fail in various ways for other values.
 _MAX_PID: Final = 2**31 - 1
 #: Sizes of memory are signed 64-bit numbers.
 _MAX_NBYTES: Final = 2**63 - 1
 
 
 def inline_nbytes(message: Message) -> int:
-    """The size of the payload that follows ``message`` in its frame; 0 if it has none, or in a slot."""
+    """The size of the payload that follows ``message`` in its frame; 0 if there is none, or if it lies in a slot."""
     return message.nbytes if isinstance(message, Update) and message.slot is None else 0
 
 
 def encode(message: Message, descriptors: int = 0) -> bytes:
-    """The control part of ``message``; its payload, if it travels inline, is to follow.
+    """Encode the control part of ``message``. The caller appends the payload, if it travels inline.
 
     Args:
-        message: what to say.
+        message: the message.
         descriptors: how many file descriptors travel with the frame.
 
     Raises:
-        ConfigurationError: a field does not fit the wire (a digest that is not 16 bytes, a number out of
-            range, a layout above 256 MiB). Nothing was written.
+        ConfigurationError: a field cannot be encoded (a digest that is not 16 bytes, a number out of range, a layout
+            above 256 MiB). Nothing was written.
     """
     try:
         return _encode(message, descriptors)
     except (struct.error, OverflowError, ValueError) as error:
         raise ConfigurationError(
-            f"A {type(message).__name__} of model {message.model_id!r} does not fit the wire: {error}."
+            f"A {type(message).__name__} of model {message.model_id!r} cannot be encoded: {error}."
         ) from error
 
 
@@ -306,14 +306,14 @@ def _encode(message: Message, descriptors: int) -> bytes:
     _require_ranges(message)
     kind, version, digest, body = _body_of(message, message.model_id.encode())
     if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
-        raise ValueError(f"its body takes {len(body)} bytes, its digest {len(digest)}")
+        raise ValueError(f"its body takes {len(body)} bytes and its digest {len(digest)}")
     numbers = kind, descriptors, len(digest), 0, len(body), inline_nbytes(message)
     covered = COVERED.pack(*numbers, _wide(message.incarnation), version, digest) + body
     return START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
 
 
 def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
-    """Kind, version, digest and body."""
+    """Return the kind, version, digest and encoded body."""
     match message:
         case Update():
             fields = name, message.layout_digest, message.layout, message.extras
@@ -340,20 +340,20 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
 
 
 def _require_ranges(message: Message) -> None:
-    """Refuse numbers that fit their field and mean nothing.
+    """Refuse numbers that fit their field but are not valid.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a number is not valid.
     """
     match message:
         case Hello() if not 0 <= message.pid <= _MAX_PID:
-            raise ValueError(f"a process id of {message.pid}")
+            raise ValueError(f"process id {message.pid} is out of range")
         case Update() | Ack() if message.version < 1:
-            raise ValueError(f"version {message.version}, which means none")
+            raise ValueError(f"version {message.version} is below 1")
         case Update() if not 0 <= message.nbytes <= _MAX_NBYTES:
-            raise ValueError(f"a payload of {message.nbytes} bytes")
+            raise ValueError(f"a payload size of {message.nbytes} bytes is out of range")
         case Ack() if not isfinite(message.seconds) or message.seconds < 0:
-            raise ValueError(f"a duration of {message.seconds} s")
+            raise ValueError(f"a duration of {message.seconds} s is not valid")
 
 
 def _prose(text: str) -> bytes:
@@ -365,41 +365,41 @@ def _wide(value: int) -> bytes:
 
 
 def decode(data: Readable) -> Message:
-    """Read a control part, whole and nothing else.
+    """Decode one complete control part.
 
     Raises:
-        ProtocolError: it is truncated, too long, corrupted, not ours, or of another protocol version (which
+        ProtocolError: it is truncated, too long, corrupted, not from weightsync, or of another protocol version (which
             the error names); ``.unread`` holds its bytes.
     """
-    # What a call brings is of whatever type its caller made it.
+    # A remote call may pass an argument of any type.
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise malformed(f"A {type(data).__name__} came where a frame belongs", b"")
+        raise malformed(f"A {type(data).__name__} arrived in place of a frame", b"")
     return decode_with(peek(data), data)
 
 
 def decode_with(head: Head, data: Readable) -> Message:
-    """`decode`, where the header has been read before."""
+    """Like `decode`, with a header that was decoded before."""
     if head.control_nbytes != len(data):
-        raise malformed(f"A frame of {head.control_nbytes} bytes came with {len(data)}", data)
+        raise malformed(f"A frame has {len(data)} bytes, but its header says {head.control_nbytes}", data)
     covered = bytes(data[START.size :])
     if xxhash.xxh3_64_intdigest(covered) != head.checksum:
-        raise malformed("A frame was corrupted on its way: its checksum does not fit", data)
+        raise malformed("A frame was corrupted in transit: its checksum is wrong", data)
     try:
         if head.digest_nbytes not in _DIGEST_SIZES or head.pad:
-            raise ValueError(f"a digest of {head.digest_nbytes} bytes")
+            raise ValueError(f"digest size {head.digest_nbytes} with padding {head.pad} is not valid")
         message = _READERS[head.kind](head, covered[COVERED.size :])
         _require_ranges(message)
     except (struct.error, LookupError, ValueError, TypeError, AttributeError) as error:
         raise malformed(f"A frame's fields are malformed: {error}", data) from error
     if head.payload_nbytes != inline_nbytes(message):
-        raise malformed(f"A frame announces {head.payload_nbytes} bytes, its message others", data)
+        raise malformed(f"A frame's header says {head.payload_nbytes} bytes of payload, but its message does not", data)
     return message
 
 
 def _cut(body: bytes, position: int, *sizes: int) -> list[bytes]:
-    """The fields that follow the fixed part, which must fill the body."""
+    """Split the fields that follow the fixed part; they must fill the body."""
     if position + sum(sizes) != len(body):
-        raise ValueError(f"fields of {sum(sizes)} bytes in {len(body) - position}")
+        raise ValueError(f"its fields take {sum(sizes)} bytes, but {len(body) - position} are there")
     fields = []
     for size in sizes:
         fields.append(body[position : position + size])
@@ -432,7 +432,7 @@ def _read_update(head: Head, body: bytes) -> Update:
     named, digested, laid_out, extra, nbytes, form, placed, segment = _UPDATE.unpack_from(body)
     name, layout_digest, layout, extras = _cut(body, _UPDATE.size, named, digested, laid_out, extra)
     if placed > 1:
-        raise ValueError(f"{placed} slots")
+        raise ValueError(f"{placed} slots, at most 1 is possible")
     return Update(
         model_id=name.decode(),
         incarnation=_int(head.incarnation),

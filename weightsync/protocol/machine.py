@@ -1,8 +1,9 @@
-"""The machines: one shared, strict `transitions.Machine` per role, built from the tables; what a refused call raises.
+"""The machines: one shared, strict `transitions.Machine` per role, built from the tables, and its refusals.
 
 A stock trigger of `transitions` costs about ten microseconds and runs callbacks in the middle of a step. `LeanEvent`,
-put in by the library's own extension point, takes a lock, looks up one row, sets the state and calls the listeners. No
-model is registered with a shared machine: the machine keeps none alive, and a copy of one never acts on its original.
+installed through the library's own extension point, takes a lock, looks up one row, sets the state and calls the
+listeners. No model is registered with a shared machine, so the machine keeps none alive, and a copy never acts on its
+original.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weightsync.protocol._tables import FINAL, INITIAL, RECEIVER_ROWS, SENDER_RO
 #: The last steps of a machine: (input, state before, state after), oldest first.
 Steps = tuple[tuple[str, str, str], ...]
 
-#: The method that asks for each input of a sender; the others come from workers, links and clocks.
+#: The public method that requests each input of a sender; the other inputs come from workers, links and clocks.
 SENDER_METHODS: Final[Mapping[SenderInput, str]] = {
     SenderInput.SEND: "send",
     SenderInput.SEND_ASYNC: "send_async",
@@ -33,7 +34,7 @@ SENDER_METHODS: Final[Mapping[SenderInput, str]] = {
     SenderInput.REMOVE: "remove_worker",
     SenderInput.CLOSE: "close",
 }
-#: What a receiver's caller may do, state by state.
+#: The public methods that each state of a receiver allows.
 RECEIVER_ALLOWS: Final[Mapping[State, tuple[str, ...]]] = {
     State.UNINITIALIZED: ("register_worker_transport", "register_model", "apply_weights", "close"),
     State.READY: ("receive", "take_update", "apply_weights", "register_worker_transport", "close"),
@@ -44,7 +45,7 @@ RECEIVER_ALLOWS: Final[Mapping[State, tuple[str, ...]]] = {
 
 
 def method_of(input: SenderInput | ReceiverInput) -> str:
-    """The public method that asks for an input; for what no caller asks for, what it is."""
+    """The public method that requests an input; for an input that no method requests, its name."""
     if isinstance(input, SenderInput):
         return SENDER_METHODS.get(input, f"an event {input.value}")
     return "close" if input is ReceiverInput.CLOSE else f"an event {input.value}"
@@ -68,14 +69,14 @@ def refusal(
     hint: str = "",
     steps: Steps = (),
 ) -> StateError:
-    """The error for a call that a state does not allow.
+    """Build the error for a call that a state does not allow.
 
     Args:
         rows: the table of the role.
-        state: the state that the machine is in.
+        state: the machine's state.
         role: `SenderInput` or `ReceiverInput`.
-        asked: the public method.
-        hint: what stands in the way, and what the caller can do about it.
+        asked: the public method that was called.
+        hint: what prevents the call, and what the caller can do about it.
         steps: the machine's last steps.
     """
     machine = "sender" if role is SenderInput else "receiver"
@@ -89,7 +90,7 @@ Effect = TypeVar("Effect")
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[Input, Data, Effect]):
-    """What follows from an event. ``input`` None: LATE, no row was looked up."""
+    """The result of an event. If ``input`` is None, the event was late and no row was looked up."""
 
     input: Input | None
     to: State
@@ -97,10 +98,10 @@ class Step(Generic[Input, Data, Effect]):
     effects: tuple[Effect, ...] = ()
 
 
-#: Told of each step, in order: (state before, input, state after).
+#: Called for each step, in order: (state before, input, state after).
 Listener = Callable[[State, Input, State], None]
 
-#: How many of its last steps a machine remembers, for errors.
+#: How many of its last steps a machine keeps, for error messages.
 REMEMBERED: Final = 8
 
 
@@ -109,11 +110,11 @@ def next_state(rows: Mapping[tuple[State, Input], State], state: State, input: I
 
     Args:
         rows: the table of a role.
-        state: the state it is in.
-        input: what happens to it.
+        state: the machine's state.
+        input: the input.
 
     Returns:
-        The state it is in afterwards.
+        The state afterwards.
 
     Raises:
         StateError: there is no such row.
@@ -125,26 +126,26 @@ def next_state(rows: Mapping[tuple[State, Input], State], state: State, input: I
 
 
 class LeanEvent(transitions.Event):
-    """One input: the states it may be taken in, and where it leads from each."""
+    """One input: the states that accept it, and the next state for each."""
 
     def __init__(self, name: str, machine: transitions.Machine) -> None:
         super().__init__(name, machine)
         self._targets: dict[State, State] = {}
 
     def add_transition(self, transition: transitions.Transition) -> None:
-        """Take in one row."""
+        """Add one row."""
         super().add_transition(transition)
         self._targets[State[transition.source]] = State[str(transition.dest)]
 
     def trigger(self, model: object, *args: object, **kwargs: object) -> bool:
-        """How `transitions` spells `fire`. It takes no arguments, since there is no callback to see them."""
+        """The name that `transitions` gives to `fire`. It takes no arguments, because there are no callbacks."""
         if not isinstance(model, RoleMachine) or model.shared is not self.machine or args or kwargs:
             raise TypeError(f"{self.name} takes a machine of its own role and no arguments")
         model.fire(model.inputs(self.name))
         return True
 
     def take(self, model: RoleMachine[Input], input: Input) -> State:
-        """Move one machine by one row and tell its listeners; `RoleMachine.fire` is the way in."""
+        """Move one machine by one row and notify its listeners. Call `RoleMachine.fire` instead."""
         with model.lock:
             before = model._state
             after = self._targets.get(before)
@@ -181,9 +182,9 @@ def _events(shared: transitions.Machine, inputs: type[Input]) -> dict[Input, Lea
 
 
 class RoleMachine(Generic[Input]):
-    """Where one sender or one receiver stands, and the only way to move it.
+    """The state of one sender or one receiver, and the only way to change it.
 
-    A copy, shallow, deep or pickled, is a new machine: `uninitialized`, unobserved, with a lock of its own.
+    A copy, shallow, deep or pickled, is a new machine: `uninitialized`, without listeners, with its own lock.
     """
 
     __slots__ = ("__weakref__", "_history", "_listeners", "_state", "_telling", "lock")
@@ -196,7 +197,7 @@ class RoleMachine(Generic[Input]):
     _events: Mapping[Input, LeanEvent]
 
     def __init__(self) -> None:
-        #: Held for each step. Whoever names an input by looking at more than the state holds it until `fire`.
+        #: Held for each step. A caller whose guard reads more than the state holds it until `fire` returns.
         self.lock = threading.RLock()
         self._state = INITIAL
         self._listeners: list[Listener[Input]] = []
@@ -205,37 +206,37 @@ class RoleMachine(Generic[Input]):
 
     @property
     def steps(self) -> Steps:
-        """Its last steps, oldest first: the input, and the states before and after it."""
+        """The last steps, oldest first: the input, and the states before and after it."""
         return tuple((input.value, before.value, after.value) for input, before, after in self._history)
 
     @property
     def state(self) -> State:
-        """Where it stands."""
+        """The current state."""
         return self._state
 
     def fire(self, input: Input) -> State:
-        """Take an input: one row, as one step under the lock.
+        """Take one input: one row, as one step under the lock.
 
         Args:
-            input: what happens to this machine.
+            input: the input.
 
         Returns:
-            The state it is in now.
+            The new state.
 
         Raises:
-            StateError: there is no row for it in this state; nothing has changed, and no listener was told.
-            Exception: what a listener raises; the step is taken, and listeners behind that one were not told.
+            StateError: there is no row for it in this state; nothing has changed, and no listener was called.
+            Exception: whatever a listener raises; the step was taken, and later listeners were not called.
         """
         return self._events[input].take(self, input)
 
     def observe(self, listener: Listener[Input]) -> None:
-        """Tell a listener of each step from now on, in order and under the lock. It must not fire."""
+        """Call a listener for each step from now on, in order and under the lock. It must not call `fire`."""
         with self.lock:
             self._listeners.append(listener)
 
     def _move_and_tell(self, before: State, input: Input, after: State) -> None:
         if self._telling:
-            raise RuntimeError(f"a listener fired {input.value}: listeners are told of steps, they take none")
+            raise RuntimeError(f"a listener fired {input.value}: listeners must not call fire()")
         self._state = after
         self._history.append((input, before, after))
         self._telling = True

@@ -1,8 +1,7 @@
-"""The words of the protocol: frozen values that travel between one sender and one receiver.
+"""The messages of the protocol: frozen dataclasses that travel between one sender and one receiver.
 
-Each names its ``model_id`` (several models may share a connection) and the ``incarnation`` of the sender that it
-belongs to. ``version`` 0 means "none yet" or, in a refusal, the handshake itself. The fields are those of
-``spec/protocol.toml``.
+Each carries its ``model_id`` (several models may share a connection) and the sender's ``incarnation``. ``version`` 0
+means "none yet" or, in a refusal, the handshake itself. The fields are those of ``spec/protocol.toml``.
 """
 
 from __future__ import annotations
@@ -20,34 +19,34 @@ class Hello:
 
     model_id: str
     incarnation: int
-    #: The newest version due to the worker (from a sender), or served by it (from a receiver); 0: none.
+    #: From a sender: the newest version addressed to the worker. From a receiver: the version it serves. 0: none.
     version: int = 0
-    #: xxh3-128 of the layout, 16 bytes; empty while the speaker has none yet.
+    #: xxh3-128 of the layout, 16 bytes; empty while this end has none yet.
     layout_digest: bytes = b""
     #: The encoded layout, so that the other end can list the differences; empty while there is none.
     layout: bytes = b""
-    #: What tells the speaker's machine and pid namespace from others, 16 bytes; empty: not told.
+    #: Identifies this end's machine and pid namespace, 16 bytes; empty: not sent.
     host: bytes = b""
-    #: The speaker's process id there and its start time in clock ticks, to be watched; 0: cannot be watched.
+    #: This end's process id and its start time in clock ticks, so that the peer can watch it; 0: cannot be watched.
     pid: int = 0
     started: int = 0
-    #: The highest incarnation the receiver has made a handshake with; 0 from a sender.
+    #: The highest incarnation the receiver has completed a handshake with; 0 from a sender.
     fence: int = 0
-    #: The speaker's own number for this link, by which traces of both ends are joined; 0: not told.
+    #: This end's own number for the link, used to join the traces of both ends; 0: not sent.
     link: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRef:
-    """Where in shared memory a payload lies: the segment's number on this link."""
+    """The shared-memory segment that holds a payload, by its number on this link."""
 
     segment: int
 
 
 class WeightsForm(enum.Enum):
-    """What the sender's caller gave as weights, so that they are handed out as such."""
+    """The type in which the caller passed the weights, so that workers get them in the same type."""
 
-    #: A dict of dotted names, as a state dict.
+    #: A dict with dotted names, like a state dict.
     FLAT = "state_dict"
     #: A dict of dicts.
     NESTED = "dict"
@@ -56,21 +55,21 @@ class WeightsForm(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One version on its way to one worker. Its payload follows it, or lies in a slot."""
+    """One version sent to one worker. Its payload follows inline, or lies in a shared-memory slot."""
 
     model_id: str
     incarnation: int
     version: int
     layout_digest: bytes
-    #: The encoded layout if this link has not carried it yet, else empty.
+    #: The encoded layout, if it was not sent over this link before; else empty.
     layout: bytes = b""
-    #: xxh3-128 of the tensors as they travel and of the extra state; empty: not verified.
+    #: xxh3-128 of the packed tensors and the extra state; empty: not verified.
     digest: bytes = b""
     #: Size of the payload in bytes.
     nbytes: int = 0
     #: The modules' extra state, encoded.
     extras: bytes = b""
-    #: As what the weights are handed out to a loop that applies them by hand.
+    #: The type in which a worker that applies weights itself gets them.
     form: WeightsForm = WeightsForm.FLAT
     #: None: the payload follows inline.
     slot: SlotRef | None = None
@@ -78,24 +77,24 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
-    """That version is applied, whole."""
+    """The receiver has applied the version completely."""
 
     model_id: str
     incarnation: int
     version: int
-    #: The digest of what was applied, as the receiver computed it; empty: not verified.
+    #: The digest of the applied weights, computed by the receiver; empty: not verified.
     digest: bytes = b""
-    #: Seconds the receiver spent from the update's arrival to the end of its swap.
+    #: Seconds from the update's arrival at the receiver to the end of its swap.
     seconds: float = 0.0
-    #: CALL: a call returned, or somebody acked by hand; nothing more is known.
+    #: CALL: a call returned, or the user acked; nothing more is known.
     evidence: Evidence = Evidence.ANSWER
-    #: What became of the version where the receiver handed it on to; None: nowhere.
+    #: The report of the workers that the receiver forwarded the version to; None: it forwards to nobody.
     nested: SyncReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """That version, or with version 0 the handshake, was not applied."""
+    """The receiver did not apply the version, or, if version is 0, refused the handshake."""
 
     model_id: str
     incarnation: int
@@ -103,18 +102,18 @@ class Refusal:
     kind: RefusalKind
     reason: str = ""
     remote_traceback: str = ""
-    #: The highest incarnation the receiver has made a handshake with.
+    #: The highest incarnation the receiver has completed a handshake with.
     fence: int = 0
     #: CALL: a call raised; nothing more is known.
     evidence: Evidence = Evidence.ANSWER
 
 
 class Ending(enum.Enum):
-    """How whoever says goodbye has ended."""
+    """Why a link ends."""
 
-    #: In good order.
+    #: It was closed cleanly.
     CLOSED = "closed"
-    #: Something failed, and the reason says what. Only senders say so: a receiver that fails says a `Refusal`.
+    #: Something failed; the reason says what. Only senders use this: a receiver that fails sends a `Refusal`.
     FAILED = "failed"
 
 

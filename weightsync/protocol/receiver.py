@@ -1,8 +1,8 @@
-"""The receiver's pure half: what happens to it, which input that is, and what follows.
+"""The receiver's pure half: its data, its events, its guards and its effects.
 
-`step` *names* the input (all guards are in `name`), *looks up* its row, *returns* the next value and the effects.
-Versions are compared as keys ``(incarnation, version)``, so a restarted trainer's first version is newer than all
-of its former self's.
+`step` does three things in order: *name* the input (all guards are in `name`), *look up* its row in the table,
+*return* the next data and the effects. Versions are compared as keys ``(incarnation, version)``, so the first version
+of a restarted trainer is newer than every version it sent before the restart.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """An answer that waits until its version has been handed on."""
+    """An answer that waits until its version has been forwarded."""
 
     ack: Ack
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverData:
-    """All that a receiver remembers beside its state."""
+    """Everything a receiver stores beside its state."""
 
-    #: The link of the handshake in force; None: no link.
+    #: The current link, over which the last handshake was completed; None: no link.
     link: int | None = None
-    #: The highest incarnation a handshake was made with; kept across links.
+    #: The highest incarnation a handshake was completed with; kept across links.
     fence: int = 0
-    #: The newest key applied or refused, and the answer it got; kept across links.
+    #: The newest key applied or refused, and the answer to it; kept across links.
     decided: Key | None = None
     answer: Ack | Refusal | Deferred | None = None
     #: The key that has arrived and is neither applied nor refused.
     pending: Key | None = None
-    #: The key that the model serves, whole; None: none yet, or other weights were written by hand.
+    #: The key that the model serves; None: none yet, or the user wrote other weights into the model.
     served: Key | None = None
 
 
@@ -49,7 +49,7 @@ class ReceiverData:
 
 @dataclass(frozen=True, slots=True)
 class HelloArrived:
-    """A handshake. ``misfit`` says why it cannot be taken (layout, protocol); empty: it can."""
+    """A handshake. ``misfit`` says why it must be refused (layout, protocol); empty: it is acceptable."""
 
     link: int
     incarnation: int
@@ -58,7 +58,7 @@ class HelloArrived:
 
 @dataclass(frozen=True, slots=True)
 class UpdateArrived:
-    """A version has arrived, whole."""
+    """A version has arrived completely."""
 
     link: int
     incarnation: int
@@ -67,35 +67,35 @@ class UpdateArrived:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The pending version is live; ``answer`` tells the sender."""
+    """The pending version is live; ``answer`` goes to the sender."""
 
     answer: Ack
 
 
 @dataclass(frozen=True, slots=True)
 class Defer:
-    """The pending version is live, and is handed on before ``answer`` tells the sender."""
+    """The pending version is live, and is forwarded before ``answer`` goes to the sender."""
 
     answer: Ack
 
 
 @dataclass(frozen=True, slots=True)
 class SendAck:
-    """The deferred answer may leave; ``nested`` tells what became of the version where it was handed on."""
+    """The deferred answer may be sent; ``nested`` is the report of the workers that the version was forwarded to."""
 
     nested: SyncReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The pending version did not fit; ``answer`` tells the sender. Nothing was changed."""
+    """The pending version did not fit, and nothing was changed; ``answer`` goes to the sender."""
 
     answer: Refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The swap failed half way and could not be undone; ``reason`` tells the sender."""
+    """The swap failed half way and could not be undone; ``reason`` goes to the sender."""
 
     reason: str = ""
     remote_traceback: str = ""
@@ -103,17 +103,17 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Invalidate:
-    """Somebody wrote other weights into the model by hand: it serves no version any more."""
+    """The user wrote other weights into the model: it no longer serves a version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to the version decided last has left."""
+    """The answer to the version decided last was sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """A link is gone. ``failure`` says what failed at our end; empty: the other end closed it, or died."""
+    """A link is down. ``failure`` says what failed at our end; empty: the other end closed it or died."""
 
     link: int
     failure: str = ""
@@ -121,7 +121,7 @@ class LinkDown:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """A sender's goodbye over a link, and the incarnation that it names."""
+    """A sender's goodbye over a link, and the incarnation in it."""
 
     link: int
     incarnation: int
@@ -134,7 +134,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The receiver is closed because something failed, such as the block of code that used it."""
+    """The receiver is closed because something failed, such as the ``with`` block that used it."""
 
     reason: str
     remote_traceback: str = ""
@@ -178,7 +178,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Disown:
-    """Say that nothing more is taken over the link that was in force: FENCED or FAILED, with the reason."""
+    """Refuse everything that follows over a link: FENCED or FAILED, with the reason."""
 
     link: int
     incarnation: int
@@ -189,7 +189,7 @@ class Disown:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Refuse a version without ever having applied it."""
+    """Refuse a version that was never applied."""
 
     link: int
     key: Key
@@ -198,7 +198,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Send the answer to a decided version; `Answered` or `LinkDown` comes of it if we are awaiting_ack."""
+    """Send the answer to a decided version. In awaiting_ack, `Answered` or `LinkDown` follows."""
 
     link: int
     answer: Ack | Refusal
@@ -206,7 +206,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """Close the link, without a word."""
+    """Close the link without a message."""
 
     link: int
 
@@ -222,7 +222,7 @@ Effect = Greet | Reject | Disown | Tell | Reply | CloseLink | Leave
 
 
 class Step(machine.Step[ReceiverInput, ReceiverData, Effect]):
-    """What follows from an event of the receiver's."""
+    """The result of an event of the receiver."""
 
     __slots__ = ()
 
@@ -231,9 +231,10 @@ class Step(machine.Step[ReceiverInput, ReceiverData, Effect]):
 
 
 def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None:
-    """The input that the event is in this state; None for the end of a link that was never ours or is replaced.
+    """Name the event's input in this state.
 
-    None, too, for the goodbye of another sender than the one in force, and where no answer is deferred any more.
+    Returns None for the end of a link that is not the current one, for the goodbye of a sender that is not the current
+    one, and for `SendAck` if no answer is deferred.
 
     Raises:
         ProtocolError: an update over a link without a handshake.
@@ -291,8 +292,8 @@ def _name_update(state: State, data: ReceiverData, event: UpdateArrived) -> Rece
         return ReceiverInput.STALE
     if event.link != data.link or event.incarnation > data.fence:
         raise ProtocolError(
-            f"version {event.version} of incarnation {event.incarnation} arrived over a link that has made no "
-            "handshake for it. The link is taken down; nothing was applied."
+            f"version {event.version} of incarnation {event.incarnation} arrived over a link without a handshake for "
+            "that incarnation. The link is closed; nothing was applied."
         )
     key = (event.incarnation, event.version)
     if key in (data.decided, data.pending):
@@ -306,7 +307,7 @@ def _name_update(state: State, data: ReceiverData, event: UpdateArrived) -> Rece
 
 
 def step(state: State, data: ReceiverData, event: Event) -> Step:
-    """Name the event's input, look up its row, return the next value and the effects.
+    """Name the event's input, look up its row, return the next data and the effects.
 
     Raises:
         StateError: the table has no row for it; nothing has changed.
@@ -346,7 +347,7 @@ def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[Re
 
 
 def _beside(data: ReceiverData, event: Event) -> tuple[Effect, ...]:
-    """A link beside the one in force has ended: it closes, and its sender is told what failed."""
+    """Close a link other than the current one, and report to its sender what failed, if anything."""
     match event:
         case LinkDown(link, failure) if failure:
             return _fail(data, link, failure, "")
@@ -389,7 +390,7 @@ def _take(named: ReceiverInput, data: ReceiverData, event: UpdateArrived) -> tup
         case ReceiverInput.NEWER if data.pending is not None:
             return replace(data, pending=key), (Tell(event.link, data.pending, RefusalKind.SUPERSEDED),)
         case _ if isinstance(data.answer, Deferred) and data.answer.ack.incarnation == event.incarnation:
-            # Its sender may be waiting for it to catch up, and the newer version would take its place.
+            # The sender may be waiting for this answer to a late joiner's version; a newer version would replace it.
             ack = data.answer.ack
             return replace(data, pending=key, answer=ack), (Reply(event.link, ack),)
         case _:
@@ -413,7 +414,7 @@ def _serving(data: ReceiverData, answer: Ack | Deferred) -> ReceiverData:
 
 
 def _send_ack(data: ReceiverData, nested: SyncReport | None) -> tuple[ReceiverData, tuple[Effect, ...]]:
-    """The deferred answer leaves over the link in force, though that is a newer one, if it is its sender's."""
+    """Send the deferred answer over the current link, even if that is a newer one of the same sender."""
     assert isinstance(data.answer, Deferred)
     ack = replace(data.answer.ack, nested=nested)
     return replace(data, answer=ack), _reply(data, ack) if ack.incarnation == data.fence else ()
@@ -424,10 +425,10 @@ def _reply(data: ReceiverData, answer: Ack | Refusal) -> tuple[Effect, ...]:
 
 
 def _taken_over(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
-    """The old link closes. An older sender is told that it is fenced; our own has replaced that link itself.
+    """Close the old link. An older sender is sent FENCED; the same sender has replaced the link itself.
 
-    If both senders use the same link, it stays: the older one hears the new fence with the answer to what was pending,
-    and an answer that was deferred leaves at once.
+    If both senders use one link, it stays open: the older sender gets the new fence with the answer to its pending
+    version, and a deferred answer is sent at once.
     """
     if data.link is None:
         return ()
@@ -438,11 +439,11 @@ def _taken_over(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
     return (*told, CloseLink(data.link))
 
 
-_NEWER = "this worker has met a newer sender"
+_NEWER = "this worker has seen a newer sender"
 
 
 def _fail(data: ReceiverData, link: int | None, reason: str, trace: str) -> tuple[Effect, ...]:
-    """The link ends because something failed: its sender is told what."""
+    """Close a link because something failed, and report the failure to its sender."""
     if link is None:
         return ()
     return Disown(link, data.fence, RefusalKind.FAILED, reason, trace), CloseLink(link)

@@ -1,7 +1,7 @@
-"""The sender's pure half: its data, what happens to it, which input that is, and what follows.
+"""The sender's pure half: its data, its events, its guards and its effects.
 
-`step` does three things in order: *name* the input (by the guards), *look up* its row in the table, *return* the next
-value and the effects. It changes nothing that it is given, and raises before anything follows.
+`step` does three things in order: *name* the input (all guards are in `name`), *look up* its row in the table,
+*return* the next data and the effects. It modifies none of its arguments. If it raises, there are no effects.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from weightsync.protocol.report import Outcome, OutcomeKind
 
 
 class LinkState(enum.Enum):
-    """How a worker's link stands on the roll."""
+    """The state of a worker's link."""
 
-    #: Nobody has answered over it yet.
+    #: The worker has not answered over it yet.
     EXPECTED = "expected"
-    #: Its worker has answered.
+    #: The worker has answered.
     UP = "up"
-    #: It is closed; what its worker serves is unknown.
+    #: The link is closed; the version its worker serves is unknown.
     LOST = "lost"
-    #: It is closed: its worker refused the handshake.
+    #: The link is closed because its worker refused the handshake.
     REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One worker on the roll."""
+    """One of the workers."""
 
-    #: The number of its newest link; never used twice by one sender.
+    #: The number of its newest link; one sender never uses a number twice.
     link: int
     link_state: LinkState = LinkState.EXPECTED
     #: Why the link is lost or was refused.
     reason: str = ""
-    #: The worker's own traceback, where it said that it failed and raised.
+    #: The worker's own traceback, if it reported that it failed and raised.
     remote_traceback: str = ""
-    #: The fence the worker reported, if it was lost to a newer sender.
+    #: The fence the worker reported, if a newer sender took it over.
     fence: int = 0
     #: The version it last acked over this link; 0: none.
     served: int = 0
-    #: The newest version that was dispatched to all or naming it; 0: none.
+    #: The newest version addressed to this worker, by a send to all or to it; 0: none.
     due: int = 0
-    #: The version that went behind the Hello of this link and is not answered yet; 0: none.
+    #: The version that followed the Hello on this link and is not answered yet; 0: none.
     catching: int = 0
 
     @property
@@ -59,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Outstanding:
-    """A version on its way: who still owes an answer, over which link, and what the others became."""
+    """The version being sent: which workers owe an answer, over which link, and the outcomes of the others."""
 
     version: int
     owed: Mapping[int, int]
@@ -68,23 +68,23 @@ class Outstanding:
 
 @dataclass(frozen=True, slots=True)
 class SenderData:
-    """All that a sender remembers beside its state."""
+    """Everything a sender stores beside its state."""
 
     #: 0 until CONNECT.
     incarnation: int = 0
-    #: The newest version ever dispatched; never used twice.
+    #: The newest version dispatched; a version number is never used twice.
     version: int = 0
     #: The newest version dispatched to all.
     due_all: int = 0
     workers: Mapping[int, Entry] = field(default_factory=dict)
     outstanding: Outstanding | None = None
-    #: Joiners that did not catch up, to be told in the next report.
+    #: Late joiners that refused the version sent to them, for the next report.
     not_caught_up: Mapping[int, Outcome] = field(default_factory=dict)
-    #: Workers that said goodbye and why, to be told in the next report.
+    #: Workers that said goodbye and why, for the next report.
     left: Mapping[int, str] = field(default_factory=dict)
-    #: Answers that nobody was owed.
+    #: How many answers arrived that were not owed.
     stale: int = 0
-    #: The driver's own results that were no longer current.
+    #: How many of the driver's own events arrived after they had become obsolete.
     late: int = 0
 
 
@@ -93,7 +93,7 @@ class SenderData:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """The user laid the links, under this incarnation."""
+    """The user opened the links, under this incarnation."""
 
     incarnation: int
 
@@ -107,38 +107,38 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendAsync:
-    """The user sends to ``targets`` (None: to all) and goes on."""
+    """The user sends to ``targets`` (None: to all) and continues."""
 
     targets: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The user waits for what is outstanding."""
+    """The user waits for the outstanding update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The wait for ``version`` ran out of time."""
+    """The wait for ``version`` timed out."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The wait for ``version`` was left by an exception."""
+    """An exception ended the wait for ``version``."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """The user gives up what is outstanding."""
+    """The user gives up the outstanding update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker joins on a new link. One still up or expected is lost first: see `joining`."""
+    """A worker joins on a new link. If its old link is still open, that is lost first: see `joining`."""
 
     worker: int
     link: int
@@ -146,7 +146,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """A worker leaves the roll. Its link is lost first: see `removal`."""
+    """The user removes a worker. Its link is lost first: see `removal`."""
 
     worker: int
 
@@ -181,7 +181,7 @@ Event = Connect | Send | SendAsync | Wait | Deadline | Interrupted | Abandon | J
 
 @dataclass(frozen=True, slots=True)
 class Greet:
-    """Send a Hello over the link, and behind it version ``due`` if that is not 0."""
+    """Send a Hello over the link, followed by version ``due`` if that is not 0."""
 
     worker: int
     link: int
@@ -190,7 +190,7 @@ class Greet:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send that version over the link."""
+    """Send the version over the link."""
 
     worker: int
     link: int
@@ -207,7 +207,7 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """A worker said goodbye and has left the roll: its user is told why."""
+    """A worker said goodbye and was removed: report why to the user."""
 
     worker: int
     reason: str
@@ -215,7 +215,7 @@ class Farewell:
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """Nothing is outstanding any more: this is what became of it, for whoever asks or waits."""
+    """The outstanding update has ended: report its outcomes to whoever asks or waits."""
 
     outstanding: Outstanding
     not_caught_up: Mapping[int, Outcome]
@@ -280,49 +280,49 @@ def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput |
 
 
 def ends_link(refusal: Refusal) -> bool:
-    """Whether a refusal tells that the worker takes nothing more over this link.
+    """Whether the worker accepts nothing more over this link after this refusal.
 
-    The handshake was refused, something failed at the worker, or it has met a newer sender.
+    It refused the handshake, something failed there, or it has seen a newer sender.
     """
     return refusal.version == 0 or refusal.fence > refusal.incarnation
 
 
 def current(data: SenderData, worker: int, link: int) -> bool:
-    """Whether that link is the worker's own, and not lost."""
+    """Whether the link is the worker's newest one and is open."""
     entry = data.workers.get(worker)
     return entry is not None and entry.link == link and entry.open
 
 
 def owes(data: SenderData, worker: int, link: int) -> bool:
-    """Whether the worker owes an answer over that link."""
+    """Whether the worker owes an answer over this link."""
     return data.outstanding is not None and data.outstanding.owed.get(worker) == link
 
 
 def _settling(state: State, data: SenderData, worker: int, link: int, otherwise: SenderInput) -> SenderInput:
-    """SETTLED if a caller waits and this is the last that owes."""
+    """Return SETTLED if a caller waits and this worker is the last that owes an answer, else ``otherwise``."""
     last = owes(data, worker, link) and data.outstanding is not None and len(data.outstanding.owed) == 1
     return SenderInput.SETTLED if last and state is State.AWAITING_ACK else otherwise
 
 
 def known(data: SenderData, worker: int) -> Entry:
-    """The worker's entry on the roll.
+    """Return the worker's entry.
 
     Raises:
-        ConfigurationError: it is not on the roll.
+        ConfigurationError: it is not among the workers.
     """
     if worker not in data.workers:
         raise ConfigurationError(
-            f"unknown worker id {worker!r}: on the roll are {sorted(data.workers)}. Nothing was sent or changed; "
-            "add_worker() puts a worker on the roll."
+            f"worker {worker!r} is not among the workers {sorted(data.workers)}. Nothing was sent or changed; "
+            "add_worker() adds it."
         )
     return data.workers[worker]
 
 
 def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, Entry]:
-    """The entries of those to send to; None: all.
+    """Return the entries of the targets; None means all workers.
 
     Raises:
-        ConfigurationError: a worker id that is not on the roll, or none.
+        ConfigurationError: a target is not among the workers, or there are no targets.
         WorkerLostError: every target is lost already.
         RefusedError: every target has refused the handshake.
     """
@@ -337,11 +337,11 @@ def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, E
 
 def _nobody(data: SenderData, targets: tuple[int, ...] | None) -> ConfigurationError:
     if targets is not None:
-        return ConfigurationError("no worker to send to: worker_ids is empty. Nothing was sent or changed.")
+        return ConfigurationError("worker_ids is empty: name at least one worker. Nothing was sent or changed.")
     left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
     return ConfigurationError(
-        f"no worker to send to: nobody is on the roll.{left} Nothing was sent, no version was used. add_worker() puts "
-        "a worker on the roll; send(allow_empty=True) sends to nobody without an error."
+        f"there are no workers to send to.{left} Nothing was sent and no version was used. add_worker() adds a worker; "
+        "send(allow_empty=True) accepts that there are none."
     )
 
 
@@ -349,15 +349,15 @@ def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
     told = {worker: entry.reason for worker, entry in ended.items()}
     if all(entry.link_state is LinkState.REFUSED for entry in ended.values()):
         return RefusedError(
-            f"every target has refused the handshake: {told}. Nothing was sent, no version was used. Send weights of "
-            "the layout that the workers' models have, or give the workers that model and add_worker() them again.",
+            f"every target has refused the handshake: {told}. Nothing was sent and no version was used. Send weights "
+            "with the layout of the workers' models, or give the workers the right model and add_worker() them again.",
             None,
             told,
         )
     fence = max(entry.fence for entry in ended.values())
     return WorkerLostError(
-        f"every target is lost already: {told}. Nothing was sent, no version was used. add_worker() brings a worker "
-        "back on a new link, remove_worker() takes it off the roll.",
+        f"every target is lost already: {told}. Nothing was sent and no version was used. add_worker() reconnects a "
+        "worker on a new link, remove_worker() removes it.",
         None,
         told,
         fence or None,
@@ -365,7 +365,7 @@ def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
 
 
 class Step(machine.Step[SenderInput, SenderData, Effect]):
-    """What follows from an event of the sender's."""
+    """The result of an event of the sender."""
 
     __slots__ = ()
 
@@ -374,11 +374,11 @@ class Step(machine.Step[SenderInput, SenderData, Effect]):
 
 
 def step(state: State, data: SenderData, event: Event) -> Step:
-    """Name the event's input, look up its row, return the next value and the effects.
+    """Name the event's input, look up its row, return the next data and the effects.
 
     Raises:
         StateError: the table has no row for it.
-        ConfigurationError: a worker id that is not on the roll, or none.
+        ConfigurationError: a target is not among the workers, or there are no targets.
         WorkerLostError, RefusedError: every target is lost already, or has refused the handshake.
         In each case nothing has changed.
     """
@@ -440,7 +440,7 @@ def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[Sender
 
 
 def ended(entry: Entry) -> Outcome:
-    """What a report says of a worker whose link is lost or was refused."""
+    """The outcome of a worker whose link is lost or was refused."""
     return Outcome(
         kind=OutcomeKind.REFUSED if entry.link_state is LinkState.REFUSED else OutcomeKind.LOST,
         reason=entry.reason,
@@ -458,7 +458,7 @@ def _join(data: SenderData, worker: int, link: int) -> tuple[SenderData, tuple[E
 
 
 def _closing(worker: int, entry: Entry | None) -> tuple[Effect, ...]:
-    """Before CONNECT a link that is replaced or given up cannot be LOST, but it closes all the same."""
+    """Close a link that is replaced or given up before CONNECT, when there is no LOST."""
     return () if entry is None or not entry.open else (CloseLink(worker, entry.link),)
 
 
@@ -505,7 +505,7 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
 
 
 def _left(data: SenderData, worker: int, link: int, goodbye: str) -> tuple[SenderData, tuple[Effect, ...]]:
-    """A worker's goodbye: its link is lost, and the worker leaves the roll."""
+    """Handle a worker's goodbye: its link is lost, and the worker is removed."""
     lost = replace(data.workers[worker], link_state=LinkState.LOST, reason=f"said goodbye: {goodbye}")
     after, effects = _lose(data, worker, link, lost)
     workers = {w: entry for w, entry in after.workers.items() if w != worker}
@@ -513,7 +513,7 @@ def _left(data: SenderData, worker: int, link: int, goodbye: str) -> tuple[Sende
 
 
 def _told_to_go(entry: Entry, message: Refusal) -> Entry:
-    """The entry of a worker that takes nothing more over this link, by its own word."""
+    """The entry of a worker whose refusal ended the link."""
     newer = message.fence if message.fence > message.incarnation else 0
     refused = message.kind is RefusalKind.REFUSED and not newer
     reason = message.reason or message.kind.name
@@ -553,16 +553,16 @@ def _outcome(message: Ack | Refusal) -> Outcome:
 
 
 def joining(state: State, data: SenderData, worker: int, link: int) -> tuple[Event, ...]:
-    """The events of a worker that joins on a new link: its old one, where it is not lost yet, is lost first."""
+    """The events when a worker joins on a new link: if its old link is open, that is lost first."""
     return (*_losing(state, data, worker, "replaced by a new link"), Join(worker, link))
 
 
 def removal(state: State, data: SenderData, worker: int, reason: str) -> tuple[Event, ...]:
-    """The events of a worker that leaves the roll: its link, where it is not lost yet, is lost first.
+    """The events when a worker is removed: if its link is open, that is lost first.
 
     Raises:
         StateError: the sender is closed.
-        ConfigurationError: it is not on the roll.
+        ConfigurationError: it is not among the workers.
     """
     next_state(SENDER_ROWS, state, SenderInput.REMOVE)
     known(data, worker)

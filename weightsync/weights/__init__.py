@@ -1,1 +1,1 @@
-"""Model weights: what a model has, how it is packed into one payload, and how a payload is applied to another model."""
+"""Model weights: reading them from a model, packing them into one payload, and applying a payload to another model."""

@@ -1,4 +1,4 @@
-"""How the tensors of a destination share memory: tied parameters, and views of one another."""
+"""How the tensors of a destination share memory: tied parameters, and views of each other."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Sharing:
     """Indices of tensors that share memory.
 
     Attributes:
-        ties: groups that are one and the same memory, shape and strides.
-        overlaps: groups that share memory in part, or in another shape; or a single one that overlaps itself.
-        expanded: tensors with many elements in one place, which cannot be written.
+        ties: groups with the same memory, shape and strides.
+        overlaps: groups that share memory partly or in different shapes, or one tensor that overlaps itself.
+        expanded: tensors in which several elements share one place in memory, so that they cannot be written.
     """
 
     ties: tuple[tuple[int, ...], ...] = ()
@@ -27,7 +27,7 @@ class Sharing:
 
 
 def sharing_of(tensors: Sequence[Tensor]) -> Sharing:
-    """Find out who shares memory with whom."""
+    """Find the tensors that share memory."""
     expanded = tuple(i for i, tensor in enumerate(tensors) if _is_expanded(tensor))
     ties, overlaps = [], []
     for cluster in _clusters(tensors):
@@ -39,7 +39,7 @@ def sharing_of(tensors: Sequence[Tensor]) -> Sharing:
 
 
 def agrees(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
-    """Whether tensors that overlap can all have these values at once: tried out beside them, on a copy."""
+    """Whether overlapping tensors can hold all of these values at once. This is tried out on a scratch copy."""
     base = min(tensor.data_ptr() for tensor in tensors) // 64 * 64
     scratch = torch.zeros(max(map(_end, tensors)) - base, dtype=torch.uint8)
     places = []
@@ -52,12 +52,12 @@ def agrees(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Bitwise equality of two tensors of one dtype and shape: NaN equals itself, 0.0 is not -0.0."""
+    """Whether two tensors of one dtype and shape are equal bit for bit: NaN equals itself, 0.0 differs from -0.0."""
     return torch.equal(bits_of(one), bits_of(other))
 
 
 def _clusters(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
-    """Indices whose extents in memory touch, as maximal runs."""
+    """Yield groups of indices whose ranges of memory overlap."""
     extents = sorted(
         (str(tensor.device), tensor.data_ptr(), _end(tensor), index)
         for index, tensor in enumerate(tensors)
@@ -85,7 +85,7 @@ def _geometry(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _steps(tensor: Tensor) -> Iterable[tuple[int, int]]:
-    """Size and stride of each dimension that has any extent."""
+    """Size and stride of each dimension larger than 1."""
     return ((size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
@@ -94,7 +94,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def _folds(tensor: Tensor) -> bool:
-    """Whether two elements may lie in one place: not provably apart, as in sliding windows."""
+    """Whether two elements may share one place in memory, as in sliding windows."""
     reach = 0
     for size, step in sorted(_steps(tensor), key=lambda dimension: dimension[1]):
         if step <= reach:

@@ -1,4 +1,4 @@
-"""What schemes read of a user's context, an object of any class: the one place where attributes are optional."""
+"""Access to a user's context, an object of any class whose attributes are optional."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MISSING: Final = Missing.MISSING
 
 
 def optional(context: Any, name: str) -> Any:
-    """The context's attribute, or MISSING."""
+    """Return the context's attribute, or MISSING if it has none of that name."""
     try:
         return getattr(context, name)
     except AttributeError:
@@ -28,12 +28,12 @@ def optional(context: Any, name: str) -> Any:
 
 
 def held(context: Any) -> Callable[[], Any]:
-    """A function that gives the context while it lives, without keeping it alive.
+    """Return a function that returns the context, without keeping it alive.
 
-    A context that cannot be referenced weakly is kept.
+    A context that does not support weak references is kept alive.
 
-    Raises (the function):
-        ConfigurationError: the context was collected.
+    Raises (the returned function):
+        ConfigurationError: the context was garbage-collected.
     """
     if context is None:
         return lambda: None
@@ -48,6 +48,7 @@ def held(context: Any) -> Callable[[], Any]:
 def _alive(context: Any, kind: str) -> Any:
     if context is None:
         raise ConfigurationError(
-            f"the context (a {kind}) was collected: a scheme holds it weakly. Keep it alive while weights are sent."
+            f"the context (a {kind}) was garbage-collected, because a scheme keeps only a weak reference to it. Keep "
+            "it alive while weights are sent."
         )
     return context

@@ -1,8 +1,8 @@
-"""Modules' extra state as bytes, without pickle.
+"""Encoding of the modules' extra state as bytes, without pickle.
 
-One value is a tag and its body: None, bool, int, float, complex, str, bytes, tensor, list, tuple, dict or OrderedDict.
-Tensors arrive on the CPU. A dict is written in the order of its encoded keys, so that equal dicts give equal bytes
-and one digest (and the order is lost, as ``==`` ignores it); an OrderedDict keeps its own.
+A value is a tag and a body: None, bool, int, float, complex, str, bytes, tensor, list, tuple, dict or OrderedDict.
+Tensors arrive on the CPU. A dict is written in the order of its encoded keys, so that equal dicts have equal bytes and
+one digest. Its own order is lost, which ``==`` ignores too; an OrderedDict keeps its order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, PLAIN, bits_of, why_
 #: tuples and dicts (keys str or int) of them.
 ExtraState = Any
 
-#: Lists in lists in lists: more is refused on both sides, so that neither runs out of stack.
+#: How deep values may nest. Both ends refuse more, so that neither exhausts its stack.
 MAX_DEPTH = 64
 
 _COUNT = struct.Struct("<Q")
@@ -32,14 +32,14 @@ _COMPLEX = struct.Struct("<dd")
 
 
 class _UnsupportedError(TypeError):
-    """A value in an extra state that has no encoding."""
+    """A value in extra state has no encoding."""
 
 
 def encode_extras(extras: Mapping[str, ExtraState]) -> bytes:
-    """The extra state of each module, by the module's name; ``b""`` if there is none.
+    """Encode the extra state of each module, by the module's name; ``b""`` if there is none.
 
     Raises:
-        LayoutError: a value is of a type that cannot be sent, or nested too deep; it names the module.
+        LayoutError: a value is of a type that cannot be sent, or nested too deep; the error names the module.
     """
     if not extras:
         return b""
@@ -51,17 +51,17 @@ def encode_extras(extras: Mapping[str, ExtraState]) -> bytes:
             name = extra_state_name(module)
             message = (
                 f"The extra state of module '{module}' holds {error}. It may hold tensors, numbers, str, bytes, None, "
-                "and lists, tuples and dicts (keys str or int) of them."
+                "and lists, tuples and dicts (with str or int keys) of these."
             )
             raise LayoutError(message, mismatched={name: str(error)}) from None
     return b"".join(parts)
 
 
 def decode_extras(data: bytes) -> dict[str, ExtraState]:
-    """Read what `encode_extras` wrote; the values are fresh, nothing is shared.
+    """Decode what `encode_extras` returned. The values are new objects and share no memory with the bytes.
 
     Raises:
-        ProtocolError: these are not such bytes. Time and memory stay in proportion to them.
+        ProtocolError: the bytes are malformed. Time and memory stay in proportion to their number.
     """
     if not data:
         return {}
@@ -69,9 +69,9 @@ def decode_extras(data: bytes) -> dict[str, ExtraState]:
     try:
         extras = dict(_text_pairs(reader))
     except (struct.error, UnicodeDecodeError, ValueError, TypeError) as error:
-        raise ProtocolError(f"Not the encoding of extra state: {error}.", unread=data) from error
+        raise ProtocolError(f"The extra state cannot be decoded: {error}.", unread=data) from error
     if reader.at != len(data):
-        raise ProtocolError("Bytes are left over after the extra state.", unread=data[reader.at :])
+        raise ProtocolError("There are surplus bytes after the extra state.", unread=data[reader.at :])
     return extras
 
 
@@ -86,7 +86,7 @@ def _text_pairs(reader: _Reader) -> Iterable[tuple[str, ExtraState]]:
 def _encoded(value: ExtraState, depth: int) -> bytes:
     if isinstance(value, Tensor):
         return _encoded_tensor(value)
-    # Exact types: a numpy scalar or an IntEnum would arrive as something else.
+    # Exact types only: a numpy scalar or an IntEnum would arrive as another type.
     encoder = _ENCODERS.get(type(value))
     if encoder is None:
         raise _UnsupportedError(f"a {type(value).__module__}.{type(value).__qualname__}")
@@ -143,7 +143,7 @@ _ENCODERS: Mapping[type, Callable[[Any, int], bytes]] = {
 
 
 class _Reader:
-    """A position in encoded bytes. Raises ValueError, struct.error, UnicodeDecodeError or TypeError on other bytes."""
+    """A position in encoded bytes. Malformed bytes raise ValueError, struct.error, UnicodeDecodeError or TypeError."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -160,9 +160,9 @@ class _Reader:
 
     def count(self) -> int:
         count = int(_COUNT.unpack(self.take(_COUNT.size))[0])
-        # Each item takes a byte at least, so no count makes us do more than the bytes there are.
+        # Each item takes at least one byte, so a claimed count cannot cause more work than the bytes justify.
         if count > len(self.data) - self.at:
-            raise ValueError("it counts more items than it has bytes")
+            raise ValueError("it claims more items than it has bytes")
         return count
 
     def value(self, depth: int) -> ExtraState:
@@ -193,7 +193,7 @@ def _decoded_tensor(reader: _Reader, _depth: int) -> Tensor:
         raise ValueError("a tensor has an unknown dtype or an impossible shape")
     if len(data) != torch.Size(shape).numel() * dtype.itemsize:
         raise ValueError("a tensor's bytes do not fill its shape")
-    # Never alias the message: the module owns its state. bytearray copies, and keeps no reference to it.
+    # The module owns its state, so it must not alias the message: bytearray makes a copy.
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return flat.view(dtype).view(shape)
 

@@ -1,7 +1,7 @@
-"""State that a module keeps outside its parameters, persistent buffers and extra state: found, and refused.
+"""Detects, and refuses, state that a module keeps outside its parameters, persistent buffers and extra state.
 
-Such state is in a module's state dict by an override or a hook (`torch.ao` packs quantised weights so), or not even
-there (scripted modules). Sending the rest would leave a worker with part of a model.
+An override or a hook puts such state into the module's state dict (as `torch.ao` does with packed quantised weights);
+scripted modules do not show it even there. Sending only the rest would leave a worker with part of a model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from weightsync.weights.tensors import PLAIN
 _STATE_DICT = nn.Module.state_dict
 _SAVE = nn.Module._save_to_state_dict
 
-#: How many models are remembered whose state dict has been compared.
+#: For how many models to remember that their state dict has been compared.
 _REMEMBERED = 64
 
 
 def has_own_state_dict(module: nn.Module) -> bool:
-    """Whether a module writes its own part of a state dict in a way of its own: by an override, or by a hook."""
-    # Asked of each module whenever a model is read. (mypy takes a class for an instance, which may have no hash.)
+    """Whether a module customises its part of the state dict, by an override or by a hook."""
+    # Called for each module whenever a model is read. (mypy mistakes the class for an instance, which may lack a hash.)
     if _overrides(type(module)):  # type: ignore[arg-type]
         return True
     if module._state_dict_hooks or module._state_dict_pre_hooks:
@@ -47,39 +47,39 @@ def _overrides(kind: type[Any]) -> bool:
 def refuse_hidden_state(
     root: nn.Module, peculiar: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], extras: Collection[str]
 ) -> None:
-    """Raise LayoutError if the state dict of `root` has anything that is not among what was read of it.
+    """Raise LayoutError if the state dict of `root` has an entry that was not read from the model.
 
-    The state dict is made once for a model, and again when another of its modules has a state dict of its own.
+    The state dict is computed once for a model, and again when the set of modules that customise it changes.
 
     Args:
         root: the whole model.
         peculiar: its modules for which `has_own_state_dict` is true, by name.
-        tensors: what was read: parameters and persistent buffers, by name.
-        extras: the names under which a state dict keeps the extra state that was read.
+        tensors: the parameters and persistent buffers that were read, by name.
+        extras: the names under which a state dict stores the extra state that was read.
     """
-    looks = _looks(peculiar, tensors)
+    fingerprint = _fingerprint(peculiar, tensors)
     known = _compared.get(id(root))
-    if known is not None and known[0]() is root and known[1] == looks:
+    if known is not None and known[0]() is root and known[1] == fingerprint:
         return
-    _refuse_what_has_none(peculiar)
+    _refuse_invisible_state(peculiar)
     before = list(map(_writes, tensors.values()))
     hidden = dict(_hidden(_state_dict_of(root), tensors, extras))
     for (name, tensor), count in zip(tensors.items(), before, strict=True):
         if _writes(tensor) != count:
-            hidden[name] = "is written when the state dict is made, from state that is kept elsewhere"
+            hidden[name] = "is written by state_dict(), from state that is kept elsewhere"
     if hidden:
-        raise LayoutError(_told(root, peculiar, hidden), mismatched=hidden)
+        raise LayoutError(_message(root, peculiar, hidden), mismatched=hidden)
     if len(_compared) >= _REMEMBERED:
         _compared.clear()
-    _compared[id(root)] = weakref.ref(root), looks
+    _compared[id(root)] = weakref.ref(root), fingerprint
 
 
-_Looks = tuple[object, ...]
-_compared: dict[int, tuple[weakref.ref[nn.Module], _Looks]] = {}
+_Fingerprint = tuple[object, ...]
+_compared: dict[int, tuple[weakref.ref[nn.Module], _Fingerprint]] = {}
 
 
-def _looks(peculiar: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> _Looks:
-    """What must stay the same for a comparison to stand."""
+def _fingerprint(peculiar: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> _Fingerprint:
+    """The properties of a model that must not change for an earlier comparison to remain valid."""
     modules = tuple(
         (name, id(module), type(module), len(module._state_dict_hooks), len(module._state_dict_pre_hooks))
         for name, module in peculiar.items()
@@ -87,15 +87,15 @@ def _looks(peculiar: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> 
     return (*modules, *tensors)
 
 
-def _refuse_what_has_none(peculiar: Mapping[str, nn.Module]) -> None:
-    """Refuse modules whose state no state dict shows on one process."""
-    # Its state dict is gathered from all processes: asking for it here would wait for them.
+def _refuse_invisible_state(peculiar: Mapping[str, nn.Module]) -> None:
+    """Refuse modules whose state cannot be seen in a state dict of one process."""
+    # Its state dict is gathered from all processes, so computing it here would wait for them.
     sharding = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for name, module in peculiar.items():
         if isinstance(module, sharding):
             why = "shards its parameters (FullyShardedDataParallel): send the full state dict that it gathers"
         elif isinstance(module, torch.jit.ScriptModule) and _PACKED.search(_code_of(module)):
-            why = "is scripted and quantised: its weights are packed, and are no tensors"
+            why = "is scripted and quantised: its weights are packed and are not tensors"
         else:
             continue
         raise LayoutError(f"{_where(name, module)} {why}.", mismatched={name: why})
@@ -106,20 +106,20 @@ def _code_of(module: torch.jit.ScriptModule) -> str:
     return f"{module._c._type()} {code}"
 
 
-#: Said by the code or the type of a scripted module that has packed weights, which its state dict leaves out.
+#: Matches the code or the type of a scripted module with packed weights, which its state dict omits.
 _PACKED = re.compile(r"\bops\.quantized\.|\.PackedParameter\b|\.LinearPackedParams\b")
 
 
 def _state_dict_of(root: nn.Module) -> Mapping[str, Any]:
     try:
-        found = _asked_for_state_dict(root)
+        found = _call_state_dict(root)
     except Exception as error:
-        message = f"What {_name_of(type(root))} holds cannot be known, since its state_dict() raised: {error!r}."
+        message = f"The state of {_name_of(type(root))} cannot be determined: its state_dict() raised {error!r}."
         raise LayoutError(f"{message} {_ADVICE}") from error
     return found
 
 
-def _asked_for_state_dict(root: nn.Module) -> Mapping[str, Any]:
+def _call_state_dict(root: nn.Module) -> Mapping[str, Any]:
     try:
         found: Mapping[str, Any] = root.state_dict(keep_vars=True)
     except TypeError:  # an override without arguments
@@ -128,12 +128,12 @@ def _asked_for_state_dict(root: nn.Module) -> Mapping[str, Any]:
 
 
 def _writes(tensor: Tensor) -> int:
-    """How often the tensor was written; inference tensors do not count, and subclasses may do anything."""
+    """How often the tensor was written; 0 for inference tensors, which do not count, and for subclasses."""
     return tensor._version if type(tensor) in PLAIN and not tensor.is_inference() else 0
 
 
 def _hidden(state: Mapping[str, Any], tensors: Mapping[str, Tensor], extras: Collection[str]) -> Iterator[Any]:
-    """Entries of a state dict that nothing carries: their names, and what each is."""
+    """Yield the entries of a state dict that an update would not contain: the name, and what it is."""
     unnamed = []
     for name, value in _flat(state, "", extras):
         if not isinstance(value, Tensor):
@@ -142,7 +142,7 @@ def _hidden(state: Mapping[str, Any], tensors: Mapping[str, Tensor], extras: Col
             unnamed.append((name, value))
         elif not _is_lazy_or_alike(tensors[name], value):
             yield name, f"has the shape {tuple(value.shape)} there, but {tuple(tensors[name].shape)} in the module"
-    # A hook may rename what the module has (a wrapper's prefix left out): the memory tells.
+    # A hook may rename entries (e.g. drop a wrapper's prefix), so compare those by their memory.
     places = {_place(tensor) for tensor in tensors.values()} if unnamed else set()
     for name, value in unnamed:
         if _place(value) not in places:
@@ -154,7 +154,7 @@ def _is_lazy_or_alike(read: Tensor, saved: Tensor) -> bool:
 
 
 def _flat(state: Mapping[Any, Any], prefix: str, extras: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """The entries of a state dict, and of dicts in it, but for the extra state, which may be a dict itself."""
+    """Yield the entries of a state dict and of dicts in it, except the extra state, which may itself be a dict."""
     for key, value in state.items():
         name = f"{prefix}{key}"
         if name in extras:
@@ -168,23 +168,23 @@ def _flat(state: Mapping[Any, Any], prefix: str, extras: Collection[str]) -> Ite
 def _place(tensor: Tensor) -> object:
     try:
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    except Exception:  # noqa: BLE001 - it has no memory (sparse), or a subclass raises: only itself is in its place
+    except Exception:  # noqa: BLE001 - it has no memory (sparse), or a subclass raises: it equals only itself
         return id(tensor)
 
 
-def _told(root: nn.Module, peculiar: Mapping[str, nn.Module], hidden: Mapping[str, str]) -> str:
+def _message(root: nn.Module, peculiar: Mapping[str, nn.Module], hidden: Mapping[str, str]) -> str:
     entries = listed([f"{quoted(name)} {what}" for name, what in hidden.items()])
     owners = listed([_where(name, module) for name, module in peculiar.items()])
     return (
         f"{_name_of(type(root))} keeps state outside its parameters, persistent buffers and extra state, which would "
-        f"not be sent. Of its state dict, {len(hidden)} entries tell of it: {entries}. Modules with a state dict of "
-        f"their own: {owners}. {_ADVICE}"
+        f"not be sent. Its state dict has {len(hidden)} such entries: {entries}. Modules that customise their state "
+        f"dict: {owners}. {_ADVICE}"
     )
 
 
 _ADVICE = (
-    "Keep such state in persistent buffers, or return it from get_extra_state(); or use a dict of the tensors that are "
-    "meant, on both sides, in place of the module."
+    "Keep such state in persistent buffers or return it from get_extra_state(), or pass a dict of the tensors to sync "
+    "in place of the module, on both sides."
 )
 
 

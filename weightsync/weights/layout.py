@@ -1,6 +1,6 @@
-"""Names, shapes, dtypes and offsets of a model in one flat buffer, and the digest of them.
+"""The layout of a model's tensors in one flat buffer: names, shapes, dtypes and offsets, and their digest.
 
-Knows dtypes by name only, and no tensors: see `weightsync.weights.packing` for how the buffer is filled.
+Dtypes are names here, and there are no tensors: `weightsync.weights.packing` fills the buffer.
 """
 
 from __future__ import annotations
@@ -49,35 +49,35 @@ _CODES = {name: code for code, name in enumerate(_DTYPES)}
 
 #: Each dtype's group starts at a multiple of this many bytes; within a group there are no gaps.
 ALIGNMENT = 64
-#: What a peer may claim for a tensor: torch itself stops near these.
+#: The largest tensor that a peer may claim; torch's own limits are close to these.
 MAX_NDIM = 64
 MAX_NUMEL = 1 << 62
 
 _MAGIC = b"WSL\x01"
 _COUNT = struct.Struct("<I")
 _KIND = struct.Struct("<BB")
-#: A dotted name that ends thus is the extra state of the module before it, as in a state dict.
+#: A dotted name with this last part is the extra state of the module before it, as in a state dict.
 EXTRA_STATE = "_extra_state"
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a dotted name is that of a module's extra state, as a state dict writes it."""
+    """Whether a dotted name is the name of a module's extra state, as in a state dict."""
     return name == EXTRA_STATE or name.endswith("." + EXTRA_STATE)
 
 
 def extra_state_name(module: str) -> str:
-    """The name under which a state dict keeps the extra state of a module; ``""`` is the root."""
+    """The name under which a state dict stores the extra state of a module; ``""`` is the root."""
     return f"{module}.{EXTRA_STATE}" if module else EXTRA_STATE
 
 
 def is_sane(shape: Sequence[int]) -> bool:
-    """Whether a peer's shape is one that a tensor may have: few dimensions, and no product that overflows."""
+    """Whether a shape that a peer claims is possible: few dimensions, and no overflowing product."""
     return len(shape) <= MAX_NDIM and prod(max(size, 1) for size in shape) <= MAX_NUMEL
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: where in the flat buffer it lies, in bytes."""
+    """One tensor and its place in the flat buffer, in bytes."""
 
     name: str
     dtype: str
@@ -88,7 +88,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The tensors of one dtype, back to back: ``entries[first:last]`` of the layout."""
+    """The tensors of one dtype, without gaps: ``entries[first:last]`` of the layout."""
 
     dtype: str
     offset: int
@@ -98,11 +98,11 @@ class Group:
 
 
 class Layout:
-    """All tensors of a model in one flat, aligned buffer, dtype by dtype.
+    """All tensors of a model in one flat, aligned buffer, grouped by dtype.
 
-    A value: the same names, shapes, dtypes and modules with extra state give an equal layout, in whatever order
-    they were met. Tensors of a size that is a multiple of `ALIGNMENT` come first in their group, so that they are
-    aligned although nothing is padded between tensors.
+    Layouts compare by value: the same names, shapes, dtypes and modules with extra state make an equal layout, in
+    whatever order they are given. Within a group, tensors whose size is a multiple of `ALIGNMENT` come first, so that
+    they are aligned without padding.
 
     Args:
         specs: name, dtype's name and shape of each tensor.
@@ -128,7 +128,7 @@ class Layout:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The dtypes' groups, in the order of the buffer."""
+        """The groups, one per dtype, in the order of the buffer."""
         first, groups = 0, []
         for last in range(1, len(self.entries) + 1):
             head, tail = self.entries[first], self.entries[last - 1]
@@ -153,7 +153,7 @@ class Layout:
         return f"<Layout of {len(self.entries)} tensors, {self.nbytes} bytes, {self.digest.hex()[:8]}>"
 
     def encode(self) -> bytes:
-        """The layout as bytes, for `decode`."""
+        """Encode the layout as bytes, for `decode`."""
         return self._encoded
 
     @cached_property
@@ -168,31 +168,31 @@ class Layout:
 
     @classmethod
     def decode(cls, data: bytes) -> Layout:
-        """Read what `encode` wrote.
+        """Decode what `encode` returned.
 
         Raises:
-            ProtocolError: these are not the bytes of a layout. Time and memory stay in proportion to them.
+            ProtocolError: the bytes are malformed. Time and memory stay in proportion to their number.
         """
         try:
             layout = cls(*_parsed(data))
         except (struct.error, IndexError, UnicodeDecodeError, LayoutError) as error:
-            raise ProtocolError(f"Not a layout: {error}.", unread=data) from error
+            raise ProtocolError(f"The layout cannot be decoded: {error}.", unread=data) from error
         if layout.encode() != data:
-            raise ProtocolError("Not a layout in canonical form.", unread=data)
+            raise ProtocolError("The layout is not in canonical form.", unread=data)
         return layout
 
     def summary(self) -> str:
-        """What is in the layout, for an error that names two: how many tensors of which dtypes, and the first names."""
+        """Describe the layout in an error message: the number of tensors of each dtype, and the first names."""
         counts = ", ".join(f"{group.last - group.first} {group.dtype}" for group in self.groups)
         names = listed([quoted(entry.name) for entry in sorted(self.entries, key=attrgetter("name"))])
         return f"{len(self.entries)} tensors ({counts}): {names}" if self.entries else "no tensors"
 
-    def difference(self, other: Layout, told: str = "The weights do not fit the destination") -> LayoutError | None:
-        """How weights of the layout `other` fail to fit a destination of this one; None if they fit.
+    def difference(self, other: Layout, summary: str = "The weights do not fit the destination") -> LayoutError | None:
+        """Return the error for weights of layout `other` and a destination of this layout; None if they fit.
 
         Args:
-            other: the weights'.
-            told: how the error's message begins.
+            other: the layout of the weights.
+            summary: the beginning of the error message.
         """
         if self == other:
             return None
@@ -205,7 +205,7 @@ class Layout:
             if wanted[name] != given[name]
         }
         parts = [_counted("missing", missing), _counted("unexpected", unexpected), _differing(mismatched)]
-        message = f"{told}: {'; '.join(filter(None, parts))}."
+        message = f"{summary}: {'; '.join(filter(None, parts))}."
         return LayoutError(message + _hint(missing, unexpected), missing, unexpected, mismatched)
 
 
@@ -225,7 +225,7 @@ def _placed(sized: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Iterator[
 
 
 def _text(text: str) -> bytes:
-    # Python's strings may hold lone surrogates, and names are any strings.
+    # A name may be any Python string, and those may contain lone surrogates.
     encoded = text.encode("utf-8", "surrogatepass")
     return _COUNT.pack(len(encoded)) + encoded
 
@@ -235,7 +235,7 @@ _Parsed = tuple[list[tuple[str, str, tuple[int, ...]]], list[str]]
 
 def _parsed(data: bytes) -> _Parsed:
     if data[: len(_MAGIC)] != _MAGIC:
-        raise LayoutError("it does not begin with the mark of one")
+        raise LayoutError("it does not start with the magic bytes")
     (count,), at = _COUNT.unpack_from(data, len(_MAGIC)), len(_MAGIC) + _COUNT.size
     specs, extras = [], []
     for _ in range(count):
@@ -272,21 +272,21 @@ def _described(layout: Layout) -> _Described:
 def _mismatch(wanted: tuple[tuple[int, ...], str] | None, given: tuple[tuple[int, ...], str] | None) -> str:
     if wanted is None or given is None:
         return "a tensor on one side, extra state on the other"
-    told = []
+    differences = []
     if wanted[0] != given[0]:
-        told.append(f"shape {given[0]} where {wanted[0]} is wanted")
+        differences.append(f"shape {given[0]}, expected {wanted[0]}")
     if wanted[1] != given[1]:
-        told.append(f"dtype {given[1]} where {wanted[1]} is wanted")
-    return ", ".join(told)
+        differences.append(f"dtype {given[1]}, expected {wanted[1]}")
+    return ", ".join(differences)
 
 
-#: How many names an error lists in full; of more it gives the number and the first few.
+#: An error lists up to this many names in full; of a longer list it gives the number and the first few.
 MOST_LISTED = 5
 _FIRST_FEW = 3
 
 
 def listed(items: Sequence[str]) -> str:
-    """The items of a list that an error is to show: all of a short one, the first few of a long one."""
+    """Join items for an error message: all of a short list, the first few of a long one."""
     if len(items) <= MOST_LISTED:
         return ", ".join(items)
     return f"{', '.join(items[:_FIRST_FEW])} and {len(items) - _FIRST_FEW} more"
@@ -300,12 +300,12 @@ def _counted(kind: str, names: Sequence[str]) -> str:
 
 
 def quoted(name: str) -> str:
-    """A tensor's name as errors quote it."""
+    """Quote a tensor's name for an error message."""
     return f"'{name}'"
 
 
 def _differing(mismatched: Mapping[str, str]) -> str:
-    """The tensors of another shape or dtype; of many that differ in one way (a cast model) that is said once."""
+    """List the mismatched tensors; if there are many, group them by difference (e.g. a model cast to another dtype)."""
     if len(mismatched) <= MOST_LISTED:
         items = [f"{quoted(name)} ({how})" for name, how in mismatched.items()]
         return f"mismatched {listed(items)}" if items else ""
@@ -317,7 +317,7 @@ def _differing(mismatched: Mapping[str, str]) -> str:
 
 
 def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """A wrapper (DistributedDataParallel, torch.compile) puts one prefix before every name: say so."""
+    """The hint for names that differ only by the prefix of a wrapper (DistributedDataParallel, torch.compile)."""
     if not missing or len(missing) != len(unexpected):
         return ""
     longer, shorter = (unexpected, missing) if len(unexpected[0]) > len(missing[0]) else (missing, unexpected)
@@ -325,4 +325,4 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     if not prefix or any(long != prefix + short for long, short in zip(longer, shorter, strict=True)):
         return ""
     side = "weights" if longer is unexpected else "destination"
-    return f" The names differ only by the prefix '{prefix}' of the {side}: use the module inside that wrapper."
+    return f" The names differ only by the prefix '{prefix}' of the {side}: pass the module inside that wrapper."

@@ -8,7 +8,7 @@ from typing import Any
 from weightsync.errors import ConfigurationError, ModelPathError
 
 _NAME = r"[^.\[\]\s]+"
-#: An integer, or a key in quotes, in which anything but that quote and brackets may stand.
+#: An integer, or a quoted key, which may contain anything but that quote and brackets.
 _INDEX = r"""\[(?:-?\d+|'[^'\[\]]+'|"[^"\[\]]+")\]"""
 _PATH = re.compile(rf"{_NAME}(?:{_INDEX})*(?:\.{_NAME}(?:{_INDEX})*)*")
 _PART = re.compile(rf"{_INDEX}|{_NAME}")
@@ -18,20 +18,23 @@ def _resolve_model(context: object, path: str) -> Any:
     """Follow a path of attributes and indices from a context.
 
     Args:
-        context: where the path begins.
-        path: attribute names, joined by dots, each with any number of indices: integers, or keys in quotes.
+        context: the object that the path starts from.
+        path: attribute names joined by dots, each with any number of indices (integers or quoted keys).
 
     Raises:
-        ConfigurationError: there is no context, or it was collected.
-        ModelPathError: the path is malformed, or a part of it (which the error names) does not resolve, or it leads
-            to None.
+        ConfigurationError: there is no context, or it was garbage-collected.
+        ModelPathError: the path is malformed, a part of it (which the error names) does not resolve, or it leads to
+            None.
     """
     if context is None:
-        raise ConfigurationError(f"The model path '{path}' needs a context, and there is none, or it was collected.")
+        raise ConfigurationError(
+            f"The model path '{path}' needs a context, but there is none, or it was garbage-collected: pass a context "
+            "and keep it alive, or pass the model itself."
+        )
     if not _PATH.fullmatch(path):
         raise ModelPathError(
-            f"'{path}' is not a model path: write names joined by dots, with integers or quoted keys in brackets, as "
-            "in 'env.transform[0]' or 'nets[\"critic\"]'.",
+            f"'{path}' is not a model path: write names joined by dots, with integers or quoted keys in brackets, for "
+            "example 'env.transform[0]' or 'nets[\"critic\"]'.",
             path,
             path,
         )
@@ -39,7 +42,7 @@ def _resolve_model(context: object, path: str) -> Any:
     for match in _PART.finditer(path):
         found = _step(found, match.group(), path, path[: match.start()].rstrip("."))
     if found is None:
-        raise ModelPathError(f"'{path}' is None: there is no model there.", path, path)
+        raise ModelPathError(f"'{path}' is None: no model is there.", path, path)
     return found
 
 

@@ -1,8 +1,8 @@
-"""Filling the flat buffer of a layout, and its digest: bytes only, no models.
+"""Packing weights into the flat buffer of a layout, unpacking them, and the digest. No models, only bytes.
 
-On the CPU one `torch._foreach_copy_` moves all tensors. The views it copies into are made once per buffer and found
-again by its address; they borrow the memory (see `weightsync.weights.tensors.borrowed`), so that keeping them keeps
-nothing alive. On a device, tensors are gathered there in large pieces, and each piece crosses once.
+On the CPU, one `torch._foreach_copy_` moves all tensors. The views it copies into are cached by the buffer's address.
+They borrow the memory (see `weightsync.weights.tensors.borrowed`), so the cache keeps no buffer alive. Tensors on a
+device are gathered there into large chunks, and each chunk is transferred once.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from weightsync.weights.layout import Layout
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
 from weightsync.weights.tensors import DTYPES, address_of, borrowed, why_uncopied
 
-#: How many bytes are gathered on a device, or packed for `digest_of`, at a time; one tensor may be more.
+#: How many bytes to gather on a device, or to pack for `digest_of`, at a time; a single tensor may be larger.
 CHUNK = 64 << 20
 
 
 def pack(weights: Weights, layout: Layout, view: memoryview) -> None:
-    """Write the tensors into ``view[: layout.nbytes]``, bit by bit; bools as 0 or 1, gaps between groups as 0.
+    """Write the tensors into ``view[: layout.nbytes]``, bit for bit; bools as 0 or 1, gaps between groups as 0.
 
-    The weights must be of that layout (see `weightsync.weights.reading.layout_of`). Returns when all is written, from
-    devices too.
+    The weights must have this layout (see `weightsync.weights.reading.layout_of`). When this returns, everything is
+    written, including tensors from devices.
 
     Raises:
         ConfigurationError: the view is too small, read-only or not contiguous; nothing was written.
-        LayoutError: a tensor cannot be copied (sparse, meta, a subclass that raises); it is named. The buffer is then
-            undefined.
+        LayoutError: a tensor, which the error names, cannot be copied (sparse, meta, a subclass that raises). The
+            contents of the buffer are then undefined.
     """
     if view.readonly or not view.c_contiguous or view.nbytes < layout.nbytes:
-        raise ConfigurationError(f"{layout.nbytes} contiguous, writable bytes are needed to pack {layout!r}.")
+        raise ConfigurationError(f"Packing {layout!r} needs {layout.nbytes} contiguous, writable bytes.")
     tensors, base = ordered(weights, layout), address_of(view)
     for start, end in _gaps(layout):
         borrowed(base + start, end - start).zero_()
@@ -48,9 +48,9 @@ def pack(weights: Weights, layout: Layout, view: memoryview) -> None:
 
 
 def scatter(layout: Layout, tensors: list[Tensor], chosen: Sequence[int], base: int) -> None:
-    """Copy a packed buffer at `base` into the `chosen` ones of a destination's tensors, in the layout's order.
+    """Copy from a packed buffer at address `base` into the `chosen` tensors of a destination.
 
-    The tensors and their shapes must be those of the layout, and the caller must hold the buffer.
+    The tensors must be in the layout's order and have its shapes, and the caller must hold the buffer.
     """
     if not chosen:
         return
@@ -68,14 +68,14 @@ def scatter(layout: Layout, tensors: list[Tensor], chosen: Sequence[int], base: 
 
 
 def digest(payload: memoryview, extras: bytes) -> bytes:
-    """xxh3-128 over the flat buffer, then the encoded extra state: 16 bytes."""
+    """Hash the flat buffer, then the encoded extra state, with xxh3-128: 16 bytes."""
     hashed = xxhash.xxh3_128(payload)
     hashed.update(extras)
     return hashed.digest()
 
 
 def digest_of_weights(weights: object) -> bytes:
-    """The `digest` of weights as a sender would compute it.
+    """Compute the `digest` of weights as a sender would.
 
     Raises:
         ConfigurationError, LayoutError: they cannot be sent.
@@ -85,7 +85,7 @@ def digest_of_weights(weights: object) -> bytes:
 
 
 def digest_of(weights: Weights, layout: Layout, extras: bytes) -> bytes:
-    """The `digest` of these weights as if packed; needs `CHUNK` bytes, or those of the largest tensor."""
+    """Compute the `digest` that these weights would have when packed, using `CHUNK` bytes or the largest tensor's."""
     hashed, tensors, end = xxhash.xxh3_128(), ordered(weights, layout), 0
     for first, last in _chunks(layout):
         start = layout.entries[first].offset
@@ -99,7 +99,7 @@ def digest_of(weights: Weights, layout: Layout, extras: bytes) -> bytes:
 
 
 def views(layout: Layout, flat: Tensor, first: int = 0, last: int | None = None) -> list[Tensor]:
-    """Entries ``first:last`` as views of `flat`: the bytes from entry `first`'s offset on."""
+    """Return entries ``first:last`` as views of `flat`, which starts at the offset of entry `first`."""
     last = len(layout.entries) if last is None else last
     start, found = layout.entries[first].offset if first < last else 0, []
     for group in layout.groups:
@@ -113,9 +113,9 @@ def views(layout: Layout, flat: Tensor, first: int = 0, last: int | None = None)
 
 
 def kept_views(layout: Layout, base: int) -> list[Tensor]:
-    """All entries as views of the buffer at `base`, remembered for the buffers met last.
+    """Return all entries as views of the buffer at `base`, cached for the most recent buffers.
 
-    Only for a caller who holds that buffer, while it does so, in inference mode.
+    The caller must hold the buffer as long as it uses the views, and must be in inference mode.
     """
     return _kept_views(layout, base)
 
@@ -160,7 +160,7 @@ def _copy(layout: Layout, first: int, into: list[Tensor], tensors: list[Tensor])
 
 
 def _on_one_device(tensors: list[Tensor]) -> bool:
-    # The first decides quickly that nothing is; a mix goes tensor by tensor, and so does what has no data.
+    # The first tensor rules out the common CPU case quickly. Mixed devices and meta tensors are copied one by one.
     return (
         bool(tensors)
         and not (tensors[0].is_cpu or tensors[0].is_meta)
@@ -169,7 +169,7 @@ def _on_one_device(tensors: list[Tensor]) -> bool:
 
 
 def _gaps(layout: Layout) -> Iterator[tuple[int, int]]:
-    """Between the groups: bytes of no tensor, which the digest covers all the same."""
+    """Yield the gaps between groups: bytes of no tensor, which the digest covers nevertheless."""
     for group, following in zip(layout.groups, layout.groups[1:], strict=False):
         end = group.offset + group.nbytes
         if end < following.offset:
@@ -178,7 +178,7 @@ def _gaps(layout: Layout) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=8)
 def _chunks(layout: Layout) -> tuple[tuple[int, int], ...]:
-    """Runs of entries of one dtype, of at most `CHUNK` bytes each, or of one entry."""
+    """Split the entries into runs of one dtype, each of at most `CHUNK` bytes or of a single entry."""
     chunks = []
     for group in layout.groups:
         first = group.first

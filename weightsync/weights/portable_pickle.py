@@ -1,4 +1,4 @@
-"""Weights as what any process that has torch can unpickle, whatever their dtypes."""
+"""Pickles of weights that any process with torch can read, whatever their dtypes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
-#: The dtypes that torch reads from its own pickles. Of the others (8-bit floats, wide unsigned integers, complex32) it
-#: writes pickles that it cannot read, torch 2.15 still.
+#: The dtypes that torch can read from its own pickles. For the others (8-bit floats, wide unsigned integers, complex32)
+#: torch writes pickles that it cannot read, as of torch 2.15.
 READABLE: Final = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
@@ -22,9 +22,9 @@ READABLE: Final = frozenset(
 
 
 def portable(weights: Any) -> Any:
-    """The weights themselves, or where a pickle of them could not be read, what is unpickled as these weights.
+    """Return the weights, wrapped if a plain pickle of them could not be read.
 
-    Nothing of ours is needed to read it.
+    Whatever is returned unpickles as the weights. The reader does not need weightsync.
 
     Args:
         weights: tensors in TensorDicts, dicts, lists or tuples, or anything else.
@@ -47,7 +47,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class _Written:
-    """Weights as the bytes of a pickle; unpickling this unpickles them."""
+    """The pickled bytes of weights. Unpickling an instance returns the weights."""
 
     def __init__(self, weights: Any) -> None:
         buffer = io.BytesIO()
@@ -59,7 +59,7 @@ class _Written:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors of the dtypes that torch cannot read as their bytes, seen as that dtype and shape."""
+    """Writes tensors of the dtypes that torch cannot read as bytes, with their dtype and shape."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor) or obj.dtype in READABLE:

@@ -1,4 +1,4 @@
-"""Reading weights: a module, a TensorDict or a dict, as flat dotted names to tensors, and the modules' extra state."""
+"""Reading the weights of a module, TensorDict or dict: tensors by flat dotted name, and the modules' extra state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Source = nn.Module | TensorDictBase | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ExtraSlot:
-    """Where one module's extra state is kept."""
+    """Access to the extra state of one module."""
 
     get: Callable[[], ExtraState]
     set: Callable[[ExtraState], object]
@@ -33,33 +33,34 @@ class ExtraSlot:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights as read: the live tensors themselves, by flat dotted name, and the owners of the extra state."""
+    """The weights of a source: its tensors, not copied, by flat dotted name, and access to its extra state."""
 
     tensors: dict[str, Tensor]
     slots: dict[str, ExtraSlot]
 
     def extras(self) -> dict[str, ExtraState]:
-        """The extra state of each module, asked for now."""
+        """Get the current extra state of each module."""
         return {module: slot.get() for module, slot in self.slots.items()}
 
 
 @runtime_checkable
 class _Mergeable(Protocol):
-    """A module whose adapters (LoRA) can be merged into the weights that they adapt."""
+    """A module whose adapters (LoRA) can be merged into the weights they adapt."""
 
     def merge_and_unload(self) -> nn.Module: ...
 
 
 def read_weights(source: object) -> Weights:
-    """Read the weights that a sender is to send.
+    """Read the weights to send.
 
-    Of a module: parameters, persistent buffers and extra state. A module with a `merge_and_unload` method is
-    copied, and merged on the copy, at each call; one that merely contains such a module is read as it is. In a dict
-    or TensorDict a name that ends in ``_extra_state`` is extra state, as in a state dict. Nothing is copied otherwise.
+    A module has parameters, persistent buffers and extra state. A module with a `merge_and_unload` method is copied
+    and merged on the copy at each call; a module that only contains such a module is read as it is. In a dict or
+    TensorDict, a name that ends in ``_extra_state`` is extra state, as in a state dict. Nothing else is copied.
 
     Raises:
-        ConfigurationError: the source or a value in it is of an unsupported type, or two values have one name.
-        LayoutError: a module's state dict has what is neither a parameter, a persistent buffer nor extra state.
+        ConfigurationError: the source or a value in it is of an unsupported type, or two values have the same name.
+        LayoutError: a module's state dict has an entry that is neither a parameter, a persistent buffer nor extra
+            state.
     """
     if isinstance(source, nn.Module) and isinstance(source, _Mergeable):
         source = copy.deepcopy(source).merge_and_unload()
@@ -67,17 +68,17 @@ def read_weights(source: object) -> Weights:
 
 
 def read_live(source: object) -> Weights:
-    """Read a source as `read_weights` does, but never merge: what a receiver is to overwrite."""
+    """Read a source without ever merging it. This is what a receiver overwrites."""
     weights = Weights({}, {})
     try:
         _read(source, weights)
     except RecursionError:
-        raise ConfigurationError(f"The {_type_name(source)} contains itself, or is nested too deep.") from None
+        raise ConfigurationError(f"The {_type_name(source)} contains itself or is nested too deep.") from None
     return weights
 
 
 def _read(source: object, weights: Weights) -> None:
-    # TensorDictParams is a module, too, but its names are those of the TensorDict.
+    # TensorDictParams is a module too, but its names are those of the TensorDict.
     if isinstance(source, TensorDictBase):
         _read_tensordict(source, "", weights)
     elif isinstance(source, nn.Module):
@@ -95,7 +96,7 @@ def _read(source: object, weights: Weights) -> None:
 
 
 def _read_module(module: nn.Module, prefix: str, into: Weights, peculiar: dict[str, nn.Module]) -> None:
-    # By hand, since state_dict() costs ten times as much and named_parameters() leaves tied names out.
+    # state_dict() takes ten times as long, and named_parameters() omits tied names.
     tensors = into.tensors
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -119,7 +120,7 @@ def _read_module(module: nn.Module, prefix: str, into: Weights, peculiar: dict[s
 def _read_tensordict(source: TensorDictBase, prefix: str, into: Weights) -> None:
     if not isinstance(source, TensorDict | TensorDictParams):
         raise ConfigurationError(
-            f"'{prefix[:-1]}' is a {_type_name(source)}, whose tensors are made anew at each access: call "
+            f"'{prefix[:-1]}' is a {_type_name(source)}, which creates new tensors on each access: call "
             ".to_tensordict() or .contiguous() on it."
         )
     for key, value in source.items():
@@ -151,7 +152,7 @@ def _read_mapping(source: Mapping[Any, Any], prefix: str, into: Weights) -> None
         if not isinstance(name, str):
             raise ConfigurationError(f"The key {name!r} below '{prefix[:-1]}' is not a str.")
         if is_extra_state(name):
-            # Without a __setitem__ (a read-only mapping) it can be read, and setting it raises.
+            # A read-only mapping, without __setitem__, can be read; setting its extra state raises.
             _add_slot(into, prefix + name, ExtraSlot(partial(source.__getitem__, name), partial(_put, source, name)))
         elif isinstance(value, Tensor):
             _add_tensor(into, prefix + name, value)
@@ -169,19 +170,21 @@ def _put(destination: Any, name: str, value: ExtraState) -> None:
 
 def _add_tensor(into: Weights, name: str, tensor: Tensor) -> None:
     if name in into.tensors:
-        raise ConfigurationError(f"Two tensors are called '{name}', one by a dotted key and one by nested keys.")
+        raise ConfigurationError(
+            f"Two tensors are named '{name}', one by a dotted key and one by nested keys: rename one."
+        )
     into.tensors[name] = tensor
 
 
 def _add_slot(into: Weights, name: str, slot: ExtraSlot) -> None:
     module = name.removesuffix(EXTRA_STATE).removesuffix(".")
     if module in into.slots:
-        raise ConfigurationError(f"'{name}' occurs twice, once by a dotted key and once by nested keys.")
+        raise ConfigurationError(f"'{name}' occurs twice, once by a dotted key and once by nested keys: rename one.")
     into.slots[module] = slot
 
 
 def _unsupported(name: str, value: object) -> ConfigurationError:
-    return ConfigurationError(f"'{name}' is a {_type_name(value)}: weights are tensors, or dicts of them.")
+    return ConfigurationError(f"'{name}' is a {_type_name(value)}: weights must be tensors or dicts of tensors.")
 
 
 def _type_name(value: object) -> str:
@@ -190,7 +193,7 @@ def _type_name(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a layout asks of the tensors, to be compared in a few calls."""
+    """The names, shapes and dtypes of a layout, prepared for fast comparison with tensors."""
 
     names: tuple[str, ...]
     known: frozenset[str]
@@ -208,16 +211,16 @@ def _plan(layout: Layout) -> _Plan:
 
 
 def ordered(weights: Weights, layout: Layout) -> list[Tensor]:
-    """The tensors in the order of the layout, which must be theirs."""
+    """Return the tensors in the order of the layout, which must be their layout."""
     return list(map(weights.tensors.__getitem__, _plan(layout).names))
 
 
 def layout_of(weights: Weights, known: Layout | None = None) -> Layout:
-    """The layout of these weights: the very object `known` if that is it, which is quick to find out.
+    """Return the layout of these weights: the object `known` if it is equal, which is fast to check.
 
     Raises:
-        LayoutError: a tensor cannot be sent (quantised, sparse, nested, meta, uninitialised, without memory); it is
-            named.
+        LayoutError: a tensor, which the error names, cannot be sent (quantised, sparse, nested, meta, uninitialised,
+            without memory).
     """
     if known is not None and _fits(weights, known):
         return known
@@ -239,12 +242,12 @@ def _fits(weights: Weights, known: Layout) -> bool:
     if weights.tensors.keys() != plan.known or tuple(sorted(weights.slots)) != known.extras:
         return False
     tensors = ordered(weights, known)
-    # Whatever is not plain, or has less memory than its shape needs, takes the long way, which names it.
+    # A tensor that is not plain, or has less memory than its shape needs, fails here; the slow path then names it.
     return PLAIN.issuperset(map(type, tensors)) and are_formed(tensors, known) and are_backed(tensors, plan.sizes)
 
 
 def are_formed(tensors: list[Tensor], layout: Layout) -> bool:
-    """Whether tensors, in the order of the layout, have its shapes and dtypes."""
+    """Whether tensors, given in the order of the layout, have its shapes and dtypes."""
     plan = _plan(layout)
     try:
         return list(map(_dtype, tensors)) == plan.dtypes and list(map(_shape, tensors)) == plan.shapes

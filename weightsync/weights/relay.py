@@ -1,4 +1,4 @@
-"""A model of a worker that holds none itself: it keeps the weights that came last, for workers of its own."""
+"""The destination of a worker that has no model: it keeps the latest weights for its own workers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 from weightsync.errors import LayoutError
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import views
-from weightsync.weights.target import Mode, Staged, Target, look_at
+from weightsync.weights.target import Mode, Staged, Target, plan_for
 from weightsync.weights.tensors import address_of, borrowed
 
 
 class Relay(dict[str, Tensor]):
-    """The weights of the version served, by dotted name; empty before the first one. Any layout fits."""
+    """The weights of the served version, by dotted name; empty before the first version. It accepts any layout."""
 
 
 class RelayTarget(Target):
-    """A destination that becomes what is sent.
+    """A target that replaces all of its contents with each update.
 
     Args:
         destination: the relay.
@@ -29,30 +29,31 @@ class RelayTarget(Target):
 
     @property
     def demanded(self) -> Layout | None:
-        """None: any layout is taken."""
+        """None, because any layout is accepted."""
         return None
 
     def stage(self, layout: Layout, payload: memoryview, extras: bytes = b"") -> Staged:
-        """Check that an update is whole: see `Target.stage`.
+        """Check that an update is complete: see `Target.stage`.
 
         Raises:
-            LayoutError: it has extra state, which the workers further on could not be given.
-            ProtocolError: payload or extras are not what the layout says.
+            LayoutError: it has extra state, which cannot be forwarded to further workers.
+            ProtocolError: payload or extras do not match the layout.
         """
         decoded = self._decoded(layout, payload, extras)
         if decoded:
             raise LayoutError(
-                f"This worker has no model of its own and hands weights on to its workers; the extra state of "
-                f"{sorted(decoded)} cannot be handed on. Give the worker the model, or send weights without it.",
+                "This worker has no model of its own and forwards weights to its workers, but the extra state of "
+                f"{sorted(decoded)} cannot be forwarded. Give the worker the model, or send weights without extra "
+                "state.",
                 unexpected=sorted(decoded),
             )
-        return Staged(layout, payload, decoded, self._live)
+        return Staged(layout, payload, decoded, self._plan)
 
     def swap(self, staged: Staged) -> None:
-        """Keep the staged weights, in memory of our own; those of the version before are let go."""
+        """Keep a copy of the staged weights, and drop those of the version before."""
         flat = borrowed(address_of(staged.payload), staged.layout.nbytes).clone()
         names = [entry.name for entry in staged.layout.entries]
         held = dict(zip(names, views(staged.layout, flat), strict=True))
         self.destination.clear()
         self.destination.update(held)
-        self._live = look_at(self.destination)
+        self._plan = plan_for(self.destination)

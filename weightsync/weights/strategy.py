@@ -1,4 +1,4 @@
-"""`WeightStrategy`: the reference's way of extracting and applying weights, strict about what fits."""
+"""`WeightStrategy`: TorchRL's way of extracting and applying weights, with strict checks of what fits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FORMATS = ("tensordict", "state_dict")
 
 
 class WeightStrategy:
-    """How weights are extracted from a model, and applied to one. Equals, and hashes like, the name of its format.
+    """Extracts weights from a model and applies them to one. It equals, and hashes like, the name of its format.
 
     Args:
         extract_as: ``"tensordict"``, nested, or ``"state_dict"``, flat and dotted.
 
     Raises:
-        ConfigurationError: there is no such format.
+        ConfigurationError: the format is unknown.
     """
 
     __slots__ = ("extract_as",)
@@ -54,10 +54,11 @@ class WeightStrategy:
         return f"WeightStrategy({self.extract_as!r})"
 
     def extract_weights(self, source: object) -> TensorDict | dict[str, Any]:
-        """The weights of a module, TensorDict or dict, in this strategy's format.
+        """Return the weights of a module, TensorDict or dict, in this strategy's format.
 
-        The tensors are detached but not copied: they change with the source's (a LoRA module is merged on a copy, of
-        which they are). Extra state stands under the module's ``_extra_state``. A TensorDict is new, and not locked.
+        The tensors are detached but not copied: they change with the source. A LoRA module is merged on a copy first,
+        and the tensors are those of the copy. Extra state is stored under the module's ``_extra_state``. A returned
+        TensorDict is new and not locked.
 
         Raises:
             ConfigurationError: the source, or a value in it, is of an unsupported type, or names collide.
@@ -75,15 +76,15 @@ class WeightStrategy:
         """Write weights of either format, flat or nested, into a module, TensorDict or dict: all or nothing.
 
         Args:
-            destination: keeps its tensors, unless `inplace` is false.
-            weights: must have just its names, shapes, dtypes and modules with extra state.
-            inplace: if false, a dict or TensorDict gets new tensors, and the old ones keep their values; a module
-                keeps its Parameters, and those on the CPU get new memory, its buffers are written in place.
+            destination: the module, TensorDict or dict. It keeps its tensors if `inplace` is true.
+            weights: must have the destination's names, shapes, dtypes and modules with extra state, and no others.
+            inplace: if false, a dict or TensorDict gets new tensors, and the old ones keep their values. A module
+                keeps its Parameters; those on the CPU get new memory, and buffers are written in place.
 
         Raises:
-            LayoutError: names, shapes or dtypes do not fit; nothing is changed.
-            ConfigurationError: destination or weights, or a value in them, are of an unsupported type, or a
-                destination that is to get new tensors is locked or read-only.
+            LayoutError: names, shapes or dtypes differ; nothing is changed.
+            ConfigurationError: the destination, the weights or a value in them are of an unsupported type, or
+                `inplace` is false and the destination is locked or read-only.
         """
         if inplace:
             Target(destination).apply(weights)
@@ -94,7 +95,7 @@ class WeightStrategy:
 
 
 def _detached(name: str, tensor: Tensor) -> Tensor:
-    # Whatever a plain tensor is, it can be detached; what a subclass does is its own.
+    # A plain tensor can always be detached; a subclass may raise.
     if type(tensor) not in PLAIN:
         why = why_unsupported(tensor) if is_lazy(tensor) else _why_undetached(tensor)
         if why:
@@ -118,15 +119,15 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         for part in path:
             inner = inner.setdefault(part, {})
             if not isinstance(inner, dict):
-                raise ConfigurationError(f"'{name}' and a tensor called '{part}' above it cannot both be nested.")
+                raise ConfigurationError(f"'{name}' cannot be nested below '{part}', which is itself a tensor.")
         if last in inner:
-            raise ConfigurationError(f"'{name}' is a tensor and also has tensors below it: it cannot be nested.")
+            raise ConfigurationError(f"'{name}' cannot be nested: it is a tensor and also has tensors below it.")
         inner[last] = value
     return nested
 
 
 def _replace(destination: object, weights: Weights) -> None:
-    """Give a dict or TensorDict new tensors; refuse before anything is changed."""
+    """Give a dict or TensorDict new tensors. All checks come before the first change."""
     target = Target(destination)
     _refuse_fixed(destination)
     layout = layout_of(weights, target.layout)
@@ -150,9 +151,12 @@ def _like(old: Tensor, new: Tensor) -> Tensor:
 
 def _refuse_fixed(container: object) -> None:
     if isinstance(container, TensorDictBase) and container.is_locked:
-        raise ConfigurationError("A locked TensorDict cannot get new tensors: apply the weights in place.")
+        raise ConfigurationError(
+            "A locked TensorDict cannot get new tensors: unlock it, or apply the weights in place."
+        )
     if isinstance(container, Mapping) and not isinstance(container, MutableMapping):
-        raise ConfigurationError(f"A {type(container).__name__} cannot get new tensors: apply the weights in place.")
+        kind = type(container).__name__
+        raise ConfigurationError(f"A {kind} is read-only and cannot get new tensors: apply the weights in place.")
     for value in container.values() if isinstance(container, Mapping | TensorDictBase) else ():
         _refuse_fixed(value)
 

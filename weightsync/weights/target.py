@@ -1,7 +1,7 @@
-"""Applying weights to a destination, in two phases: `Target.stage` validates all, `Target.swap` changes all.
+"""Applying weights to a destination in two phases: `Target.stage` validates them, `Target.swap` makes them live.
 
-`look_at` says what a destination is now: its tensors in the layout's order, how they share memory, and what a swap does
-to each of them.
+`plan_for` describes the current destination: its tensors in the layout's order, how they share memory, and what a swap
+does to each of them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ Places = tuple[list[int], list[tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Live:
-    """The tensors of a destination, and a plan for changing them.
+class DestinationPlan:
+    """The tensors of a destination, and how a swap changes them.
 
     Attributes:
-        weights: what was read: holds the owners of the extra state.
+        weights: the weights that were read, with the owners of the extra state.
+        layout: their layout.
         tensors: in the layout's order.
         places: addresses and strides of the tensors in memory.
-        sharing: who shares memory with whom.
-        mappable: parameters that may be made views of other memory, with the one whose view they take: their own,
-            or that of the first of those they are tied to.
-        given: the memory that mapped parameters have, in the order of `mappable`, if it was given by us.
+        sharing: which tensors share memory.
+        mappable: parameters that may become views of other memory, each with the index of the entry that it is to
+            view: its own, or that of the first parameter it is tied to.
+        mapped_memory: the memory of the mapped parameters, in the order of `mappable`, if a swap has mapped them.
     """
 
     weights: Weights
@@ -46,27 +47,27 @@ class Live:
     places: Places
     sharing: Sharing
     mappable: dict[int, int]
-    given: list[Tensor] | None = None
+    mapped_memory: list[Tensor] | None = None
 
     def copied(self, mapped: dict[int, int]) -> Sequence[int]:
-        """The tensors to copy into where `mapped` are mapped: each memory once."""
+        """The tensors to copy if `mapped` are mapped; tied tensors are copied once."""
         if not mapped and not self.sharing.ties:
             return range(len(self.tensors))
         twins = {index for tie in self.sharing.ties for index in tie[1:]}
         return [index for index in range(len(self.tensors)) if index not in mapped and index not in twins]
 
     def refuse_unwritable(self) -> None:
-        """Raise LayoutError for a tensor with many elements in one place."""
+        """Raise LayoutError for a tensor in which several elements share one place in memory."""
         for index in self.sharing.expanded:
             name = self.layout.entries[index].name
             raise LayoutError(
-                f"'{name}' of the destination is expanded, several of its elements are one place in memory, and "
-                "cannot be written: .clone() it.",
+                f"'{name}' of the destination is expanded: several of its elements share one place in memory, so it "
+                "cannot be written. Replace it by its .clone().",
                 mismatched={name: "expanded"},
             )
 
     def refuse_disagreement(self, values: list[Tensor]) -> None:
-        """Raise LayoutError if tensors that share memory are to get different values."""
+        """Raise LayoutError if tensors that share memory would get different values."""
         for tie in self.sharing.ties:
             for twin in tie[1:]:
                 if not same_bits(values[tie[0]], values[twin]):
@@ -84,19 +85,19 @@ class Live:
         )
 
 
-def look_at(destination: object, before: Live | None = None) -> Live:
-    """Read the destination; where it still holds the very tensors of `before`, at the very places, that is the plan.
+def plan_for(destination: object, before: DestinationPlan | None = None) -> DestinationPlan:
+    """Read the destination and return its plan, which is `before` if its tensors and their places are unchanged.
 
     Raises:
         ConfigurationError: the destination, or a value in it, is of an unsupported type.
-        LayoutError: a tensor in it cannot be received (quantised, sparse, uninitialised, freed ...), or a module in it
+        LayoutError: a tensor in it cannot be written (quantised, sparse, uninitialised, freed ...), or a module in it
             keeps state elsewhere.
     """
     weights = read_live(destination)
-    same = _again(weights, before) if before else None
+    same = _if_unchanged(weights, before) if before else None
     if same is not None:
         return same
-    # Tensor by tensor: the quick way does not see that one is on the meta device, where writing does nothing.
+    # Checked tensor by tensor, because the fast path does not notice meta tensors, where writing has no effect.
     layout = layout_of(weights)
     if before and before.layout == layout:
         layout = before.layout
@@ -104,23 +105,23 @@ def look_at(destination: object, before: Live | None = None) -> Live:
     sharing = sharing_of(tensors)
     _refuse_raising(layout, tensors, sharing)
     mappable = _mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
-    return Live(weights, layout, tensors, places_of(tensors), sharing, mappable)
+    return DestinationPlan(weights, layout, tensors, places_of(tensors), sharing, mappable)
 
 
 def places_of(tensors: Sequence[Tensor]) -> Places:
-    """Where tensors lie in memory: each one's address, and each one's strides."""
+    """The addresses and the strides of tensors."""
     return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors))
 
 
-def look_again(destination: object, before: Live) -> Live | None:
-    """Read the destination once more; None if it no longer holds the very tensors, at the very places."""
-    return _again(read_live(destination), before)
+def plan_if_unchanged(destination: object, before: DestinationPlan) -> DestinationPlan | None:
+    """Read the destination again; return None if its tensors or their places have changed."""
+    return _if_unchanged(read_live(destination), before)
 
 
-def _again(weights: Weights, before: Live) -> Live | None:
+def _if_unchanged(weights: Weights, before: DestinationPlan) -> DestinationPlan | None:
     if weights.tensors.keys() != before.weights.tensors.keys() or weights.slots.keys() != before.weights.slots.keys():
         return None
-    # The address tells of a storage that was freed or shrunk, too: its memory moves.
+    # A storage that was freed or shrunk is noticed too, because its address changes.
     tensors = ordered(weights, before.layout)
     same = all(map(is_, tensors, before.tensors)) and are_formed(tensors, before.layout)
     if same and places_of(tensors) == before.places:
@@ -128,19 +129,19 @@ def _again(weights: Weights, before: Live) -> Live | None:
     return None
 
 
-def refuse_fleeting(destination: object, live: Live) -> None:
-    """Raise ConfigurationError if the destination makes its tensors anew whenever it is read: nothing would arrive."""
-    tensors = ordered(read_live(destination), live.layout)
-    for entry, tensor, address in zip(live.layout.entries, tensors, live.places[0], strict=True):
+def refuse_temporary_tensors(destination: object, plan: DestinationPlan) -> None:
+    """Raise ConfigurationError if the destination creates new tensors on each read, so that writes would be lost."""
+    tensors = ordered(read_live(destination), plan.layout)
+    for entry, tensor, address in zip(plan.layout.entries, tensors, plan.places[0], strict=True):
         if tensor.data_ptr() != address:
             raise ConfigurationError(
-                f"'{entry.name}' is made anew whenever the {type(destination).__name__} is read, so that weights "
-                "written into it would be lost: make it a dict of tensors."
+                f"The {type(destination).__name__} creates a new tensor for '{entry.name}' on each read, so weights "
+                "written into it would be lost: use a dict of tensors."
             )
 
 
 def _refuse_raising(layout: Layout, tensors: list[Tensor], sharing: Sharing) -> None:
-    """Raise LayoutError for a subclass's tensor, or a lazy conjugate, that cannot be written: its own values are."""
+    """Raise LayoutError for a tensor of a subclass, or a lazy conjugate, to which its own values cannot be written."""
     for index, tensor in enumerate(tensors):
         usual = type(tensor) in PLAIN and not tensor.is_conj() and not tensor.is_neg()
         if usual or index in sharing.expanded:
@@ -161,7 +162,7 @@ def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
     sources = {index: index for index in able}
     for tie in sharing.ties:
         for index in tie:
-            # All of a tie or none: one that is copied would otherwise part from one that is mapped.
+            # All tensors of a tie are mapped or none is: otherwise the copied ones would no longer share their memory.
             sources.pop(index, None)
             if able.issuperset(tie):
                 sources[index] = tie[0]
@@ -169,7 +170,7 @@ def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
 
 
 def _may_share_memory(tensor: Tensor) -> bool:
-    # A parameter made in inference mode breaks when it is given normal data.
+    # A parameter created in inference mode cannot be given normal data.
     plain = type(tensor) is nn.Parameter and tensor.is_cpu and not tensor.is_inference()
     return plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
@@ -177,63 +178,63 @@ def _may_share_memory(tensor: Tensor) -> bool:
 class Mode(Enum):
     """How a payload becomes live."""
 
-    #: Into the destination's own tensors. The payload may be written again afterwards.
+    #: It is copied into the destination's own tensors. The payload may be overwritten afterwards.
     COPY = "copy"
-    #: A module's parameters on the CPU become views of the payload, which must never be written again; they keep
-    #: its memory alive. Buffers, which forwards write, are copied; so is what has no plain memory of its own
-    #: (strided, overlapping, on a device). A payload that is read-only or not aligned is copied first, whole. What
-    #: shares a parameter's memory without being in the module (a view kept elsewhere) keeps the old weights.
+    #: A module's parameters on the CPU become views of the payload. They keep its memory alive, and it must never be
+    #: written again. Buffers, which forward passes write, are copied, and so are parameters without plain memory of
+    #: their own (strided, overlapping, on a device). A payload that is read-only or not aligned is copied first. A view
+    #: of a parameter that is kept outside the module keeps the old weights.
     MAP = "map"
 
 
 class SwapBroken(WeightSyncError):
-    """A swap failed half way and could not be undone: the destination holds neither version."""
+    """A swap failed half way and could not be undone: the destination holds a mix of two versions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staged:
-    """A validated update, beside the live weights. It keeps its payload alive."""
+    """A validated update that is not live yet. It keeps its payload alive."""
 
     layout: Layout
     payload: memoryview
     extras: dict[str, ExtraState]
-    #: The destination that it was validated against.
-    live: Live
+    #: The plan of the destination that it was validated against.
+    plan: DestinationPlan
 
 
 class Target:
     """A destination for updates: a module, a TensorDict or a dict of tensors, flat or nested.
 
-    Its tensors are read anew at each step, so that one replaced by hand is neither missed nor written in vain.
-    Parameters keep their identity; in-place writes and new memory both move autograd's version counters, so that a
-    backward through a graph of the old weights raises. Not for use by two threads at once.
+    Its tensors are read again for each update, so a tensor that the user has replaced is noticed. Parameters keep their
+    identity. Both in-place writes and new memory bump autograd's version counters, so a backward pass through a graph
+    of the old weights raises. Not thread-safe.
 
     Args:
-        destination: what is to be overwritten. A LoRA module is not merged: it is served as it is.
+        destination: the module, TensorDict or dict to overwrite. A LoRA module is not merged, but served as it is.
         mode: see `Mode`.
 
     Raises:
-        ConfigurationError: the destination, or a value in it, is of an unsupported type, or it makes its tensors anew
-            whenever it is read.
-        LayoutError: a tensor in it cannot be received (quantised, sparse, uninitialised, freed ...), or a module in it
+        ConfigurationError: the destination, or a value in it, is of an unsupported type, or the destination creates new
+            tensors on each read.
+        LayoutError: a tensor in it cannot be written (quantised, sparse, uninitialised, freed ...), or a module in it
             keeps state elsewhere.
     """
 
-    #: Of how many payloads the views may be kept (mode MAP), for when they come round again; slots do.
+    #: How many payloads to keep views of (mode MAP). Shared-memory slots are reused, so their views are too.
     KEPT_PAYLOADS = 4
 
     def __init__(self, destination: object, mode: Mode = Mode.COPY) -> None:
         self.destination = destination
         self.mode = mode
-        self._live = look_at(destination)
+        self._plan = plan_for(destination)
         if not isinstance(destination, nn.Module):
-            refuse_fleeting(destination, self._live)
+            refuse_temporary_tensors(destination, self._plan)
         self._mapped: OrderedDict[tuple[int, Layout], list[Tensor] | None] = OrderedDict()
 
     @property
     def layout(self) -> Layout:
-        """The layout of the destination as it is now."""
-        return self._look().layout
+        """The current layout of the destination."""
+        return self._refreshed_plan().layout
 
     @property
     def demanded(self) -> Layout | None:
@@ -241,122 +242,124 @@ class Target:
         return self.layout
 
     def stage(self, layout: Layout, payload: memoryview, extras: bytes = b"") -> Staged:
-        """Validate an update in full. Nothing is changed, whatever is raised.
+        """Validate an update completely. Nothing is changed, even if this raises.
 
         Args:
-            layout: of the update.
-            payload: the flat buffer, of exactly ``layout.nbytes`` bytes; not to be written until the swap, nor ever
-                after it in mode MAP.
+            layout: the layout of the update.
+            payload: the flat buffer, of exactly ``layout.nbytes`` bytes. It must not be written before the swap, and
+                in mode MAP never again.
             extras: the encoded extra state.
 
         Raises:
             LayoutError: names, shapes, dtypes or modules with extra state differ from the destination's, or the
-                values of tied tensors differ from one another, or a tensor of the destination cannot be written.
-            ProtocolError: payload or extras are not what the layout says.
+                values of tied tensors differ from each other, or a tensor of the destination cannot be written.
+            ProtocolError: payload or extras do not match the layout.
         """
         decoded = self._decoded(layout, payload, extras)
         return Staged(layout, payload, decoded, self._validated(layout, payload))
 
     def swap(self, staged: Staged) -> None:
-        """Make all of a staged update live: extra state first, which is put back if anything fails.
+        """Make a staged update live: first the extra state, which is restored if anything fails, then the tensors.
 
         Raises:
-            LayoutError: the destination has changed since the update was staged (by hand, or in a hook of its own)
-                and does not fit it any more; nothing is changed.
-            SwapBroken: it failed half way and could not be undone.
-            Exception: what a module's own `set_extra_state` raised; nothing is changed.
+            LayoutError: the destination has changed since the update was staged (by the user, or in its own hook) and
+                the update no longer fits it; nothing is changed.
+            SwapBroken: the swap failed half way and could not be undone.
+            Exception: whatever a module's own `set_extra_state` raised; nothing is changed.
         """
-        live = self._current(staged)
+        plan = self._revalidated(staged)
         undo = _Undo()
         try:
             for module, value in staged.extras.items():
-                undo.set(module, live.weights.slots[module], value)
+                undo.set(module, plan.weights.slots[module], value)
             if staged.extras:
-                live = self._current(staged)
-            given = self._map(live, staged, undo)
+                plan = self._revalidated(staged)
+            memory = self._map(plan, staged, undo)
         except BaseException as error:
             undo.all(error)
             raise
         try:
-            mapped = live.mappable if given else {}
-            scatter(live.layout, live.tensors, live.copied(mapped), address_of(staged.payload))
+            mapped = plan.mappable if memory else {}
+            scatter(plan.layout, plan.tensors, plan.copied(mapped), address_of(staged.payload))
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
-        if given:
-            live = replace(live, places=places_of(live.tensors), given=given)
-        self._live = live
+        if memory:
+            plan = replace(plan, places=places_of(plan.tensors), mapped_memory=memory)
+        self._plan = plan
 
     def apply(self, weights: object) -> None:
-        """Stage and swap weights at hand, through a buffer of our own, so that they may alias the destination.
+        """Stage and swap the given weights through a separate buffer, so that they may alias the destination.
 
         Raises:
             ConfigurationError: the weights, or a value in them, are of an unsupported type.
-            LayoutError: they do not fit, or a tensor in them cannot be sent; nothing is changed.
+            LayoutError: they do not fit, or a tensor in them cannot be packed; nothing is changed.
         """
         found = read_weights(weights)
-        layout = layout_of(found, self._live.layout)
+        layout = layout_of(found, self._plan.layout)
         payload = torch.empty(layout.nbytes, dtype=torch.uint8).numpy().data
         pack(found, layout, payload)
         self.swap(self.stage(layout, payload, encode_extras(found.extras())))
 
     def digest(self) -> bytes:
-        """The digest of what is live now, as if packed: equal to that of the update, if it is served whole."""
-        live = self._look()
-        return digest_of(live.weights, live.layout, encode_extras(live.weights.extras()))
+        """The digest of the live weights as if packed. It equals the digest of the update that was applied last."""
+        plan = self._refreshed_plan()
+        return digest_of(plan.weights, plan.layout, encode_extras(plan.weights.extras()))
 
     def release(self) -> None:
-        """Forget the views kept of payloads; those that are live stay."""
+        """Drop the cached views of payloads, except those that are live."""
         self._mapped.clear()
 
     @staticmethod
     def _decoded(layout: Layout, payload: memoryview, extras: bytes) -> dict[str, ExtraState]:
-        """The extra state of an update that is what its layout says."""
+        """Check an update against its layout and decode its extra state."""
         if payload.nbytes != layout.nbytes or not payload.c_contiguous:
-            raise ProtocolError(f"A payload of {payload.nbytes} bytes came for {layout!r}.")
+            raise ProtocolError(f"A payload of {payload.nbytes} bytes arrived for {layout!r}.")
         decoded = decode_extras(extras)
         if tuple(sorted(decoded)) != layout.extras:
-            raise ProtocolError(f"Extra state came for {sorted(decoded)}, but the layout names {list(layout.extras)}.")
+            raise ProtocolError(
+                f"Extra state arrived for {sorted(decoded)}, but the layout lists {list(layout.extras)}."
+            )
         return decoded
 
-    def _look(self) -> Live:
-        self._live = look_at(self.destination, self._live)
-        return self._live
+    def _refreshed_plan(self) -> DestinationPlan:
+        self._plan = plan_for(self.destination, self._plan)
+        return self._plan
 
-    def _validated(self, layout: Layout, payload: memoryview) -> Live:
-        live = self._look()
-        difference = live.layout.difference(layout)
+    def _validated(self, layout: Layout, payload: memoryview) -> DestinationPlan:
+        plan = self._refreshed_plan()
+        difference = plan.layout.difference(layout)
         if difference is not None:
             raise difference
-        live.refuse_unwritable()
-        if live.sharing.ties or live.sharing.overlaps:
+        plan.refuse_unwritable()
+        if plan.sharing.ties or plan.sharing.overlaps:
             with torch.inference_mode():
-                live.refuse_disagreement(kept_views(live.layout, address_of(payload)))
-        return live
+                plan.refuse_disagreement(kept_views(plan.layout, address_of(payload)))
+        return plan
 
-    def _current(self, staged: Staged) -> Live:
-        """The destination, validated again if it is no longer what it was."""
-        return look_again(self.destination, staged.live) or self._validated(staged.layout, staged.payload)
+    def _revalidated(self, staged: Staged) -> DestinationPlan:
+        """The staged plan, or, if the destination has changed since, a new plan after validating the update again."""
+        return plan_if_unchanged(self.destination, staged.plan) or self._validated(staged.layout, staged.payload)
 
-    def _map(self, live: Live, staged: Staged, undo: _Undo) -> list[Tensor] | None:
-        """Point parameters at the payload; gives the memory they have now, or None if none was to be mapped."""
-        if self.mode is Mode.COPY or not live.mappable:
+    def _map(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> list[Tensor] | None:
+        """Point parameters at the payload; return their new memory, or None if there was nothing to map."""
+        if self.mode is Mode.COPY or not plan.mappable:
             return None
-        parameters = [live.tensors[index] for index in live.mappable]
-        # Out of a caller's inference mode, in which a parameter's data may not be replaced by a normal tensor.
+        parameters = [plan.tensors[index] for index in plan.mappable]
+        # In inference mode, which the caller may be in, a parameter's data cannot be replaced by a normal tensor.
         with torch.inference_mode(False), torch.no_grad():
-            found = self._views(live.layout, staged.payload)
-            given = [found[source] for source in live.mappable.values()]
-            undo.remember(parameters, live.given)
-            for parameter, data in zip(parameters, given, strict=True):
+            found = self._views(plan.layout, staged.payload)
+            memory = [found[source] for source in plan.mappable.values()]
+            undo.remember(parameters, plan.mapped_memory)
+            for parameter, data in zip(parameters, memory, strict=True):
                 parameter.data = data
             torch.autograd.graph.increment_version(parameters)
-        return given
+        return memory
 
     def _views(self, layout: Layout, payload: memoryview) -> list[Tensor]:
         if not _is_mappable(payload):
             return views(layout, borrowed(address_of(payload), layout.nbytes).clone())
-        # Kept only at the second sight: what comes once is let go with the parameters. Where views are kept, the key
-        # cannot come to mean other memory, since they hold this one.
+        # Cached only when a payload is seen a second time; the views of a payload that is used once are dropped with
+        # the parameters. Cached views hold the memory, so the key cannot be reused for other memory.
         key = address_of(payload), layout
         again = key in self._mapped
         found = self._mapped.pop(key, None) or views(layout, owning(payload))
@@ -367,7 +370,7 @@ class Target:
 
 
 class _Undo:
-    """How to go back: parameters' old memory, and modules' old extra state."""
+    """The parameters' old memory and the modules' old extra state, to undo a swap."""
 
     def __init__(self) -> None:
         self._data: list[tuple[Tensor, Tensor]] = []
@@ -378,9 +381,9 @@ class _Undo:
         self._extras.append((module, slot, encode_extras({module: slot.get()})))
         slot.set(value)
 
-    def remember(self, parameters: list[Tensor], given: list[Tensor] | None) -> None:
-        """Remember the memory of parameters that are about to get other; `given`: which it is, where that is known."""
-        memory = given or [parameter.data for parameter in parameters]
+    def remember(self, parameters: list[Tensor], memory: list[Tensor] | None) -> None:
+        """Remember the memory of parameters before it is replaced; `memory` is that memory, if it is known."""
+        memory = memory or [parameter.data for parameter in parameters]
         self._data = list(zip(parameters, memory, strict=True))
 
     def all(self, cause: BaseException) -> None:
@@ -390,18 +393,18 @@ class _Undo:
                 parameter.data = data
         for module, slot, before in reversed(self._extras):
             try:
-                _put_back(module, slot, before)
+                _restore(module, slot, before)
             except Exception as error:  # noqa: BLE001 - a user's hook may raise anything
-                message = f"After {cause!r} the extra state of '{module}' could not be put back: {error!r}."
+                message = f"After {cause!r} the extra state of '{module}' could not be restored: {error!r}."
                 raise SwapBroken(message) from cause
 
 
-def _put_back(module: str, slot: ExtraSlot, before: bytes) -> None:
-    # A hook that refused without changing anything need not accept its own old state.
+def _restore(module: str, slot: ExtraSlot, before: bytes) -> None:
+    # A hook that raised without changing anything might not accept its own old state.
     if encode_extras({module: slot.get()}) != before:
         slot.set(decode_extras(before)[module])
 
 
 def _is_mappable(payload: memoryview) -> bool:
-    # torch has no read-only tensors, and its kernels are fastest on memory aligned as its own.
+    # torch has no read-only tensors, and its kernels are fastest on memory with the alignment of its own allocator.
     return not payload.readonly and address_of(payload) % ALIGNMENT == 0

@@ -1,4 +1,4 @@
-"""What torch says about one tensor: whether it can be sent, and its bytes; and bytes seen as tensors."""
+"""One tensor at a time: whether it can be sent, its bytes, and memory viewed as a tensor."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.weights.layout import ITEMSIZES
 
-#: Name to torch dtype, of those that this torch has.
+#: Name to torch dtype, for the dtypes that this version of torch has.
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {name: getattr(torch, name) for name in ITEMSIZES if name in vars(torch)}
 )
 #: Torch dtype to name.
 DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
-#: Types that need no closer look: a tensor of one of them, strided and of a known dtype, has bytes of its own.
+#: Types without surprises: a tensor of one of them that is strided and of a known dtype has its own bytes.
 PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 
 def why_unsupported(tensor: Tensor) -> str:
-    """Why this tensor cannot be sent or received, as the end of "'name' ..."; empty if it can."""
+    """Why this tensor cannot be sent or received, to complete "'name' ..."; empty if it can."""
     try:
         return _why_unsupported(tensor)
-    except Exception as error:  # noqa: BLE001 - a subclass of Tensor may raise anything, whatever it is asked
+    except Exception as error:  # noqa: BLE001 - a subclass of Tensor may raise anything from any call
         return f"is a {type(tensor).__name__}, which cannot be read as a plain tensor ({error!r})"
 
 
 def _why_unsupported(tensor: Tensor) -> str:
     if is_lazy(tensor):
-        return "is not initialised: run a forward pass first, so that its shape is known"
+        return "is not initialised: run a forward pass first to determine its shape"
     if tensor.is_nested:
-        return "is a nested tensor, which has no one shape"
+        return "is a nested tensor, which has no single shape"
     if tensor.is_quantized:
         return f"is quantised ({tensor.dtype}): dequantise it, or send its int_repr()"
     if tensor.layout is not torch.strided:
-        return f"has the layout {tensor.layout}: make it dense"
+        return f"has the layout {tensor.layout}: convert it to a dense tensor"
     if tensor.is_meta:
         return "is on the meta device and has no data"
     if is_traceable_wrapper_subclass(tensor):
-        return f"is a {type(tensor).__name__}, which wraps other tensors: send those"
+        return f"is a {type(tensor).__name__}, which wraps other tensors: send those instead"
     if tensor.dtype not in DTYPE_NAMES:
         return f"has the dtype {tensor.dtype}, which cannot be sent"
     return _why_unbacked(tensor)
 
 
 def why_uncopied(tensor: Tensor) -> str:
-    """Why copying this tensor failed, as the end of "'name' ..."; empty if it can be copied."""
+    """Why copying this tensor failed, to complete "'name' ..."; empty if it can be copied."""
     why = why_unsupported(tensor)
     if why or type(tensor) in PLAIN:
         return why
@@ -71,19 +71,18 @@ def _why_unbacked(tensor: Tensor) -> str:
     if storage.device.type == "meta":
         return f"is a {type(tensor).__name__}, which has no data"
     if storage.nbytes() < needed:
-        freed = "was freed or shrunk: its storage"
-        return f"{freed} has {storage.nbytes()} bytes, but its shape and strides need {needed}"
+        return f"was freed or shrunk: its storage has {storage.nbytes()} bytes, its shape and strides need {needed}"
     if not tensor.data_ptr():
-        return f"is a {type(tensor).__name__}, which has no memory of its own: send what it wraps"
+        return f"is a {type(tensor).__name__}, which has no memory of its own: send the tensor that it wraps"
     return ""
 
 
-#: Kinds of device whose tensors lie in a storage that can be asked for its size; others may be opaque.
+#: Device types whose tensors have a storage of known size; on others the storage may be opaque.
 _WITH_STORAGE = frozenset({"cpu", "cuda"})
 
 
 def _bytes_needed(tensor: Tensor) -> int:
-    """Where in its storage the tensor ends."""
+    """The offset at which the tensor ends in its storage."""
     count = tensor.numel()
     if not count:
         return 0
@@ -93,13 +92,13 @@ def _bytes_needed(tensor: Tensor) -> int:
 
 
 def are_backed(tensors: Sequence[Tensor], sizes: list[int]) -> bool:
-    """Whether plain tensors of these sizes all lie within their storages; quick where they fill them.
+    """Whether plain tensors of these sizes all lie within their storages; fast if each fills its storage.
 
-    On the meta device they do, too; copying from there raises.
+    This is also true of tensors on the meta device, which raise when they are copied.
     """
     try:
         held = list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
-    except RuntimeError:  # sparse ones, for one, have no storage
+    except RuntimeError:  # e.g. sparse tensors have no storage
         return False
     filled = held == sizes and not any(map(Tensor.storage_offset, tensors))
     if filled and all(map(Tensor.is_contiguous, tensors)):
@@ -108,25 +107,25 @@ def are_backed(tensors: Sequence[Tensor], sizes: list[int]) -> bool:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """A copy of the tensor's elements on the CPU, in row-major order, bit by bit, as uint8 of shape (nbytes,)."""
-    # Allocated as bytes: torch warns of some dtypes when it allocates them.
+    """Copy the tensor's elements to the CPU, in row-major order and bit for bit, as uint8 of shape (nbytes,)."""
+    # Allocated as bytes, because torch warns when it allocates some dtypes.
     bits = torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
     bits.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     return bits
 
 
 def owning(view: memoryview) -> Tensor:
-    """The bytes of `view` as a tensor that keeps their memory alive; writable memory only."""
+    """View the bytes of `view`, which must be writable, as a tensor that keeps the memory alive."""
     if not view.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
 def borrowed(address: int, nbytes: int) -> Tensor:
-    """The memory at `address` as a tensor, to be used only while the caller holds that memory.
+    """View the memory at `address` as a tensor, valid only while the caller holds that memory.
 
-    It exports no buffer, so that a mapping can be closed although such a tensor was kept for its next use, and it
-    sees read-only memory (which must then not be written) without torch's warning.
+    The tensor exports no buffer, so a mapping can be closed while such a tensor is cached. It can view read-only
+    memory without a warning from torch; the caller must not write to it then.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -134,5 +133,5 @@ def borrowed(address: int, nbytes: int) -> Tensor:
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes of a contiguous `view` lie, read-only or not; 0 if there are none."""
+    """The address of a contiguous `view`, read-only or not; 0 if it is empty."""
     return int(numpy.frombuffer(view, dtype=numpy.uint8).ctypes.data) if view.nbytes else 0

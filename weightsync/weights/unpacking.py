@@ -1,4 +1,4 @@
-"""An update as weights that a user can hold: fresh tensors, in a strategy's format."""
+"""Unpacking an update into weights for the user: new tensors, in the format of a strategy."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from weightsync.weights.packing import views
 from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.tensors import DTYPES, address_of, borrowed
 
-#: A parameter of ``update_policy_weights_`` that all of TorchRL's collectors have.
+#: A parameter that ``update_policy_weights_`` has in all of TorchRL's collectors.
 _OF_COLLECTORS: Final = "worker_ids"
 
 
 def present(
     layout: Layout, payload: memoryview, extras: bytes, strategy: WeightStrategy
 ) -> TensorDict | dict[str, Any]:
-    """The weights of an update, in the strategy's format, on the CPU.
+    """Unpack the weights of an update, in the strategy's format, on the CPU.
 
-    Each tensor owns memory of its own (one that is kept, or pickled, takes no others along); the payload may be written
-    again afterwards. Extra state stands under its module's ``_extra_state``, as `WeightStrategy` has it.
+    Each tensor owns its memory, so keeping or pickling one does not keep the others. The payload may be overwritten
+    afterwards. Extra state is stored under its module's ``_extra_state``, as in `WeightStrategy`.
 
     Args:
         layout: of the update.
@@ -36,14 +36,14 @@ def present(
         strategy: a flat dict, or a nested TensorDict.
 
     Raises:
-        ProtocolError: payload or extras are not what the layout says, or this torch lacks a dtype that it names.
-        ConfigurationError: names that cannot be nested ("a" beside "a.b") are wanted as a TensorDict.
+        ProtocolError: payload or extras do not match the layout, or this version of torch lacks one of its dtypes.
+        ConfigurationError: a TensorDict was requested, but the names cannot be nested ("a" beside "a.b").
     """
     if payload.nbytes < layout.nbytes or not payload.c_contiguous:
-        raise ProtocolError(f"A payload of {payload.nbytes} bytes came for {layout!r}.")
+        raise ProtocolError(f"A payload of {payload.nbytes} bytes arrived for {layout!r}.")
     decoded = decode_extras(extras)
     if tuple(sorted(decoded)) != layout.extras:
-        raise ProtocolError(f"Extra state came for {sorted(decoded)}, but the layout names {list(layout.extras)}.")
+        raise ProtocolError(f"Extra state arrived for {sorted(decoded)}, but the layout lists {list(layout.extras)}.")
     fresh = [_empty(entry) for entry in layout.entries]
     if fresh:
         torch._foreach_copy_(fresh, views(layout, borrowed(address_of(payload), layout.nbytes)))
@@ -52,7 +52,7 @@ def present(
 
 
 def form_of(weights: object) -> WeightsForm:
-    """As what weights were given; a module counts as its state dict."""
+    """The form in which the user passed weights; a module counts as its state dict."""
     if isinstance(weights, TensorDictBase):
         return WeightsForm.TENSORDICT
     if not isinstance(weights, Mapping):
@@ -62,7 +62,7 @@ def form_of(weights: object) -> WeightsForm:
 
 
 def form_taken(parameters: Container[str]) -> WeightsForm | None:
-    """The form in which a collector's own method takes weights: TorchRL's takes TensorDicts; None: whatever is given.
+    """The form in which a collector's own method takes weights. TorchRL's takes TensorDicts; None means any form.
 
     Args:
         parameters: the names of the method's parameters.
@@ -71,7 +71,7 @@ def form_taken(parameters: Container[str]) -> WeightsForm | None:
 
 
 def present_as(form: WeightsForm, layout: Layout, payload: memoryview, extras: bytes) -> TensorDict | dict[str, Any]:
-    """The weights of an update in the form in which its sender's caller gave them: see `present`."""
+    """Unpack the weights of an update in the form in which the user passed them to the sender: see `present`."""
     if form is WeightsForm.FLAT:
         return present(layout, payload, extras, WeightStrategy("state_dict"))
     found: TensorDict = present(layout, payload, extras, WeightStrategy("tensordict"))
@@ -79,7 +79,7 @@ def present_as(form: WeightsForm, layout: Layout, payload: memoryview, extras: b
 
 
 def _as_dict(found: TensorDictBase) -> dict[str, Any]:
-    items = {str(name): found.get(name) for name in found.keys()}  # noqa: SIM118 - iterating gives rows
+    items = {str(name): found.get(name) for name in found.keys()}  # noqa: SIM118 - iterating a TensorDict yields rows
     return {
         name: _as_dict(value)
         if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData)
@@ -91,6 +91,6 @@ def _as_dict(found: TensorDictBase) -> dict[str, Any]:
 def _empty(entry: Entry) -> Tensor:
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
-        raise ProtocolError(f"'{entry.name}' has the dtype {entry.dtype}, which this torch does not have.")
-    # Allocated as bytes: torch warns of some dtypes when it allocates them.
+        raise ProtocolError(f"'{entry.name}' has the dtype {entry.dtype}, which this version of torch lacks.")
+    # Allocated as bytes, because torch warns when it allocates some dtypes.
     return torch.empty(entry.nbytes, dtype=torch.uint8).view(dtype).view(entry.shape)

@@ -1,4 +1,4 @@
-"""Mutants of the model: small changes, each of which some property or canary must find wrong."""
+"""Mutants of the model: small changes, each of which must violate some property or canary."""
 
 from modelcheck.mutants.complaints import changed_grounds, complaints, fallen, stale
 from modelcheck.mutants.generate import Mutant, mutants

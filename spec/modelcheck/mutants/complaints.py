@@ -1,4 +1,4 @@
-"""What is not as the ledger says it must be."""
+"""Differences between the results of a mutation run and the ledger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from modelcheck.mutants.ledger import Entry, Ledger
 
 
 def changed_grounds(ledger: Ledger, grounds: Sequence[Ground]) -> Iterator[str]:
-    """Yield each hunting configuration that does not meet the situations it must."""
+    """Yield each hunting configuration whose reached situations differ from the ledger's."""
     for ground in grounds:
         name = ground.configuration.name
         missing = sorted(ledger.hunts[name] - ground.met)
@@ -22,7 +22,7 @@ def changed_grounds(ledger: Ledger, grounds: Sequence[Ground]) -> Iterator[str]:
 
 
 def stale(ledger: Ledger, whole: Sequence[Mutant]) -> Iterator[str]:
-    """Yield each entry about a mutant that there is no more, and each mutant without an entry."""
+    """Yield each entry whose mutant no longer exists, and each mutant without an entry."""
     names = {mutant.name for mutant in whole}
     for name in ledger.entries:
         if name not in names:
@@ -32,7 +32,7 @@ def stale(ledger: Ledger, whole: Sequence[Mutant]) -> Iterator[str]:
 
 
 def complaints(ledger: Ledger, seen: Iterable[Entry]) -> Iterator[str]:
-    """Yield what was seen and is not as the ledger says."""
+    """Yield each result that differs from the ledger."""
     for entry in seen:
         before = ledger.known(entry.name)
         if before is not None:
@@ -40,7 +40,7 @@ def complaints(ledger: Ledger, seen: Iterable[Entry]) -> Iterator[str]:
 
 
 def fallen(ledger: Ledger) -> Iterator[str]:
-    """Yield that the score of all mutants is below the one that may not fall, if it is."""
+    """Yield a complaint if the score of all mutants is below the ratchet."""
     if ledger.score.percent < ledger.ratchet:
         yield f"the score is {ledger.score.percent:.1f} %, and it was {ledger.ratchet} %: it may not fall"
 

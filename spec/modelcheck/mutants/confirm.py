@@ -1,6 +1,6 @@
-"""What the ledger says of a mutant, looked at again: only what decided then is checked, in a JVM that is kept.
+"""Confirms the ledger's result for a mutant by checking only what decided it then, in a reused JVM.
 
-All mutants take minutes so, where hunting them takes an hour and more. What is not as the ledger says is to be hunted.
+This takes minutes for all mutants, where hunting them takes over an hour. A mutant that is not confirmed is hunted.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from weightsync.model.toolchain import Toolchain
 
 
 class Confirmer:
-    """Confirms what is known of mutants; from many threads at once, each of which finds or gets a JVM.
+    """Confirms results for mutants, from many threads at once, each with its own JVM.
 
     Args:
         toolchain: Java and TLC.
         source: the module that is changed.
-        ledger: what is known.
+        ledger: the known results.
         grounds: the hunting configurations.
-        hunter: runs what a kept JVM is not to be trusted with.
+        hunter: runs what a reused JVM is not reliable for.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Confirmer:
         self._idle: queue.SimpleQueue[KeptTlc] = queue.SimpleQueue()
 
     def confirm(self, mutant: Mutant, entry: Entry) -> Finding | None:
-        """Return what an entry says of a mutant, if it is still so.
+        """Return the result in an entry if it is still correct.
 
-        What kills it is looked for where it was found. Of one that lives its graph must be of the size that it had,
-        where most mutants of its definition die.
+        For a killed mutant, the configuration and the property that killed it are checked. For a surviving one, its
+        graph must still have the same size in the configuration where most mutants of its definition die.
         """
         ground = self._grounds.get(self._where(mutant, entry))
         if ground is None:
@@ -63,10 +63,10 @@ class Confirmer:
         return Finding(entry.fate, entry.by, entry.where) if same else None
 
     def vouch(self) -> None:
-        """See that each JVM finds the model itself right, after all that it has run.
+        """Check that each JVM still finds the unchanged model correct, after all its runs.
 
         Raises:
-            ConfigurationError: if one does not: then nothing that it has confirmed is to be believed.
+            ConfigurationError: one does not, so none of its results is reliable.
         """
         grounds = [ground for name, ground in self._grounds.items() if not self._temporal[name]]
         for kept in self._kept:
@@ -74,8 +74,8 @@ class Confirmer:
                 outcome = kept.run(job(self._hunter.folder, ground.configuration))
                 if judge(ground, outcome, self._library).fate is not Fate.EQUIVALENT:
                     raise ConfigurationError(
-                        f"A JVM that was kept for many runs no longer finds the model itself right in "
-                        f"{ground.configuration.name}, so what it has confirmed is not to be believed: "
+                        f"A JVM that was reused for many runs no longer finds the unchanged model correct in "
+                        f"{ground.configuration.name}, so its results are not reliable: "
                         "python spec/check.py mutants --share 1/1 hunts all without it."
                     )
 
@@ -95,12 +95,12 @@ class Confirmer:
         return self._found(folder, ground, None)
 
     def _life(self, folder: Path, ground: Ground) -> Finding:
-        """Where a graph has the model's counts it is taken for the model's, and no property is asked."""
+        """A graph with the model's counts is taken to be the model's, so no property needs to be checked."""
         found = self._found(folder, replace(ground, met=frozenset()), ())
         return self._found(folder, ground, None) if found.fate is Fate.SURVIVED else found
 
     def _found(self, folder: Path, ground: Ground, checked: Collection[str] | None) -> Finding:
-        """Run a ground with only some of what it checks, or with all."""
+        """Run a hunting configuration with all or only some of its checks."""
         if checked is not None:
             fewer = ground.configuration.config.checking(checked)
             ground = replace(ground, configuration=replace(ground.configuration, config=fewer))

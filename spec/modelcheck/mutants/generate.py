@@ -1,4 +1,4 @@
-"""All mutants of a module: one operator applied at one place each, named by what it does and not by where it stands."""
+"""All mutants of a module: one operator applied at one place each. Names describe the change, not its location."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Mutant:
     """One edit of one definition.
 
     Attributes:
-        name: definition, operator, and the text that is changed; the same as long as these are.
-        definition: which definition is changed.
-        operator: how.
-        before: the text that is changed.
-        after: what stands there instead.
+        name: definition, operator and changed text; stable as long as these are.
+        definition: the changed definition.
+        operator: the operator.
+        before: the text before the change.
+        after: the text after it.
         tree: the definition with the edit.
     """
 
@@ -80,7 +80,7 @@ def _edits(tree: Node, primed: Mapping[str, frozenset[str]]) -> Iterator[tuple[s
 
 
 def _difference(node: Node, other: Node) -> tuple[str, str]:
-    """Say what is changed; of a list that lacks a part, only that part."""
+    """Return the changed text; if a part of a list is removed, only that part."""
     if node.kind in (Kind.OR, Kind.CASE):
         rest = other.parts if other.kind is node.kind else (other,)
         gone = [part for part in node.parts if part not in rest]
@@ -90,7 +90,7 @@ def _difference(node: Node, other: Node) -> tuple[str, str]:
 
 
 def _about_rules(node: Node, above: tuple[Node, ...], path: Path) -> bool:
-    """Whether a node is there only for the reverts: a rule named, or what happens without it."""
+    """Whether a node exists only for the reverts: the name of a rule, or what happens without it."""
     chain = (*above, node)
     if any(settled(part) is not None for part in chain):
         return True
@@ -99,7 +99,7 @@ def _about_rules(node: Node, above: tuple[Node, ...], path: Path) -> bool:
 
 
 def _primed(source: Source) -> dict[str, frozenset[str]]:
-    """Return which variables each definition assigns, through all that it mentions."""
+    """Return the variables that each definition assigns, directly or indirectly."""
     found: dict[str, frozenset[str]] = {}
     changed = True
     while changed:

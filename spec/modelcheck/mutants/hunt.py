@@ -19,34 +19,34 @@ from weightsync.model.text import Library
 from weightsync.model.toolchain import Toolchain
 from weightsync.model.verdict import named
 
-#: A mutant's graph may be larger than the model's; one that takes longer than this is not decided.
+#: A mutant's graph may be larger than the model's; a run that takes longer than this is undecided.
 PATIENCE = 120.0
 
 
 class Fate(Enum):
-    """What becomes of a mutant. Values are the ledger's words."""
+    """The result for a mutant, with the values that the ledger uses."""
 
     PROPERTY = "property"  #: a property is violated
-    CANARY = "canary"  #: a situation is never met that the model meets
+    CANARY = "canary"  #: a situation that the model reaches is never reached
     INVALID = "invalid"  #: TLC cannot evaluate it
-    EQUIVALENT = "equivalent"  #: every count and every situation is the model's, within the bounds
-    SURVIVED = "survived"  #: the graph is another one, and nothing says that it is wrong
+    EQUIVALENT = "equivalent"  #: all counts and situations equal the model's, within the bounds
+    SURVIVED = "survived"  #: the graph differs, and no check notices
     UNDECIDED = "undecided"  #: the search did not end in time
 
     @property
     def killed(self) -> bool:
-        """Whether something says that the mutant is wrong."""
+        """Whether some check notices the mutant."""
         return self in (Fate.PROPERTY, Fate.CANARY)
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """A hunting configuration, and what the model itself gives there.
+    """A hunting configuration, and the results of the unchanged model in it.
 
     Attributes:
-        configuration: which.
-        counts: its states.
-        met: the situations that are met.
+        configuration: the configuration.
+        counts: the model's counts.
+        met: the situations that the model reaches.
     """
 
     configuration: Configuration
@@ -56,12 +56,12 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found of a mutant.
+    """The result for a mutant, and what decided it.
 
     Attributes:
-        fate: what became of it.
-        by: the property or the situation, or what TLC said.
-        where: the configuration that decided; empty where it took all of them.
+        fate: the result.
+        by: the property or the situation, or TLC's message.
+        where: the configuration that decided; empty if all of them were needed.
     """
 
     fate: Fate
@@ -71,12 +71,12 @@ class Finding:
 
 @contextmanager
 def placed(mutant: Mutant, source: Source, folder: Path) -> Iterator[Path]:
-    """Lay a model's modules out in a folder of their own, with a mutant in them.
+    """Copy a model's modules, with a mutant applied, to their own folder.
 
     Args:
-        mutant: which.
+        mutant: the mutant.
         source: the module that it changes.
-        folder: where the model lies.
+        folder: the model's folder.
     """
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
         place = Path(name)
@@ -87,7 +87,7 @@ def placed(mutant: Mutant, source: Source, folder: Path) -> Iterator[Path]:
 
 
 class Hunter:
-    """Runs mutants, each time in a JVM of its own.
+    """Runs mutants, each in a new JVM.
 
     Args:
         toolchain: Java and TLC.
@@ -106,10 +106,10 @@ class Hunter:
         self._stopped = False
 
     def hunt(self, mutant: Mutant, first: str = "") -> Finding:
-        """Run a mutant until something decides.
+        """Run a mutant until its result is decided.
 
         Args:
-            mutant: which.
+            mutant: the mutant.
             first: the configuration that decided last time.
         """
         order = sorted(self._grounds.values(), key=lambda ground: ground.configuration.name != first)
@@ -140,7 +140,7 @@ class Hunter:
             self._running.discard(run)
 
     def stop(self) -> None:
-        """End every JVM, from any thread; what is run later ends at once."""
+        """End every JVM, from any thread; later runs end at once."""
         self._stopped = True
         for run in tuple(self._running):
             run.stop()
@@ -152,7 +152,7 @@ def job(folder: Path, configuration: Configuration) -> Job:
 
 
 def judge(ground: Ground, outcome: Outcome, library: Library) -> Finding:
-    """Say what one run decides: what is violated, or else what is not met, or else whether the graph is the same."""
+    """Return the result of one run: a violation, else a situation not reached, else whether the graph is the same."""
     configuration = ground.configuration
     if outcome.ending is not Ending.EXITED:
         return Finding(Fate.UNDECIDED, outcome.ending.value, configuration.name)

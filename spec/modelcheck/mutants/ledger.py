@@ -1,4 +1,4 @@
-"""`mutants.toml`: what is known of every mutant, the reasons for those that live, and the score that may not fall."""
+"""`mutants.toml`: the result for every mutant, the reason why each survivor may live, and the minimum score."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 from modelcheck.mutants.hunt import Fate
 from weightsync.errors import ConfigurationError
 
-#: What is known of our own model's mutants.
+#: The ledger of weightsync's own model.
 LEDGER = Path(__file__).resolve().parents[1] / "mutants.toml"
 _MARK = "# From here on `python spec/check.py mutants --pin` writes, reasons excepted.\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one mutant.
+    """The known result for one mutant.
 
     Attributes:
-        name: which.
-        fate: what became of it.
+        name: its name.
+        fate: its result.
         by: the property or situation that decided.
-        where: the configuration that decided: it is tried first.
-        reason: why it may live; only of those that do.
+        where: the configuration that decided, which is tried first.
+        reason: why it may survive; only for survivors.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Entry:
 
     @property
     def lives(self) -> bool:
-        """Whether nothing finds it wrong, although TLC can evaluate it."""
+        """Whether TLC can evaluate it, and no check notices it."""
         return not self.fate.killed and self.fate is not Fate.INVALID
 
 
@@ -55,7 +55,7 @@ class Score:
 
     @cached_property
     def fates(self) -> Counter[Fate]:
-        """How many mutants met each fate."""
+        """How many mutants have each result."""
         return Counter(entry.fate for entry in self.entries)
 
     @property
@@ -70,12 +70,12 @@ class Score:
 
     @property
     def percent(self) -> float:
-        """How many of a hundred valid ones were killed; those that change nothing within the bounds count as alive."""
+        """The percentage of valid mutants that were killed; mutants equivalent within the bounds count as alive."""
         return 100.0 * self.killed / self.valid if self.valid else 0.0
 
     @property
     def killers(self) -> tuple[tuple[str, Fate, int], ...]:
-        """Who killed, the most deadly first."""
+        """The properties and situations that killed mutants, those with the most kills first."""
         found = Counter((entry.by, entry.fate) for entry in self.entries if entry.fate.killed)
         return tuple((by, fate, count) for (by, fate), count in found.most_common())
 
@@ -85,14 +85,14 @@ class Ledger:
     """The whole file.
 
     Attributes:
-        path: where it lies.
+        path: the path of the file.
         module: the module that is changed.
-        roots: the definitions that say what may happen.
+        roots: the definitions that specify the behaviour.
         untouched: definitions that are not changed.
-        lookout: the constraint of the hunting configurations that is always true and says which situations are met.
-        ratchet: the score that may not fall, in percent.
-        hunts: the hunting configurations in the order they are tried; the situations that the model meets in each.
-        entries: a mutant's name to what is known of it.
+        lookout: the constraint of the hunting configurations that is always true and reports the situations reached.
+        ratchet: the minimum score, in percent.
+        hunts: the hunting configurations in the order they are tried; the situations that the model reaches in each.
+        entries: a mutant's name to its result.
     """
 
     path: Path
@@ -109,7 +109,7 @@ class Ledger:
         """Read a ledger.
 
         Raises:
-            ConfigurationError: if it is not there, or does not say what it must.
+            ConfigurationError: it is missing or malformed.
         """
         try:
             document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -120,16 +120,16 @@ class Ledger:
             raise ConfigurationError(f"The ledger {path} is wrong: {error!r}.") from error
 
     def known(self, name: str) -> Entry | None:
-        """Return what is known of a mutant."""
+        """Return the result for a mutant."""
         return self.entries.get(name)
 
     @property
     def score(self) -> Score:
-        """What all that is known comes to."""
+        """The score of all entries."""
         return Score(tuple(self.entries.values()))
 
     def kills(self) -> defaultdict[str, Counter[str]]:
-        """Return of each definition in which configurations how many of its mutants died."""
+        """Return for each definition how many of its mutants died in each configuration."""
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for entry in self.entries.values():
             if entry.fate.killed:
@@ -137,17 +137,17 @@ class Ledger:
         return found
 
     def after(self, seen: Iterable[Entry], names: Iterable[str]) -> Ledger:
-        """Return what is known after a run.
+        """Return the ledger after a run.
 
         Args:
-            seen: what was seen of the mutants that were run; reasons stay with those that live on.
-            names: the mutants that there are, in their order; what is known of others is forgotten.
+            seen: the results of the run; survivors keep their reasons.
+            names: all mutants in their order; entries for others are dropped.
         """
         known = {**self.entries, **{entry.name: self._explained(entry) for entry in seen}}
         return replace(self, entries={name: known[name] for name in names if name in known})
 
     def write(self, hunts: Mapping[str, frozenset[str]]) -> None:
-        """Write what is known, and the situations that were met. The ratchet only rises."""
+        """Write the results and the situations reached. The ratchet only increases."""
         head, mark, _ = self.path.read_text(encoding="utf-8").partition(_MARK)
         ratchet = max(self.ratchet, _floor(self.score.percent))
         lines = [head, mark, f"[ratchet]\nscore = {ratchet}\n"]

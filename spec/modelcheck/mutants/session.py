@@ -1,4 +1,4 @@
-"""A mutation run: the model itself first, then its mutants, as many side by side as there are cores for."""
+"""A mutation run: first the unchanged model, then its mutants, in parallel on all cores."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _WAKE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Hunted:
-    """A mutant and what became of it."""
+    """A mutant and its result."""
 
     mutant: Mutant
     finding: Finding
 
     @property
     def entry(self) -> Entry:
-        """What is now known of it."""
+        """Its entry for the ledger."""
         return Entry(self.mutant.name, self.finding.fate, self.finding.by, self.finding.where)
 
 
@@ -53,11 +53,11 @@ def source_of(manifest: Manifest, ledger: Ledger) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which of the mutants are hunted afresh: one in so many, and those of which nothing is known.
+    """The mutants that are hunted from scratch: every N-th one, and those without an entry.
 
     Attributes:
-        which: the place of the first, from 1; 0 for none but the unknown.
-        of: one in so many.
+        which: the position of the first, from 1; 0 for only those without an entry.
+        of: N.
     """
 
     which: int = 0
@@ -68,16 +68,16 @@ class Share:
         """Read a share that is written as `2/14`.
 
         Raises:
-            ValueError: if it is none.
+            ValueError: it is not a share.
         """
         which, _, of = text.partition("/")
         share = cls(int(which), int(of))
         if not 1 <= share.which <= share.of:
-            raise ValueError(f"{text} is no share")
+            raise ValueError(f"{text} is not a share")
         return share
 
     def taken(self, whole: Sequence[Mutant], ledger: Ledger) -> tuple[Mutant, ...]:
-        """Return the mutants that are hunted afresh, in their order."""
+        """Return the mutants that are hunted from scratch, in their order."""
         return tuple(
             mutant
             for place, mutant in enumerate(whole)
@@ -112,10 +112,10 @@ class Session:
         self._kills = ledger.kills()
 
     def measure(self) -> tuple[Ground, ...]:
-        """Run the model itself in each hunting configuration.
+        """Run the unchanged model in each hunting configuration.
 
         Raises:
-            ConfigurationError: if something does not hold there, or its pinned counts are others.
+            ConfigurationError: a check fails, or its counts differ from the pinned ones.
         """
         configurations = {found.name: found for found in self._manifest.select(self._ledger.hunts)}
         ordered = [configurations[name] for name in self._ledger.hunts]
@@ -140,16 +140,16 @@ class Session:
         afresh: Collection[Mutant],
         told: Callable[[Hunted], None],
     ) -> tuple[Hunted, ...]:
-        """Run mutants and return what became of each, in their order.
+        """Run mutants and return their results, in their order.
 
         Args:
-            grounds: what the model itself gives.
-            wanted: the mutants. What the ledger says of one is confirmed; where it cannot be, the mutant is hunted.
-            afresh: those that are hunted whatever the ledger says.
-            told: is told of each as it is decided, in the caller's thread.
+            grounds: the results of the unchanged model.
+            wanted: the mutants. The ledger's result is confirmed; a mutant that cannot be confirmed is hunted.
+            afresh: the mutants that are hunted whatever the ledger says.
+            told: is called with each result, in the caller's thread.
 
         Raises:
-            ConfigurationError: if what was confirmed is not to be believed.
+            ConfigurationError: confirmed results are not reliable.
         """
         hunter = self._hunter(grounds)
         confirmer = Confirmer(self._toolchain, self._source, self._ledger, grounds, hunter)
@@ -185,7 +185,7 @@ def _side_by_side(
     given: Iterable[_Given],
     told: Callable[[_Made], None],
 ) -> tuple[_Made, ...]:
-    """Do a task for each that is given; what ends this early ends the JVMs first, by calling `ends`."""
+    """Run a task for each item; if this ends early, `ends` is called first, to end the JVMs."""
     pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, cores()), thread_name_prefix="mutants")
     futures = [pool.submit(task, each) for each in given]
     try:

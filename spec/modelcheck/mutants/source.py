@@ -1,4 +1,4 @@
-"""The definitions that a model's behaviour is made of, as trees; and the module's text with one of them changed."""
+"""The definitions that specify a model's behaviour, as trees; and the module's text with one of them changed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Source:
 
     Attributes:
         module: its text.
-        roots: the definitions that say what may happen; what they are made of is read too.
-        planted: definitions that are left out: they break rules on purpose.
+        roots: the definitions that specify the behaviour; the definitions they refer to are read too.
+        planted: definitions that are left out, because they break rules on purpose.
     """
 
     module: Module
@@ -27,7 +27,7 @@ class Source:
 
     @cached_property
     def trees(self) -> dict[str, Node]:
-        """Each definition that the roots are made of, in the order of the text.
+        """Each definition that the roots refer to, in the order of the text.
 
         Raises:
             ConfigurationError: if one cannot be read.
@@ -43,7 +43,7 @@ class Source:
         return {one: found[one] for one in self.module.definitions if one in found}
 
     def text(self, name: str, tree: Node) -> str:
-        """Return the module's text with another body for a definition, every other line in its place."""
+        """Return the module's text with another body for a definition; all other lines keep their numbers."""
         definition = self.module.definitions[name]
         lines = self.module.text.split("\n")
         first, last = definition.first_line - 1, definition.last_line

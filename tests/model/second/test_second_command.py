@@ -99,5 +99,5 @@ def test_a_second_checker_that_would_look_at_nothing_is_refused(
     told = runner.invoke(check.app, ["model", larger, "--second", "quick", "--model", str(SPECS)])
 
     assert told.exit_code == 2
-    assert "none of those to run is a quick one: --second all" in told.stderr
+    assert "none of these configurations is a quick one: use --second all" in told.stderr
     assert examined == []

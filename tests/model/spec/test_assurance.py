@@ -42,7 +42,7 @@ def _spoilt(path: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "told"),
     [
-        ("spec/assurance.toml", "::test_fault_1_", "::test_fault_0_", "G1: no test is .*test_fault_0_"),
+        ("spec/assurance.toml", "::test_fault_1_", "::test_fault_0_", "G1: there is no test .*test_fault_0_"),
         (
             "spec/assurance.toml",
             '["ServingIsMonotone"]',
@@ -55,7 +55,7 @@ def _spoilt(path: Path, old: str, new: str) -> None:
             "tests/unit/schemes/test_sending.py",
             "def test_a_late_joiner_",
             "def test_the_late_joiner_",
-            "G12: no test is",
+            "G12: there is no test",
         ),
     ],
 )

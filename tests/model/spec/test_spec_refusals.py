@@ -112,17 +112,17 @@ PLANTED = {
         "state 5: 'sender' is missing",
     ),
     "an undocumented input": (
-        'meaning = "the answer left"\n',
+        'meaning = "the answer was sent"\n',
         "",
         "receiver.input 14: 'meaning' is missing",
     ),
     "a meaning that says nothing": (
-        'meaning = "the answer left"\n',
+        'meaning = "the answer was sent"\n',
         'meaning = " "\n',
         "receiver.input 14: 'meaning' must be text that is not empty",
     ),
     "an undocumented guarantee": (
-        'name = "NoTornRead"\nmeaning = "no guarded forward sees tensors of two versions"\n',
+        'name = "NoTornRead"\nmeaning = "no guarded forward pass sees tensors of two versions"\n',
         'name = "NoTornRead"\n',
         "guarantee 3: 'meaning' is missing",
     ),

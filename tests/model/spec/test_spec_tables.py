@@ -131,11 +131,11 @@ def test_every_member_is_documented(root):
 
 
 ODD = {
-    "as it is": ("no guarded forward sees", "no guarded forward sees"),
-    "quotes": ("no guarded forward sees", "no 'guarded' forward, \\\"so called\\\", sees \\\\ | ä"),
-    "double quotes": ("no guarded forward sees", 'no \\"guarded\\" forward sees'),
-    "long": ("no guarded forward sees", "no guarded forward sees " * 20),
-    "full stop": ("no guarded forward sees tensors of two versions", "Nothing is torn."),
+    "as it is": ("no guarded forward pass sees", "no guarded forward pass sees"),
+    "quotes": ("no guarded forward pass sees", "no 'guarded' forward, \\\"so called\\\", sees \\\\ | ä"),
+    "double quotes": ("no guarded forward pass sees", 'no \\"guarded\\" forward sees'),
+    "long": ("no guarded forward pass sees", "no guarded forward sees " * 20),
+    "full stop": ("no guarded forward pass sees tensors of two versions", "Nothing is torn."),
     "nobody loses": (
         "reorders = true\nduplicates = true\nloses = true",
         "reorders = false\nduplicates = true\nloses = false",

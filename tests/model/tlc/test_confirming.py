@@ -103,5 +103,5 @@ def test_a_jvm_that_finds_the_model_itself_wrong_is_not_believed(
         return replace(run(self, job), met=())
 
     monkeypatch.setattr(KeptTlc, "run", forgetful)
-    with pytest.raises(ConfigurationError, match="no longer finds the model itself right in Lamp"):
+    with pytest.raises(ConfigurationError, match="no longer finds the unchanged model correct in Lamp"):
         confirmer.vouch()

@@ -42,7 +42,7 @@ def test_tiers_choose(manifest: Manifest) -> None:
 
 
 def test_an_unknown_name_is_refused(manifest: Manifest) -> None:
-    with pytest.raises(ConfigurationError, match="No configuration is named Bad, Worse: weightsync check --list"):
+    with pytest.raises(ConfigurationError, match="There is no configuration Bad, Worse: weightsync check --list"):
         manifest.select(["Holds", "Worse", "Bad"])
 
 
@@ -51,10 +51,10 @@ def test_an_unknown_name_is_refused(manifest: Manifest) -> None:
     [
         ("", "has no"),
         ("[[configuration]", "cannot be read"),
-        (ENTRY + ENTRY, "names A twice"),
+        (ENTRY + ENTRY, "has A twice"),
         (ENTRY.replace("covers", "reason"), "Configuration A has unknown keys"),
-        (ENTRY.replace('module = "M"\n', ""), "Configuration A lacks 'module'"),
-        (ENTRY.replace('specification = "Spec"\n', ""), "Configuration A lacks 'specification'"),
+        (ENTRY.replace('module = "M"\n', ""), "Configuration A has no 'module'"),
+        (ENTRY.replace('specification = "Spec"\n', ""), "Configuration A has no 'specification'"),
         (ENTRY + "constants = { Max = 1 }\n", "Configuration A is wrong .* its module has no constants Max"),
         (ENTRY + 'checks = ["all"]\n', "Configuration A is wrong .* there is no group all"),
         ("[module.M]\nconstants = ['of']\n" + ENTRY, "Configuration A is wrong .* there is no group of"),
@@ -64,11 +64,20 @@ def test_an_unknown_name_is_refused(manifest: Manifest) -> None:
             "A is wrong .* 1.5 is neither a number",
         ),
         (ENTRY.replace("quick", "sometimes"), "Configuration A is wrong .*'sometimes'"),
-        (ENTRY + "distinct = 3\n", "Configuration A lacks 'generated'"),
-        (ENTRY.replace("pass", "deadlock"), "Configuration A is wrong .* a proof passes, and nothing else does"),
-        (ENTRY.replace("proof", "canary"), "Configuration A is wrong .* a proof passes, and nothing else does"),
-        (ENTRY + 'violates = "P"\n', "Configuration A is wrong .* violates is given where"),
-        (ENTRY.replace("proof", "canary").replace("pass", "safety"), "Configuration A is wrong .* violates is given"),
+        (ENTRY + "distinct = 3\n", "Configuration A has no 'generated'"),
+        (
+            ENTRY.replace("pass", "deadlock"),
+            "Configuration A is wrong .* expected is pass for a proof, and only for a proof",
+        ),
+        (
+            ENTRY.replace("proof", "canary"),
+            "Configuration A is wrong .* expected is pass for a proof, and only for a proof",
+        ),
+        (ENTRY + 'violates = "P"\n', "Configuration A is wrong .* violates is required if"),
+        (
+            ENTRY.replace("proof", "canary").replace("pass", "safety"),
+            "Configuration A is wrong .* violates is required",
+        ),
     ],
 )
 def test_a_wrong_manifest_is_refused_and_the_culprit_named(tmp_path: Path, text: str, said: str) -> None:
@@ -102,5 +111,5 @@ def test_the_model_lies_beside_the_package_or_in_it(tmp_path: Path, place: str) 
 
 
 def test_a_package_without_model_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="No model lies in"):
+    with pytest.raises(ConfigurationError, match="There is no model in"):
         find_model(tmp_path / "weightsync")

@@ -92,7 +92,7 @@ def test_the_library_of_a_java_lies_where_the_launcher_says(bare: Path) -> None:
     with pytest.raises(ToolMissingError) as error:
         jvm_library(java)
     assert str(library) in one_line(error)
-    assert "install another Java" in str(error.value)
+    assert "put another Java on PATH" in str(error.value)
     library.parent.mkdir(parents=True)
     library.write_bytes(b"")
     assert jvm_library(java) == library
@@ -130,7 +130,7 @@ def test_a_jar_that_is_named_must_be_there(bare: Path, monkeypatch: pytest.Monke
     with pytest.raises(ToolMissingError) as error:
         find_jar()
 
-    assert "nowhere.jar, which is not there" in one_line(error)
+    assert "nowhere.jar, which does not exist" in one_line(error)
 
 
 def test_a_fetched_jar_of_another_checksum_is_refused(bare: Path) -> None:

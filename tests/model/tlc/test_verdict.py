@@ -80,7 +80,7 @@ def test_a_configuration_that_holds_must_have_counts_pinned(court: Court) -> Non
     verdict = court.judge(replace(court.configuration("Holds"), pinned=None), "holds_with_coverage", 0)
 
     assert verdict.complaints == (
-        "no counts are pinned; pin what TLC counts now by python spec/check.py model --pin Holds",
+        "no counts are pinned; pin the new counts with python spec/check.py model --pin Holds",
     )
     assert Counts(6, 5, 5) == verdict.repin
 
@@ -88,8 +88,8 @@ def test_a_configuration_that_holds_must_have_counts_pinned(court: Court) -> Non
 @pytest.mark.parametrize(
     ("name", "run", "exit_code", "said"),
     [
-        ("Holds", "invariant", 12, "everything should hold, and TLC found Small violated (exit code 12)"),
-        ("Holds", "invariant", 0, "everything should hold, and TLC found Small violated (exit code 0)"),
+        ("Holds", "invariant", 12, "everything should hold, but TLC found Small violated (exit code 12)"),
+        ("Holds", "invariant", 0, "everything should hold, but TLC found Small violated (exit code 0)"),
         ("Holds", "holds_with_coverage", 255, "no verdict: TLC exited with 255: nothing"),
         (
             "Holds",
@@ -103,17 +103,17 @@ def test_a_configuration_that_holds_must_have_counts_pinned(court: Court) -> Non
             "TooSmall",
             "holds_with_coverage",
             0,
-            "TLC should find Small violated, and found no error (exit code 0)",
+            "TLC should find Small violated, but found no error (exit code 0)",
         ),
-        ("TooSmall", "initial_state", 12, "TLC should find Small violated, and found Never violated"),
-        ("TooSmall", "invariant", 0, "TLC found Small violated, but exited with 0 where 12 is due"),
+        ("TooSmall", "initial_state", 12, "TLC should find Small violated, but found Never violated"),
+        ("TooSmall", "invariant", 0, "TLC found Small violated, but exited with 0 instead of 12"),
         (
             "TooSmall",
             "syntax_error",
             150,
-            "TLC should find Small violated, and said: Parsing or semantic analysis",
+            "TLC should find Small violated, but printed: Parsing or semantic analysis",
         ),
-        ("Stuck", "stuttering", 13, "TLC should find a deadlock, and found "),
+        ("Stuck", "stuttering", 13, "TLC should find a deadlock, but found "),
     ],
 )
 def test_anything_else_fails(court: Court, name: str, run: str, exit_code: int, said: str) -> None:
@@ -137,13 +137,13 @@ def test_two_temporal_properties_cannot_be_told_apart(court: Court) -> None:
     verdict = court.judge(configuration, "stuttering", 13)
 
     assert "Ends or Settles" in verdict.complaints[0]
-    assert "give each a configuration of its own" in verdict.complaints[0]
+    assert "check each in its own configuration" in verdict.complaints[0]
 
 
 def test_temporal_properties_checked_by_two_workers_do_not_count(court: Court) -> None:
     verdict = court.judge(replace(court.configuration("Holds"), workers=2), "holds_with_coverage", 0)
 
-    assert verdict.complaints == ("temporal properties were checked by 2 workers, which can miss a violation",)
+    assert verdict.complaints == ("temporal properties were checked with 2 workers, which can miss a violation",)
 
 
 def test_the_explanation_tells_the_counterexample_and_how_to_go_on(court: Court) -> None:
@@ -167,5 +167,5 @@ def test_a_planted_action_is_for_reverts_alone(court: Court) -> None:
 
     assert list(vacuity([holds], ["Reset"])) == []
     assert list(vacuity([holds], ["Reset", "Up"])) == [
-        "Counter.Up (line 12) is planted for reverts, and proofs take it"
+        "Counter.Up (line 12) is planted for reverts, but proofs take it"
     ]

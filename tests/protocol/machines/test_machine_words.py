@@ -81,7 +81,7 @@ def test_a_listener_that_fires_is_told_so_and_the_machine_goes_on() -> None:
     with pytest.raises(RuntimeError) as caught:
         machine.fire(SenderInput.CONNECT)
 
-    assert str(caught.value) == "a listener fired CLOSE: listeners are told of steps, they take none"
+    assert str(caught.value) == "a listener fired CLOSE: listeners must not call fire()"
     assert machine.state is State.READY
     assert machine.fire(SenderInput.CLOSE) is State.CLOSED
     assert seen == [State.READY, State.CLOSED]

@@ -137,7 +137,7 @@ def test_a_takeover_closes_the_old_link_drops_what_was_pending_and_keeps_what_is
 
     step = receiver.take(pure.HelloArrived(2, 6))
 
-    fenced = pure.Disown(1, 5, RefusalKind.FENCED, "this worker has met a newer sender")
+    fenced = pure.Disown(1, 5, RefusalKind.FENCED, "this worker has seen a newer sender")
     assert (step.input, step.effects) == (ReceiverInput.TAKEOVER, (fenced, pure.CloseLink(1), pure.Greet(2)))
     assert (receiver.data.pending, receiver.data.served) == (None, (5, 1))
 

@@ -243,7 +243,7 @@ def test_a_send_to_nobody_says_who_left(sender: Sender) -> None:
         bye = Bye(model_id="policy", incarnation=INCARNATION, reason=f"done {worker}")
         assert sender.take(pure.Answer(worker, worker + 1, bye)).input is SenderInput.LEFT
 
-    with pytest.raises(ConfigurationError, match=r"nobody is on the roll.*Worker 0 left: done 0.*Worker 1 left"):
+    with pytest.raises(ConfigurationError, match=r"no workers to send to.*Worker 0 left: done 0.*Worker 1 left"):
         sender.take(pure.Send(None))
 
 

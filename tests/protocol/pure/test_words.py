@@ -32,8 +32,7 @@ def test_an_unknown_worker() -> None:
         sender.step(State.READY, replace(DATA, workers={2: UP[1], 0: UP[0]}), sender.Send((5,)))
 
     assert str(caught.value) == (
-        "unknown worker id 5: on the roll are [0, 2]. Nothing was sent or changed; "
-        "add_worker() puts a worker on the roll."
+        "worker 5 is not among the workers [0, 2]. Nothing was sent or changed; add_worker() adds it."
     )
 
 
@@ -41,7 +40,7 @@ def test_no_worker_at_all() -> None:
     with pytest.raises(ConfigurationError) as caught:
         sender.step(State.READY, DATA, sender.Send(()))
 
-    assert str(caught.value) == "no worker to send to: worker_ids is empty. Nothing was sent or changed."
+    assert str(caught.value) == "worker_ids is empty: name at least one worker. Nothing was sent or changed."
 
 
 @pytest.mark.parametrize(("fences", "told"), [((0, 0), None), ((0, 9), 9), ((11, 9), 11)])
@@ -51,8 +50,8 @@ def test_every_target_is_lost(fences: tuple[int, int], told: int | None) -> None
         sender.step(State.READY, replace(DATA, workers=workers), sender.Send(None))
 
     assert str(caught.value) == (
-        "every target is lost already: {0: 'died', 1: 'left'}. Nothing was sent, no version was used. "
-        "add_worker() brings a worker back on a new link, remove_worker() takes it off the roll."
+        "every target is lost already: {0: 'died', 1: 'left'}. Nothing was sent and no version was used. "
+        "add_worker() reconnects a worker on a new link, remove_worker() removes it."
     )
     assert (caught.value.report, caught.value.lost, caught.value.fence) == (None, {0: "died", 1: "left"}, told)
 
@@ -233,7 +232,7 @@ def test_after_close_nobody_is_lost_and_nobody_leaves() -> None:
 
 def test_who_is_unknown_joins_and_does_not_leave() -> None:
     assert sender.joining(State.READY, DATA, 5, 9) == (sender.Join(5, 9),)
-    with pytest.raises(ConfigurationError, match="unknown worker id 5"):
+    with pytest.raises(ConfigurationError, match="worker 5 is not among the workers"):
         sender.removal(State.READY, DATA, 5, "it left")
 
 
@@ -274,16 +273,16 @@ def test_an_update_without_a_handshake(incarnation: int, link: int) -> None:
         receiver.step(State.READY, SERVING, receiver.UpdateArrived(link, incarnation, 3))
 
     assert str(caught.value) == (
-        f"version 3 of incarnation {incarnation} arrived over a link that has made no handshake for it. "
-        "The link is taken down; nothing was applied."
+        f"version 3 of incarnation {incarnation} arrived over a link without a handshake for that incarnation. "
+        "The link is closed; nothing was applied."
     )
 
 
 @pytest.mark.parametrize(
     ("incarnation", "misfit", "kind", "reason"),
     [
-        (6, "", RefusalKind.FENCED, "this worker has met a newer sender"),
-        (6, "no such layer", RefusalKind.FENCED, "this worker has met a newer sender"),
+        (6, "", RefusalKind.FENCED, "this worker has seen a newer sender"),
+        (6, "no such layer", RefusalKind.FENCED, "this worker has seen a newer sender"),
         (7, "no such layer", RefusalKind.REFUSED, "no such layer"),
     ],
 )
@@ -296,7 +295,7 @@ def test_a_handshake_that_is_rejected(incarnation: int, misfit: str, kind: Refus
     assert (step.input, step.to, step.data) == (ReceiverInput.REJECTED, State.READY, SERVING)
 
 
-TAKEN_OVER = receiver.Disown(1, 7, RefusalKind.FENCED, "this worker has met a newer sender")
+TAKEN_OVER = receiver.Disown(1, 7, RefusalKind.FENCED, "this worker has seen a newer sender")
 OUTDATED = receiver.Tell(1, (7, 3), RefusalKind.STALE)
 
 

@@ -94,7 +94,7 @@ def test_the_answer_waits_for_it(manager: Manager) -> None:
 def test_a_send_raises_unless_everybody_below_applied_it(manager: Manager) -> None:
     manager.result = nested(OutcomeKind.TIMED_OUT)
 
-    with pytest.raises(SyncError, match="handed on") as raised:
+    with pytest.raises(SyncError, match="it forwards to") as raised:
         manager.duo.send(2.0)
 
     assert raised.value.report[0].kind is OutcomeKind.APPLIED
@@ -241,7 +241,7 @@ def test_extra_state_that_cannot_be_handed_on_is_refused() -> None:
     duo = Duo(SharedMemWeightSyncScheme, make=WithNotes)
     relaying = Relaying({"policy": object()})
 
-    with pytest.raises(WeightSyncError, match="hands weights on to its workers"):
+    with pytest.raises(WeightSyncError, match="forwards weights to its workers"):
         duo.connect(context=relaying, model=None)
 
     assert relaying.handed is None

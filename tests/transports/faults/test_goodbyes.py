@@ -101,7 +101,7 @@ def test_g11_a_send_when_all_have_left_says_who_did(three: Pair) -> None:
     for receiver in three.receivers:
         receiver.close()
 
-    with pytest.raises(ConfigurationError, match=r"nobody is on the roll.*Worker 0 left.*Worker 2 left"):
+    with pytest.raises(ConfigurationError, match=r"no workers to send to.*Worker 0 left.*Worker 2 left"):
         three.sender.send()
     empty = three.sender.send(allow_empty=True)
     assert (dict(empty.outcomes), empty.version, three.sender.version) == ({}, None, 1)

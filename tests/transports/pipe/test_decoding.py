@@ -195,7 +195,7 @@ def test_the_seconds_of_an_ack_are_finite_and_not_negative(seconds: float) -> No
 def test_no_version_is_neither_sent_nor_acked(message: Any) -> None:
     head, body = bytearray(codec.encode(message))[: codec.HEADER_NBYTES], codec.encode(message)[codec.HEADER_NBYTES :]
     head[48:56] = bytes(8)
-    with pytest.raises(ProtocolError, match="version 0, which means none"):
+    with pytest.raises(ProtocolError, match="version 0 is below 1"):
         codec.decode(sealed(bytes(head), body))
     with pytest.raises(ConfigurationError, match="version 0"):
         codec.encode(replace(message, version=0))

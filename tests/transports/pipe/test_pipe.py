@@ -121,7 +121,7 @@ def test_an_update_without_its_bytes_is_refused(laid):
     for buffer in (None, Buffer(10)):
         with pytest.raises(ConfigurationError, match="without its 11 bytes"):
             first.send(update(1, 11), buffer)
-    with pytest.raises(ConfigurationError, match="does not fit the wire"):
+    with pytest.raises(ConfigurationError, match="cannot be encoded"):
         first.send(replace(update(1), digest=b"short"))
 
     assert second.receive() == []
@@ -369,7 +369,9 @@ def test_another_protocol_version_is_a_protocol_error_that_names_both(laid):
     data[8 + len(PREAMBLE) : 10 + len(PREAMBLE)] = struct.pack("!H", 7)
     os.write(first._channel.connection.fileno(), bytes(data))
 
-    with pytest.raises(ProtocolError, match=f"From the trainer: .* version 7, this process version {PROTOCOL_VERSION}"):
+    with pytest.raises(
+        ProtocolError, match=f"From the trainer: .* version 7, this process speaks version {PROTOCOL_VERSION}"
+    ):
         second.receive()
 
 

@@ -106,7 +106,7 @@ def test_another_protocol_version_is_refused_by_name():
     data = bytearray(codec.encode(EXAMPLES[0]))
     data[4:6] = struct.pack("!H", 2024)
 
-    with pytest.raises(ProtocolError, match=rf"version 2024, this process version {PROTOCOL_VERSION}"):
+    with pytest.raises(ProtocolError, match=rf"version 2024, this process speaks version {PROTOCOL_VERSION}"):
         codec.decode(data)
     with pytest.raises(ProtocolError, match="version 2024"):
         codec.decode(data[:8])
@@ -131,8 +131,8 @@ def test_a_header_alone_is_read_up_to_the_largest_body():
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (struct.pack("!4sH", b"HTTP", PROTOCOL_VERSION), "does not start as ours do"),
-        (struct.pack("!4sH", codec.MAGIC, PROTOCOL_VERSION), "ends after 6 bytes of its header's 72"),
+        (struct.pack("!4sH", b"HTTP", PROTOCOL_VERSION), "does not start with the weightsync magic"),
+        (struct.pack("!4sH", codec.MAGIC, PROTOCOL_VERSION), "ends after 6 of its header's 72 bytes"),
         (struct.pack("!4sHH64x", codec.MAGIC, PROTOCOL_VERSION, 1), "A header is malformed"),
     ],
     ids=["another magic", "short", "not zero"],
@@ -157,7 +157,7 @@ def test_what_is_no_header_is_refused_with_what_is_wrong(data, said):
     ids=lambda misfit: next(iter(misfit)),
 )
 def test_what_does_not_fit_the_wire_is_a_configuration_error(misfit):
-    with pytest.raises(ConfigurationError, match="does not fit the wire"):
+    with pytest.raises(ConfigurationError, match="cannot be encoded"):
         codec.encode(replace(EXAMPLES[1], **misfit))
 
 

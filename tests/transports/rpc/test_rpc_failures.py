@@ -204,7 +204,7 @@ def test_a_link_that_was_lost_is_reported_again_by_each_send(short_lived: Make) 
 def test_a_call_that_is_not_ours_is_refused_without_an_answer_owed(world: World) -> None:
     refused = world.trainer.do(call_with, b"not a frame of ours")
 
-    assert "does not start as ours do" in refused
+    assert "does not start with the weightsync magic" in refused
 
 
 def call_with(setup: WorkerSetup, frame: bytes) -> str:

@@ -138,7 +138,7 @@ def test_an_unknown_configuration_is_an_error_in_one_line(
 
     assert ended.value.code == 1
     said = capsys.readouterr().err
-    assert said == "weightsync: No configuration is named Nix: weightsync check --list shows them.\n"
+    assert said == "weightsync: There is no configuration Nix: weightsync check --list shows all of them.\n"
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])

@@ -44,8 +44,11 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         (("--workers", "0"), "the demo needs at least 1 worker, not 0."),
         (("--seconds", "0"), "the demo needs more than 0 seconds, not 0."),
         (("--seconds", "nan"), "the demo needs more than 0 seconds, not nan."),
-        (("--seed", "-1"), "a seed is 0 or more, not -1."),
-        (("--kill-worker", "--workers", "1"), "killing a worker needs at least 2: one to lose and one to go on with."),
+        (("--seed", "-1"), "the demo's seed must be 0 or more, not -1."),
+        (
+            ("--kill-worker", "--workers", "1"),
+            "--kill-worker needs at least 2 workers: one to kill and one to continue with.",
+        ),
     ],
 )
 def test_bad_options_are_refused_in_one_line(
@@ -82,10 +85,10 @@ def test_plain_lines_tell_all_there_is(runner: CliRunner, monkeypatch: pytest.Mo
     assert re.search(
         r"s  training  mean return \d+\.\d  [\d,]+ steps  trainer \w+ v\d+  worker 0 ready v\d+", shown.output
     )
-    assert re.search(r"worker 1 \(process \d+\) is killed with SIGKILL, half way", shown.output)
+    assert re.search(r"worker 1 \(process \d+\) is killed with SIGKILL half way", shown.output)
     assert re.search(r"report of version \d+: worker 1 is LOST", shown.output)
     assert re.search(r"worker 1 .* killed, and reported LOST", shown.output)
-    assert re.search(r"proved: the one remaining worker serves version \d+, by digest", shown.output)
+    assert re.search(r"proved: the only remaining worker serves version \d+, by digest", shown.output)
 
 
 def test_a_digest_that_differs_fails_the_run_with_exit_code_1(
@@ -97,7 +100,7 @@ def test_a_digest_that_differs_fails_the_run_with_exit_code_1(
 
     assert shown.exit_code == 1
     assert re.search(r"worker 0 +. +proved", shown.output)
-    assert "FAILED: worker 1: serves something else (the digest of its live model is another)" in shown.output
+    assert "FAILED: worker 1: serves other weights (the digest of its live model differs)" in shown.output
     assert "proved:" not in shown.output
 
 
@@ -153,7 +156,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(scheme: str) -> None:
         rest = process.stdout.read()
 
         assert process.wait(20) == 130
-        assert rest.splitlines()[-1] == "weightsync: interrupted; no worker is left."
+        assert rest.splitlines()[-1] == "weightsync: interrupted; all workers have ended."
         assert "Traceback" not in rest
         assert_all_gone(mark)
 

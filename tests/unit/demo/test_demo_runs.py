@@ -76,7 +76,7 @@ def test_workers_that_fail_end_the_run_and_say_why(monkeypatch: pytest.MonkeyPat
 
     assert result.of(Verdict.LOST) == [0, 1]
     assert result.state.updates == 0
-    assert any("no training happened" in text for text in result.failures)
+    assert any("the policy was not trained" in text for text in result.failures)
     assert any("ZeroDivisionError: planted" in note for note in result.state.notes)
     assert result.state.elapsed < 50
 
@@ -84,5 +84,5 @@ def test_workers_that_fail_end_the_run_and_say_why(monkeypatch: pytest.MonkeyPat
 def test_a_worker_that_never_starts_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "work", demo_workers.never_starts)
 
-    with pytest.raises(TransportError, match=r"worker 1 has ended before it had started"):
+    with pytest.raises(TransportError, match=r"worker 1 ended while it was starting"):
         run(RunState(Settings()))

@@ -119,7 +119,7 @@ def test_an_older_senders_handshake_is_refused_with_the_fence_and_is_not_the_gre
     worker = Worker(1)
     worker.receives(1, hello(EPOCH - 1))
 
-    reason = "this worker has met a newer sender"
+    reason = "this worker has seen a newer sender"
     assert worker.links[1].takes() == [refusal(0, RefusalKind.FENCED, reason, incarnation=EPOCH - 1)]
     assert (worker.links[1].closed, worker.driver.greeting) == (1, hello())
     assert (worker.driver.ended, worker.driver.ended_as) == (f"its handshake was refused: {reason}", TransportError)
@@ -141,7 +141,7 @@ def test_whoever_is_taken_over_from_hears_the_new_fence_as_the_last_word() -> No
     worker = Worker(1)
     worker.receives(1, hello(EPOCH + 1))
 
-    reason = "this worker has met a newer sender"
+    reason = "this worker has seen a newer sender"
     assert worker.link.takes() == [refusal(0, RefusalKind.FENCED, reason, fence=EPOCH + 1)]
     assert (worker.link.closed, worker.driver.in_force()) == (1, worker.links[1])
 

@@ -38,16 +38,16 @@ def unread(data: Any, told: str) -> ProtocolError:
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        (replace(HELLO, pid=2**31), "a process id of 2147483648"),
-        (replace(HELLO, pid=-1), "a process id of -1"),
-        (replace(UPDATE, version=0), "version 0, which means none"),
-        (replace(ACK, version=0), "version 0, which means none"),
-        (replace(UPDATE, nbytes=2**63), f"a payload of {2**63} bytes"),
-        (replace(UPDATE, nbytes=-1), "a payload of -1 bytes"),
-        (replace(ACK, seconds=float("nan")), "a duration of nan s"),
-        (replace(ACK, seconds=float("inf")), "a duration of inf s"),
-        (replace(ACK, seconds=-0.5), "a duration of -0.5 s"),
-        (replace(UPDATE, digest=b"short"), "its body takes 36 bytes, its digest 5"),
+        (replace(HELLO, pid=2**31), "process id 2147483648 is out of range"),
+        (replace(HELLO, pid=-1), "process id -1 is out of range"),
+        (replace(UPDATE, version=0), "version 0 is below 1"),
+        (replace(ACK, version=0), "version 0 is below 1"),
+        (replace(UPDATE, nbytes=2**63), f"a payload size of {2**63} bytes is out of range"),
+        (replace(UPDATE, nbytes=-1), "a payload size of -1 bytes is out of range"),
+        (replace(ACK, seconds=float("nan")), "a duration of nan s is not valid"),
+        (replace(ACK, seconds=float("inf")), "a duration of inf s is not valid"),
+        (replace(ACK, seconds=-0.5), "a duration of -0.5 s is not valid"),
+        (replace(UPDATE, digest=b"short"), "its body takes 36 bytes and its digest 5"),
     ],
 )
 def test_a_number_that_means_nothing_is_not_sent_and_is_named(message: Message, told: str) -> None:
@@ -55,7 +55,7 @@ def test_a_number_that_means_nothing_is_not_sent_and_is_named(message: Message, 
     with pytest.raises(ConfigurationError) as caught:
         codec.encode(message)
 
-    assert str(caught.value) == f"A {kind} of model 'policy' does not fit the wire: {told}."
+    assert str(caught.value) == f"A {kind} of model 'policy' cannot be encoded: {told}."
 
 
 @pytest.mark.parametrize(
@@ -78,19 +78,19 @@ def test_the_largest_body_is_sent_and_no_larger_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(codec, "MAX_BODY_NBYTES", needed)
     codec.encode(message)
     monkeypatch.setattr(codec, "MAX_BODY_NBYTES", needed - 1)
-    with pytest.raises(ConfigurationError, match=rf"its body takes {needed} bytes, its digest 0\."):
+    with pytest.raises(ConfigurationError, match=rf"its body takes {needed} bytes and its digest 0\."):
         codec.encode(message)
 
 
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (sealed(UPDATE, {18: b"\7"}), "a digest of 7 bytes"),
-        (sealed(UPDATE, {19: b"\1"}), "a digest of 16 bytes"),
-        (sealed(UPDATE, {codec.HEADER_NBYTES: b"\0\7"}), "fields of 7 bytes in 6"),
-        (sealed(UPDATE, {codec.HEADER_NBYTES + 21: b"\2"}), "2 slots"),
-        (sealed(ACK, {48: bytes(8)}), "version 0, which means none"),
-        (sealed(HELLO, {codec.HEADER_NBYTES + 9: struct.pack("!Q", 2**31)}), "a process id of 2147483648"),
+        (sealed(UPDATE, {18: b"\7"}), "digest size 7 with padding 0 is not valid"),
+        (sealed(UPDATE, {19: b"\1"}), "digest size 16 with padding 1 is not valid"),
+        (sealed(UPDATE, {codec.HEADER_NBYTES: b"\0\7"}), "its fields take 7 bytes, but 6 are there"),
+        (sealed(UPDATE, {codec.HEADER_NBYTES + 21: b"\2"}), "2 slots, at most 1 is possible"),
+        (sealed(ACK, {48: bytes(8)}), "version 0 is below 1"),
+        (sealed(HELLO, {codec.HEADER_NBYTES + 9: struct.pack("!Q", 2**31)}), "process id 2147483648 is out of range"),
     ],
 )
 def test_fields_that_mean_nothing_are_not_read_and_are_named(data: bytes, told: str) -> None:
@@ -104,9 +104,9 @@ def test_a_frame_that_is_not_whole_or_not_as_it_was_sent_is_distinguished() -> N
     data = codec.encode(UPDATE)
     changed = data[:-1] + bytes([data[-1] ^ 1])
 
-    longer = unread(data + b"!", f"A frame of {len(data)} bytes came with {len(data) + 1}.")
+    longer = unread(data + b"!", f"A frame has {len(data) + 1} bytes, but its header says {len(data)}.")
     assert longer.unread == data + b"!"
-    assert unread(changed, "A frame was corrupted on its way: its checksum does not fit.").unread == changed
+    assert unread(changed, "A frame was corrupted in transit: its checksum is wrong.").unread == changed
     other = sealed(UPDATE, {24: struct.pack("!Q", 13)})
-    assert unread(other, "A frame announces 13 bytes, its message others.").unread == other
-    assert unread("text", "A str came where a frame belongs.").unread == b""
+    assert unread(other, "A frame's header says 13 bytes of payload, but its message does not.").unread == other
+    assert unread("text", "A str arrived in place of a frame.").unread == b""

@@ -519,7 +519,7 @@ def test_removing_an_unknown_worker_is_refused(pair: Pair) -> None:
 def test_without_workers_the_report_is_empty_where_that_is_allowed(scheme_class: Any) -> None:
     with scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[], model=small())
-        with pytest.raises(ConfigurationError, match="nobody is on the roll"):
+        with pytest.raises(ConfigurationError, match="there are no workers to send to"):
             scheme.get_sender().send()
         report = scheme.get_sender().send(allow_empty=True)
 
@@ -722,7 +722,7 @@ def test_g11_a_send_async_that_waited_first_raises_for_the_one_before_once_it_is
     three.sender.send_async()
     for receiver in three.receivers:
         receiver.receive(timeout=0)
-    with pytest.raises(RefusedError, match="version 2 of 'policy' was sent, but an update before it did not"):
+    with pytest.raises(RefusedError, match="version 2 of 'policy' was sent, but an earlier update did not"):
         three.sender.send_async(on_pending="wait", timeout=PATIENCE)
 
     assert serve_the_survivors(three) == [True, True]
@@ -755,7 +755,7 @@ def test_the_time_until_a_worker_connects_is_measured_apart(pair: Pair) -> None:
         later = pair.sender.wait_async()
 
     assert (report.connect_s, report.transfer_s) == (pytest.approx(17), pytest.approx(1))
-    assert "in 1.000 s, after 17.000 s of waiting for workers to connect" in str(report)
+    assert "in 1.000 s, after waiting 17.000 s for workers to connect" in str(report)
     assert (later.connect_s, later.transfer_s) == (0, pytest.approx(2))
 
 

@@ -30,7 +30,7 @@ def state() -> dict[str, torch.Tensor]:
         (lambda found: {f"module.{name}": tensor for name, tensor in found.items()}, "by the prefix 'module.'"),
         (lambda found: {name: tensor.to(torch.bfloat16) for name, tensor in found.items()}, "dtype bfloat16 where"),
         (lambda found: {name: tensor for name, tensor in found.items() if name != "0.bias"}, "missing '0.bias'"),
-        (lambda found: {**found, "0.bias": torch.ones(7)}, r"shape \(7,\) where \(3,\) is wanted"),
+        (lambda found: {**found, "0.bias": torch.ones(7)}, r"shape \(7,\), expected \(3,\)"),
     ],
 )
 @pytest.mark.parametrize("send", ["send", "send_async"])
@@ -155,7 +155,7 @@ def test_workers_that_refuse_for_the_same_misfit_are_reported_once() -> None:
 
     message = str(caught.value)
     assert "  workers 0-3: REFUSED (The weights do not fit the destination: mismatched 1200 names: " in message
-    assert message.count("dtype float16 where float32 is wanted") == 1
+    assert message.count("dtype float16, expected float32") == 1
     assert str(caught.value.report).count("mismatched 1200 names") == 1
     assert caught.value.refused.keys() == {0, 1, 2, 3}
     for side in sides:

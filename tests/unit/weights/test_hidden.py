@@ -131,7 +131,7 @@ def test_hidden_state_is_refused_by_name_on_both_sides(make: Callable[[], nn.Mod
 
 
 def test_a_root_that_cannot_make_a_state_dict_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"Unable holds cannot be known, since its state_dict\(\) raised: KeyError"):
+    with pytest.raises(LayoutError, match=r"Unable cannot be determined: its state_dict\(\) raised KeyError"):
         read_weights(Unable(2, 2))
 
 

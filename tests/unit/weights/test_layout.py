@@ -116,12 +116,12 @@ def test_differences_are_listed_by_name() -> None:
     assert error.missing == ("c", "norm._extra_state")
     assert error.unexpected == ("_extra_state", "d")
     assert error.mismatched == {
-        "a": "shape (4,) where (3,) is wanted",
-        "b": "dtype int32 where int64 is wanted",
+        "a": "shape (4,), expected (3,)",
+        "b": "dtype int32, expected int64",
     }
     assert str(error) == (
         "The weights do not fit the destination: missing 'c', 'norm._extra_state'; unexpected '_extra_state', 'd'; "
-        "mismatched 'a' (shape (4,) where (3,) is wanted), 'b' (dtype int32 where int64 is wanted)."
+        "mismatched 'a' (shape (4,), expected (3,)), 'b' (dtype int32, expected int64)."
     )
     assert pickle.loads(pickle.dumps(error)).missing == error.missing
 
@@ -150,10 +150,10 @@ def test_many_names_are_counted_in_the_message_and_whole_in_the_error() -> None:
     assert "missing 1200 names: 'p0000'" in str(other)
     assert "unexpected 1200 names: 'q0000'" in str(other)
     assert str(dtype) == (
-        "The weights do not fit the destination: mismatched 1200 names: dtype bfloat16 where float32 is wanted "
+        "The weights do not fit the destination: mismatched 1200 names: dtype bfloat16, expected float32 "
         "(in 1200: 'p0000', 'p0001', 'p0002' and 1197 more)."
     )
-    assert "mismatched 1200 names: shape (0,) where (1,) is wanted (in 1: 'p0000'), " in str(shape)
+    assert "mismatched 1200 names: shape (0,), expected (1,) (in 1: 'p0000'), " in str(shape)
     assert max(len(str(error)) for error in (fewer, other, dtype, shape)) < 400
 
 

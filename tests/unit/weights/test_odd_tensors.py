@@ -75,9 +75,9 @@ def _nested() -> Tensor:
 odd = pytest.mark.parametrize(
     ("make", "told"),
     [
-        (_freed, "was freed or shrunk: its storage has 0 bytes, but its shape and strides need 16"),
+        (_freed, "was freed or shrunk: its storage has 0 bytes, its shape and strides need 16"),
         (lambda: _freed(1 << 20, 64), "was freed or shrunk: its storage has 64 bytes"),
-        (_beyond, "was freed or shrunk: its storage has 16 bytes, but its shape and strides need 32"),
+        (_beyond, "was freed or shrunk: its storage has 16 bytes, its shape and strides need 32"),
         (_fake, "is a FakeTensor, which has no data"),
         (_masked, "is a MaskedTensor, which has no memory of its own"),
         (_nested, "is a nested tensor"),
@@ -190,7 +190,7 @@ class Computed(Mapping[str, Tensor]):
 
 
 def test_a_destination_made_anew_at_each_access_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'x' is made anew whenever the Computed is read"):
+    with pytest.raises(ConfigurationError, match="The Computed creates a new tensor for 'x' on each read"):
         Target(Computed())
 
     assert layout_of(read_weights(Computed())).nbytes == 16

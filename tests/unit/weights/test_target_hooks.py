@@ -58,7 +58,7 @@ def test_a_hook_that_raises_is_undone(mode: Mode) -> None:
 def test_a_hook_that_cannot_be_undone_breaks_the_swap(mode: Mode) -> None:
     target = Target(_sequence(Fragile(stubborn=True), torch.zeros(2)), mode)
 
-    with pytest.raises(SwapBroken, match="'1' could not be put back") as caught:
+    with pytest.raises(SwapBroken, match="'1' could not be restored") as caught:
         target.swap(target.stage(*packed(_update("bad"))))
 
     assert isinstance(caught.value.__cause__, OSError)

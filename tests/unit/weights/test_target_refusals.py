@@ -41,8 +41,8 @@ def _without_extra(source: dict) -> dict:
     ("change", "told"),
     [
         (_renamed, "missing 'scale'; unexpected 'renamed'"),
-        (_reshaped, r"'scale' \(shape \(1,\) where \(\) is wanted\)"),
-        (_recast, r"'brief' \(dtype float16 where bfloat16 is wanted\)"),
+        (_reshaped, r"'scale' \(shape \(1,\), expected \(\)\)"),
+        (_recast, r"'brief' \(dtype float16, expected bfloat16\)"),
         (_untied, "'embedding.weight', 'head.weight' are tied"),
         (_without_extra, "missing 'counted._extra_state'"),
     ],

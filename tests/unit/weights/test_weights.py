@@ -99,7 +99,7 @@ def test_what_is_not_weights_is_refused_by_name(source: object, told: str) -> No
 def test_a_stack_made_at_each_access_is_refused() -> None:
     stack = LazyStackedTensorDict(TensorDict({"a": torch.ones(2)}), TensorDict({"a": torch.ones(2)}), stack_dim=0)
 
-    with pytest.raises(ConfigurationError, match="made anew at each access"):
+    with pytest.raises(ConfigurationError, match="creates new tensors on each access"):
         read_weights({"x": stack})
 
 

@@ -20,7 +20,7 @@ from weightsync.schemes.peers.base import SharedPresenter, SharedWeights
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
-from weightsync.transports.calls.forwarding import ForwardingClient
+from weightsync.transports.calls.forwarding import ForwardingClient, complete_like
 from weightsync.transports.calls.without_receiver import ack, refusal, start_call
 from weightsync.transports.rpc import (
     ENDLESS,
