@@ -139,9 +139,7 @@ def test_an_end_that_is_not_there_is_named() -> None:
         scheme.init_on_sender(model=small(), num_workers=2)
         with pytest.raises(ConfigurationError, match="worker_idx="):
             scheme.init_on_receiver(model_id="policy", model=small())
-        with pytest.raises(
-            ConfigurationError, match=r"worker 7 has no pipe here: this scheme carries those of \[0, 1\]"
-        ):
+        with pytest.raises(ConfigurationError, match=r"no pipe here: this scheme carries those of \[0, 1\]"):
             scheme.init_on_receiver(model_id="policy", model=small(), worker_idx=7)
         scheme.init_on_receiver(model_id="policy", model=small(), worker_idx=1)
         assert scheme.worker_idx == 1
