@@ -71,7 +71,7 @@ _SAME: Final = f"Give both ends the same key= or {VARIABLE}"
 _TOLD: Final = {
     Reason.OTHER_KEY: f"{{}} has another key and accepted nothing from this process. {_SAME}.",
     Reason.SENDER_HAS_NONE: f"{{}} has a key and this process has none: it accepted nothing. {_SAME}.",
-    Reason.WORKER_HAS_NONE: f"{{}} has no key and this process has one: it accepted nothing. {_SAME}.",
+    Reason.WORKER_HAS_NONE: f"{{}} has no key, and this process has one: it accepted nothing. {_SAME}.",
 }
 #: For the worker, about a sender.
 TURNED_AWAY: Final = {

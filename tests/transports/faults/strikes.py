@@ -75,7 +75,7 @@ def arm(receiver: Any, point: str, signum: int) -> None:
         receiver._driver.machine.observe(lambda _before, taken, _after: once() if taken is at else None)
     elif point == "mid-payload":
         # The message is read; of the payload, nothing is read, or mapped.
-        for owner, name in ((framing.Inflow, "_land"), (buffers.Mapped, "find")):
+        for owner, name in ((framing.Inflow, "_memory_for"), (buffers.Mapped, "find")):
             _before_it(owner, name, once)
 
 

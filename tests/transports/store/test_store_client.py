@@ -62,7 +62,7 @@ def test_a_store_that_others_can_reach_is_warned_about_unless_there_is_a_key(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(stores, "is_exposed", lambda *where: asked.append(where) or exposed)
-    monkeypatch.setattr(stores, "tell", asked.append)
+    monkeypatch.setattr(stores, "warn_exposed", asked.append)
     StoreEnd(dist.PrefixStore("ours", store), 1, key=key).tell_if_exposed()
 
     where = store.host, store.port

@@ -47,7 +47,7 @@ class Group:
     def stuck(self) -> bool:
         return False
 
-    def tell(self, client: Client) -> None:
+    def notify_aborted(self, client: Client) -> None:
         """Nobody asks."""
 
     def abort(self) -> None:
