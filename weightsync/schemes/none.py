@@ -17,6 +17,7 @@ from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.sources import weights_of
 from weightsync.schemes.worker_set import Groups
+from weightsync.weights.meta_device import is_on_meta
 
 
 class NoSender(WeightSender):

@@ -24,7 +24,16 @@ from weightsync.protocol.sender import name as sender_name
 #: What the guards themselves say no to, whatever the row.
 GUARDED = (ConfigurationError, SyncError, ProtocolError)
 #: Together they take every row.
-FEW = ("two versions", "crashes", "losses", "ends", "one of two leaves", "one of two is removed", "deferred answers")
+FEW = (
+    "two versions",
+    "crashes",
+    "losses",
+    "ends",
+    "one of two leaves",
+    "one of two is removed",
+    "deferred answers",
+    "deferred answers, copies",
+)
 _BEFORE, _READY, _PENDING, _AWAITING, _CLOSED = State
 #: What no event is in a state that has no row for it: the guards name it otherwise there, or it is LATE.
 UNNAMED = {
