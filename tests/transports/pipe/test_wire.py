@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol import codec
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
+from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
 
 EXAMPLES = [
     Hello(
@@ -36,6 +38,67 @@ def sealed(data: bytes) -> bytes:
 @given(strategies.messages)
 def test_what_is_encoded_comes_back(message):
     assert message == codec.decode(codec.encode(message))
+
+
+REPORT = SyncReport(
+    model_id="policy",
+    version=3,
+    incarnation=2**90,
+    outcomes={
+        0: Outcome(kind=OutcomeKind.APPLIED, evidence=Evidence.CALL, seconds=0.5),
+        1: Outcome(kind=OutcomeKind.LOST, reason="died", remote_traceback="Traceback", fence=2**91),
+    },
+    nbytes=12,
+    pack_s=0.1,
+    connect_s=0.2,
+    transfer_s=0.3,
+    apply_s=float(2**1000),
+    superseded={0: (1, 2)},
+    not_caught_up={2: Outcome(kind=OutcomeKind.REFUSED, reason="no")},
+    left={3: "done", 4: ""},
+)
+
+
+def nested(depth: int) -> SyncReport:
+    """Reports in one another's outcomes, so many deep."""
+    report = REPORT
+    for _ in range(depth - 1):
+        report = replace(REPORT, not_caught_up={7: Outcome(kind=OutcomeKind.APPLIED, nested=report)})
+    return report
+
+
+@pytest.mark.parametrize("depth", [1, 2, codec.MAX_DEPTH])
+def test_a_report_comes_back_with_every_field(depth):
+    assert codec.decode_report(codec.encode_report(nested(depth))) == nested(depth)
+
+
+def test_no_report_is_no_bytes():
+    assert codec.decode_report(codec.encode_report(None)) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("model_id", 7, "has a int in place of text"),
+        ("nbytes", 2**64, "has a number"),
+        ("nbytes", -1, "has a number"),
+        ("pack_s", -0.5, "has an invalid duration"),
+        ("apply_s", float("nan"), "has NaN in place of a number"),
+        ("apply_s", float("inf"), "has Infinity in place of a number"),
+    ],
+)
+def test_a_report_with_a_wrong_field_is_refused_for_its_reason(field, value, reason):
+    told = {**json.loads(codec.encode_report(REPORT)), field: value}
+
+    with pytest.raises(ValueError, match=reason):
+        codec.decode_report(json.dumps(told).encode())
+
+
+def test_a_report_nested_too_deep_is_refused_at_both_ends():
+    with pytest.raises(ValueError, match="nested more than 32 deep"):
+        codec.encode_report(nested(codec.MAX_DEPTH + 1))
+    with pytest.raises(ValueError, match="nested too deep"):
+        codec.decode_report(b"[" * 200_000)
 
 
 @given(strategies.messages, st.integers(0, 8))

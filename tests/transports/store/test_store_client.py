@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from weightsync import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
+from weightsync.protocol.messages import Ack, Hello, Update
 from weightsync.transports import process
 from weightsync.transports.store import store as stores
-from weightsync.transports.store.store import Client, StoreEnd, base_of, hosted
+from weightsync.transports.store.store import Client, Hints, StoreEnd, base_of, hosted
 
 
 @pytest.fixture
@@ -26,6 +27,27 @@ def client(store: Any) -> Iterator[Client]:
     made = Client(dist.PrefixStore("ours", store))
     yield made
     made.close()
+
+
+# ------------------------------------------------------------------------------------------- TorchRL's keys
+
+
+def test_updates_and_acks_have_hints_unless_they_are_withheld() -> None:
+    update = Update(model_id="policy", incarnation=1, version=1, layout_digest=b"", nbytes=0)
+    ack, hello = Ack(model_id="policy", incarnation=1, version=1), Hello(model_id="policy", incarnation=1)
+    hints = Hints()
+    both = [("NODE_3_in", "update_weights"), ("NODE_3_out", "updated")]
+    assert [hints.of(message, 3) for message in (update, ack, hello)] == [*both, None]
+
+    with hints.withheld():
+        assert [hints.of(message, 3) for message in (update, ack, update)] == [None] * 3
+    assert [hints.of(message, 3) for message in (update, ack)] == both
+
+    hints.withhold_next()
+    assert [hints.of(message, 3) for message in (hello, ack, ack)] == [None, None, both[1]]
+    hints.withhold_next()
+    hints.tell()
+    assert hints.of(ack, 3) == both[1]
 
 
 # ----------------------------------------------------------------------------------------------- where they meet
