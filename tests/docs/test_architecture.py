@@ -15,6 +15,7 @@ PAGE = (ROOT / architecture.PAGE).read_text(encoding="utf-8")
 
 #: Modules over 500 lines, and why each is one file.
 LONG = {
+    "schemes/base.py": "`WeightSyncScheme` has TorchRL's verbs, with their documentation, in one class",
     "protocol/sender.py": "a role's values, guards and step are in one file",
     "schemes/rendezvous.py": "how both sides find each other is in one file",
 }

@@ -148,7 +148,9 @@ def test_what_a_page_imports_or_names_of_the_package_is_there(path: Path) -> Non
     named = {f"{module}.{name}" for module, names in lines for name in re.split(r", *", names.strip())}
     named |= set(re.findall(r"\bweightsync(?:\.\w+)+", text))
 
-    assert [name for name in sorted(named) if not resolves(name)] == []
+    made = {"weightsync.transports.stream"} if path.name == "CONTRIBUTING.md" else set()  # by the walk itself
+    there = (name for name in sorted(named) if not any(name.startswith(module) for module in made))
+    assert [name for name in there if not resolves(name)] == []
 
 
 def resolves(name: str) -> bool:

@@ -143,11 +143,12 @@ def groups_of(
     """
     missing = sorted(set(wanted) - own.keys())
     unknown = sorted(own.keys() - set(known))
-    if missing or unknown:
+    faults = [f"none for workers {missing}"] if missing else []
+    faults += [f"some for {unknown}, which are not among this sender's workers"] if unknown else []
+    if faults:
         raise ConfigurationError(
-            f"weights were given per worker, but none for workers {missing}, and some for {unknown}, which are not "
-            "among this sender's workers. Nothing was sent. Name the workers by worker_ids=, or set the scheme's "
-            "per_worker_weights if a send may leave workers out."
+            f"weights were given per worker, but {' and '.join(faults)}. Nothing was sent. Name the workers by "
+            "worker_ids=, or set the scheme's per_worker_weights if a send may leave workers out."
         )
     return _grouped({worker: prepare(own[worker]) for worker in wanted})
 

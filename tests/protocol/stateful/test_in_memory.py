@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from world import ROWS, LinkPair, Trainer, Worker, World
 
-from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, Delivery
+from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, Delivery, ReceiverInput, State
 from weightsync.transports.base import Payloads
 from weightsync.weights.target import Mode
 
@@ -309,6 +309,14 @@ def test_walks(delivery: Delivery, caplog: pytest.LogCaptureFixture) -> None:
     _walked.add(delivery)
 
 
+#: Workers here hand nothing on to workers of their own, and weights by hand refuse what is pending in the same call. The
+#: graphs, and the steps that both machines take side by side, have these rows.
+NOT_WALKED = {
+    *((state, input) for state, input in RECEIVER_ROWS if input in (ReceiverInput.DEFERRED, ReceiverInput.SEND_ACK)),
+    (State.PENDING_ASYNC, ReceiverInput.INVALIDATED),
+}
+
+
 def test_every_row_was_taken(capsys: pytest.CaptureFixture[str]) -> None:
     if _walked != set(Delivery):
         pytest.skip("only a run of all walks says")
@@ -317,4 +325,5 @@ def test_every_row_was_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         told = [f"{type(step).__name__} {state.value} {step.value} {ROWS[state, step]}" for state, step in least[:8]]
         print("\nleast taken rows: " + "; ".join(told))
-    assert [row for row in least if ROWS[row] == 0] == []
+    assert [row for row in least if ROWS[row] == 0 and row not in NOT_WALKED] == []
+    assert [row for row in NOT_WALKED if ROWS[row]] == [], "they are walked: take them off"

@@ -324,7 +324,7 @@ def test_weights_worker_by_worker(scheme_class: Any, crew: Crew) -> None:
         assert list(report) == [0, 1, 2]
         assert [process.do(held) for process in started] == [({4.0}, 2), ({5.0}, 3), ({4.0}, 2)]
         assert scheme.send({1: weights(6.0)}, worker_ids=1).version == 4
-        with pytest.raises(ConfigurationError, match=r"none for \[0, 2\]"):
+        with pytest.raises(ConfigurationError, match=r"none for workers \[0, 2\]\. Nothing"):
             scheme.send({1: weights(6.0)})
         with pytest.raises(ConfigurationError, match="roll"):
             scheme.send({1: weights(6.0), 9: weights(6.0)}, worker_ids=[1])

@@ -171,7 +171,7 @@ def test_weights_for_one_worker_change_that_one_only(kind: Any, distinct: bool, 
 def test_weights_for_one_worker_are_refused_where_all_are_served_alike(scheme: Any, multi: Making) -> None:
     collector = multi(scheme, policy=policy(0))
 
-    with pytest.raises(ConfigurationError, match=r"none for \[1\].*per_worker_weights"):
+    with pytest.raises(ConfigurationError, match=r"none for workers \[1\].*per_worker_weights"):
         collector.update_policy_weights_({0: tensordict(policy(1))})
     with pytest.raises(ConfigurationError, match=r"some for \[7\]"):
         collector.update_policy_weights_({0: tensordict(policy(1)), 1: tensordict(policy(1)), 7: tensordict(policy(1))})
@@ -304,7 +304,7 @@ def test_an_evaluator_takes_weights_by_our_scheme(backend: str, scheme: Any, mul
 
 def test_a_policy_that_nobody_brings_weights_for_is_refused(multi: Making) -> None:
     """A collector sends its policy to the workers without its weights: with those they would act by NaN."""
-    with pytest.raises(ConfigurationError, match=r"NoWeightSyncScheme brings none.*policy_factory="):
+    with pytest.raises(ConfigurationError, match=r"NoWeightSyncScheme sends none.*policy_factory="):
         multi(NoWeightSyncScheme(), policy=policy(0))
 
 

@@ -129,7 +129,7 @@ def test_fault_14_send_async_over_a_transport_that_cannot_is_a_runtime_error_and
     transport = Postbox()
     with Scheme().create_sender() as sender:
         sender.register_worker(0, transport)
-        with pytest.raises(StateError, match="waited for"):
+        with pytest.raises(StateError, match="whose calls block"):
             sender.send_async(model())
 
         assert [] == transport.sent

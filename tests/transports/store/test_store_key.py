@@ -146,7 +146,7 @@ def test_an_answer_that_a_stranger_writes_is_never_believed(
     with pytest.raises(WorkerLostError) as told:
         pair.sender.send(filled(small(), 9.0), timeout=PATIENCE)
     assert told.value.report[0].kind is OutcomeKind.LOST
-    assert "believed" in told.value.lost[0]
+    assert "rejected" in told.value.lost[0]
     pair.close()
 
 

@@ -123,7 +123,7 @@ def test_g10_a_close_does_not_wait_for_ever_for_what_hands_weights_on(
 
     assert pair.receiver.state is State.CLOSED
     assert thread.is_alive()
-    assert "still inside code of yours" in caplog.text
+    assert "still runs code of yours" in caplog.text
     done.set()
     thread.join(PATIENCE)
     assert not thread.is_alive()

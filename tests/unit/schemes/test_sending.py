@@ -287,7 +287,7 @@ def test_a_refused_send_gives_nothing_up(pair: Pair, on_pending: str, bad: dict[
 
 @pytest.mark.parametrize("option", ["on_pending", "on_failure"])
 def test_an_unknown_option_is_refused(pair: Pair, option: str) -> None:
-    with pytest.raises(ConfigurationError, match="none of"):
+    with pytest.raises(ConfigurationError, match="is unknown: choose one of"):
         pair.sender.send(**{option: "shrug"})
 
     assert pair.sender.version == 0
@@ -990,7 +990,7 @@ WRONG_INITS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("argument", "call"), WRONG_CALLS)
 def test_an_argument_of_a_wrong_type_is_named(pair: Pair, argument: str, call: Callable[[Pair], Any]) -> None:
     before = pair.sender._driver.data
-    with pytest.raises(ConfigurationError, match=rf"^{argument}= is "):
+    with pytest.raises(ConfigurationError, match=rf"^{argument}="):
         call(pair)
 
     assert pair.sender._driver.data == before
@@ -1002,7 +1002,7 @@ def test_an_argument_of_init_of_a_wrong_type_is_named(scheme_class: Any, argumen
     if argument == "ctx":
         given["num_workers"] = 1
     scheme = scheme_class()
-    with pytest.raises(ConfigurationError, match=rf"^{argument}= is "):
+    with pytest.raises(ConfigurationError, match=rf"^{argument}="):
         scheme.init_on_sender(**given)
 
     assert not scheme.initialized_on_sender
@@ -1011,5 +1011,5 @@ def test_an_argument_of_init_of_a_wrong_type_is_named(scheme_class: Any, argumen
 @pytest.mark.parametrize("argument", ["sync", "per_worker_weights"])
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_a_switch_of_a_scheme_that_is_neither_on_nor_off_is_named(scheme_class: Any, argument: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^{argument}= is "):
+    with pytest.raises(ConfigurationError, match=rf"^{argument}="):
         scheme_class(**{argument: value})

@@ -28,7 +28,7 @@ def state() -> dict[str, torch.Tensor]:
     ("change", "told"),
     [
         (lambda found: {f"module.{name}": tensor for name, tensor in found.items()}, "by the prefix 'module.'"),
-        (lambda found: {name: tensor.to(torch.bfloat16) for name, tensor in found.items()}, "dtype bfloat16 where"),
+        (lambda found: {name: tensor.to(torch.bfloat16) for name, tensor in found.items()}, "dtype bfloat16, expected"),
         (lambda found: {name: tensor for name, tensor in found.items() if name != "0.bias"}, "missing '0.bias'"),
         (lambda found: {**found, "0.bias": torch.ones(7)}, r"shape \(7,\), expected \(3,\)"),
     ],

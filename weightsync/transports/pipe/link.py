@@ -136,7 +136,7 @@ class PipeLink(TellsWhatIsRead, Remarks):
     def _is_remark(self, message: Message) -> bool:
         reason = unmet_reason(message)
         if reason:
-            logger.warning("model %r: %s has not taken the handshake: %s", self._box.model_id, self._peer, reason)
+            logger.warning("model %r: %s did not accept the handshake: %s", self._box.model_id, self._peer, reason)
         self._remark = reason
         return bool(reason)
 
