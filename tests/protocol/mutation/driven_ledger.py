@@ -69,12 +69,14 @@ class Ledger:
     Attributes:
         scores: of each module.
         reasons: what may be said of several mutants, by name.
+        new: functions that came to these modules since their last hunt: they count nowhere yet.
         survivors: the name of the reason why each that lives may; empty: it has none yet.
     """
 
     scores: dict[str, Score]
     reasons: dict[str, str]
     survivors: dict[Key, str]
+    new: tuple[str, ...] = ()
 
     @classmethod
     def read(cls) -> Ledger:
@@ -82,7 +84,7 @@ class Ledger:
         told = tomllib.loads(FILE.read_text(encoding="utf-8"))
         scores = {module: Score(**score) for module, score in told["scores"].items()}
         living = {(e["function"], e["was"], e["now"], e["twin"]): e["reason"] for e in told.get("survivor", [])}
-        return cls(scores, told["reasons"], living)
+        return cls(scores, told["reasons"], living, tuple(told.get("unhunted", ())))
 
     def after(self, result: Sequence[Sequence[object]]) -> Ledger:
         """With a result of whole modules taken in."""
@@ -94,7 +96,8 @@ class Ledger:
             scores[module] = Score(len(lived), len(lived) - sum(lived))
         kept = {key: reason for key, reason in self.survivors.items() if module_of(key) not in hunted}
         living = {key: self.survivors.get(key, "") for key, lives in found if lives}
-        return replace(self, scores=scores, survivors=kept | living)
+        new = tuple(name for name in self.new if not any(name.startswith(f"{module}.") for module in hunted))
+        return replace(self, scores=scores, survivors=kept | living, new=new)
 
     def without(self, keys: Iterable[Key]) -> Ledger:
         """What is left of it."""
@@ -103,8 +106,8 @@ class Ledger:
 
     @property
     def unhunted(self) -> list[str]:
-        """The modules whose mutants nobody has hunted yet: they count nowhere."""
-        return [module for module in DRIVEN if module not in self.scores]
+        """The modules, and the functions of others, whose mutants nobody has hunted yet: they count nowhere."""
+        return [*(module for module in DRIVEN if module not in self.scores), *self.new]
 
     @property
     def whole(self) -> Score:
@@ -114,7 +117,10 @@ class Ledger:
 
     def write(self) -> None:
         """Into the file."""
-        lines = ["# Rendered in docs/driver-mutants.md, and kept by driven_ledger.py.", "", "[scores]"]
+        lines = ["# Rendered in docs/driver-mutants.md, and kept by driven_ledger.py.", ""]
+        if self.new:
+            lines += ["unhunted = [", *(f"  {json.dumps(name)}," for name in self.new), "]", ""]
+        lines += ["[scores]"]
         lines += [
             f"{json.dumps(module)} = {{ mutants = {score.mutants}, killed = {score.killed} }}"
             for module, score in sorted(self.scores.items())
