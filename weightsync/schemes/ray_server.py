@@ -23,7 +23,7 @@ from weightsync.transports.ray.client import WAY
 from weightsync.transports.ray.session import own_actor
 
 #: Seconds that a call waits for those that were begun before it, in actors whose calls overtake each other.
-PATIENCE_FOR_ORDER: Final = 5.0
+PATIENCE_FOR_ORDER: Final = 15.0
 #: Seconds that an async actor's event loop is held while another thread serves.
 PATIENCE_OF_LOOP: Final = 1.0
 #: Seconds between two looks at what another thread may have done.
