@@ -96,7 +96,7 @@ def test_verdicts_as_expected_exit_with_0(command: Command) -> None:
 
     assert code == 0, said
     assert "Holds  5 distinct states" in said
-    assert "Small violated, as it must be" in said
+    assert "Small violated, as expected" in said
     assert "2 of 2 configurations are as expected" in said
     assert "Nothing is said of larger numbers." in said
     assert command.left_over() == []
@@ -109,7 +109,7 @@ def test_a_verdict_that_differs_exits_with_1_and_says_why(command: Command, spec
     code, said = command.run("Holds", "--json", str(specs / "report.json"))
 
     assert code == 1, said
-    assert "distinct is 5 and 6 is pinned" in said
+    assert "distinct is 5, but 6 is pinned" in said
     assert "python spec/check.py model --pin Holds" in said
     assert "by hand: cd " in said
     [record] = json.loads((specs / "report.json").read_text())

@@ -98,7 +98,7 @@ def test_a_part_that_should_be_evaluated_is_a_complaint_and_one_known_to_be_idle
 
     assert [each for each in complaints if each.startswith("Reset")] == complaints
     assert complaints
-    text = complaints[0].partition("evaluates: ")[2]
+    text = complaints[0].partition("evaluates ")[2]
     after = list(idle(verdicts, replace(manifest, idle=(*known, Idle("Reset", text, "why")))))
     assert "Reset: listed as idle, but some proof evaluates it or it no longer exists: no such text" in after
     assert complaints[0] not in after

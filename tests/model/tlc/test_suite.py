@@ -45,7 +45,7 @@ def test_a_wrong_pinned_count_fails(toolchain: Toolchain, manifest: Manifest, sp
 
     [verdict] = run(toolchain, Manifest.read(specs), recorder, "Holds")
 
-    assert "distinct is 5 and 6 is pinned" in verdict.complaints[0]
+    assert "distinct is 5, but 6 is pinned" in verdict.complaints[0]
 
 
 def test_a_wrong_violated_property_fails(
@@ -55,7 +55,7 @@ def test_a_wrong_violated_property_fails(
 
     [verdict] = run(toolchain, Manifest.read(specs), recorder, "TooSmall")
 
-    assert "TLC should find TypeOK violated, and found Small violated" in verdict.complaints[0]
+    assert "TLC should find TypeOK violated, but found Small violated" in verdict.complaints[0]
 
 
 @pytest.mark.parametrize(
