@@ -80,7 +80,8 @@ def run(copy: Path, block: Block) -> str:
     environment = {
         **os.environ,
         "PYTHONPATH": str(copy),  # before the tree that is installed
-        "MAKEFLAGS": f"BIN={Path(sys.executable).parent} INSTALLED={copy / '.venv'}",  # nothing is installed
+        # Nothing is installed: this Python's environment is that of the tree.
+        "MAKEFLAGS": f"BIN={Path(sys.executable).parent} INSTALLED={copy / '.git' / 'installed'}",
         "COLUMNS": "200",
     }
     environment.pop("PYTEST_XDIST_WORKER", None)
@@ -130,6 +131,7 @@ def copy(tmp_path: Path) -> Path:
     author = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid"]
     for command in (["init", "-q"], ["add", "-A"], [*author, "commit", "-q", "--no-gpg-sign", "-m", "The copy"]):
         subprocess.run(["git", *command], cwd=copy, check=True, stdin=subprocess.DEVNULL)
+    (copy / ".git" / "installed").touch()  # newer than all that make would install from
     return copy
 
 
