@@ -47,12 +47,12 @@ def listen_by(
     Returns:
         A function that ends it.
     """
-    relay = Relay(transport, model_id, strategy, accept)
-    relay.start()
-    return relay.close
+    reader = TransportReader(transport, model_id, strategy, accept)
+    reader.start()
+    return reader.close
 
 
-class Relay:
+class TransportReader:
     """Passes what a user's transport receives to a receiver in this process, each ``receive_weights`` as a version.
 
     It asks for the next when the receiver has answered the one before. It calls the transport's
