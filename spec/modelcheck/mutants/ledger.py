@@ -55,8 +55,8 @@ class Score:
 
     @cached_property
     def fates(self) -> Counter[Fate]:
-        """How many mutants have each result."""
-        return Counter(entry.fate for entry in self.entries)
+        """How many mutants have each result; those that ran on several processes come back in any order."""
+        return Counter(sorted((entry.fate for entry in self.entries), key=list(Fate).index))
 
     @property
     def killed(self) -> int:
@@ -76,8 +76,10 @@ class Score:
     @property
     def killers(self) -> tuple[tuple[str, Fate, int], ...]:
         """The properties and situations that killed mutants, those with the most kills first."""
-        found = Counter((entry.by, entry.fate) for entry in self.entries if entry.fate.killed)
-        return tuple((by, fate, count) for (by, fate), count in found.most_common())
+        found = Counter((entry.by, entry.fate.value) for entry in self.entries if entry.fate.killed)
+        return tuple(
+            (by, Fate(fate), count) for (by, fate), count in sorted(found.items(), key=lambda one: (-one[1], one[0]))
+        )
 
 
 @dataclass(frozen=True, slots=True)
