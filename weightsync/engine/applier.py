@@ -189,13 +189,13 @@ class Applier:
             )
         if not pending.update.digest:
             # Without a digest nothing would show that this process wrote over pages it had mapped for an older version.
-            if self._served.apply_mode is Mode.MAP:
+            if self._served.apply_mode is not Mode.COPY:
                 pending.refresh()
             return b""
-        found = digest(pending.payload, pending.update.extras)
+        found = digest(pending.on_host(), pending.update.extras)
         if found != pending.update.digest:
             pending.refresh()
-            found = digest(pending.payload, pending.update.extras)
+            found = digest(pending.on_host(), pending.update.extras)
         if found != pending.update.digest:
             raise LayoutError(
                 f"version {pending.update.version} arrived with digest {found.hex()}, but its sender sent "

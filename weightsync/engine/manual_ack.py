@@ -86,7 +86,7 @@ class ManualAck:
                 return None
             try:
                 digest = self._applier.verified(pending)
-                weights = present_as(pending.update.form, pending.layout, pending.payload, pending.update.extras)
+                weights = present_as(pending.update.form, pending.layout, pending.on_host(), pending.update.extras)
             except Exception as error:  # noqa: BLE001 - the refusal carries whatever is wrong with it
                 self._applier.refuse_for(pending, error)
                 return None

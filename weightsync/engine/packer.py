@@ -6,11 +6,13 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from weightsync.engine.devices import DevicePools, Reached, nobody, write_slot
 from weightsync.errors import LayoutError
 from weightsync.options import Verify
 from weightsync.protocol.codec import MAX_BODY_NBYTES
 from weightsync.protocol.messages import WeightsForm
 from weightsync.transports.buffers import Buffer, Pool
+from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import digest, pack
@@ -53,6 +55,7 @@ class Packer:
     def __init__(self, verify: Verify = Verify.DIGEST) -> None:
         self._verify = verify
         self._pool = Pool()
+        self._on_devices = DevicePools()
         self._lock = threading.Lock()
         self._layout: Layout | None = None
 
@@ -65,8 +68,12 @@ class Packer:
         self._layout = layout_of(read_weights(weights), self._layout)
         return self._layout
 
-    def pack(self, weights: Any) -> Packed:
+    def pack(self, weights: Any, reached: Reached = nobody) -> Packed:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
+
+        Args:
+            weights: the weights.
+            reached: for each link, the devices whose slots its worker can open. Weights on such a device stay there.
 
         Raises:
             ConfigurationError, LayoutError: they cannot be sent.
@@ -77,10 +84,13 @@ class Packer:
         extras = encode_extras(read.extras())
         _require_room(layout, extras)
         with self._lock:
-            buffer = self._pool.acquire(layout.nbytes)
+            buffer = self._on_devices.acquire(read, layout, reached) or self._pool.acquire(layout.nbytes)
             buffer.pin(self)
         try:
-            pack(read, layout, buffer.view)
+            if isinstance(buffer, DeviceBuffer):
+                write_slot(buffer, read, layout, reached)
+            else:
+                pack(read, layout, buffer.view)
             packed = Packed(layout, buffer, extras, b"", form_of(weights))
             return packed if self._verify is Verify.LAYOUT else replace(packed, digest=packed.digested())
         except BaseException:
@@ -95,6 +105,7 @@ class Packer:
         """Release all buffers. Workers keep what they map."""
         with self._lock:
             self._pool.close()
+            self._on_devices.close()
 
 
 def _require_room(layout: Layout, extras: bytes) -> None:

@@ -436,5 +436,5 @@ def _are_of(pending: Pending, weights: Any) -> bool:
     read = read_weights(weights)
     if pending.untaken or layout_of(read, pending.layout) != pending.layout:
         return False
-    wanted = pending.update.digest or digest(pending.payload, pending.update.extras)
+    wanted = pending.update.digest or digest(pending.on_host(), pending.update.extras)
     return wanted == digest_of(read, pending.layout, encode_extras(read.extras()))

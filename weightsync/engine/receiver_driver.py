@@ -15,7 +15,9 @@ from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
 from weightsync.protocol.machine import ReceiverMachine
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
 from weightsync.transports.base import Link, Received
+from weightsync.transports.device import CarriesDevices
 from weightsync.transports.process import own_host, own_identity
+from weightsync.weights.device.base import DeviceMemory, on_host
 from weightsync.weights.layout import Layout
 
 logger = logging.getLogger("weightsync")
@@ -27,11 +29,15 @@ class Pending:
 
     update: Update
     layout: Layout
-    payload: memoryview
+    payload: memoryview | DeviceMemory
     #: Restores the payload as it was sent, if this process has written over it.
     refresh: Callable[[], None]
     #: Why this process could not receive the payload; empty: it could.
     untaken: str = ""
+
+    def on_host(self) -> memoryview:
+        """The payload in the host's memory: a copy, if it lies on a device."""
+        return on_host(self.payload, self.layout.nbytes)
 
 
 class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.Effect]):
@@ -55,6 +61,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self._unwritable = 0
         #: The Hello of the sender whose handshake was accepted last; None: none was.
         self.greeting: Hello | None = None
+        #: The devices whose slots the model can be served from, as our Hello names them; empty: it is on the host.
+        self.devices = b""
         self._links: dict[int, Link] = {}
         self._layouts: dict[bytes, Layout] = {}
 
@@ -141,7 +149,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _hello(self, link: int) -> Hello:
         pid, started = own_identity()
-        served = self.data.served
+        served, known = self.data.served, self._links.get(link)
         return Hello(
             model_id=self.model_id,
             incarnation=self.data.fence,
@@ -152,6 +160,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             started=started,
             fence=self.data.fence,
             link=link,
+            devices=self.devices if isinstance(known, CarriesDevices) and known.opens else b"",
         )
 
     def _refusal(self, key: pure.Key, kind: RefusalKind, reason: str) -> Refusal:
@@ -308,7 +317,9 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         before = self.data.pending
         self.take(event)
         if self.data.pending not in (None, before):
-            payload = received.payload if received.payload is not None else memoryview(b"")
+            payload: memoryview | DeviceMemory = memoryview(b"") if received.payload is None else received.payload
+            if isinstance(received.on_device, DeviceMemory):
+                payload = received.on_device
             self.pending = Pending(update, layout, payload, received.refresh, received.untaken)
 
     def _layout_of(self, update: Update) -> Layout:

@@ -24,6 +24,7 @@ from weightsync.protocol.report import SyncReport
 from weightsync.transports.base import Link, Remarks, TellsWhatIsRead
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import BlockingLink
+from weightsync.transports.device import CarriesDevices
 from weightsync.transports.process import own_host, own_identity
 from weightsync.transports.wakeup import AwaitedProcess
 
@@ -236,6 +237,10 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         """The links that are open."""
         with self.lock:
             return [link for _, link in self._links.values()]
+
+    def reached(self) -> list[frozenset[bytes]]:
+        """For each open link, the devices whose slots its worker can open."""
+        return [link.reached if isinstance(link, CarriesDevices) else frozenset() for link in self.links()]
 
     def by_worker(self) -> dict[int, Link]:
         """The links that are open, by worker."""

@@ -133,5 +133,5 @@ class ServedModel:
         model = self.model
         target = RelayTarget(model) if isinstance(model, Relay) else Target(model, self._services.apply_mode)
         self.target = target
-        self._driver.layout = target.demanded
+        self._driver.layout, self._driver.devices = target.demanded, target.devices
         return target

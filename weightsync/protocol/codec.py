@@ -247,27 +247,15 @@ def malformed(what: str, data: Readable) -> ProtocolError:
     return ProtocolError(f"{what}.", unread=bytes(data[:MAX_UNREAD_NBYTES]))
 
 
-__all__ = [
-    "HEADER_NBYTES",
-    "MAGIC",
-    "MAX_BODY_NBYTES",
-    "MAX_UNREAD_NBYTES",
-    "Head",
-    "Readable",
-    "decode",
-    "decode_with",
-    "encode",
-    "inline_nbytes",
-    "malformed",
-    "peek",
-]
-
-_HELLO: Final = struct.Struct("!HHIBQQ16sQ")
-_UPDATE: Final = struct.Struct("!HHIIQBBQ")
+_HELLO: Final = struct.Struct("!HHIBHQQ16sQ")
+_UPDATE: Final = struct.Struct("!HHIIBQBBQQ")
 _ACK: Final = struct.Struct("!HIdB")
 _REFUSAL: Final = struct.Struct("!HBBII16s")
 _BYE: Final = struct.Struct("!HBI")
 _DIGEST_SIZES: Final = (0, 16)
+#: The size of a device's identity, and the sizes of a list of them.
+_DEVICE_NBYTES: Final = 16
+_DEVICES_SIZES: Final = range(0, 64 * _DEVICE_NBYTES + 1, _DEVICE_NBYTES)
 _REFUSALS: Final = tuple(RefusalKind)
 _EVIDENCE: Final = tuple(Evidence)
 _FORMS: Final = tuple(WeightsForm)
@@ -316,8 +304,9 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
     """Return the kind, version, digest and encoded body."""
     match message:
         case Update():
-            fields = name, message.layout_digest, message.layout, message.extras
-            slot = (0, 0) if message.slot is None else (1, message.slot.segment)
+            device = b"" if message.slot is None else message.slot.device
+            fields = name, message.layout_digest, message.layout, message.extras, device
+            slot = (0, 0, 0) if message.slot is None else (1, message.slot.segment, message.slot.nbytes)
             fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *slot)
             return 2, message.version, message.digest, b"".join((fixed, *fields))
         case Ack():
@@ -325,7 +314,7 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
             numbers = len(name), len(nested), message.seconds, _EVIDENCE.index(message.evidence)
             return 3, message.version, message.digest, b"".join((_ACK.pack(*numbers), name, nested))
         case Hello():
-            told = name, message.layout_digest, message.layout, message.host
+            told = name, message.layout_digest, message.layout, message.host, message.devices
             fixed = _HELLO.pack(*map(len, told), message.pid, message.started, _wide(message.fence), message.link)
             return 1, message.version, b"", b"".join((fixed, *told))
         case Refusal():
@@ -352,8 +341,22 @@ def _require_ranges(message: Message) -> None:
             raise ValueError(f"version {message.version} is below 1")
         case Update() if not 0 <= message.nbytes <= _MAX_NBYTES:
             raise ValueError(f"a payload size of {message.nbytes} bytes is out of range")
+        case Update() if message.slot is not None:
+            _require_slot(message.slot, message.nbytes)
+        case Hello() if len(message.devices) not in _DEVICES_SIZES:
+            raise ValueError(f"{len(message.devices)} bytes do not name devices")
         case Ack() if not isfinite(message.seconds) or message.seconds < 0:
             raise ValueError(f"a duration of {message.seconds} s is not valid")
+
+
+def _require_slot(slot: SlotRef, nbytes: int) -> None:
+    """Refuse a slot that cannot be one, with ValueError: on a device, its size is named and the payload fits."""
+    if len(slot.device) not in (0, _DEVICE_NBYTES):
+        raise ValueError(f"{len(slot.device)} bytes do not name a device")
+    if slot.nbytes and not slot.device:
+        raise ValueError(f"a slot of the host says that it has {slot.nbytes} bytes")
+    if slot.device and not nbytes <= slot.nbytes <= _MAX_NBYTES:
+        raise ValueError(f"a slot of {slot.nbytes} bytes does not hold {nbytes}")
 
 
 def _prose(text: str) -> bytes:
@@ -412,8 +415,8 @@ def _int(field: bytes) -> int:
 
 
 def _read_hello(head: Head, body: bytes) -> Hello:
-    named, digested, laid_out, hosted, pid, started, fence, link = _HELLO.unpack_from(body)
-    name, layout_digest, layout, host = _cut(body, _HELLO.size, named, digested, laid_out, hosted)
+    named, digested, laid_out, hosted, reached, pid, started, fence, link = _HELLO.unpack_from(body)
+    name, layout_digest, layout, host, devices = _cut(body, _HELLO.size, named, digested, laid_out, hosted, reached)
     return Hello(
         model_id=name.decode(),
         incarnation=_int(head.incarnation),
@@ -425,14 +428,15 @@ def _read_hello(head: Head, body: bytes) -> Hello:
         started=started,
         fence=_int(fence),
         link=link,
+        devices=devices,
     )
 
 
 def _read_update(head: Head, body: bytes) -> Update:
-    named, digested, laid_out, extra, nbytes, form, placed, segment = _UPDATE.unpack_from(body)
-    name, layout_digest, layout, extras = _cut(body, _UPDATE.size, named, digested, laid_out, extra)
-    if placed > 1:
-        raise ValueError(f"{placed} slots, at most 1 is possible")
+    *sizes, nbytes, form, placed, segment, slot_nbytes = _UPDATE.unpack_from(body)
+    name, layout_digest, layout, extras, device = _cut(body, _UPDATE.size, *sizes)
+    if placed > 1 or (not placed and (device or slot_nbytes)):
+        raise ValueError(f"{placed} slots, at most 1 is possible, and {slot_nbytes} bytes on a device")
     return Update(
         model_id=name.decode(),
         incarnation=_int(head.incarnation),
@@ -443,7 +447,7 @@ def _read_update(head: Head, body: bytes) -> Update:
         nbytes=nbytes,
         extras=extras,
         form=_FORMS[form],
-        slot=SlotRef(segment=segment) if placed else None,
+        slot=SlotRef(segment=segment, device=device, nbytes=slot_nbytes) if placed else None,
     )
 
 

@@ -34,13 +34,19 @@ class Hello:
     fence: int = 0
     #: This end's own number for the link, used to join the traces of both ends; 0: not sent.
     link: int = 0
+    #: From a receiver: the identities of the devices whose slots it can open, 16 bytes each; empty: of none.
+    devices: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRef:
-    """The shared-memory segment that holds a payload, by its number on this link."""
+    """The shared-memory segment, or the memory of a device, that holds a payload, by its number on this link."""
 
     segment: int
+    #: The identity of the device that it lies on, 16 bytes; empty: the host's memory.
+    device: bytes = b""
+    #: The size of the memory on that device; 0 for the host's, which tells its size itself.
+    nbytes: int = 0
 
 
 class WeightsForm(enum.Enum):

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from weightsync.engine.copies import pipes_travel, require_worker_id
+from weightsync.engine.devices import open_slot
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify, switch
 from weightsync.protocol.sender import LinkState
@@ -176,7 +177,7 @@ class PipeScheme(WeightSyncScheme):
         """A link over a pipe's end, or an object whose ``.pipe`` is that: see `WeightSyncScheme.lay_link`."""
         if self._goes_by_transport(endpoint):
             return super().lay_link(endpoint, model_id, peer)
-        return PipeLink(connection_of(endpoint), model_id, peer=peer)
+        return PipeLink(connection_of(endpoint), model_id, peer=peer, opener=open_slot)
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Give ``accept`` the one link of this worker's pipe: see `WeightSyncScheme.listen`."""

@@ -45,6 +45,10 @@ class SharedMemWeightSyncScheme(PipeScheme):
             Always so for a TorchRL collector with several policy factories. A send that names all workers does not
             need it.
         verify: "digest" or "layout": see `WeightSyncScheme`.
+        map_on_device: whether parameters of a module on the trainer's GPU become views of the slot there. If not, they
+            are copied out of it. Not for models that `torch.cuda.graph` has captured: a graph reads the old addresses.
+            A worker that writes into such parameters writes into those of every worker on that GPU. Modules that torch
+            has compiled are copied into in any case.
     """
 
     apply_mode = Mode.MAP
@@ -58,12 +62,14 @@ class SharedMemWeightSyncScheme(PipeScheme):
         sync: bool = True,
         per_worker_weights: bool = False,
         verify: Verify | str = Verify.DIGEST,
+        map_on_device: bool = False,
     ) -> None:
         second = isinstance(policy_weights, str | WeightStrategy)
         chosen = policy_weights if isinstance(policy_weights, str | WeightStrategy) else strategy
         if isinstance(chosen, bool):
             raise ConfigurationError(f"strategy is {chosen}: choose 'tensordict' or 'state_dict'.")
         super().__init__(chosen, strategy if second and isinstance(strategy, bool) else sync, verify=verify)
+        self.apply_mode = Mode.MAP_ON_DEVICE if switch(map_on_device, "map_on_device") else Mode.MAP
         self._policy_weights = dict(policy_weights) if isinstance(policy_weights, Mapping) else {}
         #: Whether a model may be sent that was not registered.
         self.auto_register = second or bool(auto_register)

@@ -147,9 +147,9 @@ class Acting(ReplayActors):
         pending = receiver.driver.pending
         assert pending is not None
         update = pending.update
-        if not self.payloads.intact(pending.payload, update.digest):
+        if not self.payloads.intact(pending.on_host(), update.digest):
             raise RuleViolation(Rule.PINNED, f"version {update.version} changed before it was applied")
-        receiver.served = (pending.payload, update.digest)
+        receiver.served = (pending.on_host(), update.digest)
         answer = Ack(
             model_id=update.model_id, incarnation=update.incarnation, version=update.version, digest=update.digest
         )

@@ -164,11 +164,11 @@ class Bench(Comparing):
         with self.step(f"worker {worker} applies its pending update"):
             pending = receiver.driver.pending
             assert pending is not None
-            if not self.payloads.intact(pending.payload, pending.update.digest):
+            if not self.payloads.intact(pending.on_host(), pending.update.digest):
                 raise RuleViolation(
                     Rule.PINNED, f"version {pending.update.version} changed between its arrival and its use"
                 )
-            receiver.served = (pending.payload, pending.update.digest)
+            receiver.served = (pending.on_host(), pending.update.digest)
             update = pending.update
             answer = Ack(
                 model_id=update.model_id,

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from weightsync.errors import TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message
-from weightsync.transports.buffers import Buffer
+from weightsync.transports.buffers import Buffer, OnDevice
 from weightsync.transports.process import forget_after_fork
 
 
@@ -33,6 +33,8 @@ class Received:
     refresh: Callable[[], None] = _nothing
     #: Why this process could not take the payload (no memory or no descriptors); empty: it could.
     untaken: str = ""
+    #: The payload in the memory of a device, in place of `payload`; None: it is not on one.
+    on_device: OnDevice | None = None
 
 
 class Payloads(Enum):

@@ -23,10 +23,10 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from enum import Enum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from weightsync.errors import TransportError
@@ -129,7 +129,8 @@ SPARE_BUFFERS: Final = 1
 
 _F_SEAL_FUTURE_WRITE: Final = 0x10
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_numbers = itertools.count(1)
+#: The numbers of slots: no two of this process have the same.
+NUMBERS: Final = itertools.count(1)
 
 
 #: The errors with which the kernel reports that a process or the machine has no resources left.
@@ -163,7 +164,7 @@ class Segment:
 
     def __init__(self, nbytes: int) -> None:
         self.fd = -1
-        self.number = next(_numbers)
+        self.number = next(NUMBERS)
         self.nbytes = nbytes
         self._view: memoryview | None = None
         try:
@@ -335,10 +336,11 @@ class Pool:
 
     Args:
         storage: the kind of memory of its buffers.
+        make: makes a buffer of at least so many bytes; None: of that kind.
     """
 
-    def __init__(self, storage: Storage = Storage.SEGMENTS) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage = Storage.SEGMENTS, make: Callable[[int], Buffer] | None = None) -> None:
+        self._make = make or (lambda nbytes: Buffer(nbytes, storage))
         self._buffers: list[Buffer] = []
 
     def acquire(self, nbytes: int) -> Buffer:
@@ -352,7 +354,7 @@ class Pool:
         self._buffers = [buffer for buffer in self._buffers if not buffer.retired]
         free = [buffer for buffer in self._buffers if not buffer.pinned]
         fitting = sorted((buffer for buffer in free if buffer.nbytes >= nbytes), key=lambda buffer: buffer.nbytes)
-        chosen = fitting[0] if fitting else Buffer(nbytes, self._storage)
+        chosen = fitting[0] if fitting else self._make(nbytes)
         spares = fitting[1 : 1 + SPARE_BUFFERS]
         self._buffers = [buffer for buffer in self._buffers if buffer.pinned]
         self._buffers += [chosen, *spares]
@@ -377,6 +379,37 @@ class Pool:
 MAX_SEGMENTS: Final = 4
 
 
+class Numbered(Protocol):
+    """A slot that links name: a segment, or memory of a device."""
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+
+    @property
+    def fd(self) -> int:
+        """The descriptor by which another process opens it."""
+
+
+class OnDevice(Protocol):
+    """Memory on a device, as the adapters see it."""
+
+    @property
+    def identity(self) -> bytes:
+        """The device's identity, the same in all processes of the host: 16 bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+    @property
+    def fd(self) -> int:
+        """The descriptor by which another process opens it."""
+
+    def read(self, view: memoryview) -> None:
+        """Copy its first bytes to the host."""
+
+
 class Named:
     """The trainer's list: the segments that this link has named last."""
 
@@ -386,12 +419,12 @@ class Named:
         #: Segments whose descriptors must be passed again, since the worker may not have mapped them.
         self._again: set[int] = set()
 
-    def missing(self, segment: Segment) -> tuple[int, ...]:
+    def missing(self, segment: Numbered) -> tuple[int, ...]:
         """The descriptors to pass with the next frame that names ``segment``."""
         passed = segment.number in self._keys and segment.number not in self._again
         return () if passed else (segment.fd,)
 
-    def name(self, segment: Segment, update: Update) -> None:
+    def name(self, segment: Numbered, update: Update) -> None:
         """Record that a frame names this segment."""
         self._keys[segment.number] = update.incarnation, update.version
         self._keys.move_to_end(segment.number)
@@ -407,13 +440,18 @@ class Named:
 
 
 class Mapped:
-    """The worker's list: the segments that it maps. Tensors keep a mapping alive after it has left the list."""
+    """The worker's list: the segments that it maps. Tensors keep a mapping alive after it has left the list.
 
-    def __init__(self) -> None:
+    Args:
+        opener: opens slots that lie on a device; None: this end cannot open any.
+    """
+
+    def __init__(self, opener: Callable[[SlotRef, int], OnDevice] | None = None) -> None:
+        self.opener = opener
         #: The mapping of each segment, or why there was no room for it.
-        self._mappings: OrderedDict[int, Mapping | str] = OrderedDict()
+        self._mappings: OrderedDict[int, Mapping | OnDevice | str] = OrderedDict()
 
-    def find(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str = "") -> Mapping:
+    def find(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str = "") -> Mapping | OnDevice:
         """The mapping of a segment, made now if its descriptor came with the frame.
 
         Args:
@@ -428,7 +466,7 @@ class Mapped:
         """
         try:
             if untaken or descriptors:
-                self._take(slot.segment, descriptors, untaken)
+                self._take(slot, descriptors, untaken)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -442,13 +480,20 @@ class Mapped:
             raise NoRoom(found)
         return found
 
-    def _take(self, segment: int, descriptors: tuple[int, ...], untaken: str) -> None:
-        if isinstance(self._mappings.get(segment), Mapping):
+    def _take(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str) -> None:
+        if not isinstance(self._mappings.get(slot.segment, ""), str):
             return  # passed again after a refusal for another reason
         try:
-            self._mappings[segment] = untaken or Mapping(descriptors[0])
+            self._mappings[slot.segment] = untaken or self._opened(slot, descriptors[0])
         except NoRoom as error:
-            self._mappings[segment] = str(error)
+            self._mappings[slot.segment] = str(error)
+
+    def _opened(self, slot: SlotRef, descriptor: int) -> Mapping | OnDevice:
+        if not slot.device:
+            return Mapping(descriptor)
+        if self.opener is None:
+            raise codec.malformed("The peer names a slot on a device, and this end said that it opens none", b"")
+        return self.opener(slot, descriptor)
 
     def clear(self) -> None:
         """Drop all mappings, except those that something still uses."""

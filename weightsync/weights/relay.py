@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from weightsync.errors import LayoutError
+from weightsync.weights.device.base import DeviceMemory, on_host
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import views
 from weightsync.weights.target import Mode, Staged, Target, plan_for
@@ -32,7 +33,12 @@ class RelayTarget(Target):
         """None, because any layout is accepted."""
         return None
 
-    def stage(self, layout: Layout, payload: memoryview, extras: bytes = b"") -> Staged:
+    @property
+    def devices(self) -> bytes:
+        """None: it forwards from the host."""
+        return b""
+
+    def stage(self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"") -> Staged:
         """Check that an update is complete: see `Target.stage`.
 
         Raises:
@@ -51,7 +57,8 @@ class RelayTarget(Target):
 
     def swap(self, staged: Staged) -> None:
         """Keep a copy of the staged weights, and drop those of the version before."""
-        flat = borrowed(address_of(staged.payload), staged.layout.nbytes).clone()
+        payload = on_host(staged.payload, staged.layout.nbytes)
+        flat = borrowed(address_of(payload), staged.layout.nbytes).clone()
         names = [entry.name for entry in staged.layout.entries]
         held = dict(zip(names, views(staged.layout, flat), strict=True))
         self.destination.clear()

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from weightsync.errors import ConfigurationError, LayoutError, ProtocolError, WeightSyncError
 from weightsync.weights.aliasing import Sharing, agrees, same_bits, sharing_of
+from weightsync.weights.device.base import Device, DeviceMemory
+from weightsync.weights.device.registry import device_of, devices_of
 from weightsync.weights.extra_state import ExtraState, decode_extras, encode_extras
 from weightsync.weights.layout import ALIGNMENT, Layout
 from weightsync.weights.packing import digest_of, kept_views, pack, scatter, views
@@ -38,6 +40,7 @@ class DestinationPlan:
         sharing: which tensors share memory.
         mappable: parameters that may become views of other memory, each with the index of the entry that it is to
             view: its own, or that of the first parameter it is tied to.
+        devices: the devices whose kernels read or write the tensors; empty: they are on the host.
         mapped_memory: the memory of the mapped parameters, in the order of `mappable`, if a swap has mapped them.
     """
 
@@ -47,6 +50,7 @@ class DestinationPlan:
     places: Places
     sharing: Sharing
     mappable: dict[int, int]
+    devices: tuple[Device, ...] = ()
     mapped_memory: list[Tensor] | None = None
 
     def copied(self, mapped: dict[int, int]) -> Sequence[int]:
@@ -105,7 +109,7 @@ def plan_for(destination: object, before: DestinationPlan | None = None) -> Dest
     sharing = sharing_of(tensors)
     _refuse_raising(layout, tensors, sharing)
     mappable = _mappable(tensors, sharing) if isinstance(destination, nn.Module) else {}
-    return DestinationPlan(weights, layout, tensors, places_of(tensors), sharing, mappable)
+    return DestinationPlan(weights, layout, tensors, places_of(tensors), sharing, mappable, devices_of(tensors))
 
 
 def places_of(tensors: Sequence[Tensor]) -> Places:
@@ -158,7 +162,9 @@ def _refuse_raising(layout: Layout, tensors: list[Tensor], sharing: Sharing) -> 
 
 def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
     shared = {index for overlap in sharing.overlaps for index in overlap}
-    able = {index for index, tensor in enumerate(tensors) if index not in shared and _may_share_memory(tensor)}
+    places = {tensor.device for tensor in tensors}
+    place = places.pop() if len(places) == 1 else torch.device("cpu")
+    able = {index for index, tensor in enumerate(tensors) if index not in shared and _may_share_memory(tensor, place)}
     sources = {index: index for index in able}
     for tie in sharing.ties:
         for index in tie:
@@ -169,9 +175,9 @@ def _mappable(tensors: list[Tensor], sharing: Sharing) -> dict[int, int]:
     return sources
 
 
-def _may_share_memory(tensor: Tensor) -> bool:
+def _may_share_memory(tensor: Tensor, place: torch.device) -> bool:
     # A parameter created in inference mode cannot be given normal data.
-    plain = type(tensor) is nn.Parameter and tensor.is_cpu and not tensor.is_inference()
+    plain = type(tensor) is nn.Parameter and tensor.device == place and not tensor.is_inference()
     return plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -185,6 +191,9 @@ class Mode(Enum):
     #: their own (strided, overlapping, on a device). A payload that is read-only or not aligned is copied first. A view
     #: of a parameter that is kept outside the module keeps the old weights.
     MAP = "map"
+    #: As MAP, and parameters on a device become views of a slot on that device. What was captured by `torch.cuda.graph`
+    #: reads the old addresses, so this is not for such models; one compiled by torch is copied into.
+    MAP_ON_DEVICE = "map_on_device"
 
 
 class SwapBroken(WeightSyncError):
@@ -196,7 +205,7 @@ class Staged:
     """A validated update that is not live yet. It keeps its payload alive."""
 
     layout: Layout
-    payload: memoryview
+    payload: memoryview | DeviceMemory
     extras: dict[str, ExtraState]
     #: The plan of the destination that it was validated against.
     plan: DestinationPlan
@@ -230,6 +239,14 @@ class Target:
         if not isinstance(destination, nn.Module):
             refuse_temporary_tensors(destination, self._plan)
         self._mapped: OrderedDict[tuple[int, Layout], list[Tensor] | None] = OrderedDict()
+        #: The slot on a device that parameters view; None: they view none.
+        self._slot: DeviceMemory | None = None
+
+    @property
+    def devices(self) -> bytes:
+        """The devices whose slots it can be served from, as a Hello names them; empty: its tensors are on the host."""
+        device = device_of(self._plan.tensors)
+        return b"" if device is None else b"".join(device.opens())
 
     @property
     def layout(self) -> Layout:
@@ -241,13 +258,13 @@ class Target:
         """The layout that updates must have."""
         return self.layout
 
-    def stage(self, layout: Layout, payload: memoryview, extras: bytes = b"") -> Staged:
+    def stage(self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"") -> Staged:
         """Validate an update completely. Nothing is changed, even if this raises.
 
         Args:
             layout: the layout of the update.
-            payload: the flat buffer, of exactly ``layout.nbytes`` bytes. It must not be written before the swap, and
-                in mode MAP never again.
+            payload: the flat buffer, of exactly ``layout.nbytes`` bytes, or at least so many on a device. It must not
+                be written before the swap, and in mode MAP never again.
             extras: the encoded extra state.
 
         Raises:
@@ -260,6 +277,8 @@ class Target:
 
     def swap(self, staged: Staged) -> None:
         """Make a staged update live: first the extra state, which is restored if anything fails, then the tensors.
+
+        On a device, this waits for all kernels that read the old weights, and until the new ones are whole.
 
         Raises:
             LayoutError: the destination has changed since the update was staged (by the user, or in its own hook) and
@@ -274,17 +293,20 @@ class Target:
                 undo.set(module, plan.weights.slots[module], value)
             if staged.extras:
                 plan = self._revalidated(staged)
+            for device in plan.devices:
+                device.synchronize()
             memory = self._map(plan, staged, undo)
         except BaseException as error:
             undo.all(error)
             raise
         try:
             mapped = plan.mappable if memory else {}
-            scatter(plan.layout, plan.tensors, plan.copied(mapped), address_of(staged.payload))
+            _copy_out(plan, staged.payload, plan.copied(mapped))
         except BaseException as error:
             raise SwapBroken(f"The swap failed while tensors were copied: {error!r}.") from error
-        if memory:
+        if memory or self._slot is not None:
             plan = replace(plan, places=places_of(plan.tensors), mapped_memory=memory)
+        self._slot = staged.payload if memory and isinstance(staged.payload, DeviceMemory) else None
         self._plan = plan
 
     def apply(self, weights: object) -> None:
@@ -310,9 +332,13 @@ class Target:
         self._mapped.clear()
 
     @staticmethod
-    def _decoded(layout: Layout, payload: memoryview, extras: bytes) -> dict[str, ExtraState]:
+    def _decoded(layout: Layout, payload: memoryview | DeviceMemory, extras: bytes) -> dict[str, ExtraState]:
         """Check an update against its layout and decode its extra state."""
-        if payload.nbytes != layout.nbytes or not payload.c_contiguous:
+        if isinstance(payload, DeviceMemory):
+            fits = payload.nbytes >= layout.nbytes
+        else:
+            fits = payload.nbytes == layout.nbytes and payload.c_contiguous
+        if not fits:
             raise ProtocolError(f"A payload of {payload.nbytes} bytes arrived for {layout!r}.")
         decoded = decode_extras(extras)
         if tuple(sorted(decoded)) != layout.extras:
@@ -325,7 +351,7 @@ class Target:
         self._plan = plan_for(self.destination, self._plan)
         return self._plan
 
-    def _validated(self, layout: Layout, payload: memoryview) -> DestinationPlan:
+    def _validated(self, layout: Layout, payload: memoryview | DeviceMemory) -> DestinationPlan:
         plan = self._refreshed_plan()
         difference = plan.layout.difference(layout)
         if difference is not None:
@@ -333,7 +359,10 @@ class Target:
         plan.refuse_unwritable()
         if plan.sharing.ties or plan.sharing.overlaps:
             with torch.inference_mode():
-                plan.refuse_disagreement(kept_views(plan.layout, address_of(payload)))
+                if isinstance(payload, DeviceMemory):
+                    plan.refuse_disagreement(payload.views(layout))
+                else:
+                    plan.refuse_disagreement(kept_views(plan.layout, address_of(payload)))
         return plan
 
     def _revalidated(self, staged: Staged) -> DestinationPlan:
@@ -343,6 +372,9 @@ class Target:
     def _map(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> list[Tensor] | None:
         """Point parameters at the payload; return their new memory, or None if there was nothing to map."""
         if self.mode is Mode.COPY or not plan.mappable:
+            return None
+        if not self._may_map(plan, staged.payload):
+            self._leave_slot(plan, undo)
             return None
         parameters = [plan.tensors[index] for index in plan.mappable]
         # In inference mode, which the caller may be in, a parameter's data cannot be replaced by a normal tensor.
@@ -355,7 +387,27 @@ class Target:
             torch.autograd.graph.increment_version(parameters)
         return memory
 
-    def _views(self, layout: Layout, payload: memoryview) -> list[Tensor]:
+    def _leave_slot(self, plan: DestinationPlan, undo: _Undo) -> None:
+        """Give parameters that view a slot on a device memory of their own, to be copied into: others read the slot."""
+        if self._slot is None:
+            return
+        start = self._slot.flat.data_ptr()
+        leaving = [plan.tensors[i] for i in plan.mappable if start <= plan.places[0][i] < start + self._slot.nbytes]
+        with torch.inference_mode(False), torch.no_grad():
+            undo.remember(leaving, None)
+            for parameter in leaving:
+                parameter.data = torch.empty_like(parameter.data)
+
+    def _may_map(self, plan: DestinationPlan, payload: memoryview | DeviceMemory) -> bool:
+        """Whether the payload is in the memory in which the parameters are, and they may move there."""
+        if not isinstance(payload, DeviceMemory):
+            return plan.tensors[next(iter(plan.mappable))].is_cpu
+        here = plan.tensors[next(iter(plan.mappable))].device == payload.flat.device
+        return here and self.mode is Mode.MAP_ON_DEVICE and not _is_compiled(self.destination)
+
+    def _views(self, layout: Layout, payload: memoryview | DeviceMemory) -> list[Tensor]:
+        if isinstance(payload, DeviceMemory):
+            return payload.views(layout)
         if not _is_mappable(payload):
             return views(layout, borrowed(address_of(payload), layout.nbytes).clone())
         # Cached only when a payload is seen a second time; the views of a payload that is used once are dropped with
@@ -403,6 +455,26 @@ def _restore(module: str, slot: ExtraSlot, before: bytes) -> None:
     # A hook that raised without changing anything might not accept its own old state.
     if encode_extras({module: slot.get()}) != before:
         slot.set(decode_extras(before)[module])
+
+
+def _copy_out(plan: DestinationPlan, payload: memoryview | DeviceMemory, chosen: Sequence[int]) -> None:
+    """Copy the chosen entries of a payload into the destination, and wait for the copy."""
+    if isinstance(payload, DeviceMemory) and chosen:
+        found = payload.views(plan.layout)
+        payload.device.copy([plan.tensors[index] for index in chosen], [found[index] for index in chosen])
+        payload.device.finish()
+    elif not isinstance(payload, DeviceMemory):
+        scatter(plan.layout, plan.tensors, chosen, address_of(payload))
+    for device in plan.devices:
+        device.finish()
+
+
+def _is_compiled(destination: object) -> bool:
+    """Whether torch has compiled a module of the destination: its graphs may keep the addresses of parameters."""
+    modules = destination.modules() if isinstance(destination, nn.Module) else ()
+    return any(
+        each._compiled_call_impl is not None or type(each).__module__ == "torch._dynamo.eval_frame" for each in modules
+    )
 
 
 def _is_mappable(payload: memoryview) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Final, Never
 import torch
 
 from weightsync.clock import Stopwatch
+from weightsync.engine.devices import Reached, nobody
 from weightsync.engine.packer import Packed, Packer
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol._tables import RefusalKind
@@ -138,7 +139,7 @@ class NoPacker(Packer):
         """The layout of nothing."""
         return self._packed.layout
 
-    def pack(self, weights: Any) -> Packed:
+    def pack(self, weights: Any, reached: Reached = nobody) -> Packed:
         """Nothing, packed."""
         return self._packed
 

@@ -12,7 +12,8 @@ from weightsync.protocol import codec
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message, SlotRef, Update
 from weightsync.transports.base import Payloads, Received, Remarks, TellsWhatIsRead
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapped, Named, NoRoom, Pins
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapped, Mapping, Named, NoRoom, Numbered, Pins
+from weightsync.transports.device import CarriesDevices, DeviceBuffer, Opener, Reach
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.framing import Frame, Outgoing, framed
 from weightsync.transports.pipe.mailbox import discard, unmet_reason
@@ -21,7 +22,7 @@ from weightsync.transports.pipe.user_messages import UserMessages
 logger = logging.getLogger("weightsync")
 
 
-class PipeLink(TellsWhatIsRead, Remarks):
+class PipeLink(TellsWhatIsRead, Remarks, CarriesDevices):
     """A link over one end of ``multiprocessing.Pipe(duplex=True)``. See `Link` for its contract.
 
     Links of several models may share one connection object, which is closed with the last of them. Until then only
@@ -32,6 +33,7 @@ class PipeLink(TellsWhatIsRead, Remarks):
         model_id: only messages of this model go through the link.
         peer: the name of the other end, for messages to people.
         payloads: how large payloads travel.
+        opener: opens slots on a device; None: this end cannot.
 
     Raises:
         ConfigurationError: the connection is closed, one-way or not a socket, or has a link for that model.
@@ -47,6 +49,7 @@ class PipeLink(TellsWhatIsRead, Remarks):
         *,
         peer: str = "the peer",
         payloads: Payloads = Payloads.SHARED,
+        opener: Opener | None = None,
     ) -> None:
         self._peer = peer
         self._remark = ""
@@ -54,7 +57,8 @@ class PipeLink(TellsWhatIsRead, Remarks):
         self._channel = Channel.of(connection)
         self._box = self._channel.register(model_id, peer)
         self._named = Named()
-        self._mapped = Mapped()
+        self._mapped = Mapped(opener)
+        self._reach = Reach(peer)
         self._pins = Pins()
         self._broken: ProtocolError | TransportError | None = None
         self._closed = False
@@ -76,8 +80,11 @@ class PipeLink(TellsWhatIsRead, Remarks):
             self._channel.put(Outgoing(framed(message)), self._peer)
         elif payload is None or payload.nbytes < message.nbytes:
             raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
-        elif payload.segment is not None and self._shares(message.nbytes):
-            self._send_shared(message, payload)
+        elif isinstance(payload, DeviceBuffer) and payload.slot.memory.identity in self.reached:
+            self._send_in_slot(message, payload, payload.slot, payload.slot.ref)
+            self._reach.used(message)
+        elif self._shares(message.nbytes) and payload.view and payload.segment is not None:
+            self._send_in_slot(message, payload, payload.segment, SlotRef(segment=payload.segment.number))
         else:
             self._send_inline(message, payload)
 
@@ -92,12 +99,11 @@ class PipeLink(TellsWhatIsRead, Remarks):
         self._pins.hold(message, None)
         self._channel.put(frame, self._peer)
 
-    def _send_shared(self, message: Update, payload: Buffer) -> None:
-        assert payload.segment is not None
-        placed = replace(message, slot=SlotRef(segment=payload.segment.number))
-        descriptors = self._named.missing(payload.segment)
+    def _send_in_slot(self, message: Update, payload: Buffer, slot: Numbered, ref: SlotRef) -> None:
+        placed = replace(message, slot=ref)
+        descriptors = self._named.missing(slot)
         frame = Outgoing(framed(placed, len(descriptors)), descriptors=descriptors, keep=payload)
-        self._named.name(payload.segment, placed)
+        self._named.name(slot, placed)
         # Held even if the link turns out to be dead: an earlier frame may have shared the same version.
         self._pins.hold(message, payload)
         self._channel.put(frame, self._peer)
@@ -119,6 +125,7 @@ class PipeLink(TellsWhatIsRead, Remarks):
                 received.append(self._open(frame))
                 self._pins.answered(frame.message)
                 self._named.answered(frame.message)
+                self._reach.answered(frame.message)
         except (ProtocolError, TransportError) as error:
             self._broken = error
             discard(frames[len(received) + 1 :])
@@ -150,7 +157,19 @@ class PipeLink(TellsWhatIsRead, Remarks):
             return Received(message, untaken=str(error))
         if mapping.nbytes < message.nbytes:
             raise codec.malformed(f"{message.nbytes} bytes in a segment of {mapping.nbytes}", b"")
+        if not isinstance(mapping, Mapping):
+            return Received(message, on_device=mapping)
         return Received(message, mapping.view[: message.nbytes], mapping.remap)
+
+    @property
+    def opens(self) -> bool:
+        """Whether this end can open slots on a device: see `CarriesDevices`."""
+        return self._mapped.opener is not None and self._channel.passes_descriptors
+
+    @property
+    def reached(self) -> frozenset[bytes]:
+        """The devices whose slots the other end can open: see `CarriesDevices`."""
+        return self._reach.devices if self._channel.passes_descriptors else frozenset()
 
     def waitables(self) -> list[int]:
         """Descriptors that become readable when there is something to receive: see `Link.waitables`."""

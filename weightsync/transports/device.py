@@ -1,0 +1,130 @@
+"""Payloads in the memory of a device: the trainer's slots, and what a link knows of the worker that is to open them.
+
+The bytes stay on the device. The memory travels as a file descriptor with the first frame that names its slot, as a
+segment of shared memory does, and is freed with its last mapping. Nothing here knows what kind of device it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Hello, Message, Refusal, SlotRef, Update
+from weightsync.transports.buffers import NUMBERS, Buffer, OnDevice, Storage
+
+logger = logging.getLogger("weightsync")
+
+#: The size of a device's identity in bytes.
+IDENTITY_NBYTES = 16
+
+
+#: Opens the memory that a slot names, by its descriptor, which the caller closes.
+Opener = Callable[[SlotRef, int], OnDevice]
+
+
+class DeviceSlot:
+    """Memory of a device with a number, by which links name it.
+
+    Args:
+        memory: the memory.
+    """
+
+    def __init__(self, memory: OnDevice) -> None:
+        self.memory = memory
+        self.number = next(NUMBERS)
+
+    @property
+    def fd(self) -> int:
+        """See `OnDevice.fd`."""
+        return self.memory.fd
+
+    @property
+    def ref(self) -> SlotRef:
+        """How an update names it."""
+        return SlotRef(segment=self.number, device=self.memory.identity, nbytes=self.memory.nbytes)
+
+
+class DeviceBuffer(Buffer):
+    """A buffer on a device. Its host copy is made when a link asks for it, once a version.
+
+    Args:
+        memory: on the device.
+    """
+
+    def __init__(self, memory: OnDevice) -> None:
+        super().__init__(0)
+        self.slot = DeviceSlot(memory)
+        self._host: Buffer | None = None
+        self._staged = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its capacity in bytes."""
+        return self.slot.memory.nbytes
+
+    @property
+    def view(self) -> memoryview:
+        """The whole buffer on the host: see `stage`."""
+        return self.stage()
+
+    def stage(self) -> memoryview:
+        """Copy it to the host, once a version: into shared memory, which `segment` is from then on."""
+        if self._host is None:
+            self._host = Buffer(self.nbytes, Storage.SEGMENTS)
+            self.segment = self._host.segment
+        if not self._staged:
+            self.slot.memory.read(self._host.view)
+            self._staged = True
+        return self._host.view
+
+    def renew(self) -> None:
+        """Forget what was on the host: another version is written."""
+        self._staged = False
+
+
+class CarriesDevices(ABC):
+    """A link that can carry a slot of a device to a worker that can open it."""
+
+    @property
+    @abstractmethod
+    def opens(self) -> bool:
+        """Whether this end can open such slots."""
+
+    @property
+    @abstractmethod
+    def reached(self) -> frozenset[bytes]:
+        """The identities of the devices whose slots the other end can open."""
+
+
+class Reach:
+    """The devices whose slots the worker at the other end can open, as its Hello said.
+
+    A worker that refuses such a slot gets the next versions by way of the host, until its next Hello.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._used: tuple[int, int] | None = None
+        #: The devices' identities.
+        self.devices: frozenset[bytes] = frozenset()
+
+    def used(self, update: Update) -> None:
+        """Record that an update names a slot of a device."""
+        self._used = update.incarnation, update.version
+
+    def answered(self, message: Message) -> None:
+        """Process an answer."""
+        if isinstance(message, Hello):
+            told = message.devices
+            self.devices = frozenset(
+                told[start : start + IDENTITY_NBYTES] for start in range(0, len(told), IDENTITY_NBYTES)
+            )
+        elif isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED and self._is_of_slot(message):
+            text = "%s refused version %d, which lies on a device: it gets the next by way of the host"
+            logger.warning(text, self._peer, message.version)
+            self.devices = frozenset()
+
+    def _is_of_slot(self, message: Refusal) -> bool:
+        return (message.incarnation, message.version) == self._used

@@ -1,0 +1,138 @@
+"""What a device is to this package: memory that other processes can open, and kernels that outlast their call.
+
+A slot on a device is free for writing once every kernel that reads it has ended. There are no events between
+processes. The trainer waits for its copy before the update leaves; a worker waits for all of its kernels before it
+swaps, and so before it acks. An update and an ack are then as good as the events would be, on whatever stream.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weightsync.errors import TransportError
+from weightsync.weights.layout import Layout
+from weightsync.weights.packing import views
+from weightsync.weights.reading import Weights, ordered
+from weightsync.weights.tensors import address_of, borrowed
+
+#: The size of a device's identity in bytes.
+IDENTITY_NBYTES = 16
+
+
+class DeviceError(TransportError):
+    """A device has no memory left, or cannot share it with other processes."""
+
+
+class Device(Protocol):
+    """One device, as this process sees it."""
+
+    @property
+    def identity(self) -> bytes:
+        """Its name in 16 bytes, the same in every process of the host."""
+
+    def opens(self) -> tuple[bytes, ...]:
+        """The identities of the devices whose memory kernels of this one can read: its own, then its peers'."""
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        """New memory that other processes can open, of at least ``nbytes`` bytes.
+
+        Raises:
+            DeviceError: there is not enough, or it cannot be shared.
+        """
+
+    def open(self, fd: int, nbytes: int) -> DeviceMemory:
+        """Memory of this device that another process allocated.
+
+        Args:
+            fd: its descriptor, which the caller closes.
+            nbytes: its size.
+
+        Raises:
+            DeviceError: it cannot be opened; nothing is left open.
+        """
+
+    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Queue a copy, tensor by tensor, behind what the current stream holds. It may go on after the call."""
+
+    def finish(self) -> None:
+        """Wait until everything in the current stream has ended."""
+
+    def synchronize(self) -> None:
+        """Wait until every kernel of this process on the device has ended, whatever its stream."""
+
+
+class Backend(Protocol):
+    """The devices of one kind."""
+
+    def device(self, place: torch.device) -> Device | None:
+        """The device at ``place``; None: it cannot share memory."""
+
+    def named(self, identity: bytes) -> Device | None:
+        """The device with this identity; None: it is none of this process's."""
+
+
+class DeviceMemory:
+    """A payload's memory on a device. It is freed once no process refers to it, however that process ended.
+
+    Args:
+        device: where it is.
+        flat: all of its bytes, as uint8. It keeps the memory mapped.
+        fd: the descriptor by which others can open it, which is closed with this object; -1: there is none.
+    """
+
+    def __init__(self, device: Device, flat: Tensor, fd: int = -1) -> None:
+        self.device = device
+        self.flat = flat
+        self.fd = fd
+        self._views: tuple[Layout, list[Tensor]] | None = None
+
+    @property
+    def identity(self) -> bytes:
+        """The device's identity."""
+        return self.device.identity
+
+    @property
+    def nbytes(self) -> int:
+        """Its size, which may be more than was asked for."""
+        return self.flat.numel()
+
+    def views(self, layout: Layout) -> list[Tensor]:
+        """The entries of a layout as views of the memory, made once while the layout stays the same."""
+        if self._views is None or self._views[0] != layout:
+            # In inference mode, which the caller may be in, a view could not become a parameter's data.
+            with torch.inference_mode(False), torch.no_grad():
+                self._views = layout, views(layout, self.flat[: layout.nbytes])
+        return self._views[1]
+
+    def write(self, weights: Weights, layout: Layout) -> None:
+        """Copy weights of a layout into it, in order with the current stream, and wait for the copy.
+
+        Gaps between entries are 0, as in a payload on the host.
+        """
+        if self._views is None or self._views[0] != layout:
+            self.flat.zero_()
+        self.device.copy(self.views(layout), [tensor.detach() for tensor in ordered(weights, layout)])
+        self.device.finish()
+
+    def read(self, view: memoryview) -> None:
+        """Copy its first bytes to the host. What writes it must have ended."""
+        borrowed(address_of(view), view.nbytes).copy_(self.flat[: view.nbytes])
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def on_host(payload: memoryview | DeviceMemory, nbytes: int) -> memoryview:
+    """The first ``nbytes`` bytes of a payload in the host's memory: a copy, if it lies on a device."""
+    if isinstance(payload, memoryview):
+        return payload
+    view = torch.empty(nbytes, dtype=torch.uint8).numpy().data
+    payload.read(view)
+    return view
