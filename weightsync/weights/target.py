@@ -401,7 +401,7 @@ class Target:
     def _may_map(self, plan: DestinationPlan, payload: memoryview | DeviceMemory) -> bool:
         """Whether the payload is in the memory in which the parameters are, and they may move there."""
         if not isinstance(payload, DeviceMemory):
-            return plan.tensors[next(iter(plan.mappable))].is_cpu
+            return not plan.devices
         here = plan.tensors[next(iter(plan.mappable))].device == payload.flat.device
         return here and self.mode is Mode.MAP_ON_DEVICE and not _is_compiled(self.destination)
 

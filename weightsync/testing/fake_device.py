@@ -1,0 +1,190 @@
+"""A device without hardware: its kernels are slow threads over shared memory of the host.
+
+What is launched returns at once and goes on later, in the order of its stream. So a wait that is missing shows as a
+torn read, as it would on a GPU. Its tensors are tensors of the CPU: while it is installed, all of them are on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weightsync.weights.device.base import Device, DeviceError, DeviceMemory
+from weightsync.weights.device.registry import installed
+
+Kernel = Callable[[], None]
+
+
+class Lane(NamedTuple):
+    """One stream of one process. A test may play several processes in one."""
+
+    process: str = "this process"
+    stream: str = "default"
+
+
+_lane: ContextVar[Lane] = ContextVar("lane", default=Lane())  # noqa: B039 - a tuple
+
+
+@contextlib.contextmanager
+def on_lane(process: str, stream: str = "default") -> Iterator[None]:
+    """Be that process, with that current stream, for the block."""
+    token = _lane.set(Lane(process, stream))
+    try:
+        yield
+    finally:
+        _lane.reset(token)
+
+
+class _Stream:
+    """Runs kernels one after another on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._kernels: SimpleQueue[Kernel | None] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._unfinished = 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fake device", daemon=True)
+        self._thread.start()
+
+    def launch(self, kernel: Kernel) -> None:
+        with self._changed:
+            self._unfinished += 1
+        self._kernels.put(kernel)
+
+    def _run(self) -> None:
+        while (kernel := self._kernels.get()) is not None:
+            try:
+                kernel()
+            except BaseException as error:  # noqa: BLE001 - as on a device, the next wait raises it
+                self._error = error
+            with self._changed:
+                self._unfinished -= 1
+                self._changed.notify_all()
+
+    @property
+    def busy(self) -> bool:
+        return self._unfinished > 0
+
+    def drain(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unfinished)
+            error, self._error = self._error, None
+        if error is not None:
+            raise RuntimeError(f"A kernel failed: {error!r}.") from error
+
+    def close(self) -> None:
+        self._kernels.put(None)
+        self._thread.join()
+
+
+class FakeDevice:
+    """A device: see `weightsync.weights.device.base.Device`. Close it to end its threads.
+
+    Args:
+        capacity: the bytes that it has.
+    """
+
+    identity = b"fake device 0001"
+
+    def __init__(self, capacity: int = 2**30) -> None:
+        self._free = capacity
+        self._streams: dict[Lane, _Stream] = {}
+        #: Called between two tensors of a copy, on its stream.
+        self.between: Kernel = lambda: None
+        #: Set when somebody waits for kernels that have not ended.
+        self.waited = threading.Event()
+
+    def opens(self) -> tuple[bytes, ...]:
+        """Its own identity: it has no peers."""
+        return (self.identity,)
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        """Shared memory of the host."""
+        if nbytes > self._free:
+            raise DeviceError(f"The fake device has {self._free} bytes left, {nbytes} were wanted.")
+        fd = os.memfd_create("weightsync fake device", os.MFD_CLOEXEC)
+        os.ftruncate(fd, max(nbytes, 1))
+        self._free -= nbytes
+        return DeviceMemory(self, _flat(fd, nbytes), fd)
+
+    def open(self, fd: int, nbytes: int) -> DeviceMemory:
+        """The same memory, mapped again."""
+        try:
+            return DeviceMemory(self, _flat(fd, nbytes))
+        except (OSError, ValueError) as error:
+            raise DeviceError(f"The fake device cannot open a slot of {nbytes} bytes: {error}.") from error
+
+    def launch(self, kernel: Kernel) -> None:
+        """Run a kernel behind what the current stream holds. Returns at once."""
+        lane = _lane.get()
+        if lane not in self._streams:
+            self._streams[lane] = _Stream()
+        self._streams[lane].launch(kernel)
+
+    def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """A kernel that copies tensor by tensor."""
+        pairs = list(zip(into, tensors, strict=True))
+
+        def kernel() -> None:
+            with torch.no_grad():
+                for target, source in pairs:
+                    target.copy_(source)
+                    self.between()
+
+        self.launch(kernel)
+
+    def finish(self) -> None:
+        """Wait for the current stream."""
+        self._drain(stream for lane, stream in self._streams.items() if lane == _lane.get())
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the current process."""
+        self._drain(stream for lane, stream in self._streams.items() if lane.process == _lane.get().process)
+
+    def _drain(self, streams: Iterator[_Stream]) -> None:
+        for stream in list(streams):
+            if stream.busy:
+                self.waited.set()
+            stream.drain()
+
+    def close(self) -> None:
+        """End its threads, once their kernels have ended."""
+        for stream in self._streams.values():
+            stream.close()
+
+
+def _flat(fd: int, nbytes: int) -> Tensor:
+    if os.fstat(fd).st_size < nbytes:
+        raise ValueError("it is smaller")
+    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+
+
+class _Backend:
+    def __init__(self, fake: FakeDevice) -> None:
+        self._fake = fake
+
+    def device(self, place: torch.device) -> Device | None:  # noqa: ARG002 - there is one
+        return self._fake
+
+    def named(self, identity: bytes) -> Device | None:
+        return self._fake if identity == self._fake.identity else None
+
+
+@contextlib.contextmanager
+def fake_device(device: FakeDevice | None = None) -> Iterator[FakeDevice]:
+    """Have all tensors of the CPU in this process on a fake device."""
+    made = device or FakeDevice()
+    with installed("cpu", _Backend(made)):
+        try:
+            yield made
+        finally:
+            made.close()
