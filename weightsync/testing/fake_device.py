@@ -66,6 +66,7 @@ class _Stream:
                 kernel()
             except BaseException as error:  # noqa: BLE001 - as on a device, the next wait raises it
                 self._error = error
+            del kernel  # what it read and wrote is not this thread's to keep
             with self._changed:
                 self._unfinished -= 1
                 self._changed.notify_all()

@@ -1,0 +1,312 @@
+"""Slots on a device: who gets them, what becomes of them, and what is sent by way of the host instead."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, Crew, Pair, WorkerSetup, constants, filled, join, large, serve, serve_until_gone
+from test_kernels import mapped, policy
+from torch import nn
+
+from weightsync import MultiProcessWeightSyncScheme, OutcomeKind, ProtocolError, SharedMemWeightSyncScheme
+from weightsync.engine.devices import open_slot
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Hello, SlotRef, Update
+from weightsync.testing.fake_device import FakeDevice, fake_device
+from weightsync.transports.buffers import NoRoom
+from weightsync.transports.device import DeviceBuffer
+from weightsync.weights.device.base import DeviceError
+from weightsync.weights.device.registry import device_of
+
+
+@pytest.fixture
+def device() -> Iterator[FakeDevice]:
+    with fake_device() as made:
+        yield made
+
+
+@contextlib.contextmanager
+def paired(scheme: Any = mapped, workers: int = 1, model: Any = policy) -> Iterator[Pair]:
+    pair = Pair(scheme, workers, model)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def slots(pid: int | str = "self") -> int:
+    """How many slots on fake devices a process has open."""
+    gc.collect()
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "fake device" in os.readlink(entry):
+                found.add(entry.stat().st_ino)
+    return len(found)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("verify", ["digest", "layout"])
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_versions_arrive_whole_in_two_slots_whose_number_does_not_grow(scheme: Any, verify: str) -> None:
+    with paired(lambda: scheme("state_dict", verify=verify), workers=2, model=large) as pair:
+        for fill in range(1, 8):
+            with torch.no_grad():
+                filled(pair.source, float(fill))
+            assert {each.kind for each in pair.sync().outcomes.values()} == {OutcomeKind.APPLIED}
+            assert [constants(model) for model in pair.models] == [{float(fill)}] * 2
+        assert slots() == 2
+    del pair
+    assert slots() == 0
+
+
+@pytest.mark.usefixtures("device")
+def test_a_worker_that_cannot_open_a_slot_gets_the_same_version_by_way_of_the_host() -> None:
+    with paired(workers=2, model=large) as pair:
+        pair.receivers[1].driver.devices = b""
+        for fill in (1.0, 2.0, 3.0):
+            filled(pair.source, fill)
+            pair.sync()
+        assert [constants(model) for model in pair.models] == [{3.0}, {3.0}]
+        assert pair.receivers[1].driver.devices == b""
+
+
+def test_one_that_refuses_a_slot_gets_the_next_version_by_way_of_the_host(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(fd: int, nbytes: int) -> Any:
+        raise DeviceError("the device is full.")
+
+    with paired() as pair:
+        pair.sync()
+        monkeypatch.setattr(device, "open", no_room)
+        pair.sender.send_async()
+        assert not pair.receiver.receive(timeout=PATIENCE)
+        with caplog.at_level(logging.WARNING):
+            report = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")
+        assert report.outcomes[0].kind is OutcomeKind.REFUSED
+        assert "the device is full" in report.outcomes[0].reason
+        assert "gets the next by way of the host" in caplog.text
+        assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
+
+
+def test_a_trainer_whose_device_is_full_sends_by_way_of_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    with fake_device(FakeDevice(capacity=0)), paired() as pair, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
+        assert caplog.text.count("by way of the host from now on") == 1
+
+
+@pytest.mark.usefixtures("device")
+def test_a_tensor_that_cannot_be_copied_is_named() -> None:
+    with paired() as pair:
+        pair.sync()
+        bad = dict(pair.source.state_dict(), weight=torch.ones(32).to_sparse())
+        with pytest.raises(Exception, match="'weight'"):
+            pair.sender.send_async(bad)
+        assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
+
+
+@pytest.mark.usefixtures("device")
+def test_what_is_written_by_hand_is_written_into_no_slot() -> None:
+    with paired(workers=2) as pair:
+        pair.sync()
+        pair.sync()
+        slot = pair.models[1].weight.data_ptr()
+        pair.receivers[0].apply_weights({name: value * 7 for name, value in pair.source.state_dict().items()})
+        assert constants(pair.models[0]) == {7.0}
+        assert (constants(pair.models[1]), pair.models[1].weight.data_ptr()) == ({1.0}, slot)
+        filled(pair.source, 2.0)
+        pair.sync()
+        assert [constants(model) for model in pair.models] == [{2.0}, {2.0}]
+
+
+@pytest.mark.usefixtures("device")
+def test_a_compiled_module_keeps_its_addresses() -> None:
+    with paired() as pair:
+        pair.model.compile(backend="eager")
+        before = pair.model.weight.data_ptr()
+        for fill in (1.0, 2.0, 3.0):
+            filled(pair.source, fill)
+            pair.sync()
+        assert (pair.model.weight.data_ptr(), constants(pair.model)) == (before, {3.0})
+
+
+@pytest.mark.usefixtures("device")
+def test_an_update_taken_by_hand_is_a_copy_on_the_host() -> None:
+    with paired() as pair:
+        pair.sync()
+        filled(pair.source, 4.0)
+        pair.sender.send_async()
+        taken = pair.receiver.take_update(PATIENCE)
+        assert set(taken["weight"].tolist()) == {4.0}
+        pair.receiver.apply_weights(taken)
+        assert pair.sender.wait_async(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
+
+
+# -------------------------------------------------------------------------------------------------- kills
+
+
+def join_on_device(setup: WorkerSetup) -> None:
+    """Join with a model on a fake device of this process."""
+    setup.kept["stack"] = contextlib.ExitStack()
+    setup.kept["device"] = setup.kept["stack"].enter_context(fake_device())
+    join(setup, large)
+
+
+def command_on_device(setup: WorkerSetup) -> None:
+    """Initialise the trainer's side on a fake device of this process."""
+    setup.kept["stack"] = contextlib.ExitStack()
+    setup.kept["device"] = setup.kept["stack"].enter_context(fake_device())
+    setup.model = large(1.0)
+    setup.scheme.init_on_sender("policy", pipes=setup.pipe, model=setup.model)
+    setup.kept["sender"] = setup.scheme.get_sender()
+
+
+def send_twice(setup: WorkerSetup) -> int:
+    sender = setup.kept["sender"]
+    sender.await_workers(PATIENCE)
+    return [sender.send(timeout=PATIENCE).version for _ in range(2)][-1]
+
+
+def receive_amid_a_kernel(setup: WorkerSetup) -> None:
+    """Receive while a kernel reads the model, which never ends."""
+    setup.kept["device"].launch(threading.Event().wait)
+    setup.receiver.receive(timeout=PATIENCE)
+
+
+def is_on_device(setup: WorkerSetup) -> bool:
+    """Whether the parameters lie in a mapping of the fake device."""
+    address = setup.model[0].weight.data_ptr()
+    for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines():
+        start, end = (int(each, 16) for each in line.split()[0].split("-"))
+        if start <= address < end:
+            return "fake device" in line
+    return False
+
+
+def values(setup: WorkerSetup) -> set[float]:
+    return constants(setup.model)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_worker_killed_amid_a_kernel_is_lost_and_its_slot_is_free_again(crew: Crew) -> None:
+    first, second = crew.start(mapped(), 2)
+    scheme = mapped()
+    scheme.init_on_sender("policy", pipes=[first.pipe, second.pipe], model=large(1.0))
+    with contextlib.closing(scheme):
+        sender = scheme.get_sender()
+        for worker in (first, second):
+            worker.do(join_on_device)
+        for version in (1, 2):
+            for worker in (first, second):
+                worker.tell(serve, version)
+            sender.send(timeout=PATIENCE)
+            assert [worker.answer() for worker in (first, second)] == [version, version]
+        assert first.do(is_on_device)
+        first.tell(receive_amid_a_kernel)
+        second.tell(serve, 3)
+        sender.send_async()
+        while sender.poll().outcomes[1].kind is OutcomeKind.PENDING:
+            pass
+        first.kill()
+        report = sender.wait_async(timeout=PATIENCE, on_failure="report")
+        assert {worker: each.kind for worker, each in report.outcomes.items()} == {
+            0: OutcomeKind.LOST,
+            1: OutcomeKind.APPLIED,
+        }
+        second.answer()
+        sender.remove_worker(0)  # what is due to it is not kept any longer
+        for version in (4, 5, 6):
+            second.tell(serve, version)
+            sender.send(timeout=PATIENCE)
+            second.answer()
+        assert slots() == 2  # none was retired: the dead read nothing
+    assert second.do(values) == {1.0}
+    assert slots(second.pid) == 2
+
+
+def test_a_trainer_that_is_killed_leaves_its_workers_what_they_serve(crew: Crew) -> None:
+    (worker,) = crew.start(mapped())
+    trainer = crew.lead(mapped(), [worker])
+    worker.do(join_on_device)
+    trainer.do(command_on_device)
+    worker.tell(serve, 2)
+    assert trainer.do(send_twice) == 2
+    assert worker.answer() == 2
+    trainer.kill()
+    worker.do(serve_until_gone)
+    assert worker.do(is_on_device)
+    assert worker.do(values) == {1.0}
+    assert slots(worker.pid) == 1
+
+
+# ------------------------------------------------------------------------------------------------ the wire
+
+UPDATE = Update(model_id="policy", incarnation=1, version=1, layout_digest=b"", nbytes=64, slot=SlotRef(segment=1))
+HELLO = Hello(model_id="policy", incarnation=1, devices=bytes(range(32)))
+
+
+def test_slots_and_devices_come_back_as_they_were_sent() -> None:
+    placed = replace(UPDATE, slot=SlotRef(segment=1, device=bytes(range(16)), nbytes=64))
+    assert codec.decode(codec.encode(placed)) == placed
+    assert codec.decode(codec.encode(HELLO)) == HELLO
+
+
+@pytest.mark.untraced("forges frames")
+@pytest.mark.parametrize(
+    "forged",
+    [
+        replace(UPDATE, slot=SlotRef(segment=1, device=bytes(15), nbytes=64)),
+        replace(UPDATE, slot=SlotRef(segment=1, device=bytes(16), nbytes=63)),
+        replace(UPDATE, slot=SlotRef(segment=1, device=bytes(16), nbytes=2**63)),
+        replace(UPDATE, slot=SlotRef(segment=1, nbytes=1)),
+        replace(HELLO, devices=bytes(15)),
+        replace(HELLO, devices=bytes(16 * 65)),
+    ],
+)
+def test_a_slot_that_cannot_be_one_is_a_protocol_error(forged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "_require_ranges", lambda message: None)
+        frame = codec.encode(forged)
+    with pytest.raises(ProtocolError):
+        codec.decode(frame)
+
+
+def test_a_device_that_was_not_announced_is_a_protocol_error(device: FakeDevice) -> None:
+    with pytest.raises(ProtocolError, match="which this process does not have"):
+        open_slot(SlotRef(segment=1, device=bytes(16), nbytes=64), 0)
+    memory = device.allocate(64)
+    with pytest.raises(NoRoom, match="cannot open a slot of 65 bytes"):
+        open_slot(SlotRef(segment=1, device=device.identity, nbytes=65), memory.fd)
+
+
+def test_tensors_in_several_places_are_on_no_device(device: FakeDevice) -> None:
+    here, nowhere = torch.ones(2), torch.ones(2, device="meta")
+    assert device_of([here, here]) is device
+    assert (device_of([here, nowhere]), device_of([nowhere]), device_of([])) == (None, None, None)
+
+
+def test_the_host_copy_of_a_slot_is_made_once_a_version(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, read = DeviceBuffer(device.allocate(8)), []
+    real = buffer.slot.memory.read
+    monkeypatch.setattr(buffer.slot.memory, "read", lambda view: (read.append(1), real(view)))
+    assert [bytes(buffer.view), bytes(buffer.view)] == [bytes(8)] * 2
+    buffer.renew()
+    assert (bytes(buffer.view), len(read)) == (bytes(8), 2)
+
+
+def test_on_the_host_nobody_is_asked_about_devices() -> None:
+    with paired(scheme=mapped, model=lambda fill=0.0: filled(nn.Linear(4, 4), fill)) as pair:
+        pair.sender._driver.reached = None  # calling it would fail
+        assert [pair.sync().outcomes[0].kind for _ in range(2)] == [OutcomeKind.APPLIED] * 2
