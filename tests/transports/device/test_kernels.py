@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -46,7 +48,8 @@ class Bench:
         self.seen: list[set[float]] = []
         self._beside = ThreadPoolExecutor(2)
 
-    def begin(self, call: Callable[[], Any]) -> Any:
+    def begin(self, call: Callable[[], Any]) -> Future[Any]:
+        self.device.waited.clear()
         return self._beside.submit(call)
 
     def receive(self, timeout: float = PATIENCE) -> bool:
@@ -77,6 +80,27 @@ class Bench:
         with on_lane("worker", stream):
             self.device.launch(kernel)
         assert met.wait(PATIENCE)
+
+    def values(self) -> set[float]:
+        """What the model holds."""
+        return {value for tensor in self.pair.model.state_dict().values() for value in tensor.tolist()}
+
+    def hold_up(self) -> threading.Event:
+        """Have each copy stop at the gate, in the middle; the event that one has come so far."""
+        halfway = threading.Event()
+
+        def between() -> None:
+            halfway.set()
+            assert self.gate.wait(PATIENCE)
+
+        self.device.between = between
+        return halfway
+
+    def waits(self, call: Future[Any]) -> bool:
+        """Whether a call waits for kernels: it does so before it has ended."""
+        while not (call.done() or self.device.waited.is_set()):
+            time.sleep(0)
+        return not call.done()
 
     def close(self) -> None:
         self.gate.set()
@@ -118,7 +142,7 @@ def test_g3_no_ack_leaves_while_a_kernel_reads_what_the_worker_served(bench: Ben
     bench.send(3.0)
     receiving = bench.begin(bench.receive)
 
-    assert bench.device.waited.wait(PATIENCE)
+    assert bench.waits(receiving)
     assert bench.pair.sender.poll().outcomes[0].kind is OutcomeKind.PENDING
 
     bench.gate.set()
@@ -140,84 +164,79 @@ def test_without_that_wait_the_kernel_reads_two_versions(bench: Bench, monkeypat
 
 
 def test_g3_no_update_leaves_while_its_slot_is_written(bench: Bench) -> None:
-    halfway = threading.Event()
-    bench.device.between = lambda: (halfway.set(), bench.gate.wait(PATIENCE))  # type: ignore[assignment, return-value]
+    halfway = bench.hold_up()
     sending = bench.begin(lambda: bench.send(3.0))
     assert halfway.wait(PATIENCE)
 
+    assert bench.waits(sending)
     assert not bench.receive(0.0)
 
     bench.gate.set()
     sending.result(PATIENCE)
-    bench.forward()
     assert bench.receive()
-    bench.forward()
-    with on_lane("worker"):
-        bench.device.synchronize()
-    assert bench.seen == [{2.0}, {3.0}]
+    assert bench.values() == {3.0}
 
 
 def test_without_that_wait_a_worker_reads_half_a_version(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    halfway = threading.Event()
-    bench.device.between = lambda: (halfway.set(), bench.gate.wait(PATIENCE))  # type: ignore[assignment, return-value]
+    halfway = bench.hold_up()
     monkeypatch.setattr(bench.device, "finish", lambda: None)
     bench.send(3.0)
     assert halfway.wait(PATIENCE)
-    found = bench.pair.receiver.driver
+    driver = bench.pair.receiver.driver
     with on_lane("worker"):
-        found.pump()
-    values = {value for view in found.pending.payload.views(found.pending.layout) for value in view.tolist()}
+        driver.pump()
+    seen = {value for view in driver.pending.payload.views(driver.pending.layout) for value in view.tolist()}
     bench.gate.set()
-    assert values != {3.0}
+    assert seen != {3.0}
 
 
-def test_g3_the_optimizer_goes_on_once_the_snapshot_is_taken(bench: Bench) -> None:
-    model = policy(3.0)
-    bench.pair.sender.send_async(model)
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.fill_(9.0)
+def test_g3_a_snapshot_is_whole_before_the_optimizer_goes_on(bench: Bench) -> None:
+    model, halfway = policy(3.0), bench.hold_up()
+
+    def step() -> None:
+        bench.pair.sender.send_async(model)
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.fill_(9.0)
+
+    stepping = bench.begin(step)
+    assert halfway.wait(PATIENCE)
+    assert bench.waits(stepping)
+    bench.gate.set()
+    stepping.result(PATIENCE)
     assert bench.receive()
-    bench.gate.set()
-    bench.forward()
-    with on_lane("worker"):
-        bench.device.synchronize()
-    assert bench.seen == [{3.0}]
+    assert bench.values() == {3.0}
 
 
 def test_a_swap_is_whole_before_the_next_forward_whatever_its_stream(device: FakeDevice) -> None:
-    bench = Bench(device, copied)
-    try:
+    with contextlib.closing(Bench(device, copied)) as bench:
         bench.serve(1.0, 2.0)
         bench.send(3.0)
-        halfway = threading.Event()
-        device.between = lambda: (halfway.set(), bench.gate.wait(PATIENCE))  # type: ignore[assignment, return-value]
+        halfway = bench.hold_up()
         receiving = bench.begin(bench.receive)
         assert halfway.wait(PATIENCE)
-        assert device.waited.wait(PATIENCE)
+
+        assert bench.waits(receiving)
         assert bench.pair.receiver.version == 2
+
         bench.gate.set()
         assert receiving.result(PATIENCE)
         bench.forward("another")
         with on_lane("worker"):
             device.synchronize()
         assert bench.seen == [{3.0}]
-    finally:
-        bench.close()
 
 
 def test_without_that_wait_the_next_forward_reads_half_a_version(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(device, copied)
-    try:
+    with contextlib.closing(Bench(device, copied)) as bench:
         bench.serve(1.0, 2.0)
         bench.send(3.0)
-        device.between = lambda: (bench.gate.wait(PATIENCE), None)[1]
+        halfway = bench.hold_up()
         monkeypatch.setattr(device, "finish", lambda: None)
         assert bench.receive()
-        found = {value for tensor in bench.pair.model.state_dict().values() for value in tensor.tolist()}
+        assert halfway.wait(PATIENCE)
+        seen = bench.values()
         bench.gate.set()
-        assert found != {3.0}
-    finally:
-        bench.close()
+        assert seen != {3.0}
