@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -33,8 +34,9 @@ class _Mapping:
         return {"shape": (self._nbytes,), "typestr": "|u1", "data": (self._address, False), "version": 2}
 
     def __del__(self) -> None:
-        if self._pid != os.getpid():
-            return  # a forked child has no CUDA, and the mapping is its parent's
+        # At the end of the process the driver frees it; in a forked child it is the parent's, and there is no CUDA.
+        if sys.is_finalizing() or self._pid != os.getpid():
+            return
         try:
             torch.cuda.synchronize(self._ordinal)  # a kernel may still read it
             self._driver.unmap(self._address, self._nbytes)

@@ -1,0 +1,228 @@
+"""The same on a GPU: memory by the CUDA driver, kernels that last, processes that are killed amid them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fleet import PATIENCE, Crew, WorkerSetup, filled, serve, serve_until_gone
+from test_kernels import copied, mapped
+from torch import nn
+
+from weightsync import OutcomeKind, SharedMemWeightSyncScheme
+from weightsync.weights.device.base import DeviceMemory
+from weightsync.weights.device.registry import device_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device"),
+]
+
+#: Clock cycles of a kernel that outlasts a send by far: some 50 ms.
+LONG = 100_000_000
+
+
+def on_gpu(fill: float = 0.0) -> nn.Module:
+    """Eight parameters of 4 MiB each."""
+    return filled(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))), fill).cuda()
+
+
+def join_gpu(setup: WorkerSetup) -> None:
+    setup.model = on_gpu()
+    setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
+    setup.kept["side"] = torch.cuda.Stream()
+    setup.kept["seen"] = []
+
+
+def read_slowly(setup: WorkerSetup) -> None:
+    """Launch kernels in a stream of their own that read one parameter, last, and then read the others."""
+    with torch.cuda.stream(setup.kept["side"]):
+        ends = []
+        for layer in setup.model:
+            ends += [layer.weight.min(), layer.weight.max()]
+            torch.cuda._sleep(LONG // 8)
+        setup.kept["seen"].append((setup.receiver.version, torch.stack(ends)))
+
+
+def hunt(setup: WorkerSetup, last: int) -> list[tuple[int, set[float]]]:
+    """Serve version after version, with slow reads under way at each swap; what they read."""
+    while (setup.receiver.version or 0) < last:
+        if setup.receiver.version:
+            read_slowly(setup)
+        assert setup.receiver.receive(timeout=PATIENCE)
+    torch.cuda.synchronize()
+    return [(version, set(values.tolist())) for version, values in setup.kept["seen"]]
+
+
+def place(setup: WorkerSetup) -> list[int]:
+    return [parameter.data_ptr() for parameter in setup.model.parameters()]
+
+
+def contents(setup: WorkerSetup) -> set[float]:
+    return {value for parameter in setup.model.parameters() for value in parameter.unique().tolist()}
+
+
+def receive_amid_a_kernel(setup: WorkerSetup) -> None:
+    torch.cuda._sleep(100 * LONG)
+    setup.receiver.receive(timeout=PATIENCE)
+
+
+def command_gpu(setup: WorkerSetup) -> int:
+    setup.scheme.init_on_sender("policy", pipes=setup.pipe, model=on_gpu(1.0))
+    sender = setup.scheme.get_sender()
+    sender.await_workers(PATIENCE)
+    return [sender.send(timeout=PATIENCE).version for _ in range(2)][-1]
+
+
+@contextlib.contextmanager
+def trainer(scheme: Any, *workers: Any, model: nn.Module) -> Iterator[Any]:
+    scheme.init_on_sender("policy", pipes=[worker.pipe for worker in workers], model=model)
+    with contextlib.closing(scheme):
+        yield scheme.get_sender()
+
+
+def test_memory_is_what_another_mapping_of_it_sees() -> None:
+    source = torch.arange(1000, dtype=torch.uint8, device="cuda")
+    device = device_of([source])
+    assert device is not None
+    made = device.allocate(1000)
+    opened = device.open(made.fd, made.nbytes)
+    device.copy([made.flat[:1000]], [source])
+    device.finish()
+    assert opened.flat.data_ptr() != made.flat.data_ptr()
+    assert torch.equal(opened.flat[:1000], source)
+    view = memoryview(bytearray(1000))
+    opened.read(view)
+    assert bytes(view) == bytes(source.tolist())
+
+
+def test_memory_goes_with_its_last_view() -> None:
+    device = device_of([torch.ones(1, device="cuda")])
+    assert device is not None
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(10):
+        memory: DeviceMemory | None = device.allocate(256 * 2**20)
+        assert memory is not None
+        view = memory.flat[:10]
+        memory = None
+        assert view.sum().item() >= 0
+        del view
+    assert torch.cuda.mem_get_info()[0] >= free - 2**26
+
+
+@pytest.mark.parametrize("scheme", [mapped, copied])
+def test_g3_no_kernel_reads_two_versions(crew: Crew, scheme: Any) -> None:
+    worker, model = crew.start(scheme())[0], on_gpu(1.0)
+    worker.do(join_gpu)
+    with trainer(scheme(), worker, model=model) as sender:
+        worker.tell(hunt, 20)
+        for version in range(1, 21):
+            filled(model, float(version))
+            assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
+        assert [entry for entry in worker.answer() if entry[1] != {float(entry[0])}] == []
+
+
+def test_the_optimizer_may_go_on_once_send_async_has_returned(crew: Crew) -> None:
+    worker, model = crew.start(mapped())[0], on_gpu(1.0)
+    worker.do(join_gpu)
+    with trainer(mapped(), worker, model=model) as sender:
+        for version in range(1, 6):
+            torch.cuda._sleep(LONG)
+            filled(model, float(version))  # behind the kernel above, in the stream of the snapshot
+            worker.tell(serve, version)
+            sender.send_async()
+            filled(model, -1.0)
+            sender.wait_async(timeout=PATIENCE)
+            worker.answer()
+            assert worker.do(contents) == {float(version)}
+
+
+def test_parameters_move_only_where_that_was_asked_for(crew: Crew) -> None:
+    workers, model = [*crew.start(mapped()), *crew.start(copied())], on_gpu(1.0)
+    for worker in workers:
+        worker.do(join_gpu)
+    before = [worker.do(place) for worker in workers]
+    with trainer(mapped(), *workers, model=model) as sender:
+        for version in (1, 2):
+            for worker in workers:
+                worker.tell(serve, version)
+            sender.send(timeout=PATIENCE)
+            assert [worker.answer() for worker in workers] == [version, version]
+        after = [worker.do(place) for worker in workers]
+    assert (after[0] != before[0], after[1] == before[1]) == (True, True)
+
+
+def test_the_digest_is_of_the_bytes_on_the_device(crew: Crew) -> None:
+    scheme = SharedMemWeightSyncScheme("state_dict", verify="digest")
+    (worker,), model = crew.start(scheme), on_gpu(1.0)
+    worker.do(join_gpu)
+    with trainer(SharedMemWeightSyncScheme("state_dict", verify="digest"), worker, model=model) as sender:
+        for version in (1, 2, 3):
+            filled(model, float(version))
+            worker.tell(serve, version)
+            assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
+            worker.answer()
+        assert worker.do(contents) == {3.0}
+
+
+def test_a_worker_killed_amid_a_kernel_costs_no_memory(crew: Crew) -> None:
+    (first, second), model = crew.start(mapped(), 2), on_gpu(1.0)
+    for worker in (first, second):
+        worker.do(join_gpu)
+    with trainer(mapped(), first, second, model=model) as sender:
+        for version in (1, 2, 3):
+            for worker in (first, second):
+                worker.tell(serve, version)
+            sender.send(timeout=PATIENCE)
+            assert [worker.answer() for worker in (first, second)] == [version, version]
+        first.tell(receive_amid_a_kernel)
+        second.tell(serve, 4)
+        sender.send_async()
+        second.answer()
+        first.kill()
+        report = sender.wait_async(timeout=PATIENCE, on_failure="report")
+        assert [report.outcomes[each].kind for each in (0, 1)] == [OutcomeKind.LOST, OutcomeKind.APPLIED]
+        sender.remove_worker(0)
+        free = torch.cuda.mem_get_info()[0]
+        for version in range(5, 15):
+            second.tell(serve, version)
+            sender.send(timeout=PATIENCE)
+            second.answer()
+        assert torch.cuda.mem_get_info()[0] >= free - 2**26
+
+
+def test_a_trainer_that_is_killed_leaves_its_workers_what_they_serve(crew: Crew) -> None:
+    (worker,) = crew.start(mapped())
+    leader = crew.lead(mapped(), [worker])
+    worker.do(join_gpu)
+    worker.tell(serve, 2)
+    assert leader.do(command_gpu) == 2
+    assert worker.answer() == 2
+    leader.kill()
+    worker.do(serve_until_gone)
+    assert worker.do(contents) == {1.0}
+
+
+def test_a_worker_on_the_host_and_one_on_the_gpu_get_one_version(crew: Crew) -> None:
+    (there, here), model = crew.start(mapped(), 2), on_gpu(1.0)
+    there.do(join_gpu)
+    here.do(join_host)
+    with trainer(mapped(), there, here, model=model) as sender:
+        for version in (1, 2, 3):
+            filled(model, float(version))
+            for worker in (there, here):
+                worker.tell(serve, version)
+            sender.send(timeout=PATIENCE)
+            assert [worker.answer() for worker in (there, here)] == [version, version]
+        assert [worker.do(contents) for worker in (there, here)] == [{3.0}, {3.0}]
+
+
+def join_host(setup: WorkerSetup) -> None:
+    setup.model = on_gpu().cpu()
+    setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
