@@ -82,7 +82,7 @@ Train ==
   /\ weights <= MaxVersion
   /\ copying = Idle \/ ~Follows("SnapshotFirst")
   /\ weights' = weights + 1
-  /\ UNCHANGED <<version, put, sending, copying, content, place, pins, retired, letters, acks, lost, workers>>
+  /\ UNCHANGED <<owed, version, put, sending, copying, content, place, pins, retired, letters, acks, lost, workers>>
 
 \* The lowest slot that is free: the one used before.
 Begin ==
