@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": "Train a policy on CartPole while worker processes act with the weights they receive.",
     "check": "Check the protocol's model with TLC.",
     "verify": "Check whether recorded runs conformed to the protocol.",
+    "doctor": "Say which schemes work on this machine, and what to do about the others.",
 }
 
 
