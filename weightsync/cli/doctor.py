@@ -91,7 +91,7 @@ def doctor(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file; - prints them.")
     ] = None,
 ) -> None:
-    """Say which schemes work on this machine, why others do not, and what to do about it.
+    """Say which schemes work on this machine, and what to do about the others.
 
     The exit code is 0 if every scheme works whose packages are installed, and 1 if one does not.
     """

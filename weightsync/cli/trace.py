@@ -35,7 +35,9 @@ class Format(enum.Enum):
 
 
 trace = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Show recorded runs as sequence charts, and export them."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Show recorded runs as sequence charts, and export them as SVG or for Perfetto.",
 )
 
 
