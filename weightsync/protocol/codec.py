@@ -436,7 +436,7 @@ def _read_update(head: Head, body: bytes) -> Update:
     *sizes, nbytes, form, placed, segment, slot_nbytes = _UPDATE.unpack_from(body)
     name, layout_digest, layout, extras, device = _cut(body, _UPDATE.size, *sizes)
     if placed > 1 or (not placed and (device or slot_nbytes)):
-        raise ValueError(f"{placed} slots, at most 1 is possible, and {slot_nbytes} bytes on a device")
+        raise ValueError(f"{placed} slots, at most 1 is possible")
     return Update(
         model_id=name.decode(),
         incarnation=_int(head.incarnation),

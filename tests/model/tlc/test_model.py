@@ -111,7 +111,9 @@ def test_each_rule_has_its_revert(model: Manifest, library: Library) -> None:
     assert taken_out == set(re.findall(r'"(\w+)"', rules.body))
 
 
-@pytest.mark.parametrize(("module", "named"), [("Shared", "SharedRules"), ("Backlog", "AllRules"), ("Kernels", "AllRules")])
+@pytest.mark.parametrize(
+    ("module", "named"), [("Shared", "SharedRules"), ("Backlog", "AllRules"), ("Kernels", "AllRules")]
+)
 def test_each_rule_of_a_module_beside_the_protocol_has_its_revert(
     model: Manifest, library: Library, module: str, named: str
 ) -> None:
