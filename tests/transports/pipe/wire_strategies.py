@@ -28,6 +28,11 @@ hellos = st.builds(
     pid=st.integers(0, 2**31 - 1),
     started=numbers,
     fence=wide,
+    devices=st.integers(0, 64).flatmap(lambda count: st.binary(min_size=16 * count, max_size=16 * count)),
+)
+identities = st.binary(min_size=16, max_size=16)
+slots = st.builds(SlotRef, segment=numbers) | st.builds(
+    SlotRef, segment=numbers, device=identities, nbytes=st.just(2**63 - 1)
 )
 updates = st.builds(
     Update,
@@ -39,7 +44,7 @@ updates = st.builds(
     digest=digests,
     nbytes=sizes,
     extras=blobs,
-    slot=st.none() | st.builds(SlotRef, segment=numbers),
+    slot=st.none() | slots,
 )
 outcomes = st.builds(
     Outcome,
