@@ -136,7 +136,7 @@ class FakeDevice:
         pairs = list(zip(into, tensors, strict=True))
 
         def kernel() -> None:
-            with torch.no_grad():
+            with torch.inference_mode():
                 for target, source in pairs:
                     target.copy_(source)
                     self.between()

@@ -103,7 +103,7 @@ class CudaDevice:
 
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """See `Device.copy`."""
-        with torch.no_grad():
+        with torch.inference_mode():
             torch._foreach_copy_(list(into), list(tensors), non_blocking=True)
 
     def finish(self) -> None:
