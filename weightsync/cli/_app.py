@@ -16,6 +16,7 @@ COMMANDS = {
     "check": "Check the protocol's model with TLC.",
     "verify": "Check whether recorded runs conformed to the protocol.",
     "trace": "Show recorded runs as sequence charts, and export them as SVG or for Perfetto.",
+    "soak": "Send at full speed, kill, stop and relink workers at random, and check all that they serve.",
     "doctor": "Say which schemes work on this machine, and what to do about the others.",
 }
 
