@@ -184,6 +184,7 @@ class Soak:
 
     def run(self, seconds: float, progress: Callable[[Tally], object] = bool) -> Tally:
         """Run for that long, close everything, and return what happened. Ctrl-C ends it early, and cleanly."""
+        self._context.set_forkserver_preload([work.__module__])  # workers then start in no time
         self._context.Process(target=_nothing).start()  # the server that starts the workers is no leak of theirs
         for child in multiprocessing.active_children():
             child.join()
@@ -257,6 +258,7 @@ class Soak:
             member.control.close()
         self._members.clear()
         self._scheme.close()
+        self._store = None
         self.tally.after = Usage.now()
 
     # --------------------------------------------------------------------------------------------- actions
@@ -334,6 +336,7 @@ class Soak:
     def _refuse(self) -> None:
         """Let a worker refuse: it serves what it served before, and says why."""
         index = self._one()
+        self._send()  # an update that was given up may still be on its way
         self._ask(index, Request.REFUSE_NEXT)
         report = self._send(may={index: _REFUSED})
         if "asked to refuse" not in report[index].reason:
