@@ -69,9 +69,8 @@ def run(settings: Settings, progress: Progress, note: str = "") -> Results:
     with environment(_ENVIRONMENT), _backends(settings, left_out) as backends:
         torch.set_num_threads(settings.threads)
         try:
-            done = [
-                _run_case(settings, backends, left_out, case, number, progress) for number, case in enumerate(cases)
-            ]
+            run_case = _Cases(settings, backends, left_out, progress).run
+            done = [run_case(number, *case) for number, case in enumerate(cases)]
         except (SyncError, TransportError) as error:
             raise BenchError(f"a send failed: {error}") from error
         finally:

@@ -114,10 +114,8 @@ def _noise_lines(results: Results) -> list[str]:
     noisy = noise(results)
     if not noisy:
         return [f"The machine was quiet enough: no floor's interquartile range is above {results.noise_limit:.0%}."]
-    lead = (
-        f"Too noisy to tell: these floors have an interquartile range above {results.noise_limit:.0%} of their median"
-    )
-    return [f"{lead}; ratios to them are in brackets. Repeat when the machine is quiet.", *noisy]
+    lead = f"Too noisy to tell: floors whose interquartile range is above {results.noise_limit:.0%} of the median."
+    return [f"{lead} Ratios to them are in brackets. Repeat when the machine is quiet.", *noisy]
 
 
 def show_compared(screen: Console, first: Results, second: Results) -> None:
