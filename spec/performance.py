@@ -73,7 +73,7 @@ def _machine(name: str, results: Results) -> Iterator[str]:
     noisy = noise(results)
     if noisy:
         limit = f"{results.noise_limit:.0%}"
-        yield f"Noisy floors, with an interquartile range above {limit} of the median; ratios to them are in brackets:\n"
+        yield f"Noisy floors, with an interquartile range above {limit} of their median:\n"
         yield "\n".join([*(f"- {line}" for line in noisy), ""])
     for command, cases in _by_command(results):
         yield f"To repeat what follows:\n\n```sh\n{command}\n```\n"

@@ -24,7 +24,7 @@ from weightsync.bench.contenders import Contender, Situation
 from weightsync.bench.floors import Local
 from weightsync.bench.judging import Floor
 from weightsync.bench.models import digest_of, digest_of_model, make_model
-from weightsync.bench.processes import Ask, Workers
+from weightsync.bench.processes import Ask, Failure, Workers, failures_told
 from weightsync.bench.schemes import Sending, make_scheme, serve_requests, variants
 from weightsync.bench.settings import START_TIMEOUT, BenchError, Payload, SchemeName
 
@@ -113,7 +113,10 @@ class RpcFloor(Local):
 def _call(name: str, function: Any, *arguments: Any) -> Any:
     from torch.distributed import rpc  # noqa: PLC0415
 
-    return rpc.rpc_sync(name, function, args=arguments, timeout=START_TIMEOUT)
+    answer = rpc.rpc_sync(name, function, args=arguments, timeout=START_TIMEOUT)
+    if isinstance(answer, Failure):
+        raise BenchError(f"rpc: {name} failed: {answer}")
+    return answer
 
 
 def _rpc_name(rank: int) -> str:
@@ -145,18 +148,18 @@ _serving: dict[str, tuple[Connection, threading.Thread]] = {}
 _flat: list[torch.Tensor] = []
 
 
-def start_serving(model_id: str, payload: Payload, device: str, verify: str) -> None:
+def start_serving(model_id: str, payload: Payload, device: str, verify: str) -> Any:
     """Start a thread that receives one model's versions; called in the worker, by RPC."""
     near, far = Pipe()
     thread = threading.Thread(target=_serve, args=(far, model_id, payload, device, verify), daemon=True)
     _serving[model_id] = near, thread
     thread.start()
-    near.recv()
+    return near.recv()
 
 
 def _serve(channel: Connection, model_id: str, payload: Payload, device: str, verify: str) -> None:
-    model = make_model(payload, device)
-    with channel, make_scheme(SchemeName.RPC, verify) as scheme:
+    with channel, failures_told(channel), make_scheme(SchemeName.RPC, verify) as scheme:
+        model = make_model(payload, device)
         scheme.init_on_worker(model_id, model=model)
         channel.send("ready")
         serve_requests(scheme.get_receiver(), model, channel)

@@ -135,15 +135,22 @@ class Failure(str):
     """A worker's last answer: the error that ended it, with its traceback."""
 
 
+@contextlib.contextmanager
+def failures_told(channel: connection.Connection) -> Iterator[None]:
+    """Report an error of a worker to the trainer, if that is still there."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        with contextlib.suppress(OSError):
+            channel.send(Failure(f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"))
+
+
 def enter(work: Callable[..., None], channel: connection.Connection, *arguments: Any) -> None:
     """Run a worker process until its function returns or the trainer is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and then ends the workers
     torch.set_num_threads(1)
-    try:
+    with failures_told(channel):
         work(channel, *arguments)
-    except Exception as error:  # noqa: BLE001 - any error is reported to the trainer, if it is still there
-        with contextlib.suppress(OSError):
-            channel.send(Failure(f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"))
     # Threads of TorchRL's and of torch's RPC would keep the process.
     sys.stdout.flush()
     os._exit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator, Mapping
+from multiprocessing import resource_sharer
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,6 +15,9 @@ from weightsync.bench.models import digest_of_model, make_model
 from weightsync.bench.processes import Ask, Workers, calls_of
 from weightsync.bench.results import Kind, Label
 from weightsync.bench.settings import Payload, SchemeName
+
+#: How many seconds that thread has to end.
+_STOP_TIMEOUT = 3.0
 
 
 class _Queues:
@@ -62,6 +66,7 @@ class TorchRLScheme(Contender):
     def _close(self) -> None:
         self._workers.close()
         self._scheme.shutdown()
+        resource_sharer.stop(_STOP_TIMEOUT)  # the thread that handed descriptors of tensors to the workers
 
     def send(self) -> None:
         """Send the weights."""

@@ -47,7 +47,7 @@ class Display:
     def __init__(self, screen: Console) -> None:
         self._screen = screen
         self._live = Live(console=screen, refresh_per_second=4, transient=True) if screen.is_terminal else None
-        self._cases = self._done = 0
+        self._cases = self._done = self._rounds = 0
         self._began = time.monotonic()
 
     def __enter__(self) -> Display:
@@ -67,6 +67,7 @@ class Display:
 
     def setting_up(self, payload: Payload, workers: int) -> None:
         """A case is being set up."""
+        self._rounds = 0
         self._now = f"case {self._done + 1} of {self._cases}: payload {payload.name}, {workers} workers"
         self._show(Text(f"{self._now}: setting up"))
         if self._live is None:
@@ -74,6 +75,10 @@ class Display:
 
     def measured(self, samples: Mapping[Label, Sequence[float]], share: float) -> None:
         """A round has ended: show the medians so far."""
+        self._rounds += 1
+        if self._rounds == 1 and self._live is None:
+            said = f"{len(samples)} contenders carry weights, by digest; they are timed now"
+            self._screen.print(f"{self._seconds}  {said}", highlight=False)
         table = Table("", "median", "sends", box=None, pad_edge=False)
         for label, times in samples.items():
             table.add_row(str(label), ms(statistics.median(times)), str(len(times)))
@@ -84,8 +89,8 @@ class Display:
         """A case has ended."""
         self._done += 1
         if self._live is None:
-            sends = max((each.count for each in case.measured), default=0)
-            self._screen.print(f"{self._seconds}  measured: {sends} sends of each contender", highlight=False)
+            said = f"{self._rounds} sends of each were timed" if case.measured else case.left_out["all"]
+            self._screen.print(f"{self._seconds}  {said}", highlight=False)
 
     @property
     def _seconds(self) -> str:
