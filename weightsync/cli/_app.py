@@ -1,4 +1,4 @@
-"""The typer application. Each sub-command of `weightsync` is a function in the module of the same name."""
+"""The typer application. Each sub-command of `weightsync` is a function, or a group, in the module of its name."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ COMMANDS = {
     "bench": "Measure the schemes, TorchRL and the physical floors on this machine.",
     "check": "Check the protocol's model with TLC.",
     "verify": "Check whether recorded runs conformed to the protocol.",
+    "trace": "Show recorded runs as sequence charts, and export them as SVG or for Perfetto.",
+    "doctor": "Say which schemes work on this machine, and what to do about the others.",
 }
 
 
@@ -29,6 +31,8 @@ class _LazyGroup(TyperGroup):
 
 def _load(name: str) -> Any:
     function = getattr(importlib.import_module(f"weightsync.cli.{name}"), name)
+    if isinstance(function, typer.Typer):
+        return typer.main.get_command(function)
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
     alone.command(name, context_settings=_HELP)(function)
     return typer.main.get_command(alone)
