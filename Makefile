@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 DEMO ?= --scheme shared --workers 2
-# The short set: four payloads in ten minutes, also on two cores.
-BENCH ?= --payloads E,S,M,L,T --workers 2 --verify default,layout,digest --seconds 15
+# The short set: ten minutes, also on two cores.
+BENCH ?= --payloads E,S,M,L,T --workers 2 --verify default,layout --seconds 15
 # How many processes share the tests. Each starts processes of its own, a Ray cluster among them: more is not faster on two cores.
 WORKERS ?= 2
 # The same examples in every run; `dev` and `nightly` look elsewhere each time.

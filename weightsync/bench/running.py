@@ -17,13 +17,13 @@ from weightsync.bench.floors import cpu_floors, cuda_floors
 from weightsync.bench.models import Source, compare_digests
 from weightsync.bench.processes import environment, start_forkserver
 from weightsync.bench.results import Case, Label, Measured, Results
-from weightsync.bench.schemes import default_verify, process_schemes
+from weightsync.bench.schemes import default_verify, process_schemes, variants
 from weightsync.bench.settings import BenchError, Device, Payload, SchemeName, Settings
 from weightsync.bench.torchrl_schemes import torchrl_schemes
 from weightsync.errors import ConfigurationError, SyncError, TransportError
 
 #: How much of the free memory a case may take by the estimate.
-_SHARE_OF_MEMORY = 0.7
+_SHARE_OF_MEMORY = 0.8
 #: torch asks the DNS about every connection, and gloo for the host's own address; the bench stays on the loopback.
 _ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _WORKER_MODULES = ("weightsync.bench.call_schemes", "weightsync.bench.torchrl_schemes")
@@ -143,8 +143,10 @@ class _Cases:
 
 def _too_large(situation: Situation) -> str:
     """Why the case does not fit into the memory that is left, by an estimate; or nothing."""
-    variants = len(situation.settings.verify) * len(situation.settings.schemes)
-    needed = situation.source.nbytes * (3 * variants + (variants + 2) * situation.workers)
+    chosen = [name for name in situation.settings.schemes if situation.chosen(name)]
+    fleets = sum(1 if name.is_torchrl else len(variants(situation)) for name in chosen)
+    # The floors' copies; two slots or buffers a fleet; a worker's own copy, and what is under way to some of them.
+    needed = int(situation.source.nbytes * (4 + 2 * fleets + 1.25 * (fleets + 1) * situation.workers))
     left = machine.available_memory()
     if needed <= left * _SHARE_OF_MEMORY:
         return ""
