@@ -25,7 +25,7 @@ from weightsync.errors import ConfigurationError, SyncError, TransportError
 #: How much of the free memory a case may take by the estimate.
 _SHARE_OF_MEMORY = 0.8
 #: torch asks the DNS about every connection, and gloo for the host's own address; the bench stays on the loopback.
-_ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "lo"}
 _WORKER_MODULES = ("weightsync.bench.call_schemes", "weightsync.bench.torchrl_schemes")
 
 

@@ -117,6 +117,8 @@ def show(screen: Console, results: Results) -> None:
 
 def _noise_lines(results: Results) -> list[str]:
     noisy = noise(results)
+    if not any(case.measured for case in results.cases):
+        return []
     if not noisy:
         return [f"The machine was quiet enough: no floor's interquartile range is above {results.noise_limit:.0%}."]
     lead = f"Too noisy to tell: floors whose interquartile range is above {results.noise_limit:.0%} of the median."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -92,6 +93,8 @@ def bench(  # noqa: PLR0917
 
 
 def _measured(settings: Settings, note: str, display: Display) -> Results:
+    # torch's RPC logs a line for each connection that ends, in every process; read when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         with ended_by_signals(), display:
             # Importing torch takes seconds, and wrong options are told of before.
