@@ -9,6 +9,8 @@ from typing import Any
 from weightsync.bench.results import Case, Kind, Label, Results
 from weightsync.errors import ConfigurationError, MissingExtraError
 
+#: A payload of more tensors costs more than its size says, and is no point of the curve over sizes.
+_FEW_TENSORS = 1000
 _STYLES = {Kind.FLOOR: "--", Kind.SCHEME: "-", Kind.ASYNC: ":", Kind.TORCHRL: "-."}
 
 
@@ -41,7 +43,7 @@ def plot(results: Results, path: Path) -> None:
         raise ConfigurationError("there is nothing to draw: no case was measured.")
     figure = Figure(figsize=(15, 7), layout="constrained")
     most, largest = max(case.workers for case in cases), max(cases, key=lambda case: case.nbytes).payload
-    sizes = [case for case in cases if case.workers == most]
+    sizes = [case for case in cases if case.workers == most and case.tensors <= _FEW_TENSORS]
     counts = [case for case in cases if case.payload == largest]
     left, right = figure.subplots(1, 2)
     _draw(left, f"{most} workers", "bytes", sizes, lambda case: case.nbytes)
@@ -67,10 +69,12 @@ def _draw(axes: Any, name: str, unit: str, cases: Iterable[Case], place: Callabl
             row = (place(case), each.median * 1000, each.low * 1000, each.high * 1000)
             lines.setdefault(each.label, []).append(row)
     colours = {name: f"C{index}" for index, name in enumerate(sorted({label.name for label in lines}))}
+    kinds = sorted({label.verify or "" for label in lines})
     for label, rows in lines.items():
         at, median, low, high = zip(*sorted(rows), strict=True)
         colour = colours[label.name]
-        axes.plot(at, median, _STYLES[label.kind], marker=".", color=colour, label=str(label))
+        marker = ".xs^v"[kinds.index(label.verify or "") % 5]
+        axes.plot(at, median, _STYLES[label.kind], marker=marker, color=colour, label=str(label))
         axes.fill_between(at, low, high, color=colour, alpha=0.1)
-    axes.set(title=name, xlabel=unit, ylabel="ms", xscale="log", yscale="log")
+    axes.set(title=name, xlabel=unit, ylabel="ms", xscale="log" if unit == "bytes" else "linear", yscale="log")
     axes.grid(visible=True, which="both", alpha=0.2)
