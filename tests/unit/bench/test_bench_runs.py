@@ -264,6 +264,7 @@ def assert_all_gone(mark: str) -> None:
 
 
 @pytest.mark.rpc
+@pytest.mark.timeout(300)  # on a loaded machine its processes take most of a minute to start
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_every_process_ends_with_the_command_however_it_is_ended(end: signal.Signals, tmp_path: Path) -> None:
     chosen = ("--payloads", "S", "--verify", "layout", "--schemes", "pipe,rpc")
