@@ -22,7 +22,7 @@ def describe(device: str) -> Mapping[str, str]:
         "processor": _first("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": _gibibytes(_first("/proc/meminfo", "MemTotal")),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
     }
     if "cuda" in device:
