@@ -88,12 +88,13 @@ class OutgoingWeights:
         if error is not None:
             message = (
                 f"{error} The model has {registered.summary()}. The weights have {given.summary()}. Nothing was sent. "
-                "If the workers have another model now, register it in the trainer first (scheme.model = ...)."
+                "If the workers have another model now, register it in the trainer first (scheme.model = ...). "
+                "To send the model's weights in another dtype, give the scheme a wire_dtype."
             )
             raise LayoutError(message, error.missing, error.unexpected, error.mismatched)
 
     def _refuse_other_dtypes(self, given: Layout) -> None:
-        """Refuse weights that `wire_dtype` does not bring to the dtypes agreed with the workers; no model is registered.
+        """Refuse weights that `wire_dtype` does not bring to the dtypes that were agreed on.
 
         Raises:
             LayoutError: dtypes differ, and nothing else does.
