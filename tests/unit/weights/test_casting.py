@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from missing import without_gpus
 from torch import Tensor
 
 from weightsync import ConfigurationError, Layout, LayoutError, WireDtype
@@ -52,11 +53,13 @@ WIDER = {HALF: {"float64", "float32"}, BRAIN: {"float64", "float32"}, SINGLE: {"
 
 
 @pytest.mark.parametrize("wire_dtype", list(WireDtype))
-@pytest.mark.parametrize("on_a_device", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "posed", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_wider_floats_are_cast_as_torch_casts_them_and_all_else_travels_as_it_is(
-    wire_dtype: WireDtype, on_a_device: bool, monkeypatch: pytest.MonkeyPatch
+    wire_dtype: WireDtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if on_a_device:  # the way of tensors on a device, walked on the CPU
+    if device == "cuda" and not torch.cuda.is_available():
+        without_gpus("A CAST ON A DEVICE", "no GPU; the way of its weights was walked with the CPU as device")
+    if device == "posed":
         monkeypatch.setattr(packing, "_on_one_device", bool)
     weights, packer = mixed(), Packer(wire_dtype=wire_dtype)
     wider, dtype = WIDER[wire_dtype], wire_dtype.value
@@ -64,14 +67,14 @@ def test_wider_floats_are_cast_as_torch_casts_them_and_all_else_travels_as_it_is
         name: tensor.to(getattr(torch, dtype)) if str(tensor.dtype).removeprefix("torch.") in wider else tensor
         for name, tensor in weights.items()
     }
-    packed = packer.pack(weights)
+    packed = packer.pack({n: t.cuda() for n, t in weights.items()} if device == "cuda" else weights)
 
     sent = views(packed.layout, owning(packed.buffer.view))
     found = {entry.name: tensor for entry, tensor in zip(packed.layout.entries, sent, strict=True)}
     assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in wanted.items()}
     assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(t) for n, t in wanted.items()}
     assert packed.digest == digest_of_weights(wanted)
-    assert packed.layout is packer.layout_of(weights)
+    assert packed.layout == packer.layout_of(weights)
     assert packed.wire_dtype is wire_dtype
     packer.close()
 
