@@ -1,0 +1,103 @@
+"""What a process is known by on its host, and how its death is seen."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from transport_workers import in_a_fork
+
+from weightsync.errors import TransportError
+from weightsync.transports import process as processes
+from weightsync.transports.process import ProcessWatch, own_host, own_identity, own_network, started_at, watching
+
+FORK = multiprocessing.get_context("fork")
+
+
+def test_a_process_knows_its_own_identity():
+    pid, started = own_identity()
+
+    assert (os.getpid(), started_at(os.getpid())) == (pid, started)
+    in_a_fork(lambda: None if own_identity() != (pid, started) else pytest.fail("the parent's"))
+
+
+def test_a_living_process_is_alive_and_another_of_its_number_is_not():
+    pid, started = own_identity()
+    living, reused, unknown = ProcessWatch(pid, started), ProcessWatch(pid, started + 1), ProcessWatch(pid, 0)
+
+    assert [watch.dead for watch in (living, reused, unknown)] == [False, True, False]
+
+
+def test_a_process_that_is_gone_is_dead():
+    process = FORK.Process(target=int)
+    process.start()
+    watch = ProcessWatch(process.pid, 0)
+    process.join()
+
+    assert watch.dead
+    late = ProcessWatch(process.pid, 0)
+    assert (late.dead, late.fileno()) == (True, -1)
+    process.close()
+
+
+def test_a_watch_names_exactly_one_process_and_keeps_no_descriptor_once_it_is_closed():
+    pid, started = own_identity()
+    watch = watching(pid, started)
+    assert watch.names(pid, started)
+    assert not watch.names(pid, started + 1)
+    assert not watch.names(pid + 1, started)
+
+    descriptor = watch.fileno()
+    os.fstat(descriptor)
+    watch.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    watch.close()
+    assert watch.fileno() == -1
+
+
+def test_what_cannot_be_watched_is_a_transport_error_that_says_why():
+    with pytest.raises(TransportError, match=rf"^Process {2**40} cannot be watched: \w"):
+        watching(2**40, 0)
+
+
+def test_a_start_that_cannot_be_read_is_unknown_and_is_read_again_the_next_time(monkeypatch):
+    here = own_identity()
+    processes._own_start.cache_clear()
+    monkeypatch.setattr(processes, "started_at", lambda pid: None)
+    assert own_identity() == (os.getpid(), 0)
+    monkeypatch.undo()
+
+    assert own_identity() == here
+
+
+@pytest.mark.parametrize("identity", [own_host, own_network])
+@pytest.mark.parametrize("part", ["boot", "namespace"])
+def test_g10_another_boot_and_another_namespace_are_another_host_and_another_network(identity, part, monkeypatch):
+    here = identity()
+    assert identity() is here
+    identity.cache_clear()
+    if part == "boot":
+        monkeypatch.setattr(processes.Path, "read_text", lambda path, **_: "of another boot")
+    else:
+        monkeypatch.setattr(processes.os, "readlink", lambda path: f"{path} of another")
+    there = identity()
+    identity.cache_clear()
+    monkeypatch.undo()
+
+    assert here != there
+    assert here == identity()
+
+
+def test_names_with_spaces_and_parentheses_do_not_confuse_the_start(tmp_path: Path):
+    program = tmp_path / "a b) (c"
+    program.symlink_to("/bin/sleep")
+    pid = os.spawnv(os.P_NOWAIT, str(program), ["sleep", "30"])
+    try:
+        assert started_at(pid) >= own_identity()[1]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
