@@ -85,7 +85,7 @@ def _forged(good: Modelled) -> Iterator[tuple[str, Modelled]]:
     """Each thing that an event shows is another."""
     for number, act in enumerate(good.acts):
         for name, value in act.action.items():
-            free = name == "out" and not act.action["told"]
+            free = name == "out" and not act.action["reported"]
             if name in SHOWN and not free:
                 forged = RecordedAction(act.line, {**act.action, name: _other(value)})
                 yield f"{name} of {act.action}", replace(good, acts=[*good.acts[:number], forged])
