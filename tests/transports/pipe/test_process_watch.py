@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -74,6 +75,20 @@ def test_a_start_that_cannot_be_read_is_unknown_and_is_read_again_the_next_time(
     assert own_identity() == here
 
 
+def test_a_host_that_cannot_be_identified_is_a_transport_error_and_is_asked_again_the_next_time(monkeypatch):
+    def raise_it(path: str) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    here = own_host()
+    own_host.cache_clear()
+    monkeypatch.setattr(processes.os, "readlink", raise_it)
+    with pytest.raises(TransportError, match=r"^This host's identity cannot be read: Too many open files\.$"):
+        own_host()
+    monkeypatch.undo()
+
+    assert own_host() == here
+
+
 @pytest.mark.parametrize("identity", [own_host, own_network])
 @pytest.mark.parametrize("part", ["boot", "namespace"])
 def test_g10_another_boot_and_another_namespace_are_another_host_and_another_network(identity, part, monkeypatch):
@@ -92,8 +107,8 @@ def test_g10_another_boot_and_another_namespace_are_another_host_and_another_net
     assert here == identity()
 
 
-def test_names_with_spaces_and_parentheses_do_not_confuse_the_start(tmp_path: Path):
-    program = tmp_path / "a b) (c"
+def test_names_with_spaces_parentheses_and_any_bytes_do_not_confuse_the_start(tmp_path: Path):
+    program = tmp_path / os.fsdecode(b"a b) (c \xff")
     program.symlink_to("/bin/sleep")
     pid = os.spawnv(os.P_NOWAIT, str(program), ["sleep", "30"])
     try:
