@@ -1,8 +1,9 @@
 """The mutants of the drivers that live, each with its reason, and the scores that may not fall.
 
 `python tests/protocol/mutation/driven_ledger.py [RESULT...]` takes in results of `run.py --driven`, of whole modules or
-of nothing but functions that no hunt has counted yet, and renders docs/driver-mutants.md. What is no mutant any more leaves the file, a new one comes in without a reason, and
-the score of each module is that of its result. `--prune` takes off what is no mutant of the code as it is.
+of nothing but functions that no hunt has counted yet, and renders docs/driver-mutants.md. What is no mutant any more
+leaves the file, a new one comes in without a reason, and the score of each module is that of its result. `--prune`
+takes off what is no mutant of the code as it is.
 """
 
 from __future__ import annotations
