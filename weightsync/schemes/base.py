@@ -78,8 +78,9 @@ class WeightSyncScheme(abc.ABC):
 
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
-        verify: "digest" (default): a receiver compares the digest of what arrived before it applies it; "layout":
-            names, shapes, dtypes and length only.
+        verify: what a receiver compares before it applies a version, beside names, shapes, dtypes and length. "auto"
+            (default): the digest of weights that travelled; of weights in memory that it shares with the trainer, the
+            seal of that memory. "digest": also the digest of those. "layout": no digest.
     """
 
     #: How received weights become live.
@@ -97,7 +98,7 @@ class WeightSyncScheme(abc.ABC):
         *("_sender", "_receiver", "_context", "_given", "_worker_set", "_rendezvous", "_worker_idx", "_is_blank"),
     )
 
-    def __init__(self, strategy: WeightStrategy | str = "state_dict", *, verify: Verify | str = Verify.DIGEST) -> None:
+    def __init__(self, strategy: WeightStrategy | str = "state_dict", *, verify: Verify | str = Verify.AUTO) -> None:
         self._verify = option(Verify, verify)
         self._strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
         self._begin()

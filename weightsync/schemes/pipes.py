@@ -39,7 +39,7 @@ class PipeScheme(WeightSyncScheme):
         sync: whether the scheme's own `send` waits for its answers. If not, the next `send`, or `shutdown`, reports
             them.
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
     """
 
     _sender_arguments = ("pipes", "processes")
@@ -54,7 +54,7 @@ class PipeScheme(WeightSyncScheme):
         sync: bool = True,
         *,
         per_worker_weights: bool = False,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
     ) -> None:
         #: The workers' ends of the pipes that we made, until the workers take them.
         self._ends: dict[int, Connection[Any, Any]] = {}
@@ -206,7 +206,7 @@ class MultiProcessWeightSyncScheme(PipeScheme):
             the next `send`, or `shutdown`, reports the outcomes.
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
             Always so for a TorchRL collector with several policy factories.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
     """
 
 

@@ -113,7 +113,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     Args:
         strategy: "tensordict" (default) or "state_dict", or a `WeightStrategy`.
         backend: see `RayWeightSyncScheme`.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         tensor_transport: see `RayWeightSyncScheme`.
         key: see `RayWeightSyncScheme`.
     """
@@ -125,7 +125,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         strategy: WeightStrategy | str = "tensordict",
         backend: Backend | str = Backend.GLOO,
         *,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
         tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
         key: bytes | str | None = None,
     ) -> None:

@@ -33,7 +33,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         key: a secret shared with the workers: see `DistributedWeightSyncScheme`. It does not protect calls of
             a collector's own method.
     """
@@ -44,7 +44,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         self,
         strategy: WeightStrategy | str = "state_dict",
         *,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
         key: bytes | str | None = None,
     ) -> None:
         self._key = None if key is None else SharedKey(key)

@@ -44,7 +44,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
             Always so for a TorchRL collector with several policy factories. A send that names all workers does not
             need it.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
     """
 
     apply_mode = Mode.MAP
@@ -57,7 +57,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         *,
         sync: bool = True,
         per_worker_weights: bool = False,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
     ) -> None:
         second = isinstance(policy_weights, str | WeightStrategy)
         chosen = policy_weights if isinstance(policy_weights, str | WeightStrategy) else strategy
