@@ -94,9 +94,13 @@ def _serves(moment: Moment, new: Key, served: Key, fence: int, digests: dict[Key
 # ------------------------------------------------------------------------------------------------ senders
 
 
+#: The digest that each version was sent with, by link; with None, the one that it has wherever it has one.
+Digests = dict[tuple[int, int | None], bytes]
+
+
 def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
     targets: dict[int, tuple[int, ...]] = {}
-    digests: dict[int, bytes] = {}
+    digests: Digests = {}
     for moment in machine.moments:
         before, after = moment.before, moment.after
         assert isinstance(before, sending.SenderData)
@@ -116,7 +120,7 @@ def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
 
 
 def _sends(
-    machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], digests: dict[int, bytes]
+    machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], digests: Digests
 ) -> Iterator[Finding]:
     update = moment.message
     if moment.line.what is not What.SENT or not isinstance(update, Update):
@@ -129,7 +133,8 @@ def _sends(
         yield _broken(
             moment, "G7 OnlyTargetsChange", f"version {update.version} is sent to {workers}, which is no target of it"
         )
-    if update.digest and digests.setdefault(update.version, update.digest) != update.digest:
+    digests[update.version, moment.link] = update.digest
+    if update.digest and digests.setdefault((update.version, None), update.digest) != update.digest:
         yield _broken(moment, "G1 AckNamesItsVersion", f"version {update.version} is sent with two digests")
 
 
@@ -164,7 +169,7 @@ def _sends_hello(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterato
                 )
 
 
-def _counts(network: Network, machine: Machine, moment: Moment, digests: dict[int, bytes]) -> Iterator[Finding]:
+def _counts(network: Network, machine: Machine, moment: Moment, digests: Digests) -> Iterator[Finding]:
     """An answer counts: the worker must have done what it says."""
     event, data = moment.event, moment.after
     assert isinstance(data, sending.SenderData)
@@ -173,7 +178,7 @@ def _counts(network: Network, machine: Machine, moment: Moment, digests: dict[in
         return
     if ack.incarnation != data.incarnation:
         yield _broken(moment, "G1 AckNamesItsVersion", "an ack for another sender counts")
-    known = digests.get(ack.version)
+    known = digests.get((ack.version, event.link))
     if known and ack.digest and known != ack.digest:
         yield _broken(moment, "G2 AckedMeansServed", "the ack names the digest of other weights than were sent")
     peers = [network.by_name[name] for name, _ in network.peers((machine.name, event.link))]
