@@ -20,18 +20,16 @@ from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Refusal, SlotRef, Update
 from weightsync.transports import buffers
 from weightsync.transports.buffers import (
-    MAX_SEGMENTS,
     SPARE_BUFFERS,
     Buffer,
-    Mapped,
     Mapping,
-    Named,
     NoRoom,
     Pins,
     Pool,
     Segment,
     Storage,
 )
+from weightsync.transports.pipe.segments import MAX_SEGMENTS, Mapped, Named
 from weightsync.weights.tensors import address_of
 
 LARGE = 100_000
@@ -377,6 +375,16 @@ class Sharing(RuleBasedStateMachine):
 
 
 TestSharing = Sharing.TestCase
+
+
+def test_a_segment_that_is_passed_again_takes_the_place_of_what_was_mapped_under_its_number():
+    mapped, right, wrong = Mapped(), Segment(4096), Segment(4096)
+    slot = SlotRef(segment=7)
+    assert mapped.find(slot, (os.dup(wrong.fd),)).seal == bytes(16)
+    seal = right.sealed()
+    assert mapped.find(slot, (os.dup(right.fd),)).seal == seal
+
+    assert mapped.find(slot, (), "no descriptor").seal == seal
 
 
 def test_a_segment_that_was_never_passed_is_a_protocol_error():

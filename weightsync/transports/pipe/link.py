@@ -12,10 +12,11 @@ from weightsync.protocol import codec
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message, SlotRef, Update
 from weightsync.transports.base import Payloads, Received, Remarks, SharesMemory, TellsWhatIsRead
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapped, Named, NoRoom, Pins
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pins
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.framing import Frame, Outgoing, framed
 from weightsync.transports.pipe.mailbox import discard, unmet_reason
+from weightsync.transports.pipe.segments import Mapped, Named
 from weightsync.transports.pipe.user_messages import UserMessages
 
 logger = logging.getLogger("weightsync")
