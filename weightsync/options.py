@@ -31,9 +31,12 @@ class OnPending(enum.Enum):
 class Verify(enum.Enum):
     """What a receiver checks before it applies a version."""
 
-    #: Layout, length, and the xxh3-128 digest of the payload.
+    #: Layout and length, and the digest of what travelled. Weights that lie in memory which trainer and worker share
+    #: did not travel: their slot is verified, by the seal that the trainer has put in it.
+    AUTO = "auto"
+    #: Layout, length, and the digest, also of weights in shared memory.
     DIGEST = "digest"
-    #: Layout and length only.
+    #: Layout and length, and the seal of a slot in shared memory.
     LAYOUT = "layout"
 
 

@@ -55,7 +55,7 @@ class OutgoingWeights:
         # Only weights that are found on the context need it: otherwise it may have been collected.
         context = self._context() if weights is None or isinstance(weights, str) else None
         prepared = self._prepared(weights, context)
-        packed = self._packer.pack(prepared)
+        packed = self._packer.pack(prepared, self._driver.all_share)
         try:
             if weights is not None:
                 self._refuse_other_model(packed.layout)

@@ -19,9 +19,9 @@ from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.machine import SenderMachine
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update, slot_digest
 from weightsync.protocol.report import SyncReport
-from weightsync.transports.base import Link, Remarks, TellsWhatIsRead
+from weightsync.transports.base import Link, Remarks, SharesMemory, TellsWhatIsRead
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import BlockingLink
 from weightsync.transports.process import own_host, own_identity
@@ -65,6 +65,10 @@ class Backlog:
 
 
 logger = logging.getLogger("weightsync")
+
+
+def _shares(link: Link, payload: Buffer, nbytes: int) -> bool:
+    return isinstance(link, SharesMemory) and link.shares(payload, nbytes)
 
 
 class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]):
@@ -196,7 +200,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             version=version,
             layout_digest=packed.layout.digest,
             layout=b"" if told else packed.layout.encode(),
-            digest=packed.digest,
+            digest=packed.digest_to_send(self._share(link, packed)),
             nbytes=packed.layout.nbytes,
             extras=packed.extras,
             form=packed.form,
@@ -342,7 +346,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 watch(link, message)
                 yield pure.Answer(worker, number, message)
             case Ack() | Refusal():
-                self._verify(message)
+                self._verify(number, message)
                 packed, stale = self._packed.get(message.version), self.data.stale
                 yield pure.Answer(worker, number, message)
                 # Handshakes carry a layout that a worker has accepted, not one that was only sent.
@@ -362,15 +366,31 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self._update(worker, link, waiting)
                 self._finish()
 
-    def _verify(self, message: Ack | Refusal) -> None:
-        """Check that an ack carries the digest of the version as it was sent."""
+    def all_share(self, payload: Buffer, nbytes: int) -> bool:
+        """Whether every worker that has a link maps a payload's buffer, so that no byte of it travels."""
+        return all(_shares(link, payload, nbytes) for link in self.links())
+
+    def _share(self, link: int, packed: Packed) -> bool:
+        return link in self._links and _shares(self._links[link][1], packed.buffer, packed.layout.nbytes)
+
+    def _names(self, link: int, version: int, packed: Packed) -> bytes:
+        """What an ack over a link must name: the digest that was sent, or the slot. Empty: neither was."""
+        shared, segment = self._share(link, packed), packed.buffer.segment
+        found = packed.digest_to_send(shared)
+        if found or not shared or segment is None:
+            return found
+        return slot_digest(segment.sealed(), self.data.incarnation, version, packed.layout.digest, packed.extras)
+
+    def _verify(self, link: int, message: Ack | Refusal) -> None:
+        """Check that an ack names what was sent over its link."""
         packed = self._packed.get(message.version)
         if not isinstance(message, Ack) or packed is None or message.incarnation != self.data.incarnation:
             return
-        if packed.digest and message.digest != packed.digest:
+        sent = self._names(link, message.version, packed)
+        if sent and message.digest != sent:
             raise ProtocolError(
                 f"an ack of version {message.version} names digest {message.digest.hex()}, which is not that of what "
-                f"was sent ({packed.digest.hex()}). The link is taken down."
+                f"was sent ({sent.hex()}). The link is taken down."
             )
 
     # ----------------------------------------------------------------------------------------- retained

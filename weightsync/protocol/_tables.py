@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 #: The protocol version in every frame.
-PROTOCOL_VERSION: Final[int] = 3
+PROTOCOL_VERSION: Final[int] = 4
 
 
 class State(Enum):

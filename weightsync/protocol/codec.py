@@ -15,11 +15,12 @@ offset  size  header field (big-endian)
     24     8  size of the payload that follows the body
     32    16  incarnation
     48     8  version
-    56    16  digest (of an update's payload, or of what an ack confirms)
+    56    16  digest (of an update's payload and extra state, or of what an ack confirms)
 
 The body starts with a fixed part for each kind of message: the lengths of its fields, the model's id first, then its
 numbers. The fields follow. Header and body together are the *control part*; the checksum detects any flipped bit in it.
-The payload has its own digest. If a worker forwarded a version to its own workers, its ack carries their report.
+The payload has its own digest. The fixed part of an update ends with the seal of the slot that its payload lies in.
+If a worker forwarded a version to its own workers, its ack carries their report.
 """
 
 from __future__ import annotations
@@ -266,7 +267,7 @@ __all__ = [
 ]
 
 _HELLO: Final = struct.Struct("!HHIBQQ16sQ")
-_UPDATE: Final = struct.Struct("!HHIIQBBQ")
+_UPDATE: Final = struct.Struct("!HHIIQBBQ16s")
 _ACK: Final = struct.Struct("!HIdB")
 _REFUSAL: Final = struct.Struct("!HBBII16s")
 _BYE: Final = struct.Struct("!HBI")
@@ -320,7 +321,7 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
     match message:
         case Update():
             fields = name, message.layout_digest, message.layout, message.extras
-            slot = (0, 0) if message.slot is None else (1, message.slot.segment)
+            slot = (0, 0, b"") if message.slot is None else (1, message.slot.segment, message.slot.seal)
             fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *slot)
             return 2, message.version, message.digest, b"".join((fixed, *fields))
         case Ack():
@@ -432,7 +433,7 @@ def _read_hello(head: Head, body: bytes) -> Hello:
 
 
 def _read_update(head: Head, body: bytes) -> Update:
-    named, digested, laid_out, extra, nbytes, form, placed, segment = _UPDATE.unpack_from(body)
+    named, digested, laid_out, extra, nbytes, form, placed, segment, seal = _UPDATE.unpack_from(body)
     name, layout_digest, layout, extras = _cut(body, _UPDATE.size, named, digested, laid_out, extra)
     if placed > 1:
         raise ValueError(f"{placed} slots, at most 1 is possible")
@@ -446,7 +447,7 @@ def _read_update(head: Head, body: bytes) -> Update:
         nbytes=nbytes,
         extras=extras,
         form=_FORMS[form],
-        slot=SlotRef(segment=segment) if placed else None,
+        slot=SlotRef(segment=segment, seal=seal) if placed else None,
     )
 
 

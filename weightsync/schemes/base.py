@@ -80,8 +80,9 @@ class WeightSyncScheme(abc.ABC):
 
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
-        verify: "digest" (default): a receiver compares the digest of what arrived before it applies it; "layout":
-            names, shapes, dtypes and length only.
+        verify: what a receiver compares before it applies a version, beside names, shapes, dtypes and length. "auto"
+            (default): the digest of weights that travelled; of weights in memory that it shares with the trainer, the
+            seal of that memory. "digest": also the digest of those. "layout": no digest.
         wire_dtype: "bfloat16", "float16" or "float32", or the torch dtype: wider floating tensors are cast to it, on
             their device, before they are sent, and the workers' models must have it (``model.to(torch.bfloat16)``).
             All other tensors travel as they are. A value that would become infinite is a `LayoutError`, and nothing
@@ -107,7 +108,7 @@ class WeightSyncScheme(abc.ABC):
         self,
         strategy: WeightStrategy | str = "state_dict",
         *,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
     ) -> None:
         self._verify = option(Verify, verify)

@@ -49,7 +49,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             awaited in either case.
         timeout: seconds that this scheme waits for a store that it connects to, or makes.
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         key: a secret (bytes or str) that the trainer and its workers share; default: the environment's
             ``WEIGHTSYNC_KEY``, if it is set. Messages without the same key are rejected. It is pickled with the scheme.
@@ -68,7 +68,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         timeout: float = 3600.0,
         strategy: WeightStrategy | str = "state_dict",
         *,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
         key: bytes | str | None = None,
     ) -> None:

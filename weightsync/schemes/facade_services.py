@@ -43,7 +43,7 @@ class FacadeServices:
     #: What a facade returns is always a copy.
     apply_mode = Mode.COPY
 
-    def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str, verify: Verify = Verify.DIGEST) -> None:
+    def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str, verify: Verify = Verify.AUTO) -> None:
         # Weakly: without a cycle, all behind a transport is freed as soon as the transport is.
         self._facade = weakref.ref(layer)
         self._verify = verify

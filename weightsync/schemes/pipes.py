@@ -41,7 +41,7 @@ class PipeScheme(WeightSyncScheme):
         sync: whether the scheme's own `send` waits for its answers. If not, the next `send`, or `shutdown`, reports
             them.
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
     """
 
@@ -57,7 +57,7 @@ class PipeScheme(WeightSyncScheme):
         sync: bool = True,
         *,
         per_worker_weights: bool = False,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
     ) -> None:
         #: The workers' ends of the pipes that we made, until the workers take them.
@@ -210,7 +210,7 @@ class MultiProcessWeightSyncScheme(PipeScheme):
             the next `send`, or `shutdown`, reports the outcomes.
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
             Always so for a TorchRL collector with several policy factories.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
     """
 

@@ -48,7 +48,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`: also the format that plain actors get.
         backend: "gloo" or "nccl", for TorchRL's API; weights travel through Ray, so it has no effect.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         tensor_transport: "object_store" (default), or "nixl": needs the package of that name.
         key: a secret shared with the actors: see `DistributedWeightSyncScheme`. A `WeightSyncActor` is given it as its
@@ -66,7 +66,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         strategy: WeightStrategy | str = "state_dict",
         backend: Backend | str = Backend.GLOO,
         *,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
         tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
         key: bytes | str | None = None,

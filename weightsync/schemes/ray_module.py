@@ -115,7 +115,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     Args:
         strategy: "tensordict" (default) or "state_dict", or a `WeightStrategy`.
         backend: see `RayWeightSyncScheme`.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         tensor_transport: see `RayWeightSyncScheme`.
         key: see `RayWeightSyncScheme`.
@@ -128,7 +128,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         strategy: WeightStrategy | str = "tensordict",
         backend: Backend | str = Backend.GLOO,
         *,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
         tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
         key: bytes | str | None = None,

@@ -35,7 +35,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         key: a secret shared with the workers: see `DistributedWeightSyncScheme`. It does not protect calls of
             a collector's own method.
@@ -47,7 +47,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         self,
         strategy: WeightStrategy | str = "state_dict",
         *,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
         key: bytes | str | None = None,
     ) -> None:

@@ -46,7 +46,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
             Always so for a TorchRL collector with several policy factories. A send that names all workers does not
             need it.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
         wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
     """
 
@@ -60,7 +60,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
         *,
         sync: bool = True,
         per_worker_weights: bool = False,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
     ) -> None:
         second = isinstance(policy_weights, str | WeightStrategy)

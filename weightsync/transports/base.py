@@ -6,7 +6,7 @@ import os
 import select
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -14,12 +14,8 @@ from typing import Protocol, TypeVar
 from weightsync.errors import TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message
-from weightsync.transports.buffers import Buffer
+from weightsync.transports.buffers import Buffer, Slot
 from weightsync.transports.process import forget_after_fork
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +25,8 @@ class Received:
     message: Message
     #: The payload's bytes, writable; None if the message has none. Valid as long as something refers to them.
     payload: memoryview | None = None
-    #: Restores the payload as it was sent, even if this process has written over it.
-    refresh: Callable[[], None] = _nothing
+    #: The slot that it lies in; None: it travelled, and lies in this process's own memory.
+    slot: Slot | None = None
     #: Why this process could not take the payload (no memory or no descriptors); empty: it could.
     untaken: str = ""
 
@@ -117,6 +113,14 @@ class TellsWhatIsRead(ABC):
     @abstractmethod
     def all_read(self) -> bool | None:
         """Whether the peer's process has read everything that was sent; None: unknown."""
+
+
+class SharesMemory(ABC):
+    """A link whose worker may map the memory that a payload lies in."""
+
+    @abstractmethod
+    def shares(self, payload: Buffer, nbytes: int) -> bool:
+        """Whether the worker maps it; no: the bytes of the payload travel. The answer for a payload never changes."""
 
 
 class Remarks(ABC):

@@ -19,6 +19,7 @@ import frontrun
 from weightsync.engine.driver import Driver
 from weightsync.engine.packer import Packed
 from weightsync.engine.sender import WeightSender
+from weightsync.options import Verify
 from weightsync.protocol._tables import Delivery, State
 from weightsync.protocol.messages import Ack, Message, Update
 from weightsync.protocol.report import SyncReport
@@ -71,7 +72,7 @@ class Weights:
     """Packs nothing: what travels is no matter of schedules."""
 
     def __init__(self) -> None:
-        self.packed = Packed(Layout(()), Buffer(1), b"", b"")
+        self.packed = Packed(Layout(()), Buffer(1), b"", b"", verify=Verify.LAYOUT)
 
     def layout_of(self, weights: Any) -> Layout:
         return self.packed.layout

@@ -41,7 +41,8 @@ def echo(connection: Connection) -> None:
             if isinstance(one.message, Update):
                 whole = bytes(one.payload) == bytes([one.message.version % 256]) * one.message.nbytes
                 one.payload[:3] = b"own"
-                one.refresh()
+                if one.slot is not None:
+                    one.slot.remap()
                 link.send(Ack(model_id=MODEL, incarnation=1, version=one.message.version if whole else 0))
                 link.user.send(("acked", one.message.version, one.message.slot is not None))
 

@@ -10,8 +10,9 @@ from typing import Any, Final, Never
 import torch
 
 from weightsync.clock import Stopwatch
-from weightsync.engine.packer import Packed, Packer
+from weightsync.engine.packer import Packed, Packer, nobody_shares
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.options import Verify
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Message, Update
 from weightsync.transports.base import Link
@@ -132,13 +133,13 @@ class NoPacker(Packer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._packed = Packed(Layout([]), Buffer(0), b"", b"")
+        self._packed = Packed(Layout([]), Buffer(0), b"", b"", verify=Verify.LAYOUT)
 
     def layout_of(self, weights: Any) -> Layout:
         """The layout of nothing."""
         return self._packed.layout
 
-    def pack(self, weights: Any) -> Packed:
+    def pack(self, weights: Any, shares: Callable[[Buffer, int], bool] = nobody_shares) -> Packed:
         """Nothing, packed."""
         return self._packed
 

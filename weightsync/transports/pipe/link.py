@@ -11,17 +11,18 @@ from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol import codec
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message, SlotRef, Update
-from weightsync.transports.base import Payloads, Received, Remarks, TellsWhatIsRead
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapped, Named, NoRoom, Pins
+from weightsync.transports.base import Payloads, Received, Remarks, SharesMemory, TellsWhatIsRead
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pins
 from weightsync.transports.pipe.connection import Channel
 from weightsync.transports.pipe.framing import Frame, Outgoing, framed
 from weightsync.transports.pipe.mailbox import discard, unmet_reason
+from weightsync.transports.pipe.segments import Mapped, Named
 from weightsync.transports.pipe.user_messages import UserMessages
 
 logger = logging.getLogger("weightsync")
 
 
-class PipeLink(TellsWhatIsRead, Remarks):
+class PipeLink(TellsWhatIsRead, SharesMemory, Remarks):
     """A link over one end of ``multiprocessing.Pipe(duplex=True)``. See `Link` for its contract.
 
     Links of several models may share one connection object, which is closed with the last of them. Until then only
@@ -76,14 +77,15 @@ class PipeLink(TellsWhatIsRead, Remarks):
             self._channel.put(Outgoing(framed(message)), self._peer)
         elif payload is None or payload.nbytes < message.nbytes:
             raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
-        elif payload.segment is not None and self._shares(message.nbytes):
+        elif self.shares(payload, message.nbytes):
             self._send_shared(message, payload)
         else:
             self._send_inline(message, payload)
 
-    def _shares(self, nbytes: int) -> bool:
+    def shares(self, payload: Buffer, nbytes: int) -> bool:
+        """Whether the worker maps the payload's memory: see `SharesMemory.shares`."""
         wanted = self._payloads is Payloads.SHARED and nbytes >= INLINE_BELOW_NBYTES
-        return wanted and self._channel.passes_descriptors
+        return wanted and payload.segment is not None and self._channel.passes_descriptors
 
     def _send_inline(self, message: Update, payload: Buffer) -> None:
         token = object()
@@ -94,7 +96,7 @@ class PipeLink(TellsWhatIsRead, Remarks):
 
     def _send_shared(self, message: Update, payload: Buffer) -> None:
         assert payload.segment is not None
-        placed = replace(message, slot=SlotRef(segment=payload.segment.number))
+        placed = replace(message, slot=SlotRef(segment=payload.segment.number, seal=payload.segment.sealed()))
         descriptors = self._named.missing(payload.segment)
         frame = Outgoing(framed(placed, len(descriptors)), descriptors=descriptors, keep=payload)
         self._named.name(payload.segment, placed)
@@ -150,7 +152,7 @@ class PipeLink(TellsWhatIsRead, Remarks):
             return Received(message, untaken=str(error))
         if mapping.nbytes < message.nbytes:
             raise codec.malformed(f"{message.nbytes} bytes in a segment of {mapping.nbytes}", b"")
-        return Received(message, mapping.view[: message.nbytes], mapping.remap)
+        return Received(message, mapping.view[: message.nbytes], mapping)
 
     def waitables(self) -> list[int]:
         """Descriptors that become readable when there is something to receive: see `Link.waitables`."""
