@@ -23,9 +23,8 @@ _DAY = 86400.0
 class Clock:
     """The system clock. Tests replace it with `weightsync.testing.FakeClock`."""
 
-    def monotonic(self) -> float:
-        """Seconds since an arbitrary point in time. The value never decreases."""
-        return time.monotonic()
+    #: Seconds since an arbitrary point in time. The value never decreases.
+    monotonic: Callable[[], float] = staticmethod(time.monotonic)
 
     def time_ns(self) -> int:
         """Nanoseconds since the epoch."""
