@@ -10,7 +10,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from weightsync.clock import Stopwatch
@@ -116,17 +116,6 @@ def close(link: Link) -> None:
         _fault(link, error)
 
 
-def waited(waker: Waker, links: Sequence[Link], timeout: float | None, since: int) -> tuple[Link, str] | None:
-    """Wait for links as `weightsync.transports.base.wait` does. Returns the link whose adapter failed, and why."""
-    try:
-        wait(waker, links, timeout, since)
-    except WaitFailed as failed:
-        link, cause = links[failed.which], failed.__cause__
-        assert isinstance(cause, Exception)
-        return link, str(_fault(link, cause))
-    return None
-
-
 def mishandled(link: Link, error: Exception) -> str:
     """Log an unexpected error from handling a link's message. Returns the reason for which the link is lost."""
     logger.error("a message over the link to %s could not be handled", link.peer, exc_info=error)
@@ -225,18 +214,26 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
     def _hint(self, asked: str) -> str:
         """What prevents a method now, and what its caller can do; empty: nothing more is known."""
 
-    def wait(self, timeout: float | None, since: int) -> None:
+    def wait(self, timeout: float | None, since: int) -> list[Link]:
         """Block until a link can be read or written, the waker fires, or time is up. A link that fails is lost.
 
         Args:
             timeout: seconds; None for ever.
             since: the waker's `fired`, read before the caller checked the condition that it waits for.
+
+        Returns:
+            The links that can be read or written now.
         """
-        failed = waited(self.waker, self.links(), timeout, since)
-        if failed is not None:
+        links = self.links()
+        try:
+            return wait(self.waker, links, timeout, since)
+        except WaitFailed as failed:
+            link, cause = links[failed.which], failed.__cause__
+            assert isinstance(cause, Exception)
             with self.lock:
-                self._give_up(*failed)
+                self._give_up(link, str(_fault(link, cause)))
                 self._finish()
+            return []
 
     @abstractmethod
     def links(self) -> list[Link]:
