@@ -47,7 +47,7 @@ class Hearing:
     def connected_after(self, link: int, since: Stopwatch) -> float:
         """Seconds from ``since`` to the first message over a link, or to now if there has been none."""
         first = self._first.get(link)
-        return since.seconds if first is None else max(0.0, since.seconds - first.seconds)
+        return since.seconds if first is None else max(0.0, first.started - since.started)
 
     def closed(self, link: int) -> None:
         """A link is closed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from weightsync.errors import LayoutError
@@ -65,8 +65,12 @@ class Packer:
         self._layout = layout_of(read_weights(weights), self._layout)
         return self._layout
 
-    def pack(self, weights: Any) -> Packed:
+    def pack(self, weights: Any, form: WeightsForm | None = None) -> Packed:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
+
+        Args:
+            weights: a module, a TensorDict or a dict.
+            form: the type in which workers get them; None: that of ``weights``.
 
         Raises:
             ConfigurationError, LayoutError: they cannot be sent.
@@ -81,8 +85,8 @@ class Packer:
             buffer.pin(self)
         try:
             pack(read, layout, buffer.view)
-            packed = Packed(layout, buffer, extras, b"", form_of(weights))
-            return packed if self._verify is Verify.LAYOUT else replace(packed, digest=packed.digested())
+            digested = b"" if self._verify is Verify.LAYOUT else digest(buffer.view[: layout.nbytes], extras)
+            return Packed(layout, buffer, extras, digested, form_of(weights) if form is None else form)
         except BaseException:
             buffer.unpin(self)
             raise

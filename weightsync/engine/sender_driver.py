@@ -33,6 +33,7 @@ _UNLINKED: Final = frozenset({State.UNINITIALIZED, State.CLOSED})
 _LOSING: Final = frozenset(delivery for delivery in Delivery if delivery.loses)
 _IN_TURN: Final = frozenset(delivery for delivery in Delivery if not (delivery.reorders or delivery.loses))
 _DUE: Final = attrgetter("due")
+_LINK: Final = itemgetter(1)
 
 #: Unanswered updates that a link may carry: one that is being applied, one behind it.
 MAX_UNANSWERED: Final = 2
@@ -245,7 +246,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def links(self) -> list[Link]:
         """The links that are open."""
         with self.lock:
-            return [link for _, link in self._links.values()]
+            return list(map(_LINK, self._links.values()))
 
     def by_worker(self) -> dict[int, Link]:
         """The links that are open, by worker."""
@@ -349,7 +350,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         match message:
             case Ack() | Refusal():
                 packed, stale = self._packed.get(message.version), self.data.stale
-                if packed is not None and packed.digest:
+                if isinstance(message, Ack) and packed is not None and message.digest != packed.digest:
                     self._verify(message, packed.digest)
                 take(pure.Answer(worker, number, message))
                 # Handshakes carry a layout that a worker has accepted, not one that was only sent.
@@ -372,10 +373,9 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             self._update(worker, link, waiting)
             self._finish()
 
-    def _verify(self, message: Ack | Refusal, digest: bytes) -> None:
-        """Check that an ack carries the digest of the version as it was sent."""
-        ours = isinstance(message, Ack) and message.incarnation == self.data.incarnation
-        if ours and message.digest != digest:
+    def _verify(self, message: Ack, digest: bytes) -> None:
+        """Refuse an ack with another digest than that of the version as it was sent, if that is to be verified."""
+        if digest and message.incarnation == self.data.incarnation:
             raise ProtocolError(
                 f"an ack of version {message.version} names digest {message.digest.hex()}, which is not that of what "
                 f"was sent ({digest.hex()}). The link is taken down."

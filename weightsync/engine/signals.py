@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 
 # The functions of `signal` convert each number to an enum, which is most of what a shield would cost.
 from _signal import getsignal  # type: ignore[import-not-found]
 from _signal import signal as set_handler
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar, Final, Generic, TypeVar
 
 import transitions
@@ -195,10 +196,8 @@ class RoleMachine(Generic[Input]):
         """The last steps, oldest first: the input, and the states before and after it."""
         return tuple((input.value, before.value, after.value) for input, before, after in self._history)
 
-    @property
-    def state(self) -> State:
-        """The current state."""
-        return self._state
+    #: The current state. A property that is no call in Python: it is read at each step.
+    state: State = property(attrgetter("_state"))  # type: ignore[assignment]
 
     def fire(self, input: Input) -> State:
         """Take one input: one row, as one step under the lock.

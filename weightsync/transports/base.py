@@ -271,7 +271,7 @@ def wait(waker: Waker, links: Sequence[_Waited], timeout: float | None, since: i
         ready = poller.poll(None if timeout is None else max(timeout, 0.0) * 1000)
     finally:
         waker.leave()
-    found = set()
+    found: set[int] = set()
     for known, _ in ready:
         found.update(owners.get(known, ()))
         if known == fd:

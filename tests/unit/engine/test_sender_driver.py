@@ -262,7 +262,7 @@ def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyP
     fleet = both()
     fleet.sends()
     monkeypatch.setattr(fleet.driver, "_verify", lambda message, digest: 1 / 0)
-    fleet.receives(0, ack(1))
+    fleet.receives(0, ack(1, digest=b"\2" * 16))
     step = fleet.driver._pure_step
 
     def steps(state: Any, data: Any, event: Any) -> Any:

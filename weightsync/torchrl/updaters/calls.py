@@ -138,7 +138,7 @@ class NoPacker(Packer):
         """The layout of nothing."""
         return self._packed.layout
 
-    def pack(self, weights: Any) -> Packed:
+    def pack(self, weights: Any, form: WeightsForm | None = None) -> Packed:
         """Nothing, packed."""
         return self._packed
 
@@ -189,7 +189,7 @@ class CallWiring:
         """
         raise ConfigurationError("An updater only sends: make receivers by a scheme.")
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
         """The weights as they are."""
         return weights
 

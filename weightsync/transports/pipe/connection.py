@@ -111,6 +111,8 @@ class Channel:
         self._socket: socket.socket | None = sock
         self._inflow = Inflow(sock)
         self._outflow = Outflow(sock)
+        #: The frames that were not written whole.
+        self.queue = self._outflow.queue
         self._sorter = Sorter()
         self._watch: ProcessWatch | None = None
         self._deaf: Failure | None = None
@@ -179,6 +181,8 @@ class Channel:
             TransportError: the connection is dead or closed.
         """
         with self._lock:
+            if not self._outflow.queue and self._outflow.broken is None and self._socket is not None:
+                return True
             return self._write(peer)
 
     def _write(self, peer: str) -> bool:

@@ -354,7 +354,7 @@ class Inflow:
 def _checked(content: memoryview, nbytes: int) -> codec.Head:
     """The header at the start of ``content``, which belongs to a frame of ``nbytes`` bytes."""
     head = codec.peek(content)
-    if head.control_nbytes + head.payload_nbytes != nbytes:
+    if codec.HEADER_NBYTES + head.body_nbytes + head.payload_nbytes != nbytes:
         raise codec.malformed(f"A frame of {nbytes} bytes has a header with another size", content)
     return head
 
@@ -442,7 +442,8 @@ class Outflow:
         self._socket = sock
         #: The frames that were not written whole.
         self.queue: deque[Outgoing] = deque()
-        self._broken: OSError | None = None
+        #: Why nothing more can be written; None: something can.
+        self.broken: OSError | None = None
         self._midway = False
 
     def put(self, frame: Outgoing) -> None:
@@ -457,11 +458,11 @@ class Outflow:
         """
         if self._midway:
             # An exception from outside, such as KeyboardInterrupt, came between writing and counting the bytes.
-            self._broken = InterruptedError(errno.EINTR, "interrupted in the middle of a frame")
-        self._midway = self._broken is None
+            self.broken = InterruptedError(errno.EINTR, "interrupted in the middle of a frame")
+        self._midway = self.broken is None
         try:
-            if self._broken is not None:
-                raise self._broken
+            if self.broken is not None:
+                raise self.broken
             for _ in range(_ROUNDS):
                 if not self.queue:
                     break
@@ -470,7 +471,7 @@ class Outflow:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._broken = error
+            self.broken = error
             self._midway = False
             self.clear()
             raise

@@ -174,7 +174,7 @@ class PipeLink(TellsWhatIsRead, Remarks):
 
     def wants_write(self) -> int | None:
         """The descriptor to watch for room to write: see `Link.wants_write`."""
-        return None if self._closed else self._channel.wants_write()
+        return None if self._closed or not self._channel.queue else self._channel.wants_write()
 
     def all_read(self) -> bool | None:
         """Whether the peer has read everything that was sent over this connection: see `TellsWhatIsRead`."""
