@@ -13,7 +13,7 @@ from weightsync.clock import Stopwatch
 from weightsync.engine.packer import Packed, Packer
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Message, Update
+from weightsync.protocol.messages import Message, Update, WeightsForm
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
