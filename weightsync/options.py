@@ -57,6 +57,8 @@ def option(kind: type[Option], value: Option | str) -> Option:
     Raises:
         ConfigurationError: there is no such member.
     """
+    if isinstance(value, kind):
+        return value
     try:
         return kind(value)
     except ValueError:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tensordict import TensorDictBase
+from torch import nn
+
 from weightsync.engine.packer import Packed, Packer
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.engine.services import SchemeServices
 from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.protocol.messages import WeightsForm
 from weightsync.weights.layout import Layout
+from weightsync.weights.unpacking import form_of
 
 
 class OutgoingWeights:
@@ -55,7 +60,7 @@ class OutgoingWeights:
         # Only weights that are found on the context need it: otherwise it may have been collected.
         context = self._context() if weights is None or isinstance(weights, str) else None
         prepared = self._prepared(weights, context)
-        packed = self._packer.pack(prepared, self._driver.all_share)
+        packed = self._packer.pack(prepared, self._form(prepared), self._driver.all_share)
         try:
             if weights is not None:
                 self._refuse_other_model(packed.layout)
@@ -66,7 +71,13 @@ class OutgoingWeights:
         return packed
 
     def _prepared(self, weights: Any, context: Any) -> Any:
-        return self._services.prepare_weights(weights, self._driver.model_id, self._services.strategy, context)
+        return self._services.weights_to_send(weights, self._driver.model_id, context)
+
+    def _form(self, weights: Any) -> WeightsForm:
+        """The type in which workers get weights: a module's are those that the strategy would extract."""
+        if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
+            return form_of(weights)
+        return WeightsForm.TENSORDICT if self._services.strategy.extract_as == "tensordict" else WeightsForm.FLAT
 
     def _refuse_other_model(self, given: Layout) -> None:
         """Refuse weights of another model than the registered one: every worker would refuse them.

@@ -96,11 +96,14 @@ class Packer:
         self._layout = layout_of(read_weights(weights), self._layout)
         return sent_layout(self._layout, self.wire_dtype)
 
-    def pack(self, weights: Any, shares: Callable[[Buffer, int], bool] = nobody_shares) -> Packed:
+    def pack(
+        self, weights: Any, form: WeightsForm | None = None, shares: Callable[[Buffer, int], bool] = nobody_shares
+    ) -> Packed:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
 
         Args:
-            weights: the weights.
+            weights: a module, a TensorDict or a dict.
+            form: the type in which workers get them; None: that of ``weights``.
             shares: whether all workers map a buffer with so many bytes of payload. If they do not, and compare a
                 digest, it is computed along with the copy.
 
@@ -117,7 +120,8 @@ class Packer:
             buffer = self._pool.acquire(layout.nbytes)
             buffer.pin(self)
         try:
-            packed = Packed(layout, buffer, extras, b"", form_of(weights), self._verify, self.wire_dtype)
+            form = form_of(weights) if form is None else form
+            packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
             # A thread that outlived an interrupted copy would write into the buffer when it holds other weights.
             with Shield(lambda: None) if layout.nbytes > LEAST else contextlib.nullcontext():
                 _copy(read, packed, shares(buffer, layout.nbytes))

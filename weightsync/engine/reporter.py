@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 
 from weightsync.clock import Stopwatch
 from weightsync.engine.packer import Packed
@@ -131,7 +132,7 @@ class Reporter:
             pack_s=self._preparing,
             connect_s=min(connecting, seconds),
             transfer_s=max(0.0, seconds - connecting),
-            apply_s=max((outcome.seconds for outcome in outcomes.values()), default=0.0),
+            apply_s=max(map(_SECONDS, outcomes.values()), default=0.0),
             superseded={w: versions for w, versions in self._given_up.items() if w in outcomes},
             not_caught_up=not_caught_up,
             previous=self._tell_previous(),
@@ -142,13 +143,14 @@ class Reporter:
 
     def _connecting(self, outcomes: Mapping[int, Outcome]) -> float:
         """Seconds from the dispatch until all targets that are not lost had connected."""
-        workers, hearing = self._driver.data.workers, self._driver.hearing
-        links = [
-            workers[worker].link for worker in outcomes if worker in workers and workers[worker].link_state in _LIVE
-        ]
-        return max((hearing.connected_after(link, self._dispatched) for link in links), default=0.0)
+        workers, hearing, longest = self._driver.data.workers, self._driver.hearing, 0.0
+        for worker in outcomes:
+            if worker in workers and workers[worker].link_state in _LIVE:
+                longest = max(longest, hearing.connected_after(workers[worker].link, self._dispatched))
+        return longest
 
 
+_SECONDS = attrgetter("seconds")
 _LIVE = frozenset({LinkState.EXPECTED, LinkState.UP})
 _READ = {
     True: "it has read the update",

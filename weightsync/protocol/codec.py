@@ -311,8 +311,9 @@ def _encode(message: Message, descriptors: int) -> bytes:
     kind, version, digest, body = _body_of(message, message.model_id.encode())
     if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
         raise ValueError(f"its body takes {len(body)} bytes and its digest {len(digest)}")
-    numbers = kind, descriptors, len(digest), 0, len(body), inline_nbytes(message)
-    covered = COVERED.pack(*numbers, _wide(message.incarnation), version, digest) + body
+    inline = message.nbytes if isinstance(message, Update) and message.slot is None else 0
+    numbers = kind, descriptors, len(digest), 0, len(body), inline
+    covered = COVERED.pack(*numbers, message.incarnation.to_bytes(16, "big"), version, digest) + body
     return START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
 
 
@@ -325,7 +326,7 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
             fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *slot)
             return 2, message.version, message.digest, b"".join((fixed, *fields))
         case Ack():
-            nested = encode_report(message.nested)
+            nested = b"" if message.nested is None else encode_report(message.nested)
             numbers = len(name), len(nested), message.seconds, _EVIDENCE.index(message.evidence)
             return 3, message.version, message.digest, b"".join((_ACK.pack(*numbers), name, nested))
         case Hello():
@@ -383,7 +384,7 @@ def decode(data: Readable) -> Message:
 
 def decode_with(head: Head, data: Readable) -> Message:
     """Like `decode`, with a header that was decoded before."""
-    if head.control_nbytes != len(data):
+    if HEADER_NBYTES + head.body_nbytes != len(data):
         raise malformed(f"A frame has {len(data)} bytes, but its header says {head.control_nbytes}", data)
     covered = bytes(data[START.size :])
     if xxhash.xxh3_64_intdigest(covered) != head.checksum:
@@ -420,7 +421,7 @@ def _read_hello(head: Head, body: bytes) -> Hello:
     name, layout_digest, layout, host = _cut(body, _HELLO.size, named, digested, laid_out, hosted)
     return Hello(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         layout_digest=layout_digest,
         layout=layout,
@@ -439,7 +440,7 @@ def _read_update(head: Head, body: bytes) -> Update:
         raise ValueError(f"{placed} slots, at most 1 is possible")
     return Update(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         layout_digest=layout_digest,
         layout=layout,
@@ -456,12 +457,12 @@ def _read_ack(head: Head, body: bytes) -> Ack:
     name, report = _cut(body, _ACK.size, named, nested)
     return Ack(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         digest=head.digest[: head.digest_nbytes],
         seconds=seconds,
         evidence=_EVIDENCE[evidence],
-        nested=decode_report(report),
+        nested=decode_report(report) if report else None,
     )
 
 
@@ -470,7 +471,7 @@ def _read_refusal(head: Head, body: bytes) -> Refusal:
     name, reason, remote_traceback = _cut(body, _REFUSAL.size, named, reasoned, traced)
     return Refusal(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         kind=_REFUSALS[kind],
         reason=reason.decode(),
@@ -485,7 +486,7 @@ def _read_bye(head: Head, body: bytes) -> Bye:
     name, reason = _cut(body, _BYE.size, named, reasoned)
     return Bye(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         reason=reason.decode(),
         ending=_ENDINGS[ending],
     )

@@ -178,7 +178,7 @@ class SyncReport:
             RefusedError: all failures are REFUSED.
             SyncError: the failures are of several kinds, or ABANDONED.
         """
-        if any(report.failed for report in self._history()):
+        if self.failed or (self.previous is not None and any(report.failed for report in self._history())):
             raise self.error(advice)
 
     def raise_for_previous(self) -> None:

@@ -401,7 +401,7 @@ class WeightSyncScheme(abc.ABC):
         else:
             own = per_worker(weights, "weights") if is_per_worker(weights) else None
         if own is None:
-            prepared = self.prepare_weights(weights, sender.model_id, self._strategy, None)
+            prepared = self.weights_to_send(weights, sender.model_id)
             return [(prepared, None if worker_ids is None else list(worker_ids))]
         if worker_ids is None:
             worker_ids = [each for each in sender.worker_ids if each in own or not self.per_worker_weights]
@@ -409,7 +409,7 @@ class WeightSyncScheme(abc.ABC):
             own,
             worker_ids,
             sender.worker_ids,
-            lambda each: self.prepare_weights(each, sender.model_id, self._strategy, None),
+            lambda each: self.weights_to_send(each, sender.model_id),
         )
 
     def receive(self, timeout: float | None = None) -> Any:
@@ -454,6 +454,21 @@ class WeightSyncScheme(abc.ABC):
             ConfigurationError: None was given and no model is found.
             ModelPathError: a path does not resolve.
         """
+        found = self._source(weights, model_id, context)
+        return strategy.extract_weights(found) if isinstance(found, nn.Module) else found
+
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
+        """As `prepare_weights`, but a module is read straight from its own tensors, and not extracted first.
+
+        A subclass that overrides `prepare_weights`, or a strategy that overrides `extract_weights`, is asked as ever.
+        """
+        ours = type(self).prepare_weights is WeightSyncScheme.prepare_weights
+        if ours and type(self._strategy).extract_weights is WeightStrategy.extract_weights:
+            return self._source(weights, model_id, context)
+        return self.prepare_weights(weights, model_id, self._strategy, context)
+
+    def _source(self, weights: Any, model_id: str, context: Any) -> Any:
+        """What `prepare_weights` takes the weights of."""
         if is_weightless(weights) and any(
             weights is known for known in (self._given.get("model"), optional(self.context, "policy"))
         ):
@@ -468,7 +483,7 @@ class WeightSyncScheme(abc.ABC):
                 "init_on_sender() model=, source_model=, cached_weights= or a context that has the model. Nothing was "
                 "sent."
             )
-        return strategy.extract_weights(found) if isinstance(found, nn.Module) else found
+        return found
 
     def _registered_weights(self) -> Any:
         return self._found(self.get_sender().model_id, self._context())

@@ -83,6 +83,10 @@ class FacadeServices:
             raise ConfigurationError("A transport has no model of its own: give it weights. Nothing was sent.")
         return strategy.extract_weights(weights) if isinstance(weights, nn.Module) else weights
 
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
+        """As `prepare_weights`: a facade's user may be shown what is sent."""
+        return self.prepare_weights(weights, model_id, self.strategy, context)
+
     def published(self, model_id: str, weights: Any) -> None:
         """Tell the facade of each version, before it is dispatched."""
         self._layer._published(model_id, weights)

@@ -106,15 +106,11 @@ class SharedMemWeightSyncScheme(PipeScheme):
         """Register a copy target: a TensorDict or dict that holds the model's newest version after each send."""
         self._policy_weights[model_id] = weights
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """The weights that a send sends: see `WeightSyncScheme.prepare_weights`.
-
-        Raises:
-            LayoutError: (a KeyError) the model is not registered and ``auto_register`` is off.
-        """
+    def _source(self, weights: Any, model_id: str, context: Any) -> Any:
+        """What a send sends. A model that is not registered is refused if ``auto_register`` is off."""
         if not self.auto_register:
             require_registered(model_id, self._policy_weights)
-        return super().prepare_weights(weights, model_id, strategy, context)
+        return super()._source(weights, model_id, context)
 
     def published(self, model_id: str, weights: Any) -> None:
         """Copy a version into the model's registered copy target, if it has one."""

@@ -100,7 +100,7 @@ class Scheme:
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
         return endpoint
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
         return weights
 
     def published(self, model_id: str, weights: Any) -> None:

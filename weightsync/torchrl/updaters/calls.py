@@ -14,7 +14,7 @@ from weightsync.engine.packer import Packed, Packer, nobody_shares
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.options import Verify
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Message, Update
+from weightsync.protocol.messages import Message, Update, WeightsForm
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
@@ -139,7 +139,9 @@ class NoPacker(Packer):
         """The layout of nothing."""
         return self._packed.layout
 
-    def pack(self, weights: Any, shares: Callable[[Buffer, int], bool] = nobody_shares) -> Packed:
+    def pack(
+        self, weights: Any, form: WeightsForm | None = None, shares: Callable[[Buffer, int], bool] = nobody_shares
+    ) -> Packed:
         """Nothing, packed."""
         return self._packed
 
@@ -190,7 +192,7 @@ class CallWiring:
         """
         raise ConfigurationError("An updater only sends: make receivers by a scheme.")
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
         """The weights as they are."""
         return weights
 
