@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
@@ -22,6 +21,7 @@ from weightsync.transports.base import Link
 from weightsync.transports.store import StoreEnd, listen, sender_link
 from weightsync.transports.store.group import require_backend
 from weightsync.transports.store.store import Hints, Store, TCPStore, base_of, hosted, keep_in_child
+from weightsync.transports.store.stream import hosts_address
 from weightsync.weights.context import MISSING, optional
 from weightsync.weights.meta_device import unshare
 from weightsync.weights.strategy import WeightStrategy
@@ -138,7 +138,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def _make_store(self, base_port: Any) -> TCPStore:
         port = 0 if base_port in (MISSING, None) else int(base_port) + _PORT_OFFSET
-        host = _own_address()
+        host = hosts_address()
         for wanted in (port, 0):
             try:
                 return hosted(host, wanted, timedelta(seconds=self.timeout))
@@ -245,11 +245,3 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_store": None}
-
-
-def _own_address() -> str:
-    """This host's address for other hosts; the loopback's if the host has no name."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
