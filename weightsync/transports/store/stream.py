@@ -22,6 +22,8 @@ from weightsync.errors import TransportError
 
 _LENGTH: Final = struct.Struct("!I")
 _CHUNK_NBYTES: Final = 2**20
+#: Payloads are written and read in pieces of this size.
+PIECE_NBYTES: Final = 64 * 2**20
 #: Seconds for connecting, and for a stranger's connection to show that it is one.
 _DIAL: Final = 5.0
 _PROOF: Final = 1.0
@@ -69,8 +71,11 @@ class Stream:
                 except BlockingIOError:
                     go_on()
                     _ready(self._socket, select.POLLOUT)
-            if payload is not None:
-                self._socket.sendall(payload, _SEND_FLAGS)
+            for piece in _pieces(payload):
+                self._write_piece(piece)
+
+    def _write_piece(self, piece: memoryview) -> None:
+        self._socket.sendall(piece, _SEND_FLAGS)
 
     def read(self) -> bytearray:
         """The next message. Its memory grows with what has arrived: a false length costs nothing.
@@ -82,17 +87,21 @@ class Stream:
         if not self._fill(memoryview(head)):
             raise EndOfStream
         (nbytes,) = _LENGTH.unpack(head)
-        text = bytearray(min(nbytes, _CHUNK_NBYTES))
-        self.read_into(memoryview(text))
+        text = bytearray()
         while len(text) < nbytes:
             more = bytearray(min(nbytes - len(text), _CHUNK_NBYTES))
-            self.read_into(memoryview(more))
-            text += more
+            if not self._fill(memoryview(more)):
+                raise _ended_amid_a_message()
+            text = text + more if text else more
         return text
 
     def read_into(self, room: memoryview) -> None:
         """Fill ``room``. After an error its contents are undefined."""
-        if len(room) and not self._fill(room):
+        for piece in _pieces(room):
+            self._read_piece(piece)
+
+    def _read_piece(self, piece: memoryview) -> None:
+        if not self._fill(piece):
             raise _ended_amid_a_message()
 
     def skip(self, nbytes: int) -> None:
@@ -212,6 +221,11 @@ def dial(address: str, name: str) -> Stream:
     with _broken():
         sock.sendall(name.encode(), _SEND_FLAGS)
     return stream
+
+
+def _pieces(payload: memoryview | None) -> Iterator[memoryview]:
+    nbytes = 0 if payload is None else len(payload)
+    return (payload[start : start + PIECE_NBYTES] for start in range(0, nbytes, PIECE_NBYTES) if payload is not None)
 
 
 def _names(sock: socket.socket, name: str) -> bool:
