@@ -1,4 +1,4 @@
-"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights travel over process groups of our own."""
+"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights travel over a connection for each worker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PAIR: Final = ("store", "rank")
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
-    """Over ``torch.distributed``: signals through a TCPStore, weights by our own process group for each worker.
+    """Over ``torch.distributed``: trainer and workers meet at a TCPStore, and each worker has a connection of its own.
 
     The user's own process group is neither needed nor touched. The trainer is rank 0, worker i is rank i + 1.
 
@@ -43,8 +43,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     that has not reached the store yet is then noticed at once.
 
     Args:
-        backend: "gloo", or "nccl" where trainer and workers have a GPU each.
-        sync: whether a payload's buckets are sent one after another. If not, several are in flight at once; all are
+        backend: "gloo" (a plain connection, in gloo's place), or "nccl" where trainer and workers have a GPU each.
+        sync: whether NCCL sends a payload's buckets one after another. If not, several are in flight at once; all are
             awaited in either case.
         timeout: seconds that this scheme waits for a store that it connects to, or makes.
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.

@@ -1,4 +1,4 @@
-"""`StoreLink`: control messages as values in a store, payloads over a private process group."""
+"""`StoreLink`: two ends that find each other in a store, and a connection of their own."""
 
 from __future__ import annotations
 

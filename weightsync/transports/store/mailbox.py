@@ -1,4 +1,7 @@
-"""Messages as values in a store: each direction of a link is a sequence of numbered keys, each read once."""
+"""What the ends of a link tell each other in the store: numbered keys in each direction, each read once.
+
+Each end introduces itself here. All later messages travel over the link's own connection.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from weightsync.transports.store.store import Client
 
 logger = logging.getLogger("weightsync")
 
-#: Payloads up to this size go through the store, after their message.
+#: Payloads up to this size are part of their message.
 INLINE_NBYTES: Final = 64 * 1024
 #: A store refuses values above 8 MiB.
 PIECE_NBYTES: Final = 4 * 2**20
