@@ -38,6 +38,10 @@ def _nothing_there(_: Client) -> None:
     return None
 
 
+def _no_remark(_: Client) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """One end of a link."""
@@ -54,6 +58,8 @@ class Side:
     before_goodbye: Callable[[Client], None] = _nothing_there
     #: Called by the reading thread before it reports that the other end has said goodbye or has ended.
     before_end: Callable[[Client], None] = _nothing_there
+    #: Called now and then until there is a connection: why there may never be one; empty: there is nothing to say.
+    remark: Callable[[Client], str] = _no_remark
 
     @property
     def listens(self) -> bool:

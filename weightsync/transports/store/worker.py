@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import threading
 from collections import deque
@@ -22,6 +23,8 @@ from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.store.stream import Door, EndOfStream, Stream, dial, own_address
 from weightsync.transports.store.worker_threads import Outgoing, start
+
+logger = logging.getLogger("weightsync")
 
 _SPARE: Final = 2
 #: Seconds that a closed link goes on writing what is queued, and waits for the other end to have read it.
@@ -102,6 +105,7 @@ class StoreWorker:
         #: Why the reading thread must end after what was written to it; empty: it need not.
         self._ending = ""
         self._closed = False
+        self._remark = ""
         #: The threads that may still use the connection.
         self._users = 2
         self._group = group_of(rendezvous.backend, side.rank, self._key)
@@ -110,7 +114,9 @@ class StoreWorker:
         self._writer: Client | None = None
         self._reader: Client | None = None
         self._inbox: Inbox | None = None
-        self._heartbeat_member = heartbeat.join(rendezvous.store, heartbeat.Callbacks(self._lose, self._lose_store))
+        self._heartbeat_member = heartbeat.join(
+            rendezvous.store, heartbeat.Callbacks(self._lose, self._lose_store, self._look)
+        )
         try:
             start(self, self._write, self._read)
         except TransportError as error:
@@ -157,6 +163,11 @@ class StoreWorker:
     def admits(self) -> bool:
         """Whether the peer is known to be authentic, as far as a key shows that."""
         return self._guard.admits
+
+    @property
+    def remark(self) -> str:
+        """Why the peer may never connect; empty: nothing is known, or it has."""
+        return self._remark if self._stream is None else ""
 
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
         """The messages that have arrived, and the failure after them, if any."""
@@ -517,6 +528,13 @@ class StoreWorker:
     def _lose(self, reason: str) -> None:
         """Called by the heartbeat: the peer or the store is silent."""
         self._fail(TransportError(f"{self._side.peer} is lost: {reason}."))
+
+    def _look(self, client: Client) -> None:
+        """Called by the heartbeat with each beat."""
+        if self._stream is None:
+            before, self._remark = self._remark, self._side.remark(client)
+            if self._remark and self._remark != before:
+                logger.warning("%s does not take this link: %s", self._side.peer, self._remark)
 
     def _lose_store(self, reason: str) -> None:
         self._fail(TransportError(f"{self._side.peer} is lost with the store: {reason}."))
