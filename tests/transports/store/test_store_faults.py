@@ -166,6 +166,7 @@ def test_a_network_that_fails_ends_both_ends_waits(crew: Crew, store: Any, how: 
 def sends_on(sender: WeightSender) -> None:
     while True:
         sender.send(timeout=PATIENCE)
+        time.sleep(0.2)
 
 
 def test_a_trainer_killed_ends_its_workers_waits(crew: Crew, store: Any) -> None:
