@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from weightsync.errors import AuthenticationError, ProtocolError, TransportError
-from weightsync.protocol import codec
-from weightsync.protocol.messages import Bye, Update
+from weightsync.protocol.messages import Bye
 from weightsync.transports.base import Received, Waker
-from weightsync.transports.buffers import NoRoom, anonymous, digest_of
+from weightsync.transports.buffers import NoRoom, digest_of
 from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.group import group_of
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
+from weightsync.transports.store.receive_buffers import ReceiveBuffers, decoded
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
 from weightsync.transports.store.stream import Door, EndOfStream, Stream, dial, own_address
@@ -26,37 +25,8 @@ from weightsync.transports.store.worker_threads import Outgoing, start
 
 logger = logging.getLogger("weightsync")
 
-_SPARE: Final = 2
 #: Seconds that a closed link goes on writing what is queued, and waits for the other end to have read it.
 _LINGER: Final = 1.0
-
-
-class ReceiveBuffers:
-    """Memory for payloads: pages used before, once nothing refers to them."""
-
-    def __init__(self) -> None:
-        self._known: list[mmap.mmap] = []
-
-    def find(self, nbytes: int) -> memoryview:
-        """Memory for a payload, writable, and valid as long as something refers to it.
-
-        Raises:
-            TransportError: there is not enough.
-        """
-        buffer = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
-        if buffer is None:
-            buffer = anonymous(nbytes)
-            self._known = [*self._known, buffer][-_SPARE:]
-        return memoryview(buffer)[:nbytes]
-
-
-def _unused(memory: mmap.mmap) -> bool:
-    """Whether no view of it is left: only then can it be resized, here to its own size."""
-    try:
-        memory.resize(len(memory))
-    except BufferError:
-        return False
-    return True
 
 
 #: The pauses, in seconds, between attempts at a connection that could not be made at once.
@@ -495,14 +465,9 @@ class StoreWorker:
 
     def _opened(self, opened: Opened, stream: Stream, client: Client) -> Received:
         """A whole message with its payload in our own memory."""
-        store_message = opened.text
-        control = codec.peek(store_message).control_nbytes
-        message, inline = codec.decode(store_message[:control]), store_message[control:]
-        nbytes = message.nbytes if isinstance(message, Update) else 0
-        if len(inline) != (nbytes if nbytes <= INLINE_NBYTES else 0):
-            raise codec.malformed(f"{nbytes} bytes were announced, but {len(inline)} arrived", store_message)
+        message, inline, nbytes = decoded(opened.text)
         if nbytes <= INLINE_NBYTES:
-            return Received(message, inline if nbytes else None)
+            return Received(message, inline)
         try:
             buffer = self._receive_buffers.find(nbytes)
         except NoRoom as error:
