@@ -37,6 +37,14 @@ class Verify(enum.Enum):
     LAYOUT = "layout"
 
 
+class WireDtype(enum.Enum):
+    """The floating dtype that weights are cast to before they are sent, if theirs is wider."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 Option = TypeVar("Option", bound=enum.Enum)
 
 
@@ -65,4 +73,4 @@ def switch(value: bool, argument: str) -> bool:
     return value
 
 
-_ARGUMENTS = {OnFailure: "on_failure", OnPending: "on_pending", Verify: "verify"}
+_ARGUMENTS = {OnFailure: "on_failure", OnPending: "on_pending", Verify: "verify", WireDtype: "wire_dtype"}

@@ -80,11 +80,29 @@ class OutgoingWeights:
             registered = self.registered_layout()
         except (ConfigurationError, LayoutError):
             return  # a model that cannot be sent does not show which weights can
+        if registered is None:
+            self._refuse_other_dtypes(given)
+            return
         text = f"The weights are not those of the model that is registered for {self._driver.model_id!r}"
-        error = None if registered is None else registered.difference(given, text)
-        if registered is not None and error is not None:
+        error = registered.difference(given, text)
+        if error is not None:
             message = (
                 f"{error} The model has {registered.summary()}. The weights have {given.summary()}. Nothing was sent. "
-                "If the workers have another model now, register it in the trainer first (scheme.model = ...)."
+                "If the workers have another model now, register it in the trainer first (scheme.model = ...). "
+                "To send the model's weights in another dtype, give the scheme a wire_dtype."
             )
             raise LayoutError(message, error.missing, error.unexpected, error.mismatched)
+
+    def _refuse_other_dtypes(self, given: Layout) -> None:
+        """Refuse weights that `wire_dtype` does not bring to the dtypes that were agreed on.
+
+        Raises:
+            LayoutError: dtypes differ, and nothing else does.
+        """
+        agreed, wire_dtype = self._driver.layout, self._packer.wire_dtype
+        if wire_dtype is None or agreed is None or not agreed.other_dtypes(given):
+            return
+        error = agreed.difference(given, f"The workers of {self._driver.model_id!r} have other dtypes")
+        assert error is not None
+        message = f"{error} wire_dtype='{wire_dtype.value}' casts wider floating tensors only. Nothing was sent."
+        raise LayoutError(message, error.missing, error.unexpected, error.mismatched)

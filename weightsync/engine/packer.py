@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from weightsync.errors import LayoutError
-from weightsync.options import Verify
+from weightsync.options import Verify, WireDtype
 from weightsync.protocol.codec import MAX_BODY_NBYTES
 from weightsync.protocol.messages import WeightsForm
 from weightsync.transports.buffers import Buffer, Pool
+from weightsync.weights.casting import refuse_overflow, sent_layout
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import digest, pack
@@ -32,6 +33,8 @@ class Packed:
     digest: bytes
     #: The type in which the weights were given.
     form: WeightsForm = WeightsForm.FLAT
+    #: What wider floating tensors were cast to; None: nothing is cast.
+    wire_dtype: WireDtype | None = None
 
     @property
     def nbytes(self) -> int:
@@ -48,32 +51,35 @@ class Packer:
 
     Args:
         verify: whether to compute digests.
+        wire_dtype: what wider floating tensors are cast to while they are packed; None: nothing is cast.
     """
 
-    def __init__(self, verify: Verify = Verify.DIGEST) -> None:
+    def __init__(self, verify: Verify = Verify.DIGEST, wire_dtype: WireDtype | None = None) -> None:
+        self.wire_dtype = wire_dtype
         self._verify = verify
         self._pool = Pool()
         self._lock = threading.Lock()
         self._layout: Layout | None = None
 
     def layout_of(self, weights: Any) -> Layout:
-        """The layout of weights, without packing them.
+        """The layout in which weights would be sent, without packing them.
 
         Raises:
             ConfigurationError, LayoutError: they cannot be sent.
         """
         self._layout = layout_of(read_weights(weights), self._layout)
-        return self._layout
+        return sent_layout(self._layout, self.wire_dtype)
 
     def pack(self, weights: Any) -> Packed:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
 
         Raises:
-            ConfigurationError, LayoutError: they cannot be sent.
+            ConfigurationError, LayoutError: they cannot be sent, or a value is too large for `wire_dtype`.
             TransportError: there is not enough memory.
         """
         read = read_weights(weights)
-        layout = self._layout = layout_of(read, self._layout)
+        self._layout = layout_of(read, self._layout)
+        layout = sent_layout(self._layout, self.wire_dtype)
         extras = encode_extras(read.extras())
         _require_room(layout, extras)
         with self._lock:
@@ -81,7 +87,9 @@ class Packer:
             buffer.pin(self)
         try:
             pack(read, layout, buffer.view)
-            packed = Packed(layout, buffer, extras, b"", form_of(weights))
+            if self.wire_dtype is not None and layout is not self._layout:
+                refuse_overflow(read, layout, buffer.view, self.wire_dtype)
+            packed = Packed(layout, buffer, extras, b"", form_of(weights), self.wire_dtype)
             return packed if self._verify is Verify.LAYOUT else replace(packed, digest=packed.digested())
         except BaseException:
             buffer.unpin(self)

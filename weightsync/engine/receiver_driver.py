@@ -296,8 +296,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _misfit(self, hello: Hello) -> str:
         if self.layout is None or not hello.layout or hello.layout_digest == self.layout.digest:
             return ""
-        difference = self.layout.difference(Layout.decode(hello.layout))
-        return str(difference) if difference else ""
+        misfit = self.layout.misfit(Layout.decode(hello.layout))
+        return str(misfit) if misfit else ""
 
     def _update(self, number: int, update: Update, received: Received) -> None:
         event = pure.UpdateArrived(number, update.incarnation, update.version)

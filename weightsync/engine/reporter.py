@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from weightsync.clock import Stopwatch
+from weightsync.engine.packer import Packed
 from weightsync.engine.refusal_hints import workers_text
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.errors import RefusedError, WorkerLostError
+from weightsync.options import WireDtype
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.protocol.sender import LinkState, ended
 
@@ -24,6 +26,7 @@ class Reporter:
         self._driver = driver
         self._preparing = 0.0
         self._nbytes = 0
+        self._wire_dtype: WireDtype | None = None
         self._dispatched = Stopwatch()
         self._given_up: dict[int, tuple[int, ...]] = {}
         #: The report of the update before, until it is part of the next report.
@@ -33,10 +36,11 @@ class Reporter:
         """Add ``previous``, the report of the update that the next one waited for, to the next report."""
         self._previous = previous
 
-    def dispatched(self, pack_s: float, nbytes: int) -> None:
-        """Note that a version of ``nbytes`` bytes was dispatched, after ``pack_s`` seconds of packing."""
+    def dispatched(self, pack_s: float, packed: Packed) -> None:
+        """Note that ``packed`` was dispatched, after ``pack_s`` seconds of packing."""
         self._preparing = pack_s
-        self._nbytes = nbytes
+        self._nbytes = packed.nbytes
+        self._wire_dtype = packed.wire_dtype
         self._dispatched = Stopwatch()
 
     def superseded(self, report: SyncReport) -> None:
@@ -123,6 +127,7 @@ class Reporter:
             incarnation=self._driver.data.incarnation,
             outcomes=dict(sorted(outcomes.items())),
             nbytes=self._nbytes,
+            wire_dtype=self._wire_dtype,
             pack_s=self._preparing,
             connect_s=min(connecting, seconds),
             transfer_s=max(0.0, seconds - connecting),

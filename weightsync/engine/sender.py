@@ -170,8 +170,8 @@ class WeightSender(Participant):
             StateError: not in this state; nothing changed.
             ConfigurationError: no worker to send to, fewer workers than expected, an unknown id, or an unsupported type
                 of weights.
-            LayoutError: weights that cannot travel, or are not those of the registered model (other names, shapes or
-                dtypes); nothing was sent.
+            LayoutError: weights that cannot travel, are not those of the registered model (other names, shapes or
+                dtypes), or have a value too large for the scheme's ``wire_dtype``; nothing was sent.
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
             WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did.
         """
@@ -429,7 +429,7 @@ class WeightSender(Participant):
                 version = self._driver.dispatch(event, packed)
         finally:
             self._packer.handed_over(packed)
-        self._reporter.dispatched(pack_s, packed.nbytes)
+        self._reporter.dispatched(pack_s, packed)
         return version
 
     @contextlib.contextmanager

@@ -34,6 +34,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import xxhash
 
 from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.options import WireDtype
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
@@ -93,6 +94,7 @@ def _told(report: SyncReport, depth: int) -> dict[str, Any]:
         "not_caught_up": _all(report.not_caught_up, depth),
         "left": {str(worker): goodbye for worker, goodbye in report.left.items()},
         **{name: getattr(report, name) for name in _SECONDS},
+        **({} if report.wire_dtype is None else {"wire_dtype": report.wire_dtype.value}),
     }
 
 
@@ -119,6 +121,7 @@ def _read(told: dict[str, Any], depth: int) -> SyncReport:
         version=None if told["version"] is None else _number(told["version"], _NUMBERS),
         incarnation=_number(told["incarnation"], _INCARNATIONS),
         nbytes=_number(told["nbytes"], _NUMBERS),
+        wire_dtype=WireDtype(told["wire_dtype"]) if "wire_dtype" in told else None,
         outcomes=_read_all(told["outcomes"], depth),
         superseded={
             _worker(worker): tuple(_number(version, _NUMBERS) for version in versions)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from weightsync.clock import Deadline, Timeout
@@ -19,7 +20,7 @@ from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender, worker_ids_of
 from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
-from weightsync.options import OnFailure, Verify, option
+from weightsync.options import OnFailure, Verify, WireDtype, option
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.link_transport import LinkTransport
@@ -51,6 +52,7 @@ from weightsync.schemes.worker_set import (
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
+from weightsync.weights.casting import wire_dtype_of
 from weightsync.weights.context import held, optional
 from weightsync.weights.meta_device import fill_in
 from weightsync.weights.model_path import _resolve_model
@@ -80,6 +82,10 @@ class WeightSyncScheme(abc.ABC):
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
         verify: "digest" (default): a receiver compares the digest of what arrived before it applies it; "layout":
             names, shapes, dtypes and length only.
+        wire_dtype: "bfloat16", "float16" or "float32", or the torch dtype: wider floating tensors are cast to it, on
+            their device, before they are sent, and the workers' models must have it (``model.to(torch.bfloat16)``).
+            All other tensors travel as they are. A value that would become infinite is a `LayoutError`, and nothing
+            is sent. Default: nothing is cast. Only the trainer's scheme reads it.
     """
 
     #: How received weights become live.
@@ -97,8 +103,15 @@ class WeightSyncScheme(abc.ABC):
         *("_sender", "_receiver", "_context", "_given", "_worker_set", "_rendezvous", "_worker_idx", "_is_blank"),
     )
 
-    def __init__(self, strategy: WeightStrategy | str = "state_dict", *, verify: Verify | str = Verify.DIGEST) -> None:
+    def __init__(
+        self,
+        strategy: WeightStrategy | str = "state_dict",
+        *,
+        verify: Verify | str = Verify.DIGEST,
+        wire_dtype: torch.dtype | WireDtype | str | None = None,
+    ) -> None:
         self._verify = option(Verify, verify)
+        self._wire_dtype = wire_dtype_of(wire_dtype)
         self._strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
         self._begin()
 
@@ -533,7 +546,7 @@ class WeightSyncScheme(abc.ABC):
     @property
     def packer(self) -> Packer:
         """A new packer with buffers of the kind that this scheme's links carry best."""
-        return Packer(self._verify)
+        return Packer(self._verify, self._wire_dtype)
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over ``endpoint`` for one model; ``peer`` names the other end in messages.
@@ -614,6 +627,11 @@ class WeightSyncScheme(abc.ABC):
     def strategy_str(self) -> str:
         """The name of the strategy."""
         return str(self._strategy)
+
+    @property
+    def wire_dtype(self) -> WireDtype | None:
+        """What wider floating tensors are cast to before they are sent; None: nothing is cast."""
+        return self._wire_dtype
 
     @property
     def initialized_on_sender(self) -> bool:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from weightsync.clock import Deadline
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
-from weightsync.options import Verify, switch
+from weightsync.options import Verify, WireDtype, switch
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.link_transport import torchrl_transport
@@ -49,6 +50,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         timeout: seconds that this scheme waits for a store that it connects to, or makes.
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
         verify: "digest" or "layout": see `WeightSyncScheme`.
+        wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         key: a secret (bytes or str) that the trainer and its workers share; default: the environment's
             ``WEIGHTSYNC_KEY``, if it is set. Messages without the same key are rejected. It is pickled with the scheme.
 
@@ -67,6 +69,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         strategy: WeightStrategy | str = "state_dict",
         *,
         verify: Verify | str = Verify.DIGEST,
+        wire_dtype: torch.dtype | WireDtype | str | None = None,
         key: bytes | str | None = None,
     ) -> None:
         require_backend(backend)
@@ -76,7 +79,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         #: The address of the store that this scheme made; pickled with the scheme.
         self._store_info: dict[str, Any] | None = None
         self._store: Store | None = None
-        super().__init__(strategy, verify=verify)
+        super().__init__(strategy, verify=verify, wire_dtype=wire_dtype)
         self.sync = switch(sync, "sync")
 
     _not_copied = (*WeightSyncScheme._not_copied, "_hints")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from weightsync.clock import Timeout
 from weightsync.errors import ConfigurationError, ModelPathError
-from weightsync.options import OnFailure, OnPending, Verify
+from weightsync.options import OnFailure, OnPending, Verify, WireDtype
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.link_transport import torchrl_transport
@@ -114,6 +116,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         strategy: "tensordict" (default) or "state_dict", or a `WeightStrategy`.
         backend: see `RayWeightSyncScheme`.
         verify: "digest" or "layout": see `WeightSyncScheme`.
+        wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         tensor_transport: see `RayWeightSyncScheme`.
         key: see `RayWeightSyncScheme`.
     """
@@ -126,10 +129,13 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         backend: Backend | str = Backend.GLOO,
         *,
         verify: Verify | str = Verify.DIGEST,
+        wire_dtype: torch.dtype | WireDtype | str | None = None,
         tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
         key: bytes | str | None = None,
     ) -> None:
-        super().__init__(strategy, backend, verify=verify, tensor_transport=tensor_transport, key=key)
+        super().__init__(
+            strategy, backend, verify=verify, wire_dtype=wire_dtype, tensor_transport=tensor_transport, key=key
+        )
 
     _not_copied = (*RayWeightSyncScheme._not_copied, "_transform")
 

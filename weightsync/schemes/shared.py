@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.options import Verify, switch
+from weightsync.options import Verify, WireDtype, switch
 from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.weights.strategy import WeightStrategy
@@ -45,6 +47,7 @@ class SharedMemWeightSyncScheme(PipeScheme):
             Always so for a TorchRL collector with several policy factories. A send that names all workers does not
             need it.
         verify: "digest" or "layout": see `WeightSyncScheme`.
+        wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
     """
 
     apply_mode = Mode.MAP
@@ -58,12 +61,15 @@ class SharedMemWeightSyncScheme(PipeScheme):
         sync: bool = True,
         per_worker_weights: bool = False,
         verify: Verify | str = Verify.DIGEST,
+        wire_dtype: torch.dtype | WireDtype | str | None = None,
     ) -> None:
         second = isinstance(policy_weights, str | WeightStrategy)
         chosen = policy_weights if isinstance(policy_weights, str | WeightStrategy) else strategy
         if isinstance(chosen, bool):
             raise ConfigurationError(f"strategy is {chosen}: choose 'tensordict' or 'state_dict'.")
-        super().__init__(chosen, strategy if second and isinstance(strategy, bool) else sync, verify=verify)
+        super().__init__(
+            chosen, strategy if second and isinstance(strategy, bool) else sync, verify=verify, wire_dtype=wire_dtype
+        )
         self._policy_weights = dict(policy_weights) if isinstance(policy_weights, Mapping) else {}
         #: Whether a model may be sent that was not registered.
         self.auto_register = second or bool(auto_register)

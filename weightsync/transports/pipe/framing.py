@@ -410,7 +410,8 @@ class Outflow:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._queue: deque[Outgoing] = deque()
-        self._broken: OSError | None = None
+        #: Number and text of the error that broke it. The error itself would keep the frames of its traceback alive.
+        self._broken: tuple[int, str] | None = None
         self._midway = False
 
     def __bool__(self) -> bool:
@@ -428,11 +429,11 @@ class Outflow:
         """
         if self._midway:
             # An exception from outside, such as KeyboardInterrupt, came between writing and counting the bytes.
-            self._broken = InterruptedError(errno.EINTR, "interrupted in the middle of a frame")
+            self._broken = errno.EINTR, "interrupted in the middle of a frame"
         self._midway = self._broken is None
         try:
             if self._broken is not None:
-                raise self._broken
+                raise OSError(*self._broken)
             for _ in range(_ROUNDS):
                 if not self._queue:
                     break
@@ -441,7 +442,7 @@ class Outflow:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._broken = error
+            self._broken = error.errno or 0, error.strerror or str(error)
             self._midway = False
             self.clear()
             raise
