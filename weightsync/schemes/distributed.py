@@ -1,8 +1,7 @@
-"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights travel over process groups of our own."""
+"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights travel over a connection for each worker."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
@@ -23,6 +22,7 @@ from weightsync.transports.base import Link
 from weightsync.transports.store import StoreEnd, listen, sender_link
 from weightsync.transports.store.group import require_backend
 from weightsync.transports.store.store import Hints, Store, TCPStore, base_of, hosted, keep_in_child
+from weightsync.transports.store.stream import hosts_address
 from weightsync.weights.context import MISSING, optional
 from weightsync.weights.meta_device import unshare
 from weightsync.weights.strategy import WeightStrategy
@@ -36,7 +36,7 @@ _PAIR: Final = ("store", "rank")
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
-    """Over ``torch.distributed``: signals through a TCPStore, weights by our own process group for each worker.
+    """Over ``torch.distributed``: trainer and workers meet at a TCPStore, and each worker has a connection of its own.
 
     The user's own process group is neither needed nor touched. The trainer is rank 0, worker i is rank i + 1.
 
@@ -44,8 +44,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     that has not reached the store yet is then noticed at once.
 
     Args:
-        backend: "gloo", or "nccl" where trainer and workers have a GPU each.
-        sync: whether a payload's buckets are sent one after another. If not, several are in flight at once; all are
+        backend: "gloo" (a plain connection, in gloo's place), or "nccl" where trainer and workers have a GPU each.
+        sync: whether NCCL sends a payload's buckets one after another. If not, several are in flight at once; all are
             awaited in either case.
         timeout: seconds that this scheme waits for a store that it connects to, or makes.
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
@@ -141,7 +141,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def _make_store(self, base_port: Any) -> TCPStore:
         port = 0 if base_port in (MISSING, None) else int(base_port) + _PORT_OFFSET
-        host = _own_address()
+        host = hosts_address()
         for wanted in (port, 0):
             try:
                 return hosted(host, wanted, timedelta(seconds=self.timeout))
@@ -248,11 +248,3 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_store": None}
-
-
-def _own_address() -> str:
-    """This host's address for other hosts; the loopback's if the host has no name."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
