@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
 
 from weightsync.protocol.messages import SlotRef
-from weightsync.transports.buffers import NoRoom, Pool
+from weightsync.transports.buffers import Buffer, NoRoom, Pool
 from weightsync.transports.device import DeviceBuffer
 from weightsync.weights.device.base import DeviceError, DeviceMemory
 from weightsync.weights.device.registry import device_of, open_memory
 from weightsync.weights.layout import Layout
 from weightsync.weights.packing import pack
 from weightsync.weights.reading import Weights
+from weightsync.weights.tensors import address_of, borrowed
 
 logger = logging.getLogger("weightsync")
 
-#: For each link of a sender, the devices whose slots its worker can open.
-Reached = Callable[[], Sequence[frozenset[bytes]]]
+
+class Readers(Protocol):
+    """The workers of a sender, and what of its memory they can map."""
+
+    def all_share(self, payload: Buffer, nbytes: int) -> bool:
+        """Whether all of them map a buffer with so many bytes of payload, so that no byte of it travels."""
+
+    def reached(self) -> Sequence[frozenset[bytes]]:
+        """For each link, the devices whose slots its worker can open."""
 
 
-def nobody() -> Sequence[frozenset[bytes]]:
-    """No link reaches a device."""
-    return ()
+class _Nobody:
+    def all_share(self, payload: Buffer, nbytes: int) -> bool:  # noqa: ARG002 - whatever it is
+        return False
+
+    def reached(self) -> Sequence[frozenset[bytes]]:
+        return ()
+
+
+#: No worker: nothing is mapped.
+nobody = _Nobody()
 
 
 def open_slot(slot: SlotRef, fd: int) -> DeviceMemory:
@@ -46,14 +64,14 @@ class DevicePools:
         #: Devices without memory for a slot.
         self._full: set[bytes] = set()
 
-    def acquire(self, weights: Weights, layout: Layout, reached: Reached) -> DeviceBuffer | None:
+    def acquire(self, weights: Weights, layout: Layout, readers: Readers) -> DeviceBuffer | None:
         """A slot on the device of these weights that nobody reads.
 
         None if they are to go by way of the host: they are there, or on several devices, or no worker can open a slot
         on theirs, or it has no memory left.
         """
         device = device_of(weights.tensors.values())
-        if device is None or device.identity in self._full or not _some(device.identity, reached()):
+        if device is None or device.identity in self._full or not _some(device.identity, readers.reached()):
             return None
         pool = self._pools.get(device.identity)
         if pool is None:
@@ -65,7 +83,6 @@ class DevicePools:
             logger.warning("weights on a device are sent by way of the host from now on: %s", error)
             return None
         assert isinstance(buffer, DeviceBuffer)
-        buffer.renew()
         return buffer
 
     def close(self) -> None:
@@ -74,10 +91,11 @@ class DevicePools:
             pool.close()
 
 
-def write_slot(buffer: DeviceBuffer, weights: Weights, layout: Layout, reached: Reached) -> None:
-    """Copy weights into a slot, in order with the current stream, and to the host too if a link needs that.
+def write_slot(buffer: DeviceBuffer, weights: Weights, layout: Layout, readers: Readers) -> None:
+    """Copy weights into a slot and seal it, in order with the current stream; and to the host if a link needs that.
 
-    When this returns, the kernels that wrote the slot have ended.
+    What the layout has in another dtype is cast on the device. When this returns, the kernels that wrote the slot have
+    ended.
 
     Raises:
         LayoutError: a tensor, which the error names, cannot be copied.
@@ -90,8 +108,17 @@ def write_slot(buffer: DeviceBuffer, weights: Weights, layout: Layout, reached: 
     except Exception:
         pack(weights, layout, buffer.stage())  # its error names the tensor
         raise
-    if not all(memory.identity in link for link in reached()):
+    buffer.seal()
+    if not all(memory.identity in link for link in readers.reached()):
         buffer.stage()
+
+
+def flat_of(buffer: Buffer) -> Tensor:
+    """The bytes of a buffer, where they are. The caller holds the buffer."""
+    if isinstance(buffer, DeviceBuffer):
+        assert isinstance(buffer.slot.memory, DeviceMemory)
+        return buffer.slot.memory.flat
+    return borrowed(address_of(buffer.view), buffer.nbytes)
 
 
 def _some(identity: bytes, links: Sequence[frozenset[bytes]]) -> bool:

@@ -15,161 +15,28 @@ offset  size  header field (big-endian)
     24     8  size of the payload that follows the body
     32    16  incarnation
     48     8  version
-    56    16  digest (of an update's payload, or of what an ack confirms)
+    56    16  digest (of an update's payload and extra state, or of what an ack confirms)
 
 The body starts with a fixed part for each kind of message: the lengths of its fields, the model's id first, then its
 numbers. The fields follow. Header and body together are the *control part*; the checksum detects any flipped bit in it.
-The payload has its own digest. If a worker forwarded a version to its own workers, its ack carries their report.
+The payload has its own digest. The fixed part of an update ends with its slot: the seal, and the size on a device.
+If a worker forwarded a version to its own workers, its ack carries their report.
 """
 
 from __future__ import annotations
 
-import json
 import struct
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import isfinite
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 
 import xxhash
 
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
-from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
-
-#: How deep reports may nest. Both ends refuse more, so that neither exhausts its stack.
-MAX_DEPTH: Final = 32
-
-_SECONDS: Final = ("pack_s", "connect_s", "transfer_s", "apply_s")
-#: The exclusive upper bounds of these numbers on the wire.
-_INCARNATIONS: Final = 2**128
-_NUMBERS: Final = 2**64
-_LONGEST: Final = sys.float_info.max
-
-
-def encode_report(report: SyncReport | None) -> bytes:
-    """Encode a report as JSON; None is encoded as no bytes.
-
-    Raises:
-        ValueError: it is nested too deep.
-    """
-    return b"" if report is None else json.dumps(_told(report, 1)).encode()
-
-
-def decode_report(data: bytes) -> SyncReport | None:
-    """Decode what `encode_report` returned.
-
-    Raises:
-        ValueError, LookupError, TypeError, AttributeError: the bytes are not a valid report.
-    """
-    if not data:
-        return None
-    try:
-        told = json.loads(data.decode(), parse_constant=_no_number)
-    except RecursionError as error:
-        raise ValueError("a report is nested too deep") from error
-    return _read(told, 1)
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"a report has {text} in place of a number")
-
-
-def _require_shallow(depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"reports are nested more than {MAX_DEPTH} deep")
-
-
-def _told(report: SyncReport, depth: int) -> dict[str, Any]:
-    _require_shallow(depth)
-    return {
-        "model_id": report.model_id,
-        "version": report.version,
-        "incarnation": report.incarnation,
-        "nbytes": report.nbytes,
-        "outcomes": _all(report.outcomes, depth),
-        "superseded": {str(worker): list(versions) for worker, versions in report.superseded.items()},
-        "not_caught_up": _all(report.not_caught_up, depth),
-        "left": {str(worker): goodbye for worker, goodbye in report.left.items()},
-        **{name: getattr(report, name) for name in _SECONDS},
-    }
-
-
-def _all(outcomes: Mapping[int, Outcome], depth: int) -> dict[str, Any]:
-    return {str(worker): _outcome(outcome, depth) for worker, outcome in outcomes.items()}
-
-
-def _outcome(outcome: Outcome, depth: int) -> dict[str, Any]:
-    return {
-        "kind": outcome.kind.value,
-        "reason": outcome.reason,
-        "remote_traceback": outcome.remote_traceback,
-        "evidence": outcome.evidence.value,
-        "fence": outcome.fence,
-        "seconds": outcome.seconds,
-        "nested": None if outcome.nested is None else _told(outcome.nested, depth + 1),
-    }
-
-
-def _read(told: dict[str, Any], depth: int) -> SyncReport:
-    _require_shallow(depth)
-    return SyncReport(
-        model_id=_text(told["model_id"]),
-        version=None if told["version"] is None else _number(told["version"], _NUMBERS),
-        incarnation=_number(told["incarnation"], _INCARNATIONS),
-        nbytes=_number(told["nbytes"], _NUMBERS),
-        outcomes=_read_all(told["outcomes"], depth),
-        superseded={
-            _worker(worker): tuple(_number(version, _NUMBERS) for version in versions)
-            for worker, versions in told["superseded"].items()
-        },
-        not_caught_up=_read_all(told["not_caught_up"], depth),
-        left={_worker(worker): _text(goodbye) for worker, goodbye in told["left"].items()},
-        pack_s=_seconds(told["pack_s"]),
-        connect_s=_seconds(told["connect_s"]),
-        transfer_s=_seconds(told["transfer_s"]),
-        apply_s=_seconds(told["apply_s"]),
-    )
-
-
-def _read_all(told: dict[str, Any], depth: int) -> dict[int, Outcome]:
-    return {_worker(worker): _read_outcome(outcome, depth) for worker, outcome in told.items()}
-
-
-def _read_outcome(told: dict[str, Any], depth: int) -> Outcome:
-    return Outcome(
-        kind=OutcomeKind(told["kind"]),
-        reason=_text(told["reason"]),
-        remote_traceback=_text(told["remote_traceback"]),
-        evidence=Evidence(told["evidence"]),
-        fence=_number(told["fence"], _INCARNATIONS),
-        seconds=_seconds(told["seconds"]),
-        nested=None if told["nested"] is None else _read(told["nested"], depth + 1),
-    )
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"a report has a {type(value).__name__} in place of text")
-    return value
-
-
-def _number(value: Any, bound: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < bound:
-        raise ValueError("a report has a number that is out of range")
-    return value
-
-
-def _worker(key: str) -> int:
-    return _number(int(key), _NUMBERS)
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST:
-        raise ValueError("a report has an invalid duration")
-    return float(value)
-
+from weightsync.protocol.report import Evidence
+from weightsync.protocol.report_codec import decode_report, encode_report
 
 MAGIC: Final = b"WSYN"
 HEADER_NBYTES: Final = 72
@@ -247,8 +114,23 @@ def malformed(what: str, data: Readable) -> ProtocolError:
     return ProtocolError(f"{what}.", unread=bytes(data[:MAX_UNREAD_NBYTES]))
 
 
+__all__ = [
+    "HEADER_NBYTES",
+    "MAGIC",
+    "MAX_BODY_NBYTES",
+    "MAX_UNREAD_NBYTES",
+    "Head",
+    "Readable",
+    "decode",
+    "decode_with",
+    "encode",
+    "inline_nbytes",
+    "malformed",
+    "peek",
+]
+
 _HELLO: Final = struct.Struct("!HHIBHQQ16sQ")
-_UPDATE: Final = struct.Struct("!HHIIBQBBQQ")
+_UPDATE: Final = struct.Struct("!HHIIBQBBQ16sQ")
 _ACK: Final = struct.Struct("!HIdB")
 _REFUSAL: Final = struct.Struct("!HBBII16s")
 _BYE: Final = struct.Struct("!HBI")
@@ -262,6 +144,8 @@ _FORMS: Final = tuple(WeightsForm)
 _ENDINGS: Final = tuple(Ending)
 #: Process ids are signed 32-bit numbers. System calls fail in various ways for other values.
 _MAX_PID: Final = 2**31 - 1
+#: In the place of a slot's fields, for a payload that travels.
+_NOWHERE: Final = SlotRef(segment=0)
 #: Sizes of memory are signed 64-bit numbers.
 _MAX_NBYTES: Final = 2**63 - 1
 
@@ -295,8 +179,9 @@ def _encode(message: Message, descriptors: int) -> bytes:
     kind, version, digest, body = _body_of(message, message.model_id.encode())
     if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
         raise ValueError(f"its body takes {len(body)} bytes and its digest {len(digest)}")
-    numbers = kind, descriptors, len(digest), 0, len(body), inline_nbytes(message)
-    covered = COVERED.pack(*numbers, _wide(message.incarnation), version, digest) + body
+    inline = message.nbytes if isinstance(message, Update) and message.slot is None else 0
+    numbers = kind, descriptors, len(digest), 0, len(body), inline
+    covered = COVERED.pack(*numbers, message.incarnation.to_bytes(16, "big"), version, digest) + body
     return START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
 
 
@@ -304,13 +189,13 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
     """Return the kind, version, digest and encoded body."""
     match message:
         case Update():
-            device = b"" if message.slot is None else message.slot.device
-            fields = name, message.layout_digest, message.layout, message.extras, device
-            slot = (0, 0, 0) if message.slot is None else (1, message.slot.segment, message.slot.nbytes)
-            fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *slot)
+            slot = message.slot or _NOWHERE
+            fields = name, message.layout_digest, message.layout, message.extras, slot.device
+            placed = message.slot is not None, slot.segment, slot.seal, slot.nbytes
+            fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *placed)
             return 2, message.version, message.digest, b"".join((fixed, *fields))
         case Ack():
-            nested = encode_report(message.nested)
+            nested = b"" if message.nested is None else encode_report(message.nested)
             numbers = len(name), len(nested), message.seconds, _EVIDENCE.index(message.evidence)
             return 3, message.version, message.digest, b"".join((_ACK.pack(*numbers), name, nested))
         case Hello():
@@ -382,7 +267,7 @@ def decode(data: Readable) -> Message:
 
 def decode_with(head: Head, data: Readable) -> Message:
     """Like `decode`, with a header that was decoded before."""
-    if head.control_nbytes != len(data):
+    if HEADER_NBYTES + head.body_nbytes != len(data):
         raise malformed(f"A frame has {len(data)} bytes, but its header says {head.control_nbytes}", data)
     covered = bytes(data[START.size :])
     if xxhash.xxh3_64_intdigest(covered) != head.checksum:
@@ -419,7 +304,7 @@ def _read_hello(head: Head, body: bytes) -> Hello:
     name, layout_digest, layout, host, devices = _cut(body, _HELLO.size, named, digested, laid_out, hosted, reached)
     return Hello(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         layout_digest=layout_digest,
         layout=layout,
@@ -433,13 +318,13 @@ def _read_hello(head: Head, body: bytes) -> Hello:
 
 
 def _read_update(head: Head, body: bytes) -> Update:
-    *sizes, nbytes, form, placed, segment, slot_nbytes = _UPDATE.unpack_from(body)
+    *sizes, nbytes, form, placed, segment, seal, slot_nbytes = _UPDATE.unpack_from(body)
     name, layout_digest, layout, extras, device = _cut(body, _UPDATE.size, *sizes)
     if placed > 1 or (not placed and (device or slot_nbytes)):
         raise ValueError(f"{placed} slots, at most 1 is possible")
     return Update(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         layout_digest=layout_digest,
         layout=layout,
@@ -447,7 +332,7 @@ def _read_update(head: Head, body: bytes) -> Update:
         nbytes=nbytes,
         extras=extras,
         form=_FORMS[form],
-        slot=SlotRef(segment=segment, device=device, nbytes=slot_nbytes) if placed else None,
+        slot=SlotRef(segment=segment, seal=seal, device=device, nbytes=slot_nbytes) if placed else None,
     )
 
 
@@ -456,12 +341,12 @@ def _read_ack(head: Head, body: bytes) -> Ack:
     name, report = _cut(body, _ACK.size, named, nested)
     return Ack(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         digest=head.digest[: head.digest_nbytes],
         seconds=seconds,
         evidence=_EVIDENCE[evidence],
-        nested=decode_report(report),
+        nested=decode_report(report) if report else None,
     )
 
 
@@ -470,7 +355,7 @@ def _read_refusal(head: Head, body: bytes) -> Refusal:
     name, reason, remote_traceback = _cut(body, _REFUSAL.size, named, reasoned, traced)
     return Refusal(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         kind=_REFUSALS[kind],
         reason=reason.decode(),
@@ -485,7 +370,7 @@ def _read_bye(head: Head, body: bytes) -> Bye:
     name, reason = _cut(body, _BYE.size, named, reasoned)
     return Bye(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         reason=reason.decode(),
         ending=_ENDINGS[ending],
     )

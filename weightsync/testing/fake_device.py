@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weightsync.weights.device.base import Device, DeviceError, DeviceMemory
+from weightsync.weights.device.base import SEAL_NBYTES, Device, DeviceError, DeviceMemory
 from weightsync.weights.device.registry import installed
 
 Kernel = Callable[[], None]
@@ -113,7 +113,7 @@ class FakeDevice:
         if nbytes > self._free:
             raise DeviceError(f"The fake device has {self._free} bytes left, {nbytes} were wanted.")
         fd = os.memfd_create("weightsync fake device", os.MFD_CLOEXEC)
-        os.ftruncate(fd, max(nbytes, 1))
+        os.ftruncate(fd, nbytes + SEAL_NBYTES)
         self._free -= nbytes
         return DeviceMemory(self, _flat(fd, nbytes), fd)
 
@@ -164,9 +164,9 @@ class FakeDevice:
 
 
 def _flat(fd: int, nbytes: int) -> Tensor:
-    if os.fstat(fd).st_size < nbytes:
+    if os.fstat(fd).st_size < nbytes + SEAL_NBYTES:
         raise ValueError("it is smaller")
-    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(fd, nbytes + SEAL_NBYTES), dtype=torch.uint8)
 
 
 class _Backend:

@@ -7,17 +7,44 @@ segment of shared memory does, and is freed with its last mapping. Nothing here 
 from __future__ import annotations
 
 import logging
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Protocol
 
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Hello, Message, Refusal, SlotRef, Update
-from weightsync.transports.buffers import NUMBERS, Buffer, OnDevice, Storage
+from weightsync.transports.buffers import NUMBERS, SEAL_NBYTES, Buffer, Slot, Storage
 
 logger = logging.getLogger("weightsync")
 
 #: The size of a device's identity in bytes.
 IDENTITY_NBYTES = 16
+
+
+class OnDevice(Slot, Protocol):
+    """Memory on a device, as the adapters see it, with a seal behind the payload."""
+
+    @property
+    def identity(self) -> bytes:
+        """The device's identity, the same in all processes of the host: 16 bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the largest payload."""
+
+    @property
+    def fd(self) -> int:
+        """The descriptor by which another process opens it."""
+
+    def read(self, view: memoryview) -> None:
+        """Copy its first bytes to the host."""
+
+    def seal_with(self, seal: bytes) -> None:
+        """Write the seal."""
+
+    def unseal(self) -> None:
+        """Remove the seal, before anything is written."""
 
 
 #: Opens the memory that a slot names, by its descriptor, which the caller closes.
@@ -34,6 +61,8 @@ class DeviceSlot:
     def __init__(self, memory: OnDevice) -> None:
         self.memory = memory
         self.number = next(NUMBERS)
+        #: The seal of what it holds; zeros: it may be written.
+        self.seal = bytes(SEAL_NBYTES)
 
     @property
     def fd(self) -> int:
@@ -43,11 +72,21 @@ class DeviceSlot:
     @property
     def ref(self) -> SlotRef:
         """How an update names it."""
-        return SlotRef(segment=self.number, device=self.memory.identity, nbytes=self.memory.nbytes)
+        return SlotRef(segment=self.number, seal=self.seal, device=self.memory.identity, nbytes=self.memory.nbytes)
+
+    def put(self, seal: bytes) -> None:
+        """Write a seal behind the payload."""
+        self.seal = seal
+        self.memory.seal_with(seal)
+
+    def unseal(self) -> None:
+        """It may be written from now on."""
+        self.seal = bytes(SEAL_NBYTES)
+        self.memory.unseal()
 
 
 class DeviceBuffer(Buffer):
-    """A buffer on a device. Its host copy is made when a link asks for it, once a version.
+    """A buffer on a device. Its host copy is made when a link asks for it, once a version, and has the same seal.
 
     Args:
         memory: on the device.
@@ -76,12 +115,24 @@ class DeviceBuffer(Buffer):
             self.segment = self._host.segment
         if not self._staged:
             self.slot.memory.read(self._host.view)
+            if self.segment is not None:
+                self.segment.seal_with(self.slot.seal)
             self._staged = True
         return self._host.view
 
-    def renew(self) -> None:
-        """Forget what was on the host: another version is written."""
+    def seal(self) -> None:
+        """It is filled: draw its seal."""
+        self.slot.put(secrets.token_bytes(SEAL_NBYTES))
+
+    def sealed(self) -> bytes:
+        """The seal of what it holds, on the device and in its host copy."""
+        return self.slot.seal
+
+    def unseal(self) -> None:
+        """It may be written from now on: remove the seal, and forget what was on the host."""
         self._staged = False
+        self.slot.unseal()
+        super().unseal()
 
 
 class CarriesDevices(ABC):

@@ -31,11 +31,11 @@ def policy(fill: float = 0.0) -> nn.Module:
 
 
 def mapped() -> Any:
-    return SharedMemWeightSyncScheme("state_dict", verify="layout", map_on_device=True)
+    return SharedMemWeightSyncScheme("state_dict", map_on_device=True)
 
 
 def copied() -> Any:
-    return SharedMemWeightSyncScheme("state_dict", verify="layout")
+    return SharedMemWeightSyncScheme("state_dict")
 
 
 class Bench:

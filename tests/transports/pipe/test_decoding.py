@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError
 from weightsync.keys import SharedKey
-from weightsync.protocol import codec
-from weightsync.protocol.codec import MAX_DEPTH
+from weightsync.protocol import codec, report_codec
 from weightsync.protocol.messages import Ack, Hello, Message, Update
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
+from weightsync.protocol.report_codec import MAX_DEPTH
 from weightsync.transports.base import Received
 from weightsync.transports.calls.server import Parcel, decoded
 from weightsync.transports.calls.server_link import opened
@@ -87,19 +87,19 @@ def test_an_edited_header_under_a_checksum_that_fits_is_understood_or_refused(
 def carrying(report: bytes) -> bytes:
     """An ack that brings these bytes as what became of the version elsewhere."""
     with mock.patch.object(codec, "encode_report", return_value=report):
-        return codec.encode(Ack(model_id="m", incarnation=1, version=1))
+        return codec.encode(Ack(model_id="m", incarnation=1, version=1, nested=nested(1)))
 
 
 @given(strategies.reports, edits)
 def test_an_edited_report_is_understood_or_refused(report: SyncReport, changes: Any) -> None:
-    is_understood_or_refused(carrying(edited(codec.encode_report(report), changes)))
+    is_understood_or_refused(carrying(edited(report_codec.encode_report(report), changes)))
 
 
 @given(strategies.reports, st.integers(0, 2**16), st.sampled_from(WORDS))
 def test_a_report_with_another_value_somewhere_is_understood_or_refused(
     report: SyncReport, which: int, word: str
 ) -> None:
-    text = codec.encode_report(report).decode()
+    text = report_codec.encode_report(report).decode()
     spots = [at for at in range(len(text)) if text[at - 2 : at] in (": ", ", ")]
     at = spots[which % len(spots)]
     end = min(position for sign in ",}]" if (position := text.find(sign, at)) >= 0)
@@ -121,7 +121,7 @@ def nested(depth: int) -> SyncReport:
 
 
 def with_field(path: str, word: str) -> bytes:
-    told = json.loads(codec.encode_report(REPORT))
+    told = json.loads(report_codec.encode_report(REPORT))
     *parents, last = path.split(".")
     inner = told
     for name in parents:
@@ -171,8 +171,8 @@ def test_reports_are_nested_no_deeper_than_both_sides_can_follow() -> None:
     with pytest.raises(ConfigurationError, match="nested more than"):
         codec.encode(replace(deepest, nested=nested(MAX_DEPTH + 1)))
     data = b"{}"
-    with mock.patch("weightsync.protocol.codec.MAX_DEPTH", 300):
-        data = codec.encode_report(nested(230))
+    with mock.patch("weightsync.protocol.report_codec.MAX_DEPTH", 300):
+        data = report_codec.encode_report(nested(230))
     with pytest.raises(ProtocolError, match="nested more than"):
         codec.decode(carrying(data))
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.errors import ConfigurationError, ProtocolError
-from weightsync.protocol import codec
+from weightsync.protocol import codec, report_codec
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, SlotRef, Update
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
@@ -67,13 +67,13 @@ def nested(depth: int) -> SyncReport:
     return report
 
 
-@pytest.mark.parametrize("depth", [1, 2, codec.MAX_DEPTH])
+@pytest.mark.parametrize("depth", [1, 2, report_codec.MAX_DEPTH])
 def test_a_report_comes_back_with_every_field(depth):
-    assert codec.decode_report(codec.encode_report(nested(depth))) == nested(depth)
+    assert report_codec.decode_report(report_codec.encode_report(nested(depth))) == nested(depth)
 
 
 def test_no_report_is_no_bytes():
-    assert codec.decode_report(codec.encode_report(None)) is None
+    assert report_codec.decode_report(report_codec.encode_report(None)) is None
 
 
 @pytest.mark.parametrize(
@@ -88,17 +88,17 @@ def test_no_report_is_no_bytes():
     ],
 )
 def test_a_report_with_a_wrong_field_is_refused_for_its_reason(field, value, reason):
-    told = {**json.loads(codec.encode_report(REPORT)), field: value}
+    told = {**json.loads(report_codec.encode_report(REPORT)), field: value}
 
     with pytest.raises(ValueError, match=reason):
-        codec.decode_report(json.dumps(told).encode())
+        report_codec.decode_report(json.dumps(told).encode())
 
 
 def test_a_report_nested_too_deep_is_refused_at_both_ends():
     with pytest.raises(ValueError, match="nested more than 32 deep"):
-        codec.encode_report(nested(codec.MAX_DEPTH + 1))
+        report_codec.encode_report(nested(report_codec.MAX_DEPTH + 1))
     with pytest.raises(ValueError, match="nested too deep"):
-        codec.decode_report(b"[" * 200_000)
+        report_codec.decode_report(b"[" * 200_000)
 
 
 @given(strategies.messages, st.integers(0, 8))

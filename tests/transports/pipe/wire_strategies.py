@@ -31,8 +31,8 @@ hellos = st.builds(
     devices=st.integers(0, 64).flatmap(lambda count: st.binary(min_size=16 * count, max_size=16 * count)),
 )
 identities = st.binary(min_size=16, max_size=16)
-slots = st.builds(SlotRef, segment=numbers) | st.builds(
-    SlotRef, segment=numbers, device=identities, nbytes=st.just(2**63 - 1)
+slots = st.builds(SlotRef, segment=numbers, seal=identities) | st.builds(
+    SlotRef, segment=numbers, seal=identities, device=identities, nbytes=st.just(2**63 - 1)
 )
 updates = st.builds(
     Update,

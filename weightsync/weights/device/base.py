@@ -22,6 +22,8 @@ from weightsync.weights.tensors import address_of, borrowed
 
 #: The size of a device's identity in bytes.
 IDENTITY_NBYTES = 16
+#: The size of the seal behind a payload.
+SEAL_NBYTES = 16
 
 
 class DeviceError(TransportError):
@@ -39,7 +41,7 @@ class Device(Protocol):
         """The identities of the devices whose memory kernels of this one can read: its own, then its peers'."""
 
     def allocate(self, nbytes: int) -> DeviceMemory:
-        """New memory that other processes can open, of at least ``nbytes`` bytes.
+        """New memory that other processes can open, for a payload of at least ``nbytes`` bytes and its seal.
 
         Raises:
             DeviceError: there is not enough, or it cannot be shared.
@@ -50,7 +52,7 @@ class Device(Protocol):
 
         Args:
             fd: its descriptor, which the caller closes.
-            nbytes: its size.
+            nbytes: the size of its largest payload.
 
         Raises:
             DeviceError: it cannot be opened; nothing is left open.
@@ -77,7 +79,9 @@ class Backend(Protocol):
 
 
 class DeviceMemory:
-    """A payload's memory on a device. It is freed once no process refers to it, however that process ended.
+    """A payload's memory on a device, and the payload's seal, which is its last bytes.
+
+    It is freed once no process refers to it, however that process ended.
 
     Args:
         device: where it is.
@@ -98,8 +102,26 @@ class DeviceMemory:
 
     @property
     def nbytes(self) -> int:
-        """Its size, which may be more than was asked for."""
-        return self.flat.numel()
+        """The size of the largest payload, which may be more than was asked for."""
+        return self.flat.numel() - SEAL_NBYTES
+
+    @property
+    def seal(self) -> bytes:
+        """The seal that lies in it now: a copy of 16 bytes to the host."""
+        return bytes(self.flat[self.nbytes :].tolist())
+
+    def seal_with(self, seal: bytes) -> None:
+        """Write the seal, and wait for that copy."""
+        with torch.inference_mode():
+            self.flat[self.nbytes :].copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
+
+    def unseal(self) -> None:
+        """Remove the seal, in order with the current stream."""
+        with torch.inference_mode():
+            self.flat[self.nbytes :].zero_()
+
+    def remap(self) -> None:
+        """Do nothing: a device has no pages of one process alone, so what a worker has written there stays."""
 
     def views(self, layout: Layout) -> list[Tensor]:
         """The entries of a layout as views of the memory, made once while the layout stays the same."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightsync.weights.device.base import DeviceError, DeviceMemory
+from weightsync.weights.device.base import SEAL_NBYTES, DeviceError, DeviceMemory
 from weightsync.weights.device.driver import Driver
 
 logger = logging.getLogger("weightsync")
@@ -73,7 +73,7 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> DeviceMemory:
         """See `Device.allocate`."""
         torch.cuda.synchronize(self._ordinal)  # also makes the device's context
-        handle, size = self._driver.create(self._ordinal, nbytes)
+        handle, size = self._driver.create(self._ordinal, nbytes + SEAL_NBYTES)
         try:
             fd = self._driver.export(handle)
             try:
@@ -90,7 +90,7 @@ class CudaDevice:
         handle = self._driver.take(fd)
         try:
             readers = [peer for peer in self._peers if self._driver.reaches(peer, self._ordinal)]
-            return DeviceMemory(self, self._mapped(handle, nbytes, [self._ordinal, *readers]))
+            return DeviceMemory(self, self._mapped(handle, nbytes + SEAL_NBYTES, [self._ordinal, *readers]))
         finally:
             self._driver.release(handle)
 
