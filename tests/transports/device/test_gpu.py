@@ -38,6 +38,12 @@ def join_gpu(setup: WorkerSetup) -> None:
     setup.kept["seen"] = []
 
 
+def join_gpu_in_bfloat16(setup: WorkerSetup) -> None:
+    setup.model = on_gpu().bfloat16()
+    setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
+    setup.receiver = setup.scheme.get_receiver()
+
+
 def read_slowly(setup: WorkerSetup) -> None:
     """Launch kernels in a stream of their own that read one parameter, last, and then read the others."""
     with torch.cuda.stream(setup.kept["side"]):
@@ -98,6 +104,11 @@ def test_memory_is_what_another_mapping_of_it_sees() -> None:
     view = memoryview(bytearray(1000))
     opened.read(view)
     assert bytes(view) == bytes(source.tolist())
+    made.seal_with(bytes(range(16)))
+    assert opened.seal == bytes(range(16))
+    assert torch.equal(opened.flat[:1000], source)
+    made.unseal()
+    assert opened.seal == bytes(16)
 
 
 def test_memory_goes_with_its_last_view() -> None:
@@ -157,11 +168,12 @@ def test_parameters_move_only_where_that_was_asked_for(crew: Crew) -> None:
     assert (after[0] != before[0], after[1] == before[1]) == (True, True)
 
 
-def test_the_digest_is_of_the_bytes_on_the_device(crew: Crew) -> None:
-    scheme = SharedMemWeightSyncScheme("state_dict", verify="digest")
+@pytest.mark.parametrize("given", [{"verify": "auto"}, {"verify": "digest"}, {"wire_dtype": "bfloat16"}])
+def test_what_arrives_is_what_was_sent(crew: Crew, given: dict[str, Any]) -> None:
+    scheme = SharedMemWeightSyncScheme("state_dict", **given)
     (worker,), model = crew.start(scheme), on_gpu(1.0)
-    worker.do(join_gpu)
-    with trainer(SharedMemWeightSyncScheme("state_dict", verify="digest"), worker, model=model) as sender:
+    worker.do(join_gpu_in_bfloat16 if "wire_dtype" in given else join_gpu)
+    with trainer(SharedMemWeightSyncScheme("state_dict", **given), worker, model=model) as sender:
         for version in (1, 2, 3):
             filled(model, float(version))
             worker.tell(serve, version)
