@@ -167,6 +167,7 @@ class Soak:
         self._values: dict[int, float] = {}
         #: For torch.distributed: the store where trainer and workers meet.
         self._store: Any = None
+        self._sender: Any = None
         self._model = SoakModel(nbytes)
         self._scheme = scheme.make()
         self._does: dict[Action, Callable[[], object]] = {
@@ -258,8 +259,18 @@ class Soak:
             member.control.close()
         self._members.clear()
         self._scheme.close()
-        self._store = None
-        self.tally.after = Usage.now()
+        self._scheme = self._name.make()  # the closed one and its sender know the store, which is this process's
+        self._sender = self._store = None
+        self.tally.after = self._settled()
+
+    def _settled(self) -> Usage:
+        """What is still held once threads that end by themselves have ended: a store's wait for its answers."""
+        until = time.monotonic() + _PROCESS_S
+        usage = Usage.now()
+        while self.tally.before is not None and usage.threads > self.tally.before.threads and time.monotonic() < until:
+            time.sleep(0.05)
+            usage = Usage.now()
+        return usage
 
     # --------------------------------------------------------------------------------------------- actions
 
