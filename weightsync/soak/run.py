@@ -186,9 +186,10 @@ class Soak:
     def run(self, seconds: float, progress: Callable[[Tally], object] = bool) -> Tally:
         """Run for that long, close everything, and return what happened. Ctrl-C ends it early, and cleanly."""
         self._context.set_forkserver_preload([work.__module__])  # workers then start in no time
-        self._context.Process(target=_nothing).start()  # the server that starts the workers is no leak of theirs
-        for child in multiprocessing.active_children():
-            child.join()
+        starting = self._context.Process(target=_nothing)  # the server that starts the workers is no leak of theirs
+        starting.start()
+        starting.join()
+        starting.close()
         self.tally.before = Usage.now()
         started = time.monotonic()
         try:
