@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -124,7 +124,8 @@ class Tally:
 
     def record(self) -> dict[str, Any]:
         """The tally as plain data, for JSON."""
-        used = {name: [getattr(each, name, None) for each in (self.before, self.after)] for name in Usage.__slots__}
+        held = [asdict(usage) if usage is not None else {} for usage in (self.before, self.after)]
+        used = {each.name: [one.get(each.name) for one in held] for each in fields(Usage)}
         return {
             "versions": self.versions,
             "actions": {action.value: self.actions[action] for action in Action},
