@@ -72,6 +72,8 @@ class Background:
         self._stopping = False
         self._hooks: list[RemovableHandle] = []
         self._error: Exception | None = None
+        #: The version that the receiver had applied or refused last when this was made.
+        self.decided_before = receiver.driver.data.decided
         #: The version that the last `receive` reported.
         self._reported: object = None
         self._next: HandOn | None = None

@@ -112,13 +112,16 @@ def await_first_version(receiver: WeightReceiver, background: Background, deadli
         AckTimeoutError: none of these came in time.
         WeightSyncError: the first version was refused.
     """
-    before, driver = receiver.last_refusal, receiver.driver
+    driver = receiver.driver
+
+    def decided() -> bool:
+        return driver.data.decided != background.decided_before
 
     def sender_has_none() -> bool:
         return driver.greeting is not None and not driver.greeting.layout and not driver.greeting.version
 
     def met() -> bool:
-        return receiver.version is not None or receiver.last_refusal != before or sender_has_none()
+        return receiver.version is not None or decided() or sender_has_none()
 
     if not background.wait_until(met, deadline):
         raise AckTimeoutError(
@@ -126,7 +129,7 @@ def await_first_version(receiver: WeightReceiver, background: Background, deadli
             "sent. The model is unchanged; connect() may be called again."
         )
     background.seen()
-    if receiver.last_refusal != before and receiver.version is None:
+    if receiver.version is None and decided():
         raise WeightSyncError(
             f"the first version of {receiver.model_id!r} was refused, and the sender was told: {receiver.last_refusal}"
         )

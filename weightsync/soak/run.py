@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -124,7 +124,8 @@ class Tally:
 
     def record(self) -> dict[str, Any]:
         """The tally as plain data, for JSON."""
-        used = {name: [getattr(each, name, None) for each in (self.before, self.after)] for name in Usage.__slots__}
+        held = [asdict(usage) if usage is not None else {} for usage in (self.before, self.after)]
+        used = {each.name: [one.get(each.name) for one in held] for each in fields(Usage)}
         return {
             "versions": self.versions,
             "actions": {action.value: self.actions[action] for action in Action},
@@ -167,6 +168,7 @@ class Soak:
         self._values: dict[int, float] = {}
         #: For torch.distributed: the store where trainer and workers meet.
         self._store: Any = None
+        self._sender: Any = None
         self._model = SoakModel(nbytes)
         self._scheme = scheme.make()
         self._does: dict[Action, Callable[[], object]] = {
@@ -185,9 +187,10 @@ class Soak:
     def run(self, seconds: float, progress: Callable[[Tally], object] = bool) -> Tally:
         """Run for that long, close everything, and return what happened. Ctrl-C ends it early, and cleanly."""
         self._context.set_forkserver_preload([work.__module__])  # workers then start in no time
-        self._context.Process(target=_nothing).start()  # the server that starts the workers is no leak of theirs
-        for child in multiprocessing.active_children():
-            child.join()
+        starting = self._context.Process(target=_nothing)  # the server that starts the workers is no leak of theirs
+        starting.start()
+        starting.join()
+        starting.close()
         self.tally.before = Usage.now()
         started = time.monotonic()
         try:
@@ -258,8 +261,18 @@ class Soak:
             member.control.close()
         self._members.clear()
         self._scheme.close()
-        self._store = None
-        self.tally.after = Usage.now()
+        self._scheme = self._name.make()  # the closed one and its sender know the store, which is this process's
+        self._sender = self._store = None
+        self.tally.after = self._settled()
+
+    def _settled(self) -> Usage:
+        """What is still held once threads that end by themselves have ended: a store's wait for its answers."""
+        until = time.monotonic() + _PROCESS_S
+        usage = Usage.now()
+        while self.tally.before is not None and usage.threads > self.tally.before.threads and time.monotonic() < until:
+            time.sleep(0.05)
+            usage = Usage.now()
+        return usage
 
     # --------------------------------------------------------------------------------------------- actions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from weightsync import (
     SyncReport,
     WeightSyncError,
 )
+from weightsync.clock import Deadline
+from weightsync.engine.background import Background
 from weightsync.protocol.report import Outcome
 from weightsync.weights.target import Target
 
@@ -245,6 +248,27 @@ def test_extra_state_that_cannot_be_handed_on_is_refused() -> None:
         duo.connect(context=relaying, model=None)
 
     assert relaying.handed is None
+    duo.end()
+
+
+def test_a_first_version_that_is_refused_before_connect_waits_for_it_ends_connect_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The background thread may be faster than `connect`, which had then waited until its deadline."""
+    start = Background.start
+
+    def start_and_be_refused(background: Background) -> None:
+        start(background)
+        until = Deadline(PATIENCE)
+        while not background._receiver.last_refusal and not until.passed:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Background, "start", start_and_be_refused)
+    duo = Duo(SharedMemWeightSyncScheme, make=WithNotes)
+
+    with pytest.raises(WeightSyncError, match="forwards weights to its workers"):
+        duo.connect(context=Relaying({"policy": object()}), model=None)
+
     duo.end()
 
 

