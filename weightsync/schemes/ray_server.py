@@ -17,6 +17,7 @@ from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, S
 from weightsync.keys import SharedKey
 from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
+from weightsync.transports.calls.same_host import Place
 from weightsync.transports.calls.server import CallRefused, CallServer, Frames, Parcel
 from weightsync.transports.ray import server
 from weightsync.transports.ray.client import WAY
@@ -70,7 +71,11 @@ class ActorServer:
     def receive_and_apply(
         self, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:
-        """Take a call with Ray's arguments: see `call`. The payload is a flat array, or a flat tensor under NIXL."""
+        """Take a call with Ray's arguments: see `call`. The payload is flat: bytes, an array, or a tensor
+        under NIXL. A tuple is its place in the sender's memory.
+        """
+        if isinstance(payload, tuple):
+            return self.call(Parcel(link, number, frame, place=Place.read(payload)), lost)
         found: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
         return self.call(Parcel(link, number, frame, None if payload is None else memoryview(found)), lost)
 

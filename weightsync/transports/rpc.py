@@ -20,6 +20,7 @@ from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, GivenUp
 from weightsync.transports.calls.forwarding import complete_like
+from weightsync.transports.calls.same_host import Place, SharedPayloads
 from weightsync.transports.calls.server import CallServer, Frames, Parcel
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
 
@@ -105,12 +106,12 @@ def call_server_of(model_id: str) -> CallServer:
 
 @async_execution  # type: ignore[untyped-decorator]
 def _deliver(
-    model_id: str, link: str, number: int, frame: bytes, payload: torch.Tensor | None
+    model_id: str, link: str, number: int, frame: bytes, payload: torch.Tensor | tuple[int, ...] | None
 ) -> torch.futures.Future[Delivered]:
     """Deliver a call. Returns at once in a thread of the worker's RPC; the result follows with the answer."""
     over: torch.futures.Future[Delivered] = torch.futures.Future()
-    parcel = Parcel(link, number, frame, None if payload is None else _bytes_of(payload))
     try:
+        parcel = _parcel(link, number, frame, payload)
         answer = call_server_of(model_id).submit(parcel)
     except WeightSyncError as error:
         over.set_result(Delivered((), str(error)))
@@ -119,9 +120,11 @@ def _deliver(
     return over
 
 
-def _bytes_of(payload: torch.Tensor) -> memoryview:
-    array: Any = payload.numpy()
-    return memoryview(array)
+def _parcel(link: str, number: int, frame: bytes, carried: torch.Tensor | tuple[int, ...] | None) -> Parcel:
+    if not isinstance(carried, torch.Tensor):
+        return Parcel(link, number, frame, place=None if carried is None else Place.read(carried))
+    array: Any = carried.numpy()
+    return Parcel(link, number, frame, memoryview(array))
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +283,7 @@ class RpcCallClient:
         self._peer = peer
         self._link = new_name()
         self._seal = seal_of(key, Identity(WAY, model_id, str(worker.name), self._link), peer)
+        self._shared = SharedPayloads()
         self._next = 0
         self._closed = False
 
@@ -290,7 +294,7 @@ class RpcCallClient:
         if isinstance(message, Bye):
             answers = begin(self._peer, lambda: self._call(_hang_up, number, frame), self._answers_of)
         else:
-            carried = _carried(message, payload)
+            carried = self._carried(message, payload)
             answers = begin(
                 self._peer,
                 lambda: self._call(_deliver, number, frame, carried),
@@ -317,18 +321,23 @@ class RpcCallClient:
             raise lost(self._peer, error) from error
         if delivered.failure:
             raise GivenUp(f"{self._peer} refused a call: {delivered.failure}")
-        return self._seal.brought(delivered.frames)
+        messages = self._seal.brought(self._shared.without_mark(delivered.frames))
+        self._shared.heard(messages)
+        return messages
 
     def close(self) -> None:
         """Begin no further calls. Those in flight end with the worker's answer."""
         self._closed = True
+        self._shared.close()
 
-
-def _carried(message: Message, payload: Buffer | None) -> torch.Tensor | None:
-    if not isinstance(message, Update) or not message.nbytes or payload is None:
-        return None
-    # A view: RPC reads the buffer itself, which stays pinned until the call ends.
-    return torch.frombuffer(payload.view[: message.nbytes], dtype=torch.uint8)
+    def _carried(self, message: Message, payload: Buffer | None) -> torch.Tensor | tuple[int, ...] | None:
+        if not isinstance(message, Update) or not message.nbytes or payload is None:
+            return None
+        place = self._shared.place(message, payload)
+        if place is not None:
+            return tuple(place)
+        # A view: RPC reads the buffer itself, which stays pinned until the call ends.
+        return torch.frombuffer(payload.view[: message.nbytes], dtype=torch.uint8)
 
 
 def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[bool]:
