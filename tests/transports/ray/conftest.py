@@ -46,8 +46,9 @@ def plain(pool: dict[str, Any]) -> Any:
 
 @pytest.fixture
 def through_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small payloads are put into Ray's object store, too, as large ones are for actors of another host."""
+    """All payloads are put into Ray's object store, as large ones are for actors of another host."""
     monkeypatch.setattr(client, "INLINE_NBYTES", -1)
+    monkeypatch.setattr(client.SharedPayloads, "place", lambda *_: None)
 
 
 @pytest.fixture

@@ -116,6 +116,7 @@ def _no_put(*_: Any, **__: Any) -> Any:
     raise AssertionError("the payload was put into Ray's object store")
 
 
+@pytest.mark.usefixtures("through_store")
 def test_the_payload_is_read_in_place(setups: list[Any], trainer: Any) -> None:
     get(setups[0].do.remote(_note_payloads))
 
