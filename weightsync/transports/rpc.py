@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -22,7 +24,10 @@ from weightsync.transports.calls.client import Answers, GivenUp
 from weightsync.transports.calls.forwarding import complete_like
 from weightsync.transports.calls.same_host import Place, SharedPayloads
 from weightsync.transports.calls.server import CallServer, Frames, Parcel
+from weightsync.transports.calls.without_receiver import another_model
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
+
+logger = logging.getLogger("weightsync")
 
 #: torch exports, annotates and documents less than it provides.
 torch_rpc: Final[Any] = rpc
@@ -67,6 +72,11 @@ class _CallServers:
         """The call server of a model, made if it does not exist yet."""
         with self._lock:
             return self._call_servers.setdefault(model_id, CallServer(model_id, WAY, _own_name))
+
+    def listening(self) -> list[str]:
+        """The models for which a receiver listens."""
+        with self._lock:
+            return sorted(model_id for model_id, server in self._call_servers.items() if server.listening)
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
@@ -149,9 +159,12 @@ def _hang_up(model_id: str, link: str, number: int, frame: bytes) -> Delivered:
     return Delivered(())
 
 
-def _is_listening(model_id: str) -> bool:
-    """Whether a receiver of ours listens for that model in this process."""
-    return call_server_of(model_id).listening
+def _listening(model_id: str) -> list[str]:
+    """The models for which receivers of ours listen in this process, for a sender of that model."""
+    models = _call_servers.listening()
+    if models and model_id not in models:
+        logger.warning("model %r: a handshake was not accepted: %s", model_id, another_model(model_id, models))
+    return models
 
 
 # ----------------------------------------------------------------------------------------------- the sender's end
@@ -285,7 +298,9 @@ class RpcCallClient:
         self._seal = seal_of(key, Identity(WAY, model_id, str(worker.name), self._link), peer)
         self._shared = SharedPayloads()
         self._next = 0
-        self._closed = False
+        self._greeted = self._closed = False
+        #: Why the worker does not answer the handshake, as far as is known; empty: it has, or nothing is known.
+        self.remark = ""
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries a message: see `weightsync.transports.calls.client.CallClient.start`."""
@@ -302,7 +317,20 @@ class RpcCallClient:
                 lambda: self._call_again(number),
             )
         self._next += 1
+        if not self._greeted and not isinstance(message, Bye):
+            self._ask_for_others()
         return answers
+
+    def _ask_for_others(self) -> None:
+        """Find out whether receivers of other models only listen there. The handshake waits for ours all the same."""
+        with contextlib.suppress(TransportError):  # the call that carries the message reports it
+            ask_listening(self._worker, self._model_id, self._peer).add_done_callback(self._found_others)
+
+    def _found_others(self, found: Future[Sequence[str]]) -> None:
+        models = () if found.exception() is not None else found.result()
+        if models and self._model_id not in models and not self._greeted:
+            self.remark = another_model(self._model_id, models)
+            logger.warning("model %r: %s did not accept the handshake: %s", self._model_id, self._peer, self.remark)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> torch.futures.Future[Any]:
         whole = self._model_id, self._link, *arguments
@@ -323,6 +351,8 @@ class RpcCallClient:
             raise GivenUp(f"{self._peer} refused a call: {delivered.failure}")
         messages = self._seal.brought(self._shared.without_mark(delivered.frames))
         self._shared.heard(messages)
+        if messages:
+            self._greeted, self.remark = True, ""
         return messages
 
     def close(self) -> None:
@@ -340,22 +370,22 @@ class RpcCallClient:
         return torch.frombuffer(payload.view[: message.nbytes], dtype=torch.uint8)
 
 
-def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[bool]:
-    """Ask whether a receiver of ours listens there. A process without weightsync has none.
+def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[Sequence[str]]:
+    """Ask for which models receivers of ours listen there. A process without weightsync has none.
 
     Raises:
         TransportError: RPC accepted no call.
     """
-    found: Future[bool] = Future()
+    found: Future[Sequence[str]] = Future()
 
-    def said(over: torch.futures.Future[bool]) -> Sequence[Message]:
+    def said(over: torch.futures.Future[list[str]]) -> Sequence[Message]:
         try:
-            found.set_result(bool(over.value()))
+            found.set_result(over.value())
         except Exception as error:  # noqa: BLE001 - reported to whoever waits
-            found.set_result(False) if raised_there(error) else found.set_exception(lost(peer, error))
+            found.set_result(()) if raised_there(error) else found.set_exception(lost(peer, error))
         return ()
 
-    begin(peer, lambda: rpc.rpc_async(worker, _is_listening, args=(model_id,), timeout=ENDLESS), said)
+    begin(peer, lambda: rpc.rpc_async(worker, _listening, args=(model_id,), timeout=ENDLESS), said)
     return found
 
 

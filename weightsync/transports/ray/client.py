@@ -277,25 +277,25 @@ class PlainActorCallClient(_RayCallClient):
         raise self._gone(error)
 
 
-def ask_attended(actor: Any, model_id: str, peer: str) -> Future[bool]:
-    """Ask an actor whether a receiver of ours listens in it. An actor that cannot be asked has none.
+def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
+    """Ask an actor for which models receivers of ours listen in it. An actor that cannot be asked has none.
 
     Raises:
         TransportError: Ray accepted no call.
     """
-    found: Future[bool] = Future()
+    found: Future[Sequence[str]] = Future()
 
     def said(over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None or isinstance(error, _exceptions().RayTaskError):
-            settle(found, error is None and bool(over.result()))
+            settle(found, over.result() if error is None else ())
         else:
             settle(found, error=lost_call(peer, error))
         return ()
 
     Session(peer).require()
     try:
-        raw = actor.__ray_call__.remote(server.is_attended, model_id).future()
+        raw = actor.__ray_call__.remote(server.attended, model_id).future()
     except Exception as error:
         raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
     ACTOR_WATCH.attend(found, peer)
