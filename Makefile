@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-loaded verify verify-quick demo check check-all lint format generate protocol clean
+.PHONY: help install test test-loaded verify verify-quick demo check check-all lint format generate docs protocol clean
 
 help:
 	@echo 'make test       lint, types, and the tests that need no model checker: 10 minutes'
@@ -30,6 +30,7 @@ help:
 	@echo 'make lint       generated files, ruff, mypy, import-linter'
 	@echo 'make format     let ruff format and fix'
 	@echo 'make generate   render tables and docs from spec/protocol.toml, and the module map'
+	@echo 'make docs       the docs site, in site/; warnings are errors'
 	@echo 'make protocol   and pin all that follows from it, and say what a person must still write (QUICK=1: without the long runs)'
 	@echo 'make install    only make .venv'
 	@echo 'make clean      remove .venv and caches'
@@ -73,6 +74,7 @@ lint: $(INSTALLED)
 	$(BIN)/python spec/generate.py --check
 	$(BIN)/python spec/assurance.py --check
 	$(BIN)/python spec/architecture.py --check
+	$(BIN)/python spec/troubleshooting.py --check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -86,6 +88,10 @@ generate: $(INSTALLED)
 	$(BIN)/python spec/generate.py
 	$(BIN)/python spec/assurance.py
 	$(BIN)/python spec/architecture.py
+	$(BIN)/python spec/troubleshooting.py
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f spec/site/mkdocs.yml
 
 protocol: $(INSTALLED)
 	$(BIN)/python spec/follow.py $(if $(QUICK),--quick) $(if $(SINCE),--since $(SINCE))

@@ -55,6 +55,8 @@ def _rebuild(kind: type[WeightSyncError], state: dict[str, Any]) -> WeightSyncEr
 class StateError(WeightSyncError):
     """The state does not allow this call. Nothing has changed.
 
+    What to do: call one of `allowed` first; the message names them, and `steps` shows how the machine came here.
+
     Attributes:
         machine: which machine refused the call, "sender" or "receiver".
         state: the machine's state.
@@ -91,6 +93,8 @@ def _call(method: str) -> str:
 class SyncError(WeightSyncError):
     """Some workers did not apply the update.
 
+    What to do: look at `report.outcomes`, worker by worker; or pass ``on_failure="report"`` and decide yourself.
+
     Attributes:
         report: the `SyncReport`, with one outcome per worker.
     """
@@ -103,6 +107,9 @@ class SyncError(WeightSyncError):
 class AckTimeoutError(SyncError, TimeoutError):
     """Some workers did not answer before the deadline. The update stays outstanding and can be waited for again.
 
+    What to do: `wait_async()` again, or `abandon()` the update. The message says when each worker was last heard
+    from, and whether it has read the update: a worker that has not read it does not call `receive()`.
+
     Attributes:
         pending: ids of the workers that have not answered.
     """
@@ -114,6 +121,9 @@ class AckTimeoutError(SyncError, TimeoutError):
 
 class WorkerLostError(SyncError, ConnectionError):
     """Links to workers were lost. The version those workers serve is unknown until they rejoin.
+
+    What to do: `remove_worker()` for a worker that is gone for good; `add_worker()` with a new link for one that
+    lives or was started again. It then receives the latest version addressed to it.
 
     Attributes:
         lost: worker id to the reason.
@@ -135,6 +145,9 @@ class WorkerLostError(SyncError, ConnectionError):
 class RefusedError(SyncError):
     """Workers refused the update and still serve their previous version.
 
+    What to do: read the worker's reason, and its traceback in the report. Other names, shapes or dtypes: give trainer
+    and worker the same model. No memory or descriptors: free some in the worker, and send again.
+
     Attributes:
         refused: worker id to the reason, with the worker's own traceback if it raised.
     """
@@ -145,15 +158,23 @@ class RefusedError(SyncError):
 
 
 class ModelBusyError(WeightSyncError, TimeoutError):
-    """The model was in use until the timeout, so the update could not be applied. Nothing has changed."""
+    """The model was in use until the timeout, so the update could not be applied. Nothing has changed.
+
+    What to do: leave forward passes before `receive()`, or give it a longer timeout.
+    """
 
 
 class ConfigurationError(WeightSyncError, ValueError):
-    """An argument is missing, contradictory, unknown or of an unsupported type. Nothing has changed."""
+    """An argument is missing, contradictory, unknown or of an unsupported type. Nothing has changed.
+
+    What to do: correct the argument that the message names.
+    """
 
 
 class ModelPathError(WeightSyncError, AttributeError):
     """A model path such as ``"env.transform[0]"`` does not resolve.
+
+    What to do: compare the path with the worker's own objects; `part` is the first part that is not there.
 
     Attributes:
         path: the whole path.
@@ -169,6 +190,8 @@ class ModelPathError(WeightSyncError, AttributeError):
 class MissingExtraError(WeightSyncError, ImportError):
     """An optional package is not installed.
 
+    What to do: install the extra that the message names. `weightsync doctor` lists what works here.
+
     Attributes:
         extra: the extra that installs it.
     """
@@ -180,6 +203,8 @@ class MissingExtraError(WeightSyncError, ImportError):
 
 class LayoutError(WeightSyncError, KeyError, ValueError):
     """The names, shapes or dtypes of weights and destination differ. Nothing has changed.
+
+    What to do: compare `missing`, `unexpected` and `mismatched`; a `WeightStrategy` or a map of names can bridge them.
 
     Attributes:
         missing: names that the destination has and the weights lack.
@@ -203,6 +228,8 @@ class LayoutError(WeightSyncError, KeyError, ValueError):
 class ProtocolError(WeightSyncError):
     """A peer violated the protocol or speaks another version of it. Its link is closed.
 
+    What to do: run the same release of weightsync at both ends, and let nothing else write to the pipe or port.
+
     Attributes:
         unread: the bytes that could not be decoded.
     """
@@ -213,15 +240,25 @@ class ProtocolError(WeightSyncError):
 
 
 class TransportError(WeightSyncError, ConnectionError):
-    """A link failed. If another library raised, its exception is the ``__cause__``."""
+    """A link failed. If another library raised, its exception is the ``__cause__``.
+
+    What to do: look at ``__cause__``; in a worker, end or reconnect: its weights stay as they are. `weightsync doctor`
+    tests what the schemes need.
+    """
 
 
 class AuthenticationError(TransportError):
-    """A peer has a different key or none, or its message was altered in transit. The message was discarded."""
+    """A peer has a different key or none, or its message was altered in transit. The message was discarded.
+
+    What to do: give both ends the same key; see SECURITY.md.
+    """
 
 
 class SenderClosed(TransportError):
-    """In a worker: the sender closed its link cleanly. A sender that crashes raises a plain `TransportError`."""
+    """In a worker: the sender closed its link cleanly. A sender that crashes raises a plain `TransportError`.
+
+    What to do: end the worker, or wait for a new trainer's link.
+    """
 
 
 def raw_pipe() -> None:

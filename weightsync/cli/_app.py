@@ -1,4 +1,4 @@
-"""The typer application. Each sub-command of `weightsync` is a function in the module of the same name."""
+"""The typer application. Each sub-command of `weightsync` is a function, or a group, in the module of its name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ COMMANDS = {
     "demo": "Train a policy on CartPole while worker processes act with the weights they receive.",
     "check": "Check the protocol's model with TLC.",
     "verify": "Check whether recorded runs conformed to the protocol.",
+    "trace": "Show recorded runs as sequence charts, and export them as SVG or for Perfetto.",
+    "doctor": "Say which schemes work on this machine, and what to do about the others.",
 }
 
 
@@ -28,6 +30,8 @@ class _LazyGroup(TyperGroup):
 
 def _load(name: str) -> Any:
     function = getattr(importlib.import_module(f"weightsync.cli.{name}"), name)
+    if isinstance(function, typer.Typer):
+        return typer.main.get_command(function)
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
     alone.command(name, context_settings=_HELP)(function)
     return typer.main.get_command(alone)

@@ -150,7 +150,7 @@ class WeightReceiver(Participant):
             True: a version went live. False: it was refused. None: neither.
 
         Raises:
-            As `receive`.
+            WeightSyncError: as `receive`.
         """
         return self._applier.receive_and_apply(target)
 

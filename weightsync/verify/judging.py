@@ -14,7 +14,7 @@ from weightsync.protocol.messages import Ack, Bye, Refusal
 from weightsync.protocol.report import Evidence
 from weightsync.verify.guarantees import breaches
 from weightsync.verify.lines import Finding, Line, TraceFile, find_files, read_file
-from weightsync.verify.network import Network
+from weightsync.verify.network import Network, SentMessage
 from weightsync.verify.replaying import HALVES, Machine, replay
 from weightsync.verify.talkers import listen
 
@@ -37,6 +37,8 @@ class Run:
     findings: tuple[Finding, ...] = ()
     #: Messages from machines that are in no file or whose recording had ended.
     unseen: tuple[Line, ...] = ()
+    #: Every message that was sent, in order of time, with the lines of its arrivals.
+    messages: tuple[SentMessage, ...] = ()
 
     @property
     def judgement(self) -> Judgement:
@@ -190,4 +192,5 @@ def judge(network: Network) -> Run:
     findings += [found for found in map(listen, network.machines) if found is not None]
     findings += [*network.findings(), *breaches(network)]
     findings.sort(key=lambda found: found.line.time)
-    return Run(tuple(network.machines), tuple(findings), tuple(network.unseen))
+    messages = sorted((sent for each in network.sent.values() for sent in each), key=lambda sent: sent.line.time)
+    return Run(tuple(network.machines), tuple(findings), tuple(network.unseen), tuple(messages))

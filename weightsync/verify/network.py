@@ -28,7 +28,13 @@ class SentMessage:
     clock: str
     message: Message
     key: str
-    taken: bool = False
+    #: The lines with which it arrived; more than one where the link duplicates.
+    arrivals: list[Line] = field(default_factory=list)
+
+    @property
+    def taken(self) -> bool:
+        """Whether it has arrived."""
+        return bool(self.arrivals)
 
 
 @dataclass
@@ -136,7 +142,7 @@ class Network:
             return Finding(moment.line, f"it arrived before it was sent ({sent.line.place})", (), RULE)
         if sent.taken and not self.delivery[place].duplicates:
             return Finding(moment.line, f"it arrived again: {_where(sent)}", (self._promise(place),), RULE)
-        sent.taken = True
+        sent.arrivals.append(moment.line)
         return self._order(machine, moment, newest, end, at)
 
     def _sender(self, incarnation: int, moment: Moment) -> Machine | None:

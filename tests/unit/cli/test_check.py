@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -83,9 +84,10 @@ def test_a_folder_that_cannot_be_written_to_is_named(runner: CliRunner, tmp_path
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_is_introduced_by_the_first_line_of_its_docstring(name: str) -> None:
-    function = getattr(importlib.import_module(f"weightsync.cli.{name}"), name)
+    found = getattr(importlib.import_module(f"weightsync.cli.{name}"), name)
+    text = found.info.help if isinstance(found, typer.Typer) else found.__doc__
 
-    assert (function.__doc__ or "").splitlines()[0] == COMMANDS[name]
+    assert text.splitlines()[0] == COMMANDS[name]
 
 
 def test_check_does_not_wait_for_torch() -> None:

@@ -177,7 +177,7 @@ class TransportFacade(abc.ABC):
         """Send weights and go on; `wait_ack` reports the outcome. The caller may change its tensors now.
 
         Raises:
-            As `send_weights`, but for the outcomes.
+            WeightSyncError: as `send_weights`, but for the outcomes.
         """
         model_id, weights = model_and_weights(model_id, weights)
         sender = self._sender(model_id)

@@ -1,0 +1,83 @@
+"""The docs site builds without a warning, and its reference has every public name."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import weightsync
+from weightsync import errors
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "spec" / "site"
+
+
+def build(config: Path, into: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", str(config), "-d", str(into)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    into = tmp_path_factory.mktemp("site")
+    done = build(SITE / "mkdocs.yml", into)
+    assert done.returncode == 0, done.stderr
+    return into
+
+
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_hooks", SITE / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_public_name_is_in_the_reference_with_its_docstring(site: Path) -> None:
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html")}
+    named = set(re.findall(r'id="weightsync\.[\w.]*?(\w+)"', "".join(pages.values())))
+    public = {name for name in weightsync.__all__ if not name.startswith("_")}
+
+    assert public - named == {"WeightSyncBackend"}, "that is a Literal, which has no docstring"
+    assert "A strict state machine" in pages["sender"]
+
+
+def test_the_pages_beside_docs_are_on_the_site_and_links_lead_to_them(site: Path) -> None:
+    for place in hooks().PROJECT.values():
+        assert (site / place).with_suffix(".html").exists() or (site / place).parent.joinpath("index.html").exists()
+    assert 'href="project/index.html"' in (site / "index.html").read_text(encoding="utf-8")
+
+
+def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
+    for name in ("docs", "spec/site", "tla/README.md", "spec/README.md", *(path.name for path in ROOT.glob("*.md"))):
+        source, to = ROOT / name, tmp_path / name
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, to) if source.is_dir() else shutil.copy(source, to)
+    guide = tmp_path / "docs" / "guide.md"
+    guide.write_text(guide.read_text(encoding="utf-8") + "\n[nowhere](nowhere.md)\n", encoding="utf-8")
+
+    done = build(tmp_path / "spec" / "site" / "mkdocs.yml", tmp_path / "out")
+
+    assert done.returncode != 0
+    assert "nowhere.md" in done.stderr + done.stdout
+
+
+def test_each_error_is_under_troubleshooting_with_what_to_do() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RuntimeError)]
+
+    assert len(kinds) > 10
+    for kind in kinds:
+        if kind not in (RuntimeError, errors.WeightSyncError):
+            section = page.partition(f"### {kind.__name__}\n")[2].partition("\n### ")[0]
+            assert "**What to do:** " in section, kind

@@ -1,0 +1,132 @@
+"""`weightsync doctor`: each probe finds what is planted, and a scheme is as good as the worst of what it needs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weightsync.cli import _probes, doctor
+from weightsync.cli._app import build
+from weightsync.cli._probes import Finding, Status
+from weightsync.cli.doctor import NEEDS, PROBES, Diagnosis
+from weightsync.model import ToolMissingError, toolchain
+from weightsync.schemes import registry
+
+
+def _refuse(number: int) -> Callable[..., object]:
+    def refuse(*_: object) -> object:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+def _absent() -> Finding:
+    return Finding(Status.ABSENT, "not installed", "install it")
+
+
+def _no_java() -> object:
+    raise ToolMissingError("install one (Debian: apt-get install default-jre-headless)")
+
+
+def test_every_scheme_has_its_needs_and_every_need_a_probe() -> None:
+    assert set(NEEDS) == set(registry._HOMES)
+    assert {need for needs in NEEDS.values() for need in needs} <= set(PROBES)
+
+
+def test_on_this_machine_the_schemes_without_extras_work_and_nothing_is_left_open() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+
+    found = Diagnosis({name: PROBES[name]() for name in PROBES if name not in ("Ray", "TorchRL")} | {"Ray": _absent()})
+
+    assert found.scheme("shared") in (Status.WORKS, Status.LIMITED)
+    assert found.scheme("process") in (Status.WORKS, Status.LIMITED)
+    assert found.scheme("ray") is Status.ABSENT
+    assert found.healthy
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+@pytest.mark.parametrize(
+    ("probe", "planted", "status", "said"),
+    [
+        ("kernel", (os, "pidfd_open", _refuse(errno.ENOSYS)), Status.FAILS, "Linux 5.3"),
+        ("segments", (os, "memfd_create", _refuse(errno.EPERM)), Status.FAILS, "seccomp"),
+        ("descriptors", (resource, "getrlimit", lambda _: (256, 4096)), Status.LIMITED, "ulimit -n"),
+        ("loopback", (socket, "create_server", _refuse(errno.EADDRNOTAVAIL)), Status.FAILS, "ip link set lo up"),
+        ("java", (toolchain, "find_java", _no_java), Status.ABSENT, "default-jre"),
+    ],
+)
+def test_what_does_not_work_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+    probe: str,
+    planted: tuple[object, str, object],
+    status: Status,
+    said: str,
+) -> None:
+    monkeypatch.setattr(*planted)
+
+    found: Finding = getattr(_probes, probe)()
+
+    assert (found.status, said in found.remedy) == (status, True), found
+
+
+def test_a_name_that_does_not_resolve_or_takes_too_long_limits_the_schemes_that_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_probes, "_LOOKUP_S", 0.05)
+
+    unknown = _probes.own_name(_refuse(errno.ENOENT))
+    slow = _probes.own_name(lambda _: time.sleep(1))
+
+    assert [found.status for found in (unknown, slow)] == [Status.LIMITED] * 2
+    assert "does not resolve" in unknown.detail
+    assert "takes more than" in slow.detail
+    assert "/etc/hosts" in slow.remedy
+
+
+def test_an_interface_for_gloo_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+
+    found = _probes.torch_distributed()
+
+    assert found.status is Status.FAILS
+    assert "eth99" in found.detail
+    assert "lo" in found.remedy
+
+
+def test_a_scheme_is_as_good_as_the_worst_of_what_it_needs() -> None:
+    works = {name: Finding(Status.WORKS, "here") for name in PROBES}
+    absent = Diagnosis({**works, "Ray": _absent(), "open files": Finding(Status.LIMITED, "256", "ulimit")})
+    broken = Diagnosis({**works, "shared memory": Finding(Status.FAILS, "none", "allow it")})
+
+    assert (absent.scheme("ray"), absent.reasons("ray")) == (Status.ABSENT, ["open files", "Ray"])
+    assert (absent.scheme("process"), absent.healthy) == (Status.LIMITED, True)
+    assert (broken.scheme("shared"), broken.scheme("process"), broken.healthy) == (Status.FAILS, Status.WORKS, False)
+
+
+def test_the_exit_code_is_1_if_a_scheme_fails_and_json_has_all_findings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    probes = {name: (lambda: Finding(Status.WORKS, "here")) for name in PROBES}
+    runner, file = CliRunner(), tmp_path / "doctor.json"
+
+    monkeypatch.setattr(doctor, "PROBES", probes)
+    healthy = runner.invoke(build(), ["doctor", "--json", str(file)])
+    monkeypatch.setattr(
+        doctor, "PROBES", {**probes, "shared memory": lambda: Finding(Status.FAILS, "none", "allow it")}
+    )
+    broken = runner.invoke(build(), ["doctor", "--json", "-"])
+
+    assert (healthy.exit_code, broken.exit_code) == (0, 1)
+    assert json.loads(file.read_text())["healthy"] is True
+    record = json.loads(broken.stdout)
+    assert record["schemes"]["shared"] == {"status": "fails", "because": ["shared memory"]}
+    assert record["findings"]["shared memory"] == {"status": "fails", "detail": "none", "remedy": "allow it"}

@@ -1,0 +1,132 @@
+"""``weightsync doctor``: which schemes work on this machine, and what to do about the others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weightsync.cli import _probes
+from weightsync.cli._probes import Finding, Status
+
+#: The exit code if a scheme that every installation has does not work.
+DOES_NOT_WORK = 1
+_PLAIN_WIDTH = 120
+_STYLES = {Status.WORKS: "green", Status.LIMITED: "yellow", Status.FAILS: "bold red", Status.ABSENT: "dim"}
+
+PROBES = {
+    "operating system": _probes.kernel,
+    "shared memory": _probes.segments,
+    "open files": _probes.descriptors,
+    "loopback": _probes.loopback,
+    "host name": _probes.own_name,
+    "torch.distributed": _probes.torch_distributed,
+    "RPC": _probes.torch_rpc,
+    "Ray": _probes.ray,
+    "TorchRL": _probes.torchrl,
+    "CUDA": _probes.cuda,
+    "Java": _probes.java,
+}
+
+#: What each scheme needs, by its backend.
+NEEDS = {
+    "none": (),
+    "shared": ("operating system", "shared memory", "open files"),
+    "process": ("operating system", "open files"),
+    "distributed": ("operating system", "open files", "loopback", "host name", "torch.distributed"),
+    "rpc": ("operating system", "open files", "loopback", "host name", "RPC"),
+    "ray": ("operating system", "open files", "loopback", "host name", "Ray"),
+}
+#: From harmless to fatal: a scheme is as good as the worst of what it needs.
+_SEVERITY = (Status.WORKS, Status.LIMITED, Status.ABSENT, Status.FAILS)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was found on this machine.
+
+    Attributes:
+        findings: the result of each probe, by its name.
+    """
+
+    findings: Mapping[str, Finding]
+
+    def scheme(self, backend: str) -> Status:
+        """Whether a scheme works here."""
+        return max((self.findings[need].status for need in NEEDS[backend]), key=_SEVERITY.index, default=Status.WORKS)
+
+    def reasons(self, backend: str) -> list[str]:
+        """The names of the probes because of which a scheme does not work, or not well."""
+        return [need for need in NEEDS[backend] if self.findings[need].status is not Status.WORKS]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every scheme works whose packages are installed."""
+        return all(self.scheme(backend) is not Status.FAILS for backend in NEEDS)
+
+    def record(self) -> dict[str, Any]:
+        """The diagnosis as plain data, for JSON."""
+        return {
+            "packages": _probes.packages(),
+            "healthy": self.healthy,
+            "schemes": {
+                backend: {"status": self.scheme(backend).value, "because": self.reasons(backend)} for backend in NEEDS
+            },
+            "findings": {
+                name: {"status": finding.status.value, "detail": finding.detail, "remedy": finding.remedy}
+                for name, finding in self.findings.items()
+            },
+        }
+
+
+def doctor(
+    report: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file; - prints them.")
+    ] = None,
+) -> None:
+    """Say which schemes work on this machine, and what to do about the others.
+
+    The exit code is 0 if every scheme works whose packages are installed, and 1 if one does not.
+    """
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=str(report) == "-")
+    found = Diagnosis({name: probe() for name, probe in PROBES.items()})
+    if report is not None:
+        text = json.dumps(found.record(), indent=1) + "\n"
+        if str(report) == "-":
+            typer.echo(text, nl=False)
+        else:
+            report.write_text(text, encoding="utf-8")
+    console.print(_probes.packages(), markup=False, highlight=False)
+    console.print()
+    console.print(schemes(found))
+    console.print()
+    console.print(findings(found))
+    for name, finding in found.findings.items():
+        if finding.remedy:
+            console.print(f"\n{name}: {finding.detail}.\n  {finding.remedy}", markup=False, highlight=False)
+    if not found.healthy:
+        raise typer.Exit(DOES_NOT_WORK)
+
+
+def schemes(found: Diagnosis) -> Table:
+    """Return the table of schemes."""
+    table = Table("scheme", "status", "because of", box=None, pad_edge=False)
+    for backend in NEEDS:
+        status = found.scheme(backend)
+        table.add_row(backend, f"[{_STYLES[status]}]{status.value}[/]", ", ".join(found.reasons(backend)))
+    return table
+
+
+def findings(found: Diagnosis) -> Table:
+    """Return the table of probes."""
+    table = Table("checked", "status", "found", box=None, pad_edge=False)
+    for name, finding in found.findings.items():
+        table.add_row(name, f"[{_STYLES[finding.status]}]{finding.status.value}[/]", finding.detail)
+    return table
