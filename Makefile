@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 DEMO ?= --scheme shared --workers 2
+# The short set: ten minutes, also on two cores.
+BENCH ?= --payloads E,S,M,L,T --workers 2 --verify default,layout --seconds 15
 # How many processes share the tests. Each starts processes of its own, a Ray cluster among them: more is not faster on two cores.
 WORKERS ?= 2
 # The same examples in every run; `dev` and `nightly` look elsewhere each time.
@@ -17,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-loaded verify verify-quick demo check check-all lint format generate docs protocol clean
+.PHONY: help install test test-loaded verify verify-quick demo bench check check-all lint format generate docs protocol clean
 
 help:
 	@echo 'make test       lint, types, and the tests that need no model checker: 10 minutes'
@@ -25,6 +27,7 @@ help:
 	@echo 'make verify-quick  all proofs again, the second checker, the tests with TLC: 15 minutes'
 	@echo 'make verify     and the large graphs, and the mutants of model and code: 38 minutes'
 	@echo 'make demo       train CartPole while workers act with the synchronised policy'
+	@echo 'make bench      the schemes against the floors of this machine, a short set: 10 minutes'
 	@echo 'make check      the quick set of the model checker'
 	@echo 'make check-all  all of it'
 	@echo 'make lint       generated files, ruff, mypy, import-linter'
@@ -64,6 +67,9 @@ verify: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/weightsync demo $(DEMO)
 
+bench: $(INSTALLED)
+	$(BIN)/weightsync bench $(BENCH)
+
 check: $(INSTALLED)
 	$(BIN)/weightsync check
 
@@ -74,6 +80,7 @@ lint: $(INSTALLED)
 	$(BIN)/python spec/generate.py --check
 	$(BIN)/python spec/assurance.py --check
 	$(BIN)/python spec/architecture.py --check
+	$(BIN)/python spec/performance.py --check
 	$(BIN)/python spec/troubleshooting.py --check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -88,6 +95,7 @@ generate: $(INSTALLED)
 	$(BIN)/python spec/generate.py
 	$(BIN)/python spec/assurance.py
 	$(BIN)/python spec/architecture.py
+	$(BIN)/python spec/performance.py
 	$(BIN)/python spec/troubleshooting.py
 
 docs: $(INSTALLED)

@@ -8,6 +8,7 @@ import os
 # may not answer. The C library reads this once a thread: it is set before anything is imported that might ask.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+import gc
 import multiprocessing
 import multiprocessing.context
 import re
@@ -39,6 +40,17 @@ settings.register_profile(
     "mutants", max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks through all that was imported again: it would take longer than most tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At the end of the process all is collected as ever: extensions complain of what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,6 @@ def call(module: str, function: str) -> None:
         getattr(importlib.import_module(module), function)(cluster)
 
 
-def add_node(cluster: Any, resource: str) -> Any:
-    """One more node, which alone has that resource."""
-    return cluster.add_node(num_cpus=1, resources={resource: 1}, object_store_memory=OBJECT_STORE_NBYTES)
+def add_node(cluster: Any, resources: dict[str, int]) -> Any:
+    """One more node, which alone has these resources."""
+    return cluster.add_node(num_cpus=1, resources=resources, object_store_memory=OBJECT_STORE_NBYTES)

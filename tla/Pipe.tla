@@ -2,16 +2,16 @@
 (***************************************************************************)
 (* Links over sockets: pipe/link.py, pipe/connection.py, pipe/framing.py.  *)
 (*                                                                         *)
-(* A frame leaves in pieces, as there is room; here in two: its head,      *)
-(* which says what it is, and its body, which says which weights.  The     *)
-(* kernel keeps pieces in order, and keeps those of an end that closed     *)
-(* until they are read.  Then the reader finds the end of the stream,      *)
-(* perhaps in the middle of a frame.                                       *)
+(* A frame is written in pieces, as the socket has room.  The model has    *)
+(* two: a head, which says what the message is, and a body, which holds    *)
+(* the weights.  The kernel keeps pieces in order.  When an end closes,    *)
+(* the pieces that it wrote can still be read.  Then the reader reaches    *)
+(* the end of the stream, perhaps in the middle of a frame.                *)
 (*                                                                         *)
-(* Abstracted: a frame has two pieces, a socket room for Room of them;     *)
-(* one model a connection, no messages of the user's own; descriptors and  *)
-(* slots are those of Slots.tla.  Whether a piece left before its worker's *)
-(* end closed is found out when the sender looks.                          *)
+(* Abstracted: a frame has two pieces, and a socket has room for Room      *)
+(* pieces; a connection carries one model and no user messages;            *)
+(* descriptors and slots are in Slots.tla.  If a worker's end closes, the  *)
+(* sender may learn only later whether a piece was written before.         *)
 (***************************************************************************)
 EXTENDS Ends
 
@@ -19,16 +19,16 @@ CONSTANT Room   \* pieces in a socket's buffer, in each direction
 
 VARIABLES
   down, up,          \* [Ends -> pieces in the kernel's buffer], oldest first
-  begun,             \* messages whose head has left, and whose body has not
-  downHeld, upHeld   \* [Ends -> the pieces that its reader has of a frame that is not whole yet]
+  begun,             \* messages whose head is written, and whose body is not
+  downHeld, upHeld   \* [Ends -> the pieces of an incomplete frame that its reader has]
 
 wires == <<down, up, begun, downHeld, upHeld>>
 vars == <<machines, wires>>
 
 AllRules == {
-  "UnfinishedFirst",   \* an unfinished frame goes on ahead of newer ones
-  "WholeFrames",       \* what is left of a frame when its stream ends is thrown away
-  "DrainedFirst"       \* a loss is told after what came before it
+  "UnfinishedFirst",   \* an unfinished frame is finished before a new one begins
+  "WholeFrames",       \* an incomplete frame at the end of the stream is dropped
+  "DrainedFirst"       \* a loss is reported after all that was read before it
 }
 ASSUME Careless \subseteq AllRules
 
@@ -36,7 +36,7 @@ Piece(m, part) == [m |-> m, part |-> part]
 Empty == [l \in Ends |-> <<>>]
 Cleared(row, ends) == [l \in Ends |-> IF l \in ends THEN <<>> ELSE row[l]]
 
-\* A frame as its reader puts it together: what it is from its head, which weights from its body.
+\* A frame as its reader assembles it: the message from its head, the weights from its body.
 LetterOf(l, head, body) == Letter(l, head.v, body.p)
 AnswerOf(l, head, body) ==
   [s |-> l[1], w |-> l[2], k |-> l[3], inc |-> head.inc, kind |-> head.kind, fence |-> head.fence,
@@ -45,7 +45,7 @@ AnswerOf(l, head, body) ==
 -----------------------------------------------------------------------------
 (* Writing and reading *)
 
-\* What an outflow writes next: the frame it has begun, or else the first that waits.
+\* What is written next: the unfinished frame, or else the first that waits.
 Next1(box) ==
   LET unfinished == box \cap begun IN
   IF unfinished # {} /\ Follows("UnfinishedFirst") THEN unfinished
@@ -91,7 +91,7 @@ ReadUp(s, w, k) ==
           /\ heard' = heard \cup {AnswerOf(l, upHeld[l][1].m, Head(up[l]).m)}
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, said, down, begun, downHeld>>
 
-\* All has been read that had left: the sender finds the end of the stream, and what had not left never will.
+\* All that was written has been read: the sender reaches the end of the stream. What was not written never will be.
 EndOfStream(s, w) ==
   LET l == Current(s, w) IN
   /\ Open(l) /\ gone[s][w] /\ up[l] = <<>>
@@ -101,8 +101,8 @@ EndOfStream(s, w) ==
   /\ upHeld' = [upHeld EXCEPT ![l] = <<>>]
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, up, downHeld>>
 
-\* A rule taken out: at the end of the stream, the head of a frame whose body never came counts as whole, with
-\* whatever its memory held.
+\* A removed rule: at the end of the stream a head without its body counts as a whole frame, with whatever its memory
+\* held.
 DeliverTorn(s, w, k) ==
   LET l == <<s, w, k>> IN
   /\ ~Follows("WholeFrames")
@@ -112,9 +112,9 @@ DeliverTorn(s, w, k) ==
   /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, down, up, begun, upHeld>>
 
 -----------------------------------------------------------------------------
-(* The machines' steps over it *)
+(* The machines' steps over these links *)
 
-\* The worker's ends of these links close: what is on its way to them goes nowhere.
+\* The worker's ends of these links close: what is on its way to them is lost.
 Shut(ends) ==
   /\ outbox' = Off(outbox, ends)
   /\ begun' = begun \ (outbox \ Off(outbox, ends))
@@ -173,7 +173,7 @@ Spec == Start /\ [][Next]_vars
 -----------------------------------------------------------------------------
 (* The protocol *)
 
-\* A message is under way from when it was given to its link until it is read: a frame is where its body is.
+\* A message is in flight from when its link takes it until it is read: a frame is where its body is.
 Left(row, l) == {row[l][i].m : i \in {j \in 1..Len(row[l]) : row[l][j].part = 2}}
 LettersUnderWay == outbox \cup inbox \cup UNION {Left(down, l) : l \in Ends}
 AnswersUnderWay == said \cup heard \cup UNION {Left(up, l) : l \in Ends}
@@ -186,14 +186,14 @@ Ack == INSTANCE AckProtocol WITH
 RefinesAckProtocol == Ack!Safe
 
 -----------------------------------------------------------------------------
-(* Canaries: situations that must be found, or the proof would be true for no reason *)
+(* Canaries: situations that TLC must reach, or the proof would hold vacuously *)
 
 \* A stream ends in the middle of an answer.
 EveryAnswerEnds == [][\A s \in Senders, w \in Workers : EndOfStream(s, w) => upHeld[Current(s, w)] = <<>>]_vars
 
-\* A letter waits because there is no room.
+\* A message waits because there is no room.
 AlwaysRoom == \A l \in Ends : Open(l) /\ Len(down[l]) = Room => On(outbox, l) = {}
 
-\* What had left before its sender closed the link is read, applied, and LOST to it.
+\* An update written before its sender closed the link is read and applied, and its outcome is LOST.
 NothingLeftBehind == [][\A w \in Workers : rdata'[w].served # rdata[w].served => Open(<<R!Link(w)[1], w, R!Link(w)[2]>>)]_vars
 =============================================================================

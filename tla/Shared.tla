@@ -1,29 +1,31 @@
 ------------------------------- MODULE Shared -------------------------------
 (***************************************************************************)
-(* Senders that come one after another over one and the same link: a       *)
-(* trainer's pipe that its copy or successor goes on using.                *)
+(* Senders that use one and the same link one after another: a trainer's   *)
+(* pipe that a copy or a successor goes on using.                          *)
 (*                                                                         *)
 (* In AckProtocol.tla each sender opens its own links.  Here the k-th      *)
-(* link to a worker is one connection, which all senders share:            *)
-(* for its worker it is one link, and the newest handshake over it says    *)
-(* whose.  <<s, w, k>> is what s writes to it and what is written to s.    *)
-(* Senders, calls, results of the receiver and properties are those of     *)
-(* AckProtocol.tla; what depends on whose a link is, is said again here.   *)
+(* link to a worker is one connection that all senders share.  To its      *)
+(* worker it is one link, and belongs to the sender of the newest          *)
+(* handshake over it.  <<s, w, k>> is what s writes to it and what is      *)
+(* written to s.  Senders, calls, the receiver's decisions and properties  *)
+(* are those of AckProtocol.tla; what depends on whose link it is, is      *)
+(* defined again here.                                                     *)
 (*                                                                         *)
-(* Abstracted: the order in which two senders' messages were written (it   *)
-(* reads them in any); who joins after the connection was closed has a     *)
-(* new one; receivers that close or fail, which AckProtocol.tla has.       *)
+(* Abstracted: the order in which two senders' messages were written (the  *)
+(* worker reads them in any order); joining after the connection closed,   *)
+(* which opens a new one; receivers that close or fail, which              *)
+(* AckProtocol.tla has.                                                    *)
 (***************************************************************************)
 EXTENDS AckProtocol
 
 CONSTANT Careless   \* rules of this module that are removed for the revert tests; {} otherwise
 
 SharedRules == {
-  "StaleFirst",     \* an update below the fence is answered STALE, whatever else it names
-  "ForceStays",     \* a handshake that is rejected over the link in force leaves that as it is
-  "OldIsTold",      \* a takeover over the link in force answers what was pending STALE, since no link closes
-  "FenceEnds",      \* a refusal with a fence above our incarnation ends the link, whatever version it names
-  "OwnGoodbye"      \* of the senders of a link only the one in force ends it
+  "StaleFirst",     \* an update below the fence is answered STALE, whatever version it names
+  "ForceStays",     \* a handshake rejected over the link in force leaves that link as it is
+  "OldIsTold",      \* a takeover over the link in force answers the pending update STALE: no link closes
+  "FenceEnds",      \* a refusal with a fence above the sender's incarnation ends the link, whatever version it names
+  "OwnGoodbye"      \* of a link's senders only the one in force ends it
 }
 ASSUME Careless \subseteq SharedRules
 ASSUME MaxLink = 1   \* one connection to each worker: Connection(w, 1)
@@ -66,7 +68,7 @@ SharedHello(w, s, k) ==
             /\ UNCHANGED gone
   /\ UNCHANGED sender
 
-\* Another layout, of a handshake that was made before too: the worker's model may be another one since.
+\* The layout does not fit. This may be a repeated handshake: the worker's model may have changed since.
 SharedMisfit(w, s, k) ==
   LET m == Letter(s, w, k, 0, 0)
       kind == IF sdata[s].incarnation < rdata[w].fence THEN "FENCED" ELSE "REFUSED" IN
@@ -76,7 +78,7 @@ SharedMisfit(w, s, k) ==
   /\ answers' = Posted(answers, Rejection(w, s, k, kind))
   /\ UNCHANGED sender
 
-\* Of the sender in force, or of an older one. A newer one's is held back until its Hello has been read.
+\* An update of the sender in force, or of an older one. A newer sender's waits until its Hello has been read.
 SharedUpdate(w, s, k, v) ==
   \E m \in letters :
     LET key == <<sdata[s].incarnation, v, m.p>>
@@ -94,8 +96,8 @@ SharedUpdate(w, s, k, v) ==
                     [] OTHER -> answers
     /\ UNCHANGED <<sender, gone>>
 
-\* The connection ends for its worker when the sender in force ends it, or when nobody is in force and one that wrote to
-\* it does. An older sender's goodbye is nothing.
+\* The connection ends for its worker when the sender in force ends it or, with no sender in force, when one that wrote to
+\* it does. An older sender's goodbye has no effect.
 SharedLinkDown(w, s, k) ==
   LET ours == Link(w) = <<s, k>> \/ (InForce(w, k) /\ ~Follows("OwnGoodbye") /\ sdata[s].incarnation # 0) IN
   /\ ours \/ (Link(w) = NoLink /\ \E m \in letters : m.w = w /\ m.s = s /\ m.k = k)
@@ -107,7 +109,7 @@ SharedLinkDown(w, s, k) ==
   /\ gone' = Gone(Connection(w, k))
   /\ UNCHANGED <<sender, answers>>
 
-\* A removed rule: an older sender's update is taken for a violation of the protocol.
+\* A removed rule: an older sender's update counts as a violation of the protocol.
 SharedBreach(w, s, k, v) ==
   /\ Letter(s, w, k, v, v) \in letters /\ v # 0 /\ InForce(w, k) /\ sdata[s].incarnation < rdata[w].fence
   /\ ReceiverMay(rstate[w], "LINK_DOWN")
@@ -119,7 +121,7 @@ SharedBreach(w, s, k, v) ==
 
 (* The sender *)
 
-\* The worker has seen a newer sender: it reports the fence, whatever version it refuses.
+\* The worker has met a newer sender: the refusal carries its fence, whatever version it names.
 Fences(m) == m.fence > m.inc /\ Follows("FenceEnds")
 NameRefusal(s, m) ==
   IF Current(s, m.w, m.k) /\ m.inc = sdata[s].incarnation /\ Fences(m) THEN Settling(s, m.w, m.k, "LOST")
@@ -167,7 +169,7 @@ SharedNext ==
 
 -----------------------------------------------------------------------------
 
-\* A message of an older sender over the current link changes nothing for the newer one.
+\* An older sender's message over the current link changes nothing for the newer one.
 OldSendersHarmNobody ==
   [][\A m \in letters \ letters' :
        LET t == Link(m.w)[1] IN
@@ -175,12 +177,12 @@ OldSendersHarmNobody ==
        /\ Open(t, m.w, m.k) => rstate'[m.w] = rstate[m.w] /\ rdata'[m.w] = rdata[m.w]
        /\ gone'[t][m.w] = gone[t][m.w]]_vars
 
-\* The current connection goes down only with the current sender.
+\* The current connection goes down only when its sender closes it or dies.
 OnlyItsSenderEndsIt ==
   [][\A w \in Workers : Link(w) # NoLink /\ rdata'[w].link = NoLink =>
        May("break") \/ ~Open(Link(w)[1], w, Link(w)[2])]_vars
 
-\* A sender that learns over its link that its worker has seen a newer sender loses the link, and keeps the fence.
+\* A sender that hears of a newer sender over its link loses the link and keeps the fence.
 TheFencedAreTold ==
   [][\A m \in answers \ answers' :
        LET e == sdata'[m.s].roll[m.w]
@@ -188,7 +190,7 @@ TheFencedAreTold ==
            strays == \E n \in answers' \ answers : n.inc = m.inc /\ n.s # m.s IN
        own /\ ~strays /\ m.fence > m.inc => e.standing = "LOST" /\ e.fence = m.fence]_vars
 
-\* An older sender is refused over the link in force: canaries.
+\* Canaries. An older sender is refused over the link in force.
 StaleBelowTheFence == \E m \in answers : m.kind = "STALE" /\ m.fence > m.inc
 NobodyIsStale == ~StaleBelowTheFence
 TakeoverOverOneLink == \E w \in Workers : Link(w) # NoLink /\ Link(w)'[2] = Link(w)[2] /\ Link(w)'[1] # Link(w)[1]
@@ -197,7 +199,7 @@ NobodyTakesOver == [][~TakeoverOverOneLink]_vars
 EndedByAnother == \E m \in answers : m.v # 0 /\ m.v # sdata[m.s].version /\ m.fence > m.inc
                                      /\ m.inc = sdata[m.s].incarnation /\ Owes(m.s, m.w)
 NobodyIsEndedByAnother == ~EndedByAnother
-\* A handshake that was made is refused when it comes again.
+\* A repeated handshake is refused, though it was accepted before.
 MisfitAgain == \E m \in answers : m.kind = "REFUSED" /\ m.v = 0 /\ Link(m.w) = <<m.s, m.k>>
 NoMisfitAgain == ~MisfitAgain
 

@@ -1,45 +1,45 @@
 ------------------------------- MODULE Slots -------------------------------
 (***************************************************************************)
-(* Payloads in shared memory: buffers.py, and the                          *)
-(* packing of engine/packer.py.  Messages go by the pipe (Pipe.tla): of    *)
-(* them an update names the slot where its weights lie.                    *)
+(* Payloads in shared memory: transports/buffers.py, and the packing of    *)
+(* engine/packer.py.  Messages go over pipes (Pipe.tla); an update only    *)
+(* names the slot that holds its weights.                                  *)
 (*                                                                         *)
-(* A trainer writes a slot tensor by tensor, and a worker reads what it    *)
-(* serves where it lies, tensor by tensor, in a forward.  Nobody asks the  *)
-(* worker: its answers are what unpins a slot.  A slot of a worker that is *)
-(* lost is never written again, unless its process is known to be dead.    *)
+(* A trainer packs a slot tensor by tensor.  A worker serves the weights   *)
+(* where they are, and its forward reads them tensor by tensor.  Only the  *)
+(* worker's answers unpin a slot.  The slots of a lost worker are never    *)
+(* packed again, unless its process is known to be dead.                   *)
 (*                                                                         *)
-(* Abstracted: two tensors; slots of one size; the pipe is AckProtocol's   *)
-(* own network.  A worker that copies a payload out lets go of it sooner   *)
-(* than this one.  A forward and a swap exclude each other: the serving    *)
-(* lock is the code's.                                                     *)
+(* Abstracted: two tensors; slots of one size; AckProtocol's own network   *)
+(* in place of the pipe.  A worker that copies a payload out releases its  *)
+(* slot sooner than this one.  A forward and a swap exclude each other: in *)
+(* the code the serving lock does that.                                    *)
 (***************************************************************************)
 EXTENDS AckProtocol, Sequences
 
 CONSTANTS
-  Slots,      \* 1..n: the slots that a trainer may make
+  Slots,      \* 1..n: the slots that a trainer may allocate
   Delivery,   \* what the adapters declare: a name of Deliveries
-  Careless    \* rules of the family that are taken out, for the revert tests; {} otherwise
+  Careless    \* rules of this module that are removed for the revert tests; {} otherwise
 
 VARIABLES
-  content,   \* content[s][i][t]: the serial whose tensor t lies in slot i of trainer s; 0: none's
-  place,     \* place[s][n]: the slot that the letters with serial n name
-  packing,   \* packing[s]: <<slot, tensors written>>; slot 0: nothing is being packed
-  pins,      \* [s, w, k, v, i]: over link k worker w was shown version v in slot i, and may still read it
+  content,   \* content[s][i][t]: the serial whose tensor t is in slot i of trainer s; 0: none
+  place,     \* place[s][n]: the slot that the updates with serial n name
+  packing,   \* packing[s]: <<slot, tensors packed>>; slot 0: nothing is being packed
+  pins,      \* [s, w, k, v, i]: link k offered worker w version v in slot i, and w may still read it
   acked,     \* acked[s][w]: the newest version acked over the link that is open
-  retired,   \* retired[s]: slots that are never written again
-  dead,      \* <<s, w, k>>: links whose worker's process has died
+  retired,   \* retired[s]: slots that are never packed again
+  dead,      \* <<s, w, k>>: links whose worker process has died
   seen       \* seen[w]: the tensors that a forward has read so far
 
 memory == <<content, place, packing, pins, acked, retired, dead, seen>>
 slotVars == <<vars, memory>>
 
 SlotRules == {
-  "AcksArePins",     \* a slot is packed only when nobody may read it
-  "LostAreRetired",  \* the slots of a worker that is lost, and not known to be dead, are never packed again
-  "NewerUnpins",     \* an ack unpins what is older than what it names, not that itself
-  "OnlyTheRefused",  \* a refusal unpins what it names, and nothing else
-  "DueIsKept"        \* what is still due to a joiner is not packed over
+  "AcksArePins",     \* a slot is packed only when no worker may still read it
+  "LostAreRetired",  \* the slots of a lost worker are never packed again, unless it is known to be dead
+  "NewerUnpins",     \* an ack unpins the versions below the one that it names, and not that version itself
+  "OnlyTheRefused",  \* a refusal unpins the version that it names, and no other
+  "DueIsKept"        \* a version that a joiner may still need is not packed over
 }
 ASSUME Careless \subseteq SlotRules
 ASSUME \E d \in Deliveries : d.name = Delivery /\ d.reorders = Reorders /\ d.duplicates = Duplicates /\ d.loses = Loses
@@ -52,7 +52,7 @@ PinsOf(s, w) == {pin \in pins : pin.s = s /\ pin.w = w}
 -----------------------------------------------------------------------------
 (* The pool *)
 
-\* Versions whose weights the sender itself keeps, for joiners and for what is outstanding.
+\* Versions whose weights the sender keeps, for joiners and for the outstanding update.
 Due(s) ==
   IF sstate[s] = Final \/ slife[s] # "alive" THEN {}
   ELSE {sdata[s].dueAll, sdata[s].out.version} \cup {sdata[s].roll[w].due : w \in Workers}
@@ -63,7 +63,7 @@ Free(s) == Slots \ (retired[s]
                     \cup (IF Follows("AcksArePins") THEN Pinned(s) ELSE {})
                     \cup (IF Follows("DueIsKept") THEN Kept(s) ELSE {}))
 
-\* The one used before, if there is one: which is the hardest case.
+\* The lowest free slot, so a used one is packed again as soon as possible: the hardest case.
 Acquire(s) ==
   /\ slife[s] = "alive" /\ sstate[s] = "ready" /\ packing[s] = Nothing /\ sdata[s].serial < MaxVersion /\ Free(s) # {}
   /\ packing' = [packing EXCEPT ![s] = <<CHOOSE i \in Free(s) : \A j \in Free(s) : i <= j, 0>>]
@@ -82,7 +82,7 @@ Pack(s) ==
 
 Shown(s, w, k, v, i) == [s |-> s, w |-> w, k |-> k, v |-> v, i |-> i]
 
-\* What an ack of version v teaches; one of what was never sent over the link teaches nothing.
+\* The newest acked version after an ack of version v. An ack of a version never sent over the link is ignored.
 Learnt(s, w, v) == IF \E pin \in PinsOf(s, w) : pin.k = LinkTo(s, w) /\ pin.v >= v THEN Max(acked[s][w], v) ELSE acked[s][w]
 Over(s, w, v) == {pin \in PinsOf(s, w) : IF Follows("NewerUnpins") THEN pin.v < v ELSE pin.v <= v}
 
@@ -95,7 +95,7 @@ LetGo(s, ws) ==
   /\ acked' = [acked EXCEPT ![s] = [w \in Workers |-> IF w \in ws THEN 0 ELSE acked[s][w]]]
 
 -----------------------------------------------------------------------------
-(* The machines' steps over it *)
+(* The machines' steps over these slots *)
 
 \* A sender sends what it has packed.
 Send(s) ==
@@ -107,7 +107,7 @@ Send(s) ==
   /\ pins' = pins \cup {Shown(s, w, LinkTo(s, w), sdata[s].version + 1, packing[s][1]) : w \in Owing(s)'}
   /\ UNCHANGED <<content, acked, retired, dead, seen>>
 
-\* What is due goes behind a joiner's Hello, from where it lies.
+\* The version due to a joiner follows its Hello, in the slot that already holds it.
 Lay(s, w) ==
   /\ Join(s, w)
   /\ pins' = pins \cup {Shown(s, w, m.k, m.v, place[s][m.p]) : m \in {n \in letters' \ letters : n.v # 0}}
@@ -136,7 +136,7 @@ CloseAll(s) ==
   /\ packing' = [packing EXCEPT ![s] = Nothing]
   /\ UNCHANGED <<content, place, dead, seen>>
 
-\* The memory of a trainer that died stays as it is, as long as somebody maps it.
+\* The memory of a dead trainer stays as it is while a worker maps it.
 DieAll(s) ==
   /\ \E x \in If("death", {s}) : Die(x)
   /\ pins' = {pin \in pins : pin.s # s}
@@ -147,7 +147,7 @@ HearHello(s, w) ==
   /\ \E k \in Links : AnswerHello(s, w, k)
   /\ UNCHANGED memory
 
-\* The link sees every answer that comes over it, whether or not the machine is owed it.
+\* The link sees every answer that it carries, also those that its machine does not await.
 HearAck(s, w, k, v) ==
   /\ AnswerAck(s, w, k, v)
   /\ IF Open(s, w, k)
@@ -171,7 +171,7 @@ Read(w, s, k) ==
      \/ \E x \in If("fail", {w}) : LinkFailed(x, s, k)
   /\ UNCHANGED memory
 
-\* The swap waits for a forward to end.
+\* A swap waits until the forward has ended.
 Decide(w) ==
   /\ \/ seen[w] = <<>> /\ Applied(w)
      \/ \E x \in If("refuse", {w}) : Refused(x)
@@ -190,12 +190,12 @@ Crash(w) ==
 -----------------------------------------------------------------------------
 (* What is read *)
 
-\* Whose weights with this key are, and what now lies where they were put.
+\* The sender of the weights with this key, and what is now in their slot.
 Owner(key) == CHOOSE s \in Senders : sdata[s].incarnation = key[1]
 Lies(s, n, tensor) == content[s][place[s][n]][tensor]
 Half(key, tensor) == IF key = NoPayload THEN key ELSE <<key[1], key[2], Lies(Owner(key), key[3], tensor)>>
 
-\* A forward reads one tensor. It goes on in a model that is lost, or closed.
+\* A forward reads one tensor. It goes on when the link is lost or the receiver is closed.
 ReadTensor(w) ==
   /\ rdata[w].served # NoPayload /\ Len(seen[w]) < 2
   /\ seen' = [seen EXCEPT ![w] = Append(@, Half(rdata[w].served, Len(seen[w]) + 1))]
@@ -239,12 +239,12 @@ SlotStart ==
 Spec == SlotStart /\ [][SlotNext]_slotVars
 
 -----------------------------------------------------------------------------
-(* What holds *)
+(* Properties *)
 
-\* G3, at the granularity of single tensors: a forward reads one version.
+\* G3 for single tensors: a forward reads tensors of one version.
 NoTornForward == \A w \in Workers : Len(seen[w]) = 2 => seen[w][1] = seen[w][2] /\ seen[w][1] = rdata[w].served
 
-\* What somebody serves, has before it or may yet read over a link.
+\* The slots of what a worker serves, has pending, or may still read from a link.
 MayBeRead(s) ==
   LET keys == UNION {{rdata[w].served, rdata[w].pending} : w \in Workers} IN
   {place[s][key[3]] : key \in {x \in keys : x # NoPayload /\ x[1] = sdata[s].incarnation}}
@@ -252,11 +252,11 @@ MayBeRead(s) ==
 NeverRewritten ==
   [][\A s \in Senders, i \in Slots : content'[s][i] # content[s][i] => i \notin MayBeRead(s)]_slotVars
 
-\* The pool does not run out: a slot for each link ever laid, one that is due, one being packed.
+\* The pool does not run out: one slot for each link ever opened, one that is due, and one being packed.
 SlotIsFree == \A s \in Senders :
   slife[s] = "alive" /\ sstate[s] = "ready" /\ packing[s] = Nothing /\ sdata[s].serial < MaxVersion => Free(s) # {}
 
-\* The weights that travel, wait and are served are those that lie in the slots.
+\* The weights in flight, pending and served are those in the slots.
 In(m) == IF m.v = 0 THEN m ELSE [m EXCEPT !.p = IF Lies(m.s, @, 1) = Lies(m.s, @, 2) THEN Lies(m.s, @, 1) ELSE 0]
 Whole(key) == IF Half(key, 1) = Half(key, 2) THEN Half(key, 1) ELSE NoPayload
 Ack == INSTANCE AckProtocol WITH
@@ -267,16 +267,16 @@ Ack == INSTANCE AckProtocol WITH
 RefinesAckProtocol == Ack!Safe
 
 -----------------------------------------------------------------------------
-(* Canaries: situations that must be found, or the proof would be true for no reason *)
+(* Canaries: situations that TLC must reach, or the proof would hold vacuously *)
 
 \* A slot is packed again.
 EachSlotOnce == [][\A s \in Senders, i \in Slots : content'[s][i] # content[s][i] => content[s][i][2] = 0]_slotVars
 
-\* A worker that is lost, and lives, goes on reading what it serves, while the trainer packs the next version.
+\* A lost worker that is alive goes on reading what it serves while the trainer packs the next version.
 LostReadNothing == [][\A w \in Workers, s \in Senders :
   ReadTensor(w) /\ packing[s] # Nothing /\ rdata[w].served # NoPayload => place[s][rdata[w].served[3]] \notin retired[s]]_slotVars
 
-\* A slot whose worker's process is known to be dead is packed again.
+\* A slot whose worker is known to be dead is packed again.
 TheDeadKeepTheirs == [][\A s \in Senders, w \in Workers :
   sdata'[s].roll[w].standing = "LOST" /\ pins' # pins => retired'[s] # retired[s]]_slotVars
 =============================================================================

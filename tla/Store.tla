@@ -1,174 +1,150 @@
 ------------------------------- MODULE Store -------------------------------
 (***************************************************************************)
-(* Links over a store and private groups of two: transports/store.         *)
+(* Links that meet at a store: transports/store.                           *)
 (*                                                                         *)
-(* Each direction of a link is a row of numbered keys, under the link's    *)
-(* own name.  A value is written once and read once; its key is removed    *)
-(* when the next one is taken.  A row ends with CLOSED, by its writer, or  *)
-(* with END, by its reader's own side once it knows the writer is dead.    *)
-(* An update's weights do not go through the store but from buffer to      *)
-(* buffer, in buckets, once the other side has read that they come.        *)
-(* Without a process to watch, a pulse that is silent ends a link at once. *)
+(* The two ends of a link find each other in a store.  Then the link has a *)
+(* connection of its own, which carries messages, answers and payloads.  A *)
+(* payload follows its update in pieces that are copied from the packed    *)
+(* buffer when they are written.  The kernel keeps what was written in     *)
+(* order until it is read, also after the writer's death, unless the       *)
+(* reader's end is closed.  Then the reader finds the end of the stream,   *)
+(* perhaps in the middle of a payload.  A peer whose heartbeat stops is    *)
+(* lost at once: what it wrote before is not read any more.                *)
 (*                                                                         *)
-(* Abstracted: a letter is one value, a payload two buckets, all payloads  *)
-(* are large; doors, claims and hints are not in it: a worker that starts  *)
-(* again does not find links that were announced to its former life; the   *)
-(* loss of the store itself is a loss of its links, wrong or not.          *)
+(* Abstracted: a message is one value, a payload two pieces, and all       *)
+(* payloads are large; a connection has room for Room values; rendezvous,  *)
+(* introductions and hints are not modelled: a worker that starts again    *)
+(* does not find links that were announced to its former process; the loss *)
+(* of the store itself is a loss of its links, wrong or not.               *)
 (***************************************************************************)
 EXTENDS Ends
 
-CONSTANT Numbers   \* keys in a row
+CONSTANT Room   \* values in a connection, in each direction
 
 VARIABLES
-  down, up,            \* [row -> [number -> value]]: letters, answers and ends as they lie in the store
-  downPut, upPut,      \* [Ends -> the number that its writer writes next]
-  downTaken, upTaken,  \* [Ends -> the number that its reader reads next]
-  sending,             \* [Ends -> the update whose buffer the group reads], or none
-  landing,             \* [Ends -> version, buckets that have come, serial in the buffer's first bucket], or none
-  over                 \* links of which the sender's reader has found the end
+  down, up,     \* [Ends -> values in the kernel's buffer], oldest first
+  sending,      \* [Ends -> the update whose payload is being written, and the pieces that were], or none
+  landing,      \* [Ends -> version, pieces that have arrived, serial of the first], or none
+  over          \* links of which the sender's reader has found the end
 
-keys == <<down, up, downPut, upPut, downTaken, upTaken>>
-group == <<sending, landing>>
-net == <<keys, group, over>>
+net == <<down, up, sending, landing, over>>
 vars == <<machines, net>>
 
 AllRules == {
-  "LinkInKey",       \* a row is one link's alone
-  "BufferKept",      \* a buffer stays as it is until the group no longer reads it
+  "BufferKept",      \* a buffer is not packed again until its payload is written
   "WholeLanding",    \* a payload that broke off is thrown away
-  "WrittenBehind"    \* a writer's keys are numbered on
+  "DrainedFirst"     \* the end of a stream is found behind everything that was written to it
 }
 ASSUME Careless \subseteq AllRules
 
-Buckets == 2
+Pieces == 2
 None == <<>>
-\* `word` of a letter says whose it is: its reader does not see it.
-Value(kind, v, word) == [kind |-> kind, v |-> v, word |-> word]
-Row(l) == IF Follows("LinkInKey") THEN l ELSE <<l[1], l[2], 1>>
-Blank == [n \in 1..Numbers |-> None]
-At(rows, l, n) == IF n > Numbers THEN None ELSE rows[Row(l)][n]
-
-\* Read: the value's key stays until the next one is taken.
-Took(rows, l, n) == IF n = 1 THEN rows ELSE [rows EXCEPT ![Row(l)][n - 1] = None]
-After(l, number) == IF Follows("WrittenBehind") THEN number[l] + 1 ELSE number[l]
+Value(kind, v, serial, m) == [kind |-> kind, v |-> v, serial |-> serial, m |-> m]
+Empty == [l \in Ends |-> None]
 Forgotten(row, ends) == [l \in Ends |-> IF l \in ends THEN None ELSE row[l]]
 
 -----------------------------------------------------------------------------
-(* Letters *)
+(* Messages and payloads *)
 
-\* The writing thread: what is queued leaves in order, an update's weights before the next. Once its link is closed
-\* only messages without weights still leave; a process that died writes nothing.
+\* The writing thread: what is queued leaves in order, an update's payload before the next message. Once its link is
+\* closed only messages without a payload still leave; a process that died writes nothing.
 PutDown(s, w, k) ==
   LET l == <<s, w, k>>
       m == First(On(outbox, l)) IN
-  /\ On(outbox, l) # {} /\ sending[l] = None /\ downPut[l] <= Numbers
+  /\ On(outbox, l) # {} /\ sending[l] = None /\ Len(down[l]) < Room
   /\ slife[s] = "alive" /\ (Open(l) \/ m.v = 0)
-  /\ down' = [down EXCEPT ![Row(l)][downPut[l]] = <<Value("LETTER", m.v, <<m>>)>>]
-  /\ downPut' = [downPut EXCEPT ![l] = After(l, downPut)]
-  /\ sending' = IF m.v = 0 THEN sending ELSE [sending EXCEPT ![l] = <<m>>]
+  /\ down' = [down EXCEPT ![l] = Append(@, Value("MESSAGE", m.v, 0, m))]
+  /\ sending' = IF m.v = 0 THEN sending ELSE [sending EXCEPT ![l] = <<m, 0>>]
   /\ outbox' = IF m.v = 0 THEN outbox \ {m} ELSE outbox
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, inbox, said, heard, up, upPut, downTaken, upTaken,
-                 landing, over>>
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, inbox, said, heard, up, landing, over>>
 
+\* A piece is copied from the buffer; with the last one the update has left.
+PutPiece(s, w, k) ==
+  LET l == <<s, w, k>>
+      m == sending[l][1]
+      last == sending[l][2] + 1 = Pieces
+      serial == IF Follows("BufferKept") THEN m.p ELSE sdata[s].serial IN
+  /\ Open(l) /\ slife[s] = "alive" /\ sending[l] # None /\ Len(down[l]) < Room
+  /\ down' = [down EXCEPT ![l] = Append(@, Value(IF last THEN "LAST" ELSE "PIECE", m.v, serial, m))]
+  /\ sending' = [sending EXCEPT ![l] = IF last THEN None ELSE <<m, @[2] + 1>>]
+  /\ outbox' = IF last THEN outbox \ {m} ELSE outbox
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, inbox, said, heard, up, landing, over>>
+
+\* The worker's reading thread: an update has arrived with its last piece.
 TakeDown(s, w, k) ==
   LET l == <<s, w, k>>
-      value == At(down, l, downTaken[l]) IN
-  /\ Laid(l) /\ value # None /\ landing[l] = None
-  /\ down' = Took(down, l, downTaken[l])
-  /\ downTaken' = [downTaken EXCEPT ![l] = @ + 1]
-  /\ IF value[1].v = 0 THEN inbox' = inbox \cup {Letter(l, 0, 0)} /\ UNCHANGED landing
-     ELSE landing' = [landing EXCEPT ![l] = <<value[1].v, 0, 0>>] /\ UNCHANGED inbox
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, up, downPut, upPut, upTaken,
-                 sending, over>>
+      value == Head(down[l])
+      serial == IF landing[l][2] = 0 \/ landing[l][3] = value.serial THEN value.serial ELSE 0 IN
+  /\ Laid(l) /\ down[l] # <<>>
+  /\ down' = [down EXCEPT ![l] = Tail(@)]
+  /\ CASE value.kind = "MESSAGE" /\ value.v = 0 ->
+            inbox' = inbox \cup {Letter(l, 0, 0)} /\ UNCHANGED landing
+       [] value.kind = "MESSAGE" /\ value.v # 0 ->
+            landing' = [landing EXCEPT ![l] = <<value.v, 0, 0>>] /\ UNCHANGED inbox
+       [] value.kind = "PIECE" ->
+            landing' = [landing EXCEPT ![l] = <<@[1], @[2] + 1, serial>>] /\ UNCHANGED inbox
+       [] value.kind = "LAST" ->
+            landing' = [landing EXCEPT ![l] = None] /\ inbox' = inbox \cup {Letter(l, landing[l][1], serial)}
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, up, sending, over>>
 
-\* A bucket goes from buffer to buffer; with the last one the update has arrived.
-Bucket(s, w, k) ==
-  LET l == <<s, w, k>>
-      serial == IF Follows("BufferKept") THEN sending[l][1].p ELSE sdata[s].serial
-      first == IF landing[l][2] = 0 THEN serial ELSE landing[l][3] IN
-  /\ Open(l) /\ sending[l] # None /\ landing[l] # None
-  /\ IF landing[l][2] + 1 < Buckets
-     THEN /\ landing' = [landing EXCEPT ![l] = <<@[1], @[2] + 1, first>>]
-          /\ UNCHANGED <<inbox, outbox, sending>>
-     ELSE /\ landing' = [landing EXCEPT ![l] = None]
-          /\ inbox' = inbox \cup {Letter(l, landing[l][1], IF first = serial THEN serial ELSE 0)}
-          /\ outbox' = outbox \ {sending[l][1]}
-          /\ sending' = [sending EXCEPT ![l] = None]
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, said, heard, keys, over>>
-
-\* A rule taken out: a payload that broke off counts as whole.
+\* A rule removed: a payload that broke off counts as whole.
 LandTorn(s, w, k) ==
   LET l == <<s, w, k>> IN
   /\ ~Follows("WholeLanding")
-  /\ ~Open(l) /\ landing[l] # None
+  /\ ~Open(l) /\ landing[l] # None /\ down[l] = <<>>
   /\ inbox' = inbox \cup {Letter(l, landing[l][1], 0)}
   /\ landing' = [landing EXCEPT ![l] = None]
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, keys, sending, over>>
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, said, heard, down, up, sending, over>>
 
 -----------------------------------------------------------------------------
 (* Answers *)
 
-\* Whether an answer was written before its worker's end closed is found out when the sender looks.
+\* Whether an answer was written before its worker's end closed is found out when the sender reads.
 PutUp(s, w, k) ==
   LET l == <<s, w, k>>
       m == First(On(said, l)) IN
-  /\ On(said, l) # {} /\ upPut[l] <= Numbers /\ Open(l) /\ l \notin over
-  /\ At(up, l, upPut[l]) = None
-  /\ up' = [up EXCEPT ![Row(l)][upPut[l]] = <<Value("ANSWER", m.v, <<m>>)>>]
-  /\ upPut' = [upPut EXCEPT ![l] = After(l, upPut)]
+  /\ On(said, l) # {} /\ Len(up[l]) < Room /\ Open(l) /\ l \notin over
+  /\ up' = [up EXCEPT ![l] = Append(@, Value("ANSWER", m.v, 0, m))]
   /\ said' = said \ {m}
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, downPut, downTaken,
-                 upTaken, group, over>>
-
-\* CLOSED, by the worker; or END, by the sender, who knows that its process is dead. Behind all that was written.
-PutEnd(s, w) ==
-  LET l == Current(s, w) IN
-  /\ Open(l) /\ gone[s][w] /\ l \notin over
-  /\ upPut[l] <= Numbers /\ At(up, l, upPut[l]) = None
-  /\ up' = [up EXCEPT ![Row(l)][upPut[l]] = <<Value("END", 0, None)>>]
-  /\ UNCHANGED <<machines, down, downPut, upPut, downTaken, upTaken, group, over>>
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, sending, landing, over>>
 
 TakeUp(s, w, k) ==
   LET l == <<s, w, k>>
-      value == At(up, l, upTaken[l]) IN
-  /\ Open(l) /\ l \notin over /\ value # None /\ value[1].kind = "ANSWER"
-  /\ up' = Took(up, l, upTaken[l])
-  /\ upTaken' = [upTaken EXCEPT ![l] = @ + 1]
-  /\ LET m == value[1].word[1] IN
-     heard' = heard \cup {[s |-> s, w |-> w, k |-> k, inc |-> m.inc, v |-> m.v, p |-> m.p, kind |-> m.kind,
+      m == Head(up[l]).m IN
+  /\ Open(l) /\ l \notin over /\ up[l] # <<>>
+  /\ up' = [up EXCEPT ![l] = Tail(@)]
+  /\ heard' = heard \cup {[s |-> s, w |-> w, k |-> k, inc |-> m.inc, v |-> m.v, p |-> m.p, kind |-> m.kind,
                            fence |-> m.fence]}
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, said, down, downPut, upPut,
-                 downTaken, group, over>>
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, said, down, sending, landing, over>>
 
-\* The end of the row. What the worker had not written by then never comes.
-TakeEnd(s, w) ==
-  LET l == Current(s, w)
-      value == At(up, l, upTaken[l]) IN
-  /\ Open(l) /\ l \notin over /\ value # None /\ value[1].kind = "END"
+\* The end of the stream, behind everything that the worker wrote. What it had not written by then never arrives.
+EndOfStream(s, w) ==
+  LET l == Current(s, w) IN
+  /\ Open(l) /\ gone[s][w] /\ l \notin over
+  /\ up[l] = <<>> \/ ~Follows("DrainedFirst")
   /\ over' = over \cup {l}
   /\ said' = Off(said, {l})
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, keys, group>>
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, up, sending, landing>>
 
-\* No pulse: what is still in the store is not waited for.
+\* No heartbeat: what the worker wrote is not read any more.
 Silence(s, w) ==
   LET l == Current(s, w) IN
   /\ Open(l) /\ gone[s][w] /\ l \notin over
   /\ over' = over \cup {l}
   /\ said' = Off(said, {l})
-  /\ up' = [up EXCEPT ![Row(l)] = [n \in 1..Numbers |-> IF n < upTaken[l] THEN @[n] ELSE None]]
-  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, downPut, upPut,
-                 downTaken, upTaken, group>>
+  /\ up' = [up EXCEPT ![l] = <<>>]
+  /\ UNCHANGED <<sstate, sdata, slife, blocked, rstate, rdata, gone, outbox, inbox, heard, down, sending, landing>>
 
 -----------------------------------------------------------------------------
 (* The machines' steps over it *)
 
-\* The worker's ends of these links close: nobody reads their rows any more, and no buffer of theirs.
+\* The worker's ends of these links close: what is on its way to them is dropped.
 Shut(ends) ==
   /\ outbox' = Off(outbox, ends)
+  /\ down' = Forgotten(down, ends)
   /\ sending' = Forgotten(sending, ends)
   /\ landing' = Forgotten(landing, ends)
-  /\ downTaken' = [l \in Ends |-> IF l \in ends THEN Numbers + 1 ELSE downTaken[l]]
-  /\ UNCHANGED <<down, up, downPut, upPut, upTaken, over>>
+  /\ UNCHANGED <<up, over>>
 
 Call(s) == Calling(s) /\ UNCHANGED net
 Hear(s, w) == Hearing(s, w) /\ UNCHANGED net
@@ -176,8 +152,8 @@ GiveUp(s, w) == GivingUp(s, w) /\ UNCHANGED net
 Notice(s, w) == Noticing(s, w) /\ Current(s, w) \in over /\ UNCHANGED net
 EndSender(s) ==
   /\ Ending(s)
-  /\ upTaken' = [l \in Ends |-> IF l \in Of(s) THEN Numbers + 1 ELSE upTaken[l]]
-  /\ UNCHANGED <<down, up, downPut, upPut, downTaken, group, over>>
+  /\ up' = Forgotten(up, Of(s))
+  /\ UNCHANGED <<down, sending, landing, over>>
 Read(w, s, k) == Reading(w, s, k) /\ UNCHANGED net
 Decide(w) == Deciding(w) /\ UNCHANGED net
 Greet(w, s, k) == Greeting(w, s, k) /\ Shut(GreetingCloses(w, s, k))
@@ -198,35 +174,28 @@ Next ==
   \/ \E w \in Workers, s \in Senders, k \in Links : Drop(w, s, k)
   \/ \E w \in Workers : Fall(w)
   \/ \E s \in Senders, w \in Workers, k \in Links : PutDown(s, w, k)
+  \/ \E s \in Senders, w \in Workers, k \in Links : PutPiece(s, w, k)
   \/ \E s \in Senders, w \in Workers, k \in Links : TakeDown(s, w, k)
-  \/ \E s \in Senders, w \in Workers, k \in Links : Bucket(s, w, k)
   \/ \E s \in Senders, w \in Workers, k \in Links : LandTorn(s, w, k)
   \/ \E s \in Senders, w \in Workers, k \in Links : PutUp(s, w, k)
-  \/ \E s \in Senders, w \in Workers : PutEnd(s, w)
   \/ \E s \in Senders, w \in Workers, k \in Links : TakeUp(s, w, k)
-  \/ \E s \in Senders, w \in Workers : TakeEnd(s, w)
+  \/ \E s \in Senders, w \in Workers : EndOfStream(s, w)
   \/ \E s \in Senders, w \in Workers : Silence(s, w)
 
 Start ==
   /\ Init
-  /\ down = [l \in Ends |-> Blank] /\ up = [l \in Ends |-> Blank]
-  /\ downPut = [l \in Ends |-> 1] /\ upPut = [l \in Ends |-> 1]
-  /\ downTaken = [l \in Ends |-> 1] /\ upTaken = [l \in Ends |-> 1]
-  /\ sending = [l \in Ends |-> None] /\ landing = [l \in Ends |-> None]
-  /\ over = {}
+  /\ down = Empty /\ up = Empty /\ sending = Empty /\ landing = Empty /\ over = {}
 
 Spec == Start /\ [][Next]_vars
 
 -----------------------------------------------------------------------------
 (* The protocol *)
 
-\* A message is under way from when it was given to its link until it is read; an update is where its weights are.
-Values(rows) == {x \in {<<l, n, rows[l][n]>> : l \in Ends, n \in 1..Numbers} : x[3] # None}
-Unread(rows, kind, taken) ==
-  {m \in {x[3][1].word[1] : x \in {y \in Values(rows) :
-     y[3][1].kind = kind /\ y[2] >= taken[End(y[3][1].word[1])]}} : kind = "ANSWER" \/ m.v = 0}
-LettersUnderWay == outbox \cup inbox \cup Unread(down, "LETTER", downTaken)
-AnswersUnderWay == said \cup heard \cup Unread(up, "ANSWER", upTaken)
+\* A message is in transit from when it was given to its link until it is read; an update is where its last piece is.
+Unread(row, l, kind) == {row[l][i].m : i \in {j \in 1..Len(row[l]) : row[l][j].kind = kind}}
+LettersUnderWay ==
+  outbox \cup inbox \cup UNION {Unread(down, l, "LAST") \cup {m \in Unread(down, l, "MESSAGE") : m.v = 0} : l \in Ends}
+AnswersUnderWay == said \cup heard \cup UNION {Unread(up, l, "ANSWER") : l \in Ends}
 
 Ack == INSTANCE AckProtocol WITH
   letters <- LettersUnderWay, answers <- AnswersUnderWay, Features <- Features \cup {"cut"},
@@ -238,12 +207,12 @@ RefinesAckProtocol == Ack!Safe
 -----------------------------------------------------------------------------
 (* Canaries: situations that must be found, or the proof would be true for no reason *)
 
-\* An answer that lies in the store is not waited for, since the pulse is silent.
-NoneOverlooked == [][\A s \in Senders, w \in Workers : Silence(s, w) => On(Unread(up, "ANSWER", upTaken), Current(s, w)) = {}]_vars
+\* An answer that was written is not read, since the heartbeat has stopped.
+NoneOverlooked == [][\A s \in Senders, w \in Workers : Silence(s, w) => up[Current(s, w)] = <<>>]_vars
 
-\* A payload breaks off between two buckets.
-EveryPayloadLands == \A l \in Ends : ~Open(l) => landing[l] = None \/ landing[l][2] = 0
+\* A payload breaks off between two pieces.
+EveryPayloadLands == \A l \in Ends : ~Open(l) /\ down[l] = <<>> => landing[l] = None \/ landing[l][2] = 0
 
-\* Keys of a former link lie in the store when its successor's worker reads.
-NothingStays == \A l \in Ends : inbox # {} /\ Open(l) /\ l[3] = 2 => \A n \in 1..Numbers : down[<<l[1], l[2], 1>>][n] = None
+\* A message waits because there is no room.
+AlwaysRoom == \A l \in Ends : Open(l) /\ Len(down[l]) = Room => On(outbox, l) = {}
 =============================================================================

@@ -2,7 +2,7 @@
 \* Generated from spec/protocol.toml by spec/generate.py. Do not edit.
 \* In AckProtocol.tla control state moves only through these rows.
 
-ProtocolVersion == 3
+ProtocolVersion == 4
 Initial == "uninitialized"
 Final == "closed"
 

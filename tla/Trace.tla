@@ -49,22 +49,22 @@ Acts(e) ==
     [] e.a = "CrashReceiver"  -> CrashReceiver(e.w)
 
 \* The expected entry of a worker: link state, link, served, due, catching, fence.
-EntryIs(entry, told) ==
-  /\ entry.standing = told[1]
-  /\ told[1] # "NONE" =>
+EntryIs(entry, expected) ==
+  /\ entry.standing = expected[1]
+  /\ expected[1] # "NONE" =>
        <<entry.link, entry.served, entry.due, entry.catching, entry.fence>>
-         = <<told[2], told[3], told[4], told[5], told[6]>>
+         = <<expected[2], expected[3], expected[4], expected[5], expected[6]>>
 
 SenderIs(s, e) ==
   LET data == sdata'[s] IN
   /\ sstate'[s] = e.st
   /\ data.incarnation = e.inc /\ data.version = e.v /\ data.dueAll = e.all
   /\ \A w \in 1..Len(e.roll) : EntryIs(data.roll[w], e.roll[w])
-  /\ e.told => \A w \in 1..Len(e.out) :
+  /\ e.reported => \A w \in 1..Len(e.out) :
        /\ data.out.outcomes[w] = e.out[w]
        /\ (data.out.owed[w] # 0) = (e.out[w] = "PENDING")
 
-KeyIs(payload, told) == payload[1] = told[1] /\ payload[2] = told[2]
+KeyIs(payload, expected) == payload[1] = expected[1] /\ payload[2] = expected[2]
 
 ReceiverIs(w, e) ==
   LET data == rdata'[w] IN

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from weightsync.options import OnFailure as OnFailure
     from weightsync.options import OnPending as OnPending
     from weightsync.options import Verify as Verify
+    from weightsync.options import WireDtype as WireDtype
     from weightsync.protocol._tables import Delivery as Delivery
     from weightsync.protocol._tables import RefusalKind as RefusalKind
     from weightsync.protocol._tables import State as State
@@ -112,6 +113,7 @@ _HOMES = {
     "OnFailure": "options",
     "OnPending": "options",
     "Verify": "options",
+    "WireDtype": "options",
     "_resolve_model": "weights.model_path",
     "WeightReceiver": "engine.receiver",
     "Evidence": "protocol.report",

@@ -23,9 +23,8 @@ _DAY = 86400.0
 class Clock:
     """The system clock. Tests replace it with `weightsync.testing.FakeClock`."""
 
-    def monotonic(self) -> float:
-        """Seconds since an arbitrary point in time. The value never decreases."""
-        return time.monotonic()
+    #: Seconds since an arbitrary point in time. The value never decreases.
+    monotonic: Callable[[], float] = staticmethod(time.monotonic)
 
     def time_ns(self) -> int:
         """Nanoseconds since the epoch."""
@@ -40,7 +39,7 @@ _clock = Clock()
 
 
 @contextlib.contextmanager
-def told_by(clock: Clock) -> Iterator[None]:
+def replaced_by(clock: Clock) -> Iterator[None]:
     """Use another clock for all of weightsync in this process, inside the block."""
     global _clock  # noqa: PLW0603 - a process has one clock
     before, _clock = _clock, clock
@@ -68,7 +67,9 @@ def seconds(timeout: float | Timeout | None) -> float | None:
     if timeout is None:
         return None
     default = isinstance(timeout, Timeout)
-    value: object = os.environ.get(ENVIRONMENT, SECONDS) if default else timeout
+    if default and ENVIRONMENT not in os.environ:
+        return SECONDS * START_FACTOR if timeout is Timeout.START else SECONDS
+    value: object = os.environ[ENVIRONMENT] if default else timeout
     number = float("nan")
     if (default or isinstance(value, SupportsFloat)) and not isinstance(value, bool):
         with contextlib.suppress(TypeError, ValueError):
@@ -113,12 +114,13 @@ class Stopwatch:
     """Measures the seconds since it was created."""
 
     def __init__(self) -> None:
-        self._started = _clock.monotonic()
+        #: When it was created, in seconds of the clock.
+        self.started = _clock.monotonic()
 
     @property
     def seconds(self) -> float:
         """Seconds since it was created."""
-        return _clock.monotonic() - self._started
+        return _clock.monotonic() - self.started
 
 
 def new_incarnation(fence: int) -> int:

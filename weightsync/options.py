@@ -31,10 +31,21 @@ class OnPending(enum.Enum):
 class Verify(enum.Enum):
     """What a receiver checks before it applies a version."""
 
-    #: Layout, length, and the xxh3-128 digest of the payload.
+    #: Layout and length, and the digest of what travelled. Weights that lie in memory which trainer and worker share
+    #: did not travel: their slot is verified, by the seal that the trainer has put in it.
+    AUTO = "auto"
+    #: Layout, length, and the digest, also of weights in shared memory.
     DIGEST = "digest"
-    #: Layout and length only.
+    #: Layout and length, and the seal of a slot in shared memory.
     LAYOUT = "layout"
+
+
+class WireDtype(enum.Enum):
+    """The floating dtype that weights are cast to before they are sent, if theirs is wider."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 Option = TypeVar("Option", bound=enum.Enum)
@@ -46,6 +57,8 @@ def option(kind: type[Option], value: Option | str) -> Option:
     Raises:
         ConfigurationError: there is no such member.
     """
+    if isinstance(value, kind):
+        return value
     try:
         return kind(value)
     except ValueError:
@@ -65,4 +78,4 @@ def switch(value: bool, argument: str) -> bool:
     return value
 
 
-_ARGUMENTS = {OnFailure: "on_failure", OnPending: "on_pending", Verify: "verify"}
+_ARGUMENTS = {OnFailure: "on_failure", OnPending: "on_pending", Verify: "verify", WireDtype: "wire_dtype"}

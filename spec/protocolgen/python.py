@@ -88,6 +88,8 @@ def _enum(name: str, doc: str, members: Iterable[tuple[str, tuple[str, ...]]]) -
         for comment in comments:
             lines += _comment(comment)
         lines.append(f'    {member(value)} = "{value}"')
+    # The hash of `Enum` is a call in Python for each row that is looked up.
+    lines += ["", "    __hash__ = object.__hash__"]
     return "\n".join(lines) + "\n"
 
 

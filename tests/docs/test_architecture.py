@@ -17,6 +17,7 @@ PAGE = (ROOT / architecture.PAGE).read_text(encoding="utf-8")
 LONG = {
     "schemes/base.py": "`WeightSyncScheme` has TorchRL's verbs, with their documentation, in one class",
     "protocol/sender.py": "a role's values, guards and step are in one file",
+    "transports/store/worker.py": "two threads that share one state: what one does, the other relies on",
     "schemes/rendezvous.py": "how both sides find each other is in one file",
 }
 #: Modules under 40 lines, and why each is a file of its own. The list may only shrink: write no new one.

@@ -13,9 +13,11 @@ from weightsync import __version__
 #: The sub-commands in the order of the help text, with the first lines of their docstrings.
 COMMANDS = {
     "demo": "Train a policy on CartPole while worker processes act with the weights they receive.",
+    "bench": "Measure the schemes, TorchRL and the physical floors on this machine.",
     "check": "Check the protocol's model with TLC.",
     "verify": "Check whether recorded runs conformed to the protocol.",
     "trace": "Show recorded runs as sequence charts, and export them as SVG or for Perfetto.",
+    "soak": "Send at full speed, kill, stop and relink workers at random, and check all that they serve.",
     "doctor": "Say which schemes work on this machine, and what to do about the others.",
 }
 

@@ -122,7 +122,7 @@ def run(manifest: Manifest, chosen: Sequence[Configuration], screen: Console, co
 def tools() -> Iterator[Toolchain]:
     """Find Java and TLC, and turn a missing tool or an interrupt into the exit code for it."""
     try:
-        with _ended_by_signals():
+        with ended_by_signals():
             yield find_toolchain()
     except ToolMissingError as error:
         typer.echo(f"weightsync: {error}", err=True)
@@ -132,7 +132,7 @@ def tools() -> Iterator[Toolchain]:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the command like an interrupt, so that no JVM is left. Keep nohup's SIGHUP."""
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:

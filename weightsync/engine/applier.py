@@ -12,11 +12,11 @@ from weightsync.engine.served_model import Ready, ServedModel
 from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, WeightSyncError
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import RefusalKind, State
-from weightsync.protocol.messages import Ack, Refusal
+from weightsync.protocol.messages import Ack, Refusal, Update, slot_digest
 from weightsync.protocol.report import Evidence
-from weightsync.transports.buffers import NoRoom
-from weightsync.weights.packing import digest
+from weightsync.transports.buffers import NoRoom, Slot
 from weightsync.weights.target import Mode, SwapBroken, Target
+from weightsync.weights.tree_digest import digest
 
 logger = logging.getLogger("weightsync")
 
@@ -143,6 +143,7 @@ class Applier:
             self.refuse_for(ready.pending, error)
             return False
         self._served.staged = None
+        self._served.applied = ready.pending.update.digest
         ack = self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)
         self._driver.take(pure.Defer(ack) if hands_on else pure.Applied(ack))
         self._decided()
@@ -176,10 +177,13 @@ class Applier:
         )
 
     def verified(self, pending: Pending) -> bytes:
-        """The digest of what arrived, compared with the sender's; empty: the sender sent none.
+        """What an ack names of a version that arrived as it was sent: its digest, or the slot that it lies in.
+
+        Empty: the weights travelled without a digest.
 
         Raises:
-            LayoutError: the digests differ: the payload was damaged on the way.
+            LayoutError: the digests differ: the payload was damaged on the way. Or its slot is not the one that its
+                sender filled, or holds other weights by now.
             NoRoom: this process had no descriptor or memory for it.
         """
         if pending.untaken:
@@ -187,21 +191,29 @@ class Applier:
                 f"version {pending.update.version} could not be received: {pending.untaken} The old weights stay. "
                 "Free descriptors or memory in this process, then send the weights again."
             )
+        named = self._identified(pending.update, pending.slot) if pending.slot is not None else b""
         if not pending.update.digest:
-            # Without a digest nothing would show that this process wrote over pages it had mapped for an older version.
-            if self._served.apply_mode is Mode.MAP:
-                pending.refresh()
-            return b""
+            return named
         found = digest(pending.payload, pending.update.extras)
-        if found != pending.update.digest:
-            pending.refresh()
-            found = digest(pending.payload, pending.update.extras)
         if found != pending.update.digest:
             raise LayoutError(
                 f"version {pending.update.version} arrived with digest {found.hex()}, but its sender sent "
                 f"{pending.update.digest.hex()}: it was damaged on the way. The old weights stay."
             )
         return found
+
+    def _identified(self, update: Update, slot: Slot) -> bytes:
+        """Check that a slot is the one that the update's sender filled for it; returns what an ack names of it."""
+        if self._served.apply_mode is Mode.MAP:
+            slot.remap()  # parameters are views of it: this process may have written there when it held older weights
+        if update.slot is None or slot.seal != update.slot.seal or not any(slot.seal):
+            number = "" if update.slot is None else f" {update.slot.segment}"
+            raise LayoutError(
+                f"version {update.version} is said to lie in shared memory{number}, but what this worker has mapped "
+                "there is not sealed for it: it is other memory, or is being written again. The old weights stay. "
+                "Send the weights again: the memory is then passed anew."
+            )
+        return slot_digest(slot.seal, update.incarnation, update.version, update.layout_digest, update.extras)
 
     def refuse_for(self, pending: Pending, error: Exception) -> None:
         """Refuse a version because of an exception that is being handled.

@@ -10,7 +10,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from weightsync.clock import Stopwatch
@@ -47,7 +47,7 @@ class Hearing:
     def connected_after(self, link: int, since: Stopwatch) -> float:
         """Seconds from ``since`` to the first message over a link, or to now if there has been none."""
         first = self._first.get(link)
-        return since.seconds if first is None else max(0.0, since.seconds - first.seconds)
+        return since.seconds if first is None else max(0.0, first.started - since.started)
 
     def closed(self, link: int) -> None:
         """A link is closed."""
@@ -114,17 +114,6 @@ def close(link: Link) -> None:
         link.close()
     except Exception as error:  # noqa: BLE001 - this link is finished; the others go on
         _fault(link, error)
-
-
-def waited(waker: Waker, links: Sequence[Link], timeout: float | None, since: int) -> tuple[Link, str] | None:
-    """Wait for links as `weightsync.transports.base.wait` does. Returns the link whose adapter failed, and why."""
-    try:
-        wait(waker, links, timeout, since)
-    except WaitFailed as failed:
-        link, cause = links[failed.which], failed.__cause__
-        assert isinstance(cause, Exception)
-        return link, str(_fault(link, cause))
-    return None
 
 
 def mishandled(link: Link, error: Exception) -> str:
@@ -225,18 +214,26 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
     def _hint(self, asked: str) -> str:
         """What prevents a method now, and what its caller can do; empty: nothing more is known."""
 
-    def wait(self, timeout: float | None, since: int) -> None:
+    def wait(self, timeout: float | None, since: int) -> list[Link]:
         """Block until a link can be read or written, the waker fires, or time is up. A link that fails is lost.
 
         Args:
             timeout: seconds; None for ever.
             since: the waker's `fired`, read before the caller checked the condition that it waits for.
+
+        Returns:
+            The links that can be read or written now.
         """
-        failed = waited(self.waker, self.links(), timeout, since)
-        if failed is not None:
+        links = self.links()
+        try:
+            return wait(self.waker, links, timeout, since)
+        except WaitFailed as failed:
+            link, cause = links[failed.which], failed.__cause__
+            assert isinstance(cause, Exception)
             with self.lock:
-                self._give_up(*failed)
+                self._give_up(link, str(_fault(link, cause)))
                 self._finish()
+            return []
 
     @abstractmethod
     def links(self) -> list[Link]:

@@ -138,6 +138,7 @@ class ManualAck:
 
     def _ack_of(self, taken: Taken) -> Ack:
         update = taken.pending.update
+        self._served.applied = update.digest
         return Ack(
             model_id=self._driver.model_id,
             incarnation=update.incarnation,

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tensordict import TensorDictBase
+from torch import nn
+
 from weightsync.engine.packer import Packed, Packer
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.engine.services import SchemeServices
 from weightsync.errors import ConfigurationError, LayoutError
+from weightsync.protocol.messages import WeightsForm
 from weightsync.weights.layout import Layout
+from weightsync.weights.unpacking import form_of
 
 
 class OutgoingWeights:
@@ -55,7 +60,7 @@ class OutgoingWeights:
         # Only weights that are found on the context need it: otherwise it may have been collected.
         context = self._context() if weights is None or isinstance(weights, str) else None
         prepared = self._prepared(weights, context)
-        packed = self._packer.pack(prepared)
+        packed = self._packer.pack(prepared, self._form(prepared), self._driver.all_share)
         try:
             if weights is not None:
                 self._refuse_other_model(packed.layout)
@@ -66,7 +71,13 @@ class OutgoingWeights:
         return packed
 
     def _prepared(self, weights: Any, context: Any) -> Any:
-        return self._services.prepare_weights(weights, self._driver.model_id, self._services.strategy, context)
+        return self._services.weights_to_send(weights, self._driver.model_id, context)
+
+    def _form(self, weights: Any) -> WeightsForm:
+        """The type in which workers get weights: a module's are those that the strategy would extract."""
+        if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
+            return form_of(weights)
+        return WeightsForm.TENSORDICT if self._services.strategy.extract_as == "tensordict" else WeightsForm.FLAT
 
     def _refuse_other_model(self, given: Layout) -> None:
         """Refuse weights of another model than the registered one: every worker would refuse them.
@@ -80,11 +91,29 @@ class OutgoingWeights:
             registered = self.registered_layout()
         except (ConfigurationError, LayoutError):
             return  # a model that cannot be sent does not show which weights can
+        if registered is None:
+            self._refuse_other_dtypes(given)
+            return
         text = f"The weights are not those of the model that is registered for {self._driver.model_id!r}"
-        error = None if registered is None else registered.difference(given, text)
-        if registered is not None and error is not None:
+        error = registered.difference(given, text)
+        if error is not None:
             message = (
                 f"{error} The model has {registered.summary()}. The weights have {given.summary()}. Nothing was sent. "
-                "If the workers have another model now, register it in the trainer first (scheme.model = ...)."
+                "If the workers have another model now, register it in the trainer first (scheme.model = ...). "
+                "To send the model's weights in another dtype, give the scheme a wire_dtype."
             )
             raise LayoutError(message, error.missing, error.unexpected, error.mismatched)
+
+    def _refuse_other_dtypes(self, given: Layout) -> None:
+        """Refuse weights that `wire_dtype` does not bring to the dtypes that were agreed on.
+
+        Raises:
+            LayoutError: dtypes differ, and nothing else does.
+        """
+        agreed, wire_dtype = self._driver.layout, self._packer.wire_dtype
+        if wire_dtype is None or agreed is None or not agreed.other_dtypes(given):
+            return
+        error = agreed.difference(given, f"The workers of {self._driver.model_id!r} have other dtypes")
+        assert error is not None
+        message = f"{error} wire_dtype='{wire_dtype.value}' casts wider floating tensors only. Nothing was sent."
+        raise LayoutError(message, error.missing, error.unexpected, error.mismatched)

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
+from weightsync.engine.signals import Shield
 from weightsync.errors import LayoutError
-from weightsync.options import Verify
+from weightsync.options import Verify, WireDtype
 from weightsync.protocol.codec import MAX_BODY_NBYTES
 from weightsync.protocol.messages import WeightsForm
 from weightsync.transports.buffers import Buffer, Pool
+from weightsync.weights.casting import refuse_overflow, sent_layout
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
-from weightsync.weights.packing import digest, pack
-from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.packing import pack, pack_digested
+from weightsync.weights.reading import Weights, layout_of, read_weights
+from weightsync.weights.threads import LEAST
+from weightsync.weights.tree_digest import digest
 from weightsync.weights.unpacking import form_of
 
 #: The room for names and extra state in an update: a message body, less the other fields.
 MAX_NAMES_AND_EXTRAS_NBYTES: Final = MAX_BODY_NBYTES - 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Packed:
     """One version's weights as they are sent."""
 
     layout: Layout
     buffer: Buffer
     extras: bytes
-    #: xxh3-128 of the payload and the extra state; empty: workers do not verify it.
+    #: The digest of the payload and the extra state; empty: nobody has asked for it yet.
     digest: bytes
     #: The type in which the weights were given.
     form: WeightsForm = WeightsForm.FLAT
+    #: Which workers compare the digest.
+    verify: Verify = Verify.DIGEST
+    #: What wider floating tensors were cast to; None: nothing is cast.
+    wire_dtype: WireDtype | None = None
 
     @property
     def nbytes(self) -> int:
@@ -39,50 +49,85 @@ class Packed:
         return self.layout.nbytes + len(self.extras)
 
     def digested(self) -> bytes:
-        """The digest; computed now if workers do not verify it."""
-        return self.digest or digest(self.buffer.view[: self.layout.nbytes], self.extras)
+        """The digest; computed now if it was not before."""
+        if not self.digest:
+            self.digest = digest(self.buffer.view[: self.layout.nbytes], self.extras)
+        return self.digest
+
+    def digest_to_send(self, shared: bool) -> bytes:
+        """The digest that a worker is to compare; empty: it compares none.
+
+        Args:
+            shared: whether the worker maps the buffer, so that no byte of it travels.
+        """
+        return self.digested() if _compares(self.verify, shared) else b""
+
+
+def _compares(verify: Verify, shared: bool) -> bool:
+    return verify is Verify.DIGEST or (verify is Verify.AUTO and not shared)
+
+
+def nobody_shares(_buffer: Buffer, _nbytes: int) -> bool:
+    """No worker maps a buffer."""
+    return False
 
 
 class Packer:
     """Packs the weights of one sender. The plan is made once for each layout.
 
     Args:
-        verify: whether to compute digests.
+        verify: which digests to compute.
+        wire_dtype: what wider floating tensors are cast to while they are packed; None: nothing is cast.
     """
 
-    def __init__(self, verify: Verify = Verify.DIGEST) -> None:
+    def __init__(self, verify: Verify = Verify.AUTO, wire_dtype: WireDtype | None = None) -> None:
+        self.wire_dtype = wire_dtype
         self._verify = verify
         self._pool = Pool()
         self._lock = threading.Lock()
         self._layout: Layout | None = None
 
     def layout_of(self, weights: Any) -> Layout:
-        """The layout of weights, without packing them.
+        """The layout in which weights would be sent, without packing them.
 
         Raises:
             ConfigurationError, LayoutError: they cannot be sent.
         """
         self._layout = layout_of(read_weights(weights), self._layout)
-        return self._layout
+        return sent_layout(self._layout, self.wire_dtype)
 
-    def pack(self, weights: Any) -> Packed:
+    def pack(
+        self, weights: Any, form: WeightsForm | None = None, shares: Callable[[Buffer, int], bool] = nobody_shares
+    ) -> Packed:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
 
+        Args:
+            weights: a module, a TensorDict or a dict.
+            form: the type in which workers get them; None: that of ``weights``.
+            shares: whether all workers map a buffer with so many bytes of payload. If they do not, and compare a
+                digest, it is computed along with the copy.
+
         Raises:
-            ConfigurationError, LayoutError: they cannot be sent.
+            ConfigurationError, LayoutError: they cannot be sent, or a value is too large for `wire_dtype`.
             TransportError: there is not enough memory.
         """
         read = read_weights(weights)
-        layout = self._layout = layout_of(read, self._layout)
+        self._layout = layout_of(read, self._layout)
+        layout = sent_layout(self._layout, self.wire_dtype)
         extras = encode_extras(read.extras())
         _require_room(layout, extras)
         with self._lock:
             buffer = self._pool.acquire(layout.nbytes)
             buffer.pin(self)
         try:
-            pack(read, layout, buffer.view)
-            packed = Packed(layout, buffer, extras, b"", form_of(weights))
-            return packed if self._verify is Verify.LAYOUT else replace(packed, digest=packed.digested())
+            form = form_of(weights) if form is None else form
+            packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype)
+            # A thread that outlived an interrupted copy would write into the buffer when it holds other weights.
+            with Shield(lambda: None) if layout.nbytes > LEAST else contextlib.nullcontext():
+                _copy(read, packed, shares(buffer, layout.nbytes))
+            if self.wire_dtype is not None and layout is not self._layout:
+                refuse_overflow(read, layout, buffer.view, self.wire_dtype)
+            return packed
         except BaseException:
             buffer.unpin(self)
             raise
@@ -95,6 +140,13 @@ class Packer:
         """Release all buffers. Workers keep what they map."""
         with self._lock:
             self._pool.close()
+
+
+def _copy(read: Weights, packed: Packed, shared: bool) -> None:
+    if _compares(packed.verify, shared):
+        packed.digest = pack_digested(read, packed.layout, packed.buffer.view, packed.extras)
+    else:
+        pack(read, packed.layout, packed.buffer.view)
 
 
 def _require_room(layout: Layout, extras: bytes) -> None:

@@ -23,9 +23,10 @@ from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.weights.extra_state import encode_extras
-from weightsync.weights.packing import digest, digest_of
+from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.target import SwapBroken, Target
+from weightsync.weights.tree_digest import digest
 
 
 class WeightReceiver(Participant):

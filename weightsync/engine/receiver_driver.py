@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from weightsync.engine.driver import Driver, close, flush, mishandled, read, watch
@@ -15,6 +15,7 @@ from weightsync.protocol._tables import ReceiverInput, RefusalKind, State
 from weightsync.protocol.machine import ReceiverMachine
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
 from weightsync.transports.base import Link, Received
+from weightsync.transports.buffers import Slot
 from weightsync.transports.process import own_host, own_identity
 from weightsync.weights.layout import Layout
 
@@ -28,8 +29,8 @@ class Pending:
     update: Update
     layout: Layout
     payload: memoryview
-    #: Restores the payload as it was sent, if this process has written over it.
-    refresh: Callable[[], None]
+    #: The slot that it lies in; None: it travelled.
+    slot: Slot | None = None
     #: Why this process could not receive the payload; empty: it could.
     untaken: str = ""
 
@@ -296,8 +297,8 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _misfit(self, hello: Hello) -> str:
         if self.layout is None or not hello.layout or hello.layout_digest == self.layout.digest:
             return ""
-        difference = self.layout.difference(Layout.decode(hello.layout))
-        return str(difference) if difference else ""
+        misfit = self.layout.misfit(Layout.decode(hello.layout))
+        return str(misfit) if misfit else ""
 
     def _update(self, number: int, update: Update, received: Received) -> None:
         event = pure.UpdateArrived(number, update.incarnation, update.version)
@@ -309,7 +310,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         self.take(event)
         if self.data.pending not in (None, before):
             payload = received.payload if received.payload is not None else memoryview(b"")
-            self.pending = Pending(update, layout, payload, received.refresh, received.untaken)
+            self.pending = Pending(update, layout, payload, received.slot, received.untaken)
 
     def _layout_of(self, update: Update) -> Layout:
         if update.layout:

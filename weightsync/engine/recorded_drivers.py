@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.recorder import Life, Recorder, What, recorder
-from weightsync.engine.sender_driver import SenderDriver
+from weightsync.engine.sender_driver import SenderDriver, Taking
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import ReceiverInput, SenderInput, State
@@ -85,13 +84,13 @@ class TracedSenderDriver(SenderDriver):
             self._tell(What.SENT, link=link, message=message)
         super()._write(worker, link, message, payload)
 
-    def _events(self, worker: int, number: int, link: Link, message: Message) -> Iterator[sending.Event]:
+    def _message(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
         self._tell(What.RECEIVED, link=number, message=message)
-        yield from super()._events(worker, number, link, message)
+        super()._message(worker, number, link, message, take)
 
-    def _last_words(self, worker: int, number: int, reason: str) -> Iterator[sending.Event]:
+    def _last_words(self, worker: int, number: int, reason: str, take: Taking) -> None:
         self._tell(What.FAILED, link=number, reason=reason)
-        yield from super()._last_words(worker, number, reason)
+        super()._last_words(worker, number, reason, take)
 
     def _close_link(self, link: int) -> None:
         if link in self._links:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 
 from weightsync.clock import Stopwatch
+from weightsync.engine.packer import Packed
 from weightsync.engine.refusal_hints import workers_text
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.errors import RefusedError, WorkerLostError
+from weightsync.options import WireDtype
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.protocol.sender import LinkState, ended
 
@@ -24,6 +27,7 @@ class Reporter:
         self._driver = driver
         self._preparing = 0.0
         self._nbytes = 0
+        self._wire_dtype: WireDtype | None = None
         self._dispatched = Stopwatch()
         self._given_up: dict[int, tuple[int, ...]] = {}
         #: The report of the update before, until it is part of the next report.
@@ -33,10 +37,11 @@ class Reporter:
         """Add ``previous``, the report of the update that the next one waited for, to the next report."""
         self._previous = previous
 
-    def dispatched(self, pack_s: float, nbytes: int) -> None:
-        """Note that a version of ``nbytes`` bytes was dispatched, after ``pack_s`` seconds of packing."""
+    def dispatched(self, pack_s: float, packed: Packed) -> None:
+        """Note that ``packed`` was dispatched, after ``pack_s`` seconds of packing."""
         self._preparing = pack_s
-        self._nbytes = nbytes
+        self._nbytes = packed.nbytes
+        self._wire_dtype = packed.wire_dtype
         self._dispatched = Stopwatch()
 
     def superseded(self, report: SyncReport) -> None:
@@ -123,10 +128,11 @@ class Reporter:
             incarnation=self._driver.data.incarnation,
             outcomes=dict(sorted(outcomes.items())),
             nbytes=self._nbytes,
+            wire_dtype=self._wire_dtype,
             pack_s=self._preparing,
             connect_s=min(connecting, seconds),
             transfer_s=max(0.0, seconds - connecting),
-            apply_s=max((outcome.seconds for outcome in outcomes.values()), default=0.0),
+            apply_s=max(map(_SECONDS, outcomes.values()), default=0.0),
             superseded={w: versions for w, versions in self._given_up.items() if w in outcomes},
             not_caught_up=not_caught_up,
             previous=self._tell_previous(),
@@ -137,13 +143,14 @@ class Reporter:
 
     def _connecting(self, outcomes: Mapping[int, Outcome]) -> float:
         """Seconds from the dispatch until all targets that are not lost had connected."""
-        workers, hearing = self._driver.data.workers, self._driver.hearing
-        links = [
-            workers[worker].link for worker in outcomes if worker in workers and workers[worker].link_state in _LIVE
-        ]
-        return max((hearing.connected_after(link, self._dispatched) for link in links), default=0.0)
+        workers, hearing, longest = self._driver.data.workers, self._driver.hearing, 0.0
+        for worker in outcomes:
+            if worker in workers and workers[worker].link_state in _LIVE:
+                longest = max(longest, hearing.connected_after(workers[worker].link, self._dispatched))
+        return longest
 
 
+_SECONDS = attrgetter("seconds")
 _LIVE = frozenset({LinkState.EXPECTED, LinkState.UP})
 _READ = {
     True: "it has read the update",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
@@ -170,8 +169,8 @@ class WeightSender(Participant):
             StateError: not in this state; nothing changed.
             ConfigurationError: no worker to send to, fewer workers than expected, an unknown id, or an unsupported type
                 of weights.
-            LayoutError: weights that cannot travel, or are not those of the registered model (other names, shapes or
-                dtypes); nothing was sent.
+            LayoutError: weights that cannot travel, are not those of the registered model (other names, shapes or
+                dtypes), or have a value too large for the scheme's ``wire_dtype``; nothing was sent.
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
             WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did.
         """
@@ -371,15 +370,18 @@ class WeightSender(Participant):
     ) -> Packed | SyncReport:
         """Check that the call is allowed, settle what is outstanding, pack the weights; a report: nothing is sent."""
         with Shield(self._driver.waker.fire):
-            self._driver.pump()
-        unlaid = self.state is State.UNINITIALIZED and bool(self._workers.endpoints)
-        in_the_way = self.state is State.PENDING_ASYNC and pending is not OnPending.RAISE
+            self._driver.look()
+        state = self.state
+        unlaid = state is State.UNINITIALIZED and bool(self._workers.endpoints)
+        in_the_way = state is State.PENDING_ASYNC and pending is not OnPending.RAISE
         if not (in_the_way or unlaid):
             self._driver.require(asked)
         if self._sends_to_nobody(wanted):
             return self._reporter.empty()
-        with self._with_report():
+        try:
             pure.targets_of(self._driver.data, wanted.targets)
+        except (WorkerLostError, RefusedError) as error:
+            raise self._reporter.all_ended(error) from None
         if unlaid:
             self.connect()
         if in_the_way and pending is OnPending.WAIT:
@@ -425,20 +427,13 @@ class WeightSender(Participant):
 
     def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, pack_s: float) -> int:
         try:
-            with self._with_report():
-                version = self._driver.dispatch(event, packed)
+            version = self._driver.dispatch(event, packed)
+        except (WorkerLostError, RefusedError) as error:  # the targets are all lost already, or have refused
+            raise self._reporter.all_ended(error) from None
         finally:
             self._packer.handed_over(packed)
-        self._reporter.dispatched(pack_s, packed.nbytes)
+        self._reporter.dispatched(pack_s, packed)
         return version
-
-    @contextlib.contextmanager
-    def _with_report(self) -> Iterator[None]:
-        """Add the report to the error of a send whose targets are all lost already, or have refused the handshake."""
-        try:
-            yield
-        except (WorkerLostError, RefusedError) as error:
-            raise self._reporter.all_ended(error) from None
 
     def _wait(self, deadline: Deadline) -> SyncReport:
         """Wait for the outstanding update."""
@@ -450,13 +445,14 @@ class WeightSender(Participant):
             return self._wait_for(version, deadline, shield)
 
     def _wait_for(self, version: int, deadline: Deadline, shield: Shield) -> SyncReport:
+        driver = self._driver
         try:
-            seen = self._driver.waker.fired
-            while not self._reporter.is_over(version) and not deadline.passed:
+            seen = driver.waker.fired
+            while version not in driver.concluded and not deadline.passed:
                 shield.deliver()
-                self._driver.wait(self._nap(deadline), seen)
-                seen = self._driver.waker.fired
-                self._driver.pump()
+                ready = driver.wait(self._nap(deadline), seen)
+                seen = driver.waker.fired
+                driver.pump(ready or None)
         except BaseException:
             self._driver.take(pure.Interrupted(version))
             raise

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
-from itertools import chain
-from operator import itemgetter
+from collections.abc import Callable, Collection
+from operator import attrgetter, itemgetter
 from typing import Final
 
 from weightsync.engine.driver import Driver, Hearing, close, flush, mishandled, read, watch
@@ -17,15 +16,24 @@ from weightsync.engine.packer import Packed
 from weightsync.engine.refusal_hints import sender_hint
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol import sender as pure
-from weightsync.protocol._tables import SenderInput, State
+from weightsync.protocol._tables import Delivery, SenderInput, State
 from weightsync.protocol.machine import SenderMachine
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update, slot_digest
 from weightsync.protocol.report import SyncReport
-from weightsync.transports.base import Link, Remarks, TellsWhatIsRead
+from weightsync.transports.base import Link, Remarks, SharesMemory, TellsWhatIsRead
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import BlockingLink
 from weightsync.transports.process import own_host, own_identity
 from weightsync.transports.wakeup import AwaitedProcess
+
+#: Takes an event of a link.
+Taking = Callable[[pure.Event], object]
+
+_UNLINKED: Final = frozenset({State.UNINITIALIZED, State.CLOSED})
+_LOSING: Final = frozenset(delivery for delivery in Delivery if delivery.loses)
+_IN_TURN: Final = frozenset(delivery for delivery in Delivery if not (delivery.reorders or delivery.loses))
+_DUE: Final = attrgetter("due")
+_LINK: Final = itemgetter(1)
 
 #: Unanswered updates that a link may carry: one that is being applied, one behind it.
 MAX_UNANSWERED: Final = 2
@@ -67,6 +75,10 @@ class Backlog:
 logger = logging.getLogger("weightsync")
 
 
+def _shares(link: Link, payload: Buffer, nbytes: int) -> bool:
+    return isinstance(link, SharesMemory) and link.shares(payload, nbytes)
+
+
 class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]):
     """One sender's machine, data and links.
 
@@ -88,6 +100,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         self._told: dict[int, bytes] = {}
         self._backlogs: dict[int, Backlog] = defaultdict(Backlog)
         self._packed: dict[int, Packed] = {}
+        #: The update that was sent last; None: none was, or its version is no longer due.
+        self._said: Update | None = None
         #: The ending and the reason that its goodbyes carry: it has not failed.
         self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
 
@@ -184,23 +198,26 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return
         delivery = self._links[link][1].delivery
         # Where answers may be lost, a full backlog might never empty.
-        if not delivery.loses and not self._backlogs[link].admit(version):
+        if delivery not in _LOSING and not self._backlogs[link].admit(version):
             return
         packed = self._packed[version]
         # Where updates may be reordered or lost, each carries its layout.
-        in_turn = not (delivery.reorders or delivery.loses)
-        told = in_turn and self._told.get(link) == packed.layout.digest
-        update = Update(
-            model_id=self.model_id,
-            incarnation=self.data.incarnation,
-            version=version,
-            layout_digest=packed.layout.digest,
-            layout=b"" if told else packed.layout.encode(),
-            digest=packed.digest,
-            nbytes=packed.layout.nbytes,
-            extras=packed.extras,
-            form=packed.form,
-        )
+        told = delivery in _IN_TURN and self._told.get(link) == packed.layout.digest
+        digest = packed.digest_to_send(_shares(self._links[link][1], packed.buffer, packed.layout.nbytes))
+        update = self._said
+        if update is None or update.version != version or bool(update.layout) == told or update.digest != digest:
+            # One message for all workers that get the same: a link may keep how it is encoded.
+            update = self._said = Update(
+                model_id=self.model_id,
+                incarnation=self.data.incarnation,
+                version=version,
+                layout_digest=packed.layout.digest,
+                layout=b"" if told else packed.layout.encode(),
+                digest=digest,
+                nbytes=packed.layout.nbytes,
+                extras=packed.extras,
+                form=packed.form,
+            )
         self._write(worker, link, update, packed.buffer)
         self._told[link] = packed.layout.digest
 
@@ -210,8 +227,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         try:
             self._links[link][1].send(message, payload)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the other targets get the update
-            for event in self._last_words(worker, link, str(error) or repr(error)):
-                self._step(event)
+            self._last_words(worker, link, str(error) or repr(error), self._step)
 
     def _close_link(self, link: int) -> None:
         """Send Bye if it can be sent at once, and close. A shared connection stays open for its other models."""
@@ -235,7 +251,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def links(self) -> list[Link]:
         """The links that are open."""
         with self.lock:
-            return [link for _, link in self._links.values()]
+            return list(map(_LINK, self._links.values()))
 
     def by_worker(self) -> dict[int, Link]:
         """The links that are open, by worker."""
@@ -264,129 +280,148 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             held = [worker for worker, link in self._links.values() if isinstance(link, BlockingLink)]
             return [worker for worker in held if targets is None or worker in targets]
 
-    def pump(self) -> None:
-        """Write what is waiting to be written, read all that has arrived."""
+    def pump(self, ready: Collection[Link] | None = None) -> None:
+        """Write what is waiting to be written, read all that has arrived.
+
+        Args:
+            ready: the links that can be read or written, as `wait` returned them; None: it is not known which can.
+        """
         with self.lock:
-            if self.machine.state in (State.UNINITIALIZED, State.CLOSED):
+            if self.machine.state in _UNLINKED:
                 return
             for number, (worker, link) in list(self._links.items()):
-                for event in chain(self._look_after(worker, number, link), self._hear(worker, number, link)):
-                    self._happen(worker, number, link, event)
+                if number in self._awaited:
+                    self._look_after(worker, number, link)
+                elif ready is not None and link not in ready:
+                    continue
+                self._hear(worker, number, link, self.take)
 
-    def _happen(self, worker: int, number: int, link: Link, event: pure.Event) -> None:
-        """Take an event of a link. An error is a failure of this link only."""
-        try:
-            self.take(event)
-        except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
-            self.take(pure.LinkLost(worker, number, mishandled(link, error)))
+    def look(self) -> None:
+        """Pump the links that have something to read or can be written. One poll finds them, and never blocks."""
+        self.pump(self.wait(0.0, self.waker.fired))
 
     @property
     def awaits_processes(self) -> bool:
         """Whether a process to be watched has not started yet. Nothing wakes us when it starts."""
         return bool(self._awaited)
 
-    def _look_after(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
-        """Start to watch the worker's process once it has started. Yields its death if it is dead already."""
-        process = self._awaited.get(number)
-        if process is None:
-            return
+    def _look_after(self, worker: int, number: int, link: Link) -> None:
+        """Start to watch the worker's process once it has started. Takes its death if it is dead already."""
+        process = self._awaited[number]
         identity, end = process.identity, process.end
         if end:
-            yield from self._last_words(worker, number, end)
+            self._last_words(worker, number, end, self.take)
         elif identity is not None:
             del self._awaited[number]
             try:
                 link.watch(*identity)
             except TransportError as error:
-                yield pure.LinkLost(worker, number, str(error))
+                self.take(pure.LinkLost(worker, number, str(error)))
 
-    def _hear(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
-        """The events that a link has now; the loss of the link is the last."""
+    def _hear(self, worker: int, number: int, link: Link, take: Taking) -> None:
+        """Take the events that a link has now; the loss of the link is the last."""
         try:
             flush(link)
         except TransportError as error:
-            yield from self._last_words(worker, number, str(error))
-            return
-        yield from self._heard(worker, number, link)
+            self._last_words(worker, number, str(error), take)
+        else:
+            self._heard(worker, number, link, take)
 
-    def _heard(self, worker: int, number: int, link: Link) -> Iterator[pure.Event]:
+    def _heard(self, worker: int, number: int, link: Link, take: Taking) -> None:
         try:
             for received in read(link):
-                if self._listens(worker, number):
+                entry = self.data.workers.get(worker)
+                # A link that was lost within a step is closed after it.
+                if entry is not None and entry.link == number and entry.open:
                     self.hearing.heard(worker, number)
-                    yield from self._events(worker, number, link, received.message)
+                    self._message(worker, number, link, received.message, take)
         except (TransportError, ProtocolError) as error:
-            yield pure.LinkLost(worker, number, str(error))
+            take(pure.LinkLost(worker, number, str(error)))
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others go on
-            yield pure.LinkLost(worker, number, mishandled(link, error))
+            take(pure.LinkLost(worker, number, mishandled(link, error)))
 
     def _give_up(self, link: Link, reason: str) -> None:
         for number, (worker, known) in list(self._links.items()):
             if known is link:
                 self._step(pure.LinkLost(worker, number, reason))
 
-    def _listens(self, worker: int, number: int) -> bool:
-        """Whether a link is the worker's current one and is open. A link lost within a step is closed after it."""
-        entry = self.data.workers.get(worker)
-        return entry is not None and entry.link == number and entry.open
-
-    def _last_words(self, worker: int, number: int, reason: str) -> Iterator[pure.Event]:
-        """The events of a link that can no longer be written to: what arrived before its loss, then the loss."""
+    def _last_words(self, worker: int, number: int, reason: str, take: Taking) -> None:
+        """Take the events of a link that can no longer be written to: what arrived before its loss, then the loss."""
         if number in self._links:
-            yield from self._heard(worker, number, self._links[number][1])
-        yield pure.LinkLost(worker, number, reason)
+            self._heard(worker, number, self._links[number][1], take)
+        take(pure.LinkLost(worker, number, reason))
 
-    def _events(self, worker: int, number: int, link: Link, message: Message) -> Iterator[pure.Event]:
+    def _message(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
         match message:
-            case Hello():
-                watch(link, message)
-                yield pure.Answer(worker, number, message)
             case Ack() | Refusal():
-                self._verify(message)
+                self._verify(number, message)
                 packed, stale = self._packed.get(message.version), self.data.stale
-                yield pure.Answer(worker, number, message)
+                take(pure.Answer(worker, number, message))
                 # Handshakes carry a layout that a worker has accepted, not one that was only sent.
                 if isinstance(message, Ack) and packed is not None and self.data.stale == stale:
                     self.layout = packed.layout
-                self._catch_up(worker, number, message)
+                if number in self._links and message.incarnation == self.data.incarnation:
+                    self._catch_up(worker, number, message.version)
+            case Hello():
+                watch(link, message)
+                take(pure.Answer(worker, number, message))
             case Bye():
-                yield pure.Answer(worker, number, message)
+                take(pure.Answer(worker, number, message))
             case Update():
                 raise ProtocolError(f"worker {worker} sent an Update; only senders send them. Its link is taken down.")
 
-    def _catch_up(self, worker: int, link: int, message: Ack | Refusal) -> None:
-        """Send what waited for this answer."""
-        if link in self._links and message.incarnation == self.data.incarnation:
-            waiting = self._backlogs[link].answered(message.version)
-            if waiting:
-                self._update(worker, link, waiting)
-                self._finish()
+    def _catch_up(self, worker: int, link: int, version: int) -> None:
+        """Send what waited for the answer to a version."""
+        waiting = self._backlogs[link].answered(version)
+        if waiting:
+            self._update(worker, link, waiting)
+            self._finish()
 
-    def _verify(self, message: Ack | Refusal) -> None:
-        """Check that an ack carries the digest of the version as it was sent."""
+    def all_share(self, payload: Buffer, nbytes: int) -> bool:
+        """Whether every worker that has a link maps a payload's buffer, so that no byte of it travels."""
+        return all(_shares(link, payload, nbytes) for link in self.links())
+
+    def _share(self, link: int, packed: Packed) -> bool:
+        return link in self._links and _shares(self._links[link][1], packed.buffer, packed.layout.nbytes)
+
+    def _names(self, link: int, version: int, packed: Packed) -> bytes:
+        """What an ack over a link must name: the digest that was sent, or the slot. Empty: neither was."""
+        shared, segment = self._share(link, packed), packed.buffer.segment
+        found = packed.digest_to_send(shared)
+        if found or not shared or segment is None:
+            return found
+        return slot_digest(segment.sealed(), self.data.incarnation, version, packed.layout.digest, packed.extras)
+
+    def _verify(self, link: int, message: Ack | Refusal) -> None:
+        """Check that an ack names what was sent over its link."""
         packed = self._packed.get(message.version)
         if not isinstance(message, Ack) or packed is None or message.incarnation != self.data.incarnation:
             return
-        if packed.digest and message.digest != packed.digest:
+        sent = self._names(link, message.version, packed)
+        if sent and message.digest != sent:
             raise ProtocolError(
                 f"an ack of version {message.version} names digest {message.digest.hex()}, which is not that of what "
-                f"was sent ({packed.digest.hex()}). The link is taken down."
+                f"was sent ({sent.hex()}). The link is taken down."
             )
 
     # ----------------------------------------------------------------------------------------- retained
 
     def _forget(self) -> None:
         """Release the versions that are due to no worker any more."""
-        due = {self.data.due_all, *(entry.due for entry in self.data.workers.values())}
+        if len(self._packed) == 1 and self.data.due_all in self._packed and self.machine.state is not State.CLOSED:
+            return
+        due = {self.data.due_all, *map(_DUE, self.data.workers.values())}
         if self.data.outstanding is not None:
             due.add(self.data.outstanding.version)
         if self.machine.state is State.CLOSED:
             due = set()
-        for version in [version for version in self._packed if version not in due]:
+        for version in self._packed.keys() - due:
             if version <= self.data.version:
                 self._release(version)
 
     def _release(self, version: int) -> None:
+        if self._said is not None and self._said.version == version:
+            self._said = None
         self._packed.pop(version).buffer.unpin(self)
 
     def packed(self, version: int) -> Packed | None:

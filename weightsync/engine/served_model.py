@@ -12,9 +12,8 @@ from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.services import SchemeServices
 from weightsync.engine.serving_lock import ServingLock
-from weightsync.errors import ConfigurationError, ModelBusyError
+from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
-from weightsync.protocol.messages import Ack
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.relay import Relay, RelayTarget
 from weightsync.weights.target import Mode, Staged, Target
@@ -55,6 +54,8 @@ class ServedModel:
         self.target: Target | None = None
         #: What is staged for `target`; None: nothing.
         self.staged: Ready | None = None
+        #: The digest of the version that was applied last; empty: it came without one.
+        self.applied = b""
         #: Who serves the model now, and who may change it.
         self.serving = ServingLock()
 
@@ -80,25 +81,32 @@ class ServedModel:
             ConfigurationError, LayoutError: weights cannot be applied to it.
         """
         with self.serving.alone(deadline, "register_model"), self._driver.lock:
+            served = self._served_digest()
             self.model, self.path = model, path
             self.target = self.staged = None
             try:
                 if not isinstance(model, str):
                     self._make_target()
             finally:
-                if self._driver.data.served and not self._serves_the_same():
+                if self._driver.data.served and not self._serves(served):
                     self._driver.take(pure.Invalidate())
         if self._listening.background_reader is not None:
             self._listening.background_reader.model_set(model)
 
-    def _serves_the_same(self) -> bool:
-        """Whether the model holds exactly the weights of the version served."""
-        return self.target is not None and self.target.digest() == self._served_digest()
+    def _serves(self, digest: bytes) -> bool:
+        """Whether the model holds exactly the weights of that digest."""
+        return bool(digest) and self.target is not None and self.target.digest() == digest
 
-    def _served_digest(self) -> bytes | None:
-        answer = self._driver.data.answer
-        answer = answer.ack if isinstance(answer, pure.Deferred) else answer
-        return answer.digest if isinstance(answer, Ack) and answer.digest else None
+    def _served_digest(self) -> bytes:
+        """The digest of the version served; empty: it is unknown, or none is served."""
+        if not self._driver.data.served:
+            return b""
+        # It came without a digest: then it is what the model before holds, which was served until now.
+        if self.applied or self.target is None:
+            return self.applied
+        with contextlib.suppress(ConfigurationError, LayoutError):  # the model before cannot be read any more
+            return self.target.digest()
+        return b""
 
     def destination(self) -> Target:
         """What weights are applied to now.

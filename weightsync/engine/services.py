@@ -42,8 +42,8 @@ class SchemeServices(Protocol):
     def transport_of(self, receiver: Any, endpoint: Any) -> Any:
         """One of TorchRL's transport classes over ``receiver``, which listens at ``endpoint``."""
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """The weights to send for these arguments."""
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
+        """What is packed and sent for these arguments: a module, a TensorDict or a dict."""
 
     def published(self, model_id: str, weights: Any) -> None:
         """Called with each version's weights before it is dispatched."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
-import threading
+
+# The functions of `signal` convert each number to an enum, which is most of what a shield would cost.
+from _signal import getsignal  # type: ignore[import-not-found]
+from _signal import signal as set_handler
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -35,23 +38,25 @@ class Shield:
         self._recorded: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            try:
-                for signum in DEFERRED:
-                    handler = signal.getsignal(signum)
-                    if callable(handler):
-                        self._previous[signum] = handler
-                        signal.signal(signum, self._record)
-            except BaseException:
-                self._restore()
-                raise
+        try:
+            for signum in DEFERRED:
+                handler = getsignal(signum)
+                if callable(handler):
+                    self._previous[signum] = handler
+                    set_handler(signum, self._record)
+        except ValueError:  # another thread than the main one
+            self._previous.clear()
+        except BaseException:
+            self._restore()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
-        self.deliver()
+        if self._recorded:
+            self.deliver()
 
     def deliver(self) -> None:
         """Call the handlers of the signals recorded so far. What a handler raises is raised here."""
@@ -65,4 +70,4 @@ class Shield:
 
     def _restore(self) -> None:
         for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
+            set_handler(signum, handler)

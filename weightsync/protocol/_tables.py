@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 #: The protocol version in every frame.
-PROTOCOL_VERSION: Final[int] = 3
+PROTOCOL_VERSION: Final[int] = 4
 
 
 class State(Enum):
@@ -33,6 +33,8 @@ class State(Enum):
     #: Final.
     CLOSED = "closed"
 
+    __hash__ = object.__hash__
+
 
 class InputKind(Enum):
     """Where an input comes from."""
@@ -45,6 +47,8 @@ class InputKind(Enum):
     LINK = "link"
     #: A waiting caller stops waiting.
     TIME = "time"
+
+    __hash__ = object.__hash__
 
 
 class SenderInput(Enum):
@@ -87,6 +91,8 @@ class SenderInput(Enum):
     #: All links close, outcomes still outstanding become ABANDONED, and a waiting caller is woken.
     CLOSE = "CLOSE"
 
+    __hash__ = object.__hash__
+
 
 class ReceiverInput(Enum):
     """The inputs of a receiver."""
@@ -128,6 +134,8 @@ class ReceiverInput(Enum):
     #: the version it serves.
     CLOSE = "CLOSE"
 
+    __hash__ = object.__hash__
+
 
 class RefusalKind(Enum):
     """Why a receiver did not apply a version."""
@@ -143,6 +151,8 @@ class RefusalKind(Enum):
     #: Something failed at the worker: it takes no more updates over this link.
     FAILED = "FAILED"
 
+    __hash__ = object.__hash__
+
 
 class Delivery(Enum):
     """What a transport guarantees for its links. The model is checked under each."""
@@ -156,6 +166,8 @@ class Delivery(Enum):
     #: Messages arrive in any order, perhaps more than once, perhaps never, and the link does not break: only a deadline
     #: ends a wait.
     BEST_EFFORT = "BEST_EFFORT"
+
+    __hash__ = object.__hash__
 
     @property
     def reorders(self) -> bool:

@@ -15,11 +15,12 @@ offset  size  header field (big-endian)
     24     8  size of the payload that follows the body
     32    16  incarnation
     48     8  version
-    56    16  digest (of an update's payload, or of what an ack confirms)
+    56    16  digest (of an update's payload and extra state, or of what an ack confirms)
 
 The body starts with a fixed part for each kind of message: the lengths of its fields, the model's id first, then its
 numbers. The fields follow. Header and body together are the *control part*; the checksum detects any flipped bit in it.
-The payload has its own digest. If a worker forwarded a version to its own workers, its ack carries their report.
+The payload has its own digest. The fixed part of an update ends with the seal of the slot that its payload lies in.
+If a worker forwarded a version to its own workers, its ack carries their report.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import xxhash
 
 from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.options import WireDtype
 from weightsync.protocol._tables import PROTOCOL_VERSION, RefusalKind
 from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, SlotRef, Update, WeightsForm
 from weightsync.protocol.report import Evidence, Outcome, OutcomeKind, SyncReport
@@ -93,6 +95,7 @@ def _told(report: SyncReport, depth: int) -> dict[str, Any]:
         "not_caught_up": _all(report.not_caught_up, depth),
         "left": {str(worker): goodbye for worker, goodbye in report.left.items()},
         **{name: getattr(report, name) for name in _SECONDS},
+        **({} if report.wire_dtype is None else {"wire_dtype": report.wire_dtype.value}),
     }
 
 
@@ -119,6 +122,7 @@ def _read(told: dict[str, Any], depth: int) -> SyncReport:
         version=None if told["version"] is None else _number(told["version"], _NUMBERS),
         incarnation=_number(told["incarnation"], _INCARNATIONS),
         nbytes=_number(told["nbytes"], _NUMBERS),
+        wire_dtype=WireDtype(told["wire_dtype"]) if "wire_dtype" in told else None,
         outcomes=_read_all(told["outcomes"], depth),
         superseded={
             _worker(worker): tuple(_number(version, _NUMBERS) for version in versions)
@@ -263,7 +267,7 @@ __all__ = [
 ]
 
 _HELLO: Final = struct.Struct("!HHIBQQ16sQ")
-_UPDATE: Final = struct.Struct("!HHIIQBBQ")
+_UPDATE: Final = struct.Struct("!HHIIQBBQ16s")
 _ACK: Final = struct.Struct("!HIdB")
 _REFUSAL: Final = struct.Struct("!HBBII16s")
 _BYE: Final = struct.Struct("!HBI")
@@ -307,8 +311,9 @@ def _encode(message: Message, descriptors: int) -> bytes:
     kind, version, digest, body = _body_of(message, message.model_id.encode())
     if len(body) > MAX_BODY_NBYTES or len(digest) not in _DIGEST_SIZES:
         raise ValueError(f"its body takes {len(body)} bytes and its digest {len(digest)}")
-    numbers = kind, descriptors, len(digest), 0, len(body), inline_nbytes(message)
-    covered = COVERED.pack(*numbers, _wide(message.incarnation), version, digest) + body
+    inline = message.nbytes if isinstance(message, Update) and message.slot is None else 0
+    numbers = kind, descriptors, len(digest), 0, len(body), inline
+    covered = COVERED.pack(*numbers, message.incarnation.to_bytes(16, "big"), version, digest) + body
     return START.pack(MAGIC, PROTOCOL_VERSION, 0, xxhash.xxh3_64_intdigest(covered)) + covered
 
 
@@ -317,11 +322,11 @@ def _body_of(message: Message, name: bytes) -> tuple[int, int, bytes, bytes]:
     match message:
         case Update():
             fields = name, message.layout_digest, message.layout, message.extras
-            slot = (0, 0) if message.slot is None else (1, message.slot.segment)
+            slot = (0, 0, b"") if message.slot is None else (1, message.slot.segment, message.slot.seal)
             fixed = _UPDATE.pack(*map(len, fields), message.nbytes, _FORMS.index(message.form), *slot)
             return 2, message.version, message.digest, b"".join((fixed, *fields))
         case Ack():
-            nested = encode_report(message.nested)
+            nested = b"" if message.nested is None else encode_report(message.nested)
             numbers = len(name), len(nested), message.seconds, _EVIDENCE.index(message.evidence)
             return 3, message.version, message.digest, b"".join((_ACK.pack(*numbers), name, nested))
         case Hello():
@@ -379,7 +384,7 @@ def decode(data: Readable) -> Message:
 
 def decode_with(head: Head, data: Readable) -> Message:
     """Like `decode`, with a header that was decoded before."""
-    if head.control_nbytes != len(data):
+    if HEADER_NBYTES + head.body_nbytes != len(data):
         raise malformed(f"A frame has {len(data)} bytes, but its header says {head.control_nbytes}", data)
     covered = bytes(data[START.size :])
     if xxhash.xxh3_64_intdigest(covered) != head.checksum:
@@ -416,7 +421,7 @@ def _read_hello(head: Head, body: bytes) -> Hello:
     name, layout_digest, layout, host = _cut(body, _HELLO.size, named, digested, laid_out, hosted)
     return Hello(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         layout_digest=layout_digest,
         layout=layout,
@@ -429,13 +434,13 @@ def _read_hello(head: Head, body: bytes) -> Hello:
 
 
 def _read_update(head: Head, body: bytes) -> Update:
-    named, digested, laid_out, extra, nbytes, form, placed, segment = _UPDATE.unpack_from(body)
+    named, digested, laid_out, extra, nbytes, form, placed, segment, seal = _UPDATE.unpack_from(body)
     name, layout_digest, layout, extras = _cut(body, _UPDATE.size, named, digested, laid_out, extra)
     if placed > 1:
         raise ValueError(f"{placed} slots, at most 1 is possible")
     return Update(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         layout_digest=layout_digest,
         layout=layout,
@@ -443,7 +448,7 @@ def _read_update(head: Head, body: bytes) -> Update:
         nbytes=nbytes,
         extras=extras,
         form=_FORMS[form],
-        slot=SlotRef(segment=segment) if placed else None,
+        slot=SlotRef(segment=segment, seal=seal) if placed else None,
     )
 
 
@@ -452,12 +457,12 @@ def _read_ack(head: Head, body: bytes) -> Ack:
     name, report = _cut(body, _ACK.size, named, nested)
     return Ack(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         digest=head.digest[: head.digest_nbytes],
         seconds=seconds,
         evidence=_EVIDENCE[evidence],
-        nested=decode_report(report),
+        nested=decode_report(report) if report else None,
     )
 
 
@@ -466,7 +471,7 @@ def _read_refusal(head: Head, body: bytes) -> Refusal:
     name, reason, remote_traceback = _cut(body, _REFUSAL.size, named, reasoned, traced)
     return Refusal(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         version=head.version,
         kind=_REFUSALS[kind],
         reason=reason.decode(),
@@ -481,7 +486,7 @@ def _read_bye(head: Head, body: bytes) -> Bye:
     name, reason = _cut(body, _BYE.size, named, reasoned)
     return Bye(
         model_id=name.decode(),
-        incarnation=_int(head.incarnation),
+        incarnation=int.from_bytes(head.incarnation, "big"),
         reason=reason.decode(),
         ending=_ENDINGS[ending],
     )

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar, Final, Generic, TypeVar
 
 import transitions
@@ -144,20 +145,6 @@ class LeanEvent(transitions.Event):
         model.fire(model.inputs(self.name))
         return True
 
-    def take(self, model: RoleMachine[Input], input: Input) -> State:
-        """Move one machine by one row and notify its listeners. Call `RoleMachine.fire` instead."""
-        with model.lock:
-            before = model._state
-            after = self._targets.get(before)
-            if after is None:
-                raise refusal(model.rows, before, model.inputs, method_of(input), steps=model.steps)
-            if model._listeners:
-                model._move_and_tell(before, input, after)
-            else:
-                model._state = after
-                model._history.append((input, before, after))
-        return after
-
 
 def _shared(rows: Mapping[tuple[State, Input], State]) -> transitions.Machine:
     return _StrictMachine(
@@ -209,10 +196,8 @@ class RoleMachine(Generic[Input]):
         """The last steps, oldest first: the input, and the states before and after it."""
         return tuple((input.value, before.value, after.value) for input, before, after in self._history)
 
-    @property
-    def state(self) -> State:
-        """The current state."""
-        return self._state
+    #: The current state. A property that is no call in Python: it is read at each step.
+    state: State = property(attrgetter("_state"))  # type: ignore[assignment]
 
     def fire(self, input: Input) -> State:
         """Take one input: one row, as one step under the lock.
@@ -227,7 +212,18 @@ class RoleMachine(Generic[Input]):
             StateError: there is no row for it in this state; nothing has changed, and no listener was called.
             Exception: whatever a listener raises; the step was taken, and later listeners were not called.
         """
-        return self._events[input].take(self, input)
+        targets = self._events[input]._targets
+        with self.lock:
+            before = self._state
+            after = targets.get(before)
+            if after is None:
+                raise refusal(self.rows, before, self.inputs, method_of(input), steps=self.steps)
+            if self._listeners:
+                self._move_and_tell(before, input, after)
+            else:
+                self._state = after
+                self._history.append((input, before, after))
+        return after
 
     def observe(self, listener: Listener[Input]) -> None:
         """Call a listener for each step from now on, in order and under the lock. It must not call `fire`."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import xxhash
+
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.report import Evidence, SyncReport
 
@@ -38,9 +40,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRef:
-    """The shared-memory segment that holds a payload, by its number on this link."""
+    """The shared-memory segment that holds a payload, by its number on this link, and what is sealed in it."""
 
     segment: int
+    #: 16 random bytes, drawn each time the segment is filled. They lie in the segment itself, behind the payload.
+    seal: bytes = bytes(16)
 
 
 class WeightsForm(enum.Enum):
@@ -63,7 +67,7 @@ class Update:
     layout_digest: bytes
     #: The encoded layout, if it was not sent over this link before; else empty.
     layout: bytes = b""
-    #: xxh3-128 of the packed tensors and the extra state; empty: not verified.
+    #: The digest of the packed tensors and the extra state (`weightsync.weights.tree_digest`); empty: not verified.
     digest: bytes = b""
     #: Size of the payload in bytes.
     nbytes: int = 0
@@ -75,6 +79,16 @@ class Update:
     slot: SlotRef | None = None
 
 
+def slot_digest(seal: bytes, incarnation: int, version: int, layout_digest: bytes, extras: bytes) -> bytes:
+    """What an ack names if its update lay in a slot and carried no digest: the slot as it was filled, and the update.
+
+    The xxh3-128 of the seal, the incarnation (16 bytes) and the version (8), big-endian, the layout's digest, and the
+    encoded extra state.
+    """
+    which = incarnation.to_bytes(16, "big") + version.to_bytes(8, "big")
+    return xxhash.xxh3_128_digest(b"".join((seal, which, layout_digest, extras)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
     """The receiver has applied the version completely."""
@@ -82,7 +96,8 @@ class Ack:
     model_id: str
     incarnation: int
     version: int
-    #: The digest of the applied weights, computed by the receiver; empty: not verified.
+    #: What was applied: the digest of the weights, computed by the receiver. For an update in a slot that carries no
+    #: digest, `slot_digest`, with the seal that the receiver has read in its own mapping. Empty: not verified.
     digest: bytes = b""
     #: Seconds from the update's arrival at the receiver to the end of its swap.
     seconds: float = 0.0

@@ -316,7 +316,7 @@ def step(state: State, data: ReceiverData, event: Event) -> Step:
     named = name(state, data, event)
     if named is None:
         return Step(None, state, data, _beside(data, event))
-    to = next_state(RECEIVER_ROWS, state, named)
+    to = RECEIVER_ROWS.get((state, named)) or next_state(RECEIVER_ROWS, state, named)
     after, effects = _advance(named, data, event)
     return Step(named, to, after, effects)
 
@@ -394,7 +394,7 @@ def _take(named: ReceiverInput, data: ReceiverData, event: UpdateArrived) -> tup
             ack = data.answer.ack
             return replace(data, pending=key, answer=ack), (Reply(event.link, ack),)
         case _:
-            return replace(data, pending=key), ()
+            return ReceiverData(data.link, data.fence, data.decided, data.answer, key, data.served), ()
 
 
 def _decide(data: ReceiverData, event: Applied | Defer | SendAck | Refused) -> tuple[ReceiverData, tuple[Effect, ...]]:
@@ -410,7 +410,7 @@ def _decide(data: ReceiverData, event: Applied | Defer | SendAck | Refused) -> t
 
 
 def _serving(data: ReceiverData, answer: Ack | Deferred) -> ReceiverData:
-    return replace(data, pending=None, decided=data.pending, answer=answer, served=data.pending)
+    return ReceiverData(data.link, data.fence, data.pending, answer, None, data.pending)
 
 
 def _send_ack(data: ReceiverData, nested: SyncReport | None) -> tuple[ReceiverData, tuple[Effect, ...]]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.errors import AckTimeoutError, RefusedError, SyncError, WorkerLostError, warn_renamed
+from weightsync.options import WireDtype
 
 
 class OutcomeKind(enum.Enum):
@@ -88,8 +89,10 @@ class SyncReport:
     version: int | None
     incarnation: int
     outcomes: Mapping[int, Outcome]
-    #: Size of the packed weights in bytes.
+    #: Size of the weights in bytes, as they were sent.
     nbytes: int = 0
+    #: What floating tensors were cast to before they were sent, if theirs was wider; None: nothing was cast.
+    wire_dtype: WireDtype | None = None
     #: Seconds spent extracting and packing.
     pack_s: float = 0.0
     #: Seconds from the dispatch until every target was connected, or until this report if one still is not.
@@ -116,7 +119,8 @@ class SyncReport:
         gone = {worker: goodbye for worker, goodbye in self.left.items() if worker not in self.outcomes}
         items += [f"worker {worker} left: {goodbye}" for worker, goodbye in gone.items()]
         took = self.pack_s + self.transfer_s
-        text = f"{sent} {self.model_id!r} [{', '.join(items)}] {self.nbytes} bytes in {took:.3f} s"
+        cast = f" ({self.wire_dtype.value})" if self.wire_dtype else ""
+        text = f"{sent} {self.model_id!r} [{', '.join(items)}] {self.nbytes} bytes{cast} in {took:.3f} s"
         if self.connect_s:
             text += f", after waiting {self.connect_s:.3f} s for workers to connect"
         return text if self.previous is None else f"{text}; before it: {self.previous}"
@@ -174,7 +178,7 @@ class SyncReport:
             RefusedError: all failures are REFUSED.
             SyncError: the failures are of several kinds, or ABANDONED.
         """
-        if any(report.failed for report in self._history()):
+        if self.failed or (self.previous is not None and any(report.failed for report in self._history())):
             raise self.error(advice)
 
     def raise_for_previous(self) -> None:

@@ -54,7 +54,7 @@ class Entry:
     @property
     def open(self) -> bool:
         """Whether its link is neither lost nor refused."""
-        return self.link_state in (LinkState.EXPECTED, LinkState.UP)
+        return self.link_state is LinkState.UP or self.link_state is LinkState.EXPECTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +261,9 @@ def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput |
     if state is State.CLOSED:
         return None
     message = event.message
-    if not current(data, event.worker, event.link) or message.incarnation != data.incarnation:
+    entry = data.workers.get(event.worker)
+    if entry is None or entry.link != event.link or not entry.open or message.incarnation != data.incarnation:
         return SenderInput.STALE
-    entry = data.workers[event.worker]
     match message:
         case Hello():
             return SenderInput.ARRIVED if entry.link_state is LinkState.EXPECTED else SenderInput.STALE
@@ -271,7 +271,7 @@ def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput |
             return _settling(state, data, event.worker, event.link, SenderInput.LEFT)
         case Refusal() if ends_link(message):
             return _settling(state, data, event.worker, event.link, SenderInput.LOST)
-        case _ if owes(data, event.worker, event.link) and message.version == data.version:
+        case _ if message.version == data.version and owes(data, event.worker, event.link):
             return _settling(state, data, event.worker, event.link, SenderInput.REPLY)
         case _ if message.version == entry.catching != 0:
             return SenderInput.CAUGHT_UP
@@ -300,7 +300,8 @@ def owes(data: SenderData, worker: int, link: int) -> bool:
 
 def _settling(state: State, data: SenderData, worker: int, link: int, otherwise: SenderInput) -> SenderInput:
     """Return SETTLED if a caller waits and this worker is the last that owes an answer, else ``otherwise``."""
-    last = owes(data, worker, link) and data.outstanding is not None and len(data.outstanding.owed) == 1
+    owed = data.outstanding.owed if data.outstanding is not None else {}
+    last = len(owed) == 1 and owed.get(worker) == link
     return SenderInput.SETTLED if last and state is State.AWAITING_ACK else otherwise
 
 
@@ -326,13 +327,13 @@ def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, E
         WorkerLostError: every target is lost already.
         RefusedError: every target has refused the handshake.
     """
-    chosen = dict.fromkeys(data.workers if targets is None else targets)
-    if not chosen:
+    entries = dict(data.workers) if targets is None else {worker: known(data, worker) for worker in targets}
+    if not entries:
         raise _nobody(data, targets)
-    entries = {worker: known(data, worker) for worker in chosen}
-    if not any(entry.open for entry in entries.values()):
-        raise _all_ended(entries)
-    return entries
+    for entry in entries.values():
+        if entry.open:
+            return entries
+    raise _all_ended(entries)
 
 
 def _nobody(data: SenderData, targets: tuple[int, ...] | None) -> ConfigurationError:
@@ -385,7 +386,7 @@ def step(state: State, data: SenderData, event: Event) -> Step:
     named = name(state, data, event)
     if named is None:
         return Step(None, state, replace(data, late=data.late + 1))
-    to = next_state(SENDER_ROWS, state, named)
+    to = SENDER_ROWS.get((state, named)) or next_state(SENDER_ROWS, state, named)
     after, effects = _advance(named, data, event)
     if named in _ENDS and after.outstanding is not None:
         effects = (*effects, Conclude(after.outstanding, after.not_caught_up, after.left))
@@ -424,19 +425,27 @@ def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[Sender
 
 
 def _dispatch(data: SenderData, targets: tuple[int, ...] | None) -> tuple[SenderData, tuple[Effect, ...]]:
-    entries = targets_of(data, targets)
-    closed = {worker: entry for worker, entry in entries.items() if not entry.open}
-    version = data.version + 1
-    owed = {worker: entry.link for worker, entry in entries.items() if worker not in closed}
-    workers = {w: replace(e, due=version) if w in entries else e for w, e in data.workers.items()}
+    version, workers = data.version + 1, dict(data.workers)
+    owed: dict[int, int] = {}
+    outcomes: dict[int, Outcome] = {}
+    effects: list[Effect] = []
+    for worker, e in targets_of(data, targets).items():
+        workers[worker] = Entry(
+            e.link, e.link_state, e.reason, e.remote_traceback, e.fence, e.served, version, e.catching
+        )
+        if e.open:
+            owed[worker] = e.link
+            effects.append(Dispatch(worker, e.link, version))
+        else:
+            outcomes[worker] = ended(e)
     after = replace(
         data,
         version=version,
         due_all=version if targets is None else data.due_all,
         workers=workers,
-        outstanding=Outstanding(version, owed, {worker: ended(entry) for worker, entry in closed.items()}),
+        outstanding=Outstanding(version, owed, outcomes),
     )
-    return after, tuple(Dispatch(worker, link, version) for worker, link in owed.items())
+    return after, tuple(effects)
 
 
 def ended(entry: Entry) -> Outcome:
@@ -475,11 +484,31 @@ def _lose(data: SenderData, worker: int, link: int, entry: Entry) -> tuple[Sende
 
 
 def _settle(data: SenderData, worker: int, link: int, outcome: Outcome) -> SenderData:
-    if not owes(data, worker, link) or data.outstanding is None:
-        return data
-    owed = {w: over for w, over in data.outstanding.owed.items() if w != worker}
-    outcomes = {**data.outstanding.outcomes, worker: outcome}
-    return replace(data, outstanding=Outstanding(data.outstanding.version, owed, outcomes))
+    return _with(data, data.workers, _settled(data.outstanding, worker, link, outcome))
+
+
+def _settled(outstanding: Outstanding | None, worker: int, link: int, outcome: Outcome) -> Outstanding | None:
+    """What is outstanding once a worker's outcome is known; unchanged if the worker owes nothing over this link."""
+    if outstanding is None or outstanding.owed.get(worker) != link:
+        return outstanding
+    owed = dict(outstanding.owed)
+    del owed[worker]
+    return Outstanding(outstanding.version, owed, {**outstanding.outcomes, worker: outcome})
+
+
+def _with(data: SenderData, workers: Mapping[int, Entry], outstanding: Outstanding | None) -> SenderData:
+    """The data with these workers, and this outstanding. `replace` would take three calls for each answer."""
+    return SenderData(
+        data.incarnation,
+        data.version,
+        data.due_all,
+        workers,
+        outstanding,
+        data.not_caught_up,
+        data.left,
+        data.stale,
+        data.late,
+    )
 
 
 def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[SenderData, tuple[Effect, ...]]:
@@ -488,20 +517,25 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
         return _left(data, worker, link, message.reason or "it gave no reason")
     if isinstance(message, Refusal) and ends_link(message):
         return _lose(data, worker, link, _told_to_go(data.workers[worker], message))
-    entry = replace(data.workers[worker], link_state=LinkState.UP)
+    before = data.workers[worker]
     if isinstance(message, Hello):
+        entry = replace(before, link_state=LinkState.UP)
         return replace(data, workers={**data.workers, worker: entry}), ()
-    if message.version >= entry.catching:
-        entry = replace(entry, catching=0)
-    if isinstance(message, Ack):
-        entry = replace(entry, served=message.version)
-    after = replace(data, workers={**data.workers, worker: entry})
-    outcome = _outcome(message)
+    entry = _having_answered(before, message)
+    workers, outcome = {**data.workers, worker: entry}, _outcome(message)
     if named is not SenderInput.CAUGHT_UP:
-        return _settle(after, worker, link, outcome), ()
+        return _with(data, workers, _settled(data.outstanding, worker, link, outcome)), ()
+    after = _with(data, workers, data.outstanding)
     if isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED:
         after = replace(after, not_caught_up={**after.not_caught_up, worker: outcome})
     return after, ()
+
+
+def _having_answered(e: Entry, message: Ack | Refusal) -> Entry:
+    """The entry of a worker that has answered for a version over its link."""
+    served = message.version if isinstance(message, Ack) else e.served
+    catching = 0 if message.version >= e.catching else e.catching
+    return Entry(e.link, LinkState.UP, e.reason, e.remote_traceback, e.fence, served, e.due, catching)
 
 
 def _left(data: SenderData, worker: int, link: int, goodbye: str) -> tuple[SenderData, tuple[Effect, ...]]:

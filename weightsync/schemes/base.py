@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from weightsync.clock import Deadline, Timeout
@@ -19,7 +20,7 @@ from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender, worker_ids_of
 from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
-from weightsync.options import OnFailure, Verify, option
+from weightsync.options import OnFailure, Verify, WireDtype, option
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.link_transport import LinkTransport
@@ -51,6 +52,7 @@ from weightsync.schemes.worker_set import (
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
+from weightsync.weights.casting import wire_dtype_of
 from weightsync.weights.context import held, optional
 from weightsync.weights.meta_device import fill_in
 from weightsync.weights.model_path import _resolve_model
@@ -78,8 +80,13 @@ class WeightSyncScheme(abc.ABC):
 
     Args:
         strategy: "state_dict" or "tensordict", or a `WeightStrategy`.
-        verify: "digest" (default): a receiver compares the digest of what arrived before it applies it; "layout":
-            names, shapes, dtypes and length only.
+        verify: what a receiver compares before it applies a version, beside names, shapes, dtypes and length. "auto"
+            (default): the digest of weights that travelled; of weights in memory that it shares with the trainer, the
+            seal of that memory. "digest": also the digest of those. "layout": no digest.
+        wire_dtype: "bfloat16", "float16" or "float32", or the torch dtype: wider floating tensors are cast to it, on
+            their device, before they are sent, and the workers' models must have it (``model.to(torch.bfloat16)``).
+            All other tensors travel as they are. A value that would become infinite is a `LayoutError`, and nothing
+            is sent. Default: nothing is cast. Only the trainer's scheme reads it.
     """
 
     #: How received weights become live.
@@ -97,8 +104,15 @@ class WeightSyncScheme(abc.ABC):
         *("_sender", "_receiver", "_context", "_given", "_worker_set", "_rendezvous", "_worker_idx", "_is_blank"),
     )
 
-    def __init__(self, strategy: WeightStrategy | str = "state_dict", *, verify: Verify | str = Verify.DIGEST) -> None:
+    def __init__(
+        self,
+        strategy: WeightStrategy | str = "state_dict",
+        *,
+        verify: Verify | str = Verify.AUTO,
+        wire_dtype: torch.dtype | WireDtype | str | None = None,
+    ) -> None:
         self._verify = option(Verify, verify)
+        self._wire_dtype = wire_dtype_of(wire_dtype)
         self._strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
         self._begin()
 
@@ -387,7 +401,7 @@ class WeightSyncScheme(abc.ABC):
         else:
             own = per_worker(weights, "weights") if is_per_worker(weights) else None
         if own is None:
-            prepared = self.prepare_weights(weights, sender.model_id, self._strategy, None)
+            prepared = self.weights_to_send(weights, sender.model_id)
             return [(prepared, None if worker_ids is None else list(worker_ids))]
         if worker_ids is None:
             worker_ids = [each for each in sender.worker_ids if each in own or not self.per_worker_weights]
@@ -395,7 +409,7 @@ class WeightSyncScheme(abc.ABC):
             own,
             worker_ids,
             sender.worker_ids,
-            lambda each: self.prepare_weights(each, sender.model_id, self._strategy, None),
+            lambda each: self.weights_to_send(each, sender.model_id),
         )
 
     def receive(self, timeout: float | None = None) -> Any:
@@ -440,6 +454,21 @@ class WeightSyncScheme(abc.ABC):
             ConfigurationError: None was given and no model is found.
             ModelPathError: a path does not resolve.
         """
+        found = self._source(weights, model_id, context)
+        return strategy.extract_weights(found) if isinstance(found, nn.Module) else found
+
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
+        """As `prepare_weights`, but a module is read straight from its own tensors, and not extracted first.
+
+        A subclass that overrides `prepare_weights`, or a strategy that overrides `extract_weights`, is asked as ever.
+        """
+        ours = type(self).prepare_weights is WeightSyncScheme.prepare_weights
+        if ours and type(self._strategy).extract_weights is WeightStrategy.extract_weights:
+            return self._source(weights, model_id, context)
+        return self.prepare_weights(weights, model_id, self._strategy, context)
+
+    def _source(self, weights: Any, model_id: str, context: Any) -> Any:
+        """What `prepare_weights` takes the weights of."""
         if is_weightless(weights) and any(
             weights is known for known in (self._given.get("model"), optional(self.context, "policy"))
         ):
@@ -454,7 +483,7 @@ class WeightSyncScheme(abc.ABC):
                 "init_on_sender() model=, source_model=, cached_weights= or a context that has the model. Nothing was "
                 "sent."
             )
-        return strategy.extract_weights(found) if isinstance(found, nn.Module) else found
+        return found
 
     def _registered_weights(self) -> Any:
         return self._found(self.get_sender().model_id, self._context())
@@ -533,7 +562,7 @@ class WeightSyncScheme(abc.ABC):
     @property
     def packer(self) -> Packer:
         """A new packer with buffers of the kind that this scheme's links carry best."""
-        return Packer(self._verify)
+        return Packer(self._verify, self._wire_dtype)
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over ``endpoint`` for one model; ``peer`` names the other end in messages.
@@ -614,6 +643,11 @@ class WeightSyncScheme(abc.ABC):
     def strategy_str(self) -> str:
         """The name of the strategy."""
         return str(self._strategy)
+
+    @property
+    def wire_dtype(self) -> WireDtype | None:
+        """What wider floating tensors are cast to before they are sent; None: nothing is cast."""
+        return self._wire_dtype
 
     @property
     def initialized_on_sender(self) -> bool:

@@ -1,18 +1,18 @@
-"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights travel over process groups of our own."""
+"""`DistributedWeightSyncScheme`: rendezvous at a TCPStore; weights travel over a connection for each worker."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from weightsync.clock import Deadline
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
-from weightsync.options import Verify, switch
+from weightsync.options import Verify, WireDtype, switch
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.link_transport import torchrl_transport
@@ -22,6 +22,7 @@ from weightsync.transports.base import Link
 from weightsync.transports.store import StoreEnd, listen, sender_link
 from weightsync.transports.store.group import require_backend
 from weightsync.transports.store.store import Hints, Store, TCPStore, base_of, hosted, keep_in_child
+from weightsync.transports.store.stream import hosts_address
 from weightsync.weights.context import MISSING, optional
 from weightsync.weights.meta_device import unshare
 from weightsync.weights.strategy import WeightStrategy
@@ -35,7 +36,7 @@ _PAIR: Final = ("store", "rank")
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
-    """Over ``torch.distributed``: signals through a TCPStore, weights by our own process group for each worker.
+    """Over ``torch.distributed``: trainer and workers meet at a TCPStore, and each worker has a connection of its own.
 
     The user's own process group is neither needed nor touched. The trainer is rank 0, worker i is rank i + 1.
 
@@ -43,12 +44,13 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     that has not reached the store yet is then noticed at once.
 
     Args:
-        backend: "gloo", or "nccl" where trainer and workers have a GPU each.
-        sync: whether a payload's buckets are sent one after another. If not, several are in flight at once; all are
+        backend: "gloo" (a plain connection, in gloo's place), or "nccl" where trainer and workers have a GPU each.
+        sync: whether NCCL sends a payload's buckets one after another. If not, several are in flight at once; all are
             awaited in either case.
         timeout: seconds that this scheme waits for a store that it connects to, or makes.
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
+        wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         key: a secret (bytes or str) that the trainer and its workers share; default: the environment's
             ``WEIGHTSYNC_KEY``, if it is set. Messages without the same key are rejected. It is pickled with the scheme.
 
@@ -66,7 +68,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         timeout: float = 3600.0,
         strategy: WeightStrategy | str = "state_dict",
         *,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
+        wire_dtype: torch.dtype | WireDtype | str | None = None,
         key: bytes | str | None = None,
     ) -> None:
         require_backend(backend)
@@ -76,7 +79,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         #: The address of the store that this scheme made; pickled with the scheme.
         self._store_info: dict[str, Any] | None = None
         self._store: Store | None = None
-        super().__init__(strategy, verify=verify)
+        super().__init__(strategy, verify=verify, wire_dtype=wire_dtype)
         self.sync = switch(sync, "sync")
 
     _not_copied = (*WeightSyncScheme._not_copied, "_hints")
@@ -138,7 +141,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def _make_store(self, base_port: Any) -> TCPStore:
         port = 0 if base_port in (MISSING, None) else int(base_port) + _PORT_OFFSET
-        host = _own_address()
+        host = hosts_address()
         for wanted in (port, 0):
             try:
                 return hosted(host, wanted, timedelta(seconds=self.timeout))
@@ -245,11 +248,3 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_store": None}
-
-
-def _own_address() -> str:
-    """This host's address for other hosts; the loopback's if the host has no name."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"

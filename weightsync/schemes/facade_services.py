@@ -43,7 +43,7 @@ class FacadeServices:
     #: What a facade returns is always a copy.
     apply_mode = Mode.COPY
 
-    def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str, verify: Verify = Verify.DIGEST) -> None:
+    def __init__(self, layer: LinkLayer, strategy: WeightStrategy | str, verify: Verify = Verify.AUTO) -> None:
         # Weakly: without a cycle, all behind a transport is freed as soon as the transport is.
         self._facade = weakref.ref(layer)
         self._verify = verify
@@ -82,6 +82,10 @@ class FacadeServices:
         if weights is None:
             raise ConfigurationError("A transport has no model of its own: give it weights. Nothing was sent.")
         return strategy.extract_weights(weights) if isinstance(weights, nn.Module) else weights
+
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
+        """As `prepare_weights`: a facade's user may be shown what is sent."""
+        return self.prepare_weights(weights, model_id, self.strategy, context)
 
     def published(self, model_id: str, weights: Any) -> None:
         """Tell the facade of each version, before it is dispatched."""

@@ -9,9 +9,11 @@ from multiprocessing.context import BaseContext
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from weightsync.engine.copies import pipes_travel, require_worker_id
 from weightsync.errors import ConfigurationError
-from weightsync.options import Verify, switch
+from weightsync.options import Verify, WireDtype, switch
 from weightsync.protocol.sender import LinkState
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.link_transport import LinkTransport, connection_of, torchrl_transport
@@ -39,7 +41,8 @@ class PipeScheme(WeightSyncScheme):
         sync: whether the scheme's own `send` waits for its answers. If not, the next `send`, or `shutdown`, reports
             them.
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
+        wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
     """
 
     _sender_arguments = ("pipes", "processes")
@@ -54,11 +57,12 @@ class PipeScheme(WeightSyncScheme):
         sync: bool = True,
         *,
         per_worker_weights: bool = False,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
+        wire_dtype: torch.dtype | WireDtype | str | None = None,
     ) -> None:
         #: The workers' ends of the pipes that we made, until the workers take them.
         self._ends: dict[int, Connection[Any, Any]] = {}
-        super().__init__(strategy, verify=verify)
+        super().__init__(strategy, verify=verify, wire_dtype=wire_dtype)
         self.sync = switch(sync, "sync")
         self.per_worker_weights = switch(per_worker_weights, "per_worker_weights")
 
@@ -206,7 +210,8 @@ class MultiProcessWeightSyncScheme(PipeScheme):
             the next `send`, or `shutdown`, reports the outcomes.
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
             Always so for a TorchRL collector with several policy factories.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
+        wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
     """
 
 

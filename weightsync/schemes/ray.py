@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+
 from weightsync.clock import Deadline
 from weightsync.engine.background import Background
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.keys import SharedKey
-from weightsync.options import Verify, option
+from weightsync.options import Verify, WireDtype, option
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.peers.ray_actors import (
@@ -46,7 +48,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`: also the format that plain actors get.
         backend: "gloo" or "nccl", for TorchRL's API; weights travel through Ray, so it has no effect.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
+        wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         tensor_transport: "object_store" (default), or "nixl": needs the package of that name.
         key: a secret shared with the actors: see `DistributedWeightSyncScheme`. A `WeightSyncActor` is given it as its
             ``weight_key``; it does not protect plain actors.
@@ -63,14 +66,15 @@ class RayWeightSyncScheme(WeightSyncScheme):
         strategy: WeightStrategy | str = "state_dict",
         backend: Backend | str = Backend.GLOO,
         *,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
+        wire_dtype: torch.dtype | WireDtype | str | None = None,
         tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
         key: bytes | str | None = None,
     ) -> None:
         self._key = None if key is None else SharedKey(key)
         self._backend = option(Backend, backend)
         self._tensor_transport = tensor_transport_of(tensor_transport)
-        super().__init__(strategy, verify=verify)
+        super().__init__(strategy, verify=verify, wire_dtype=wire_dtype)
 
     _not_copied = (*WeightSyncScheme._not_copied, "_links")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from weightsync.clock import Timeout
 from weightsync.errors import ConfigurationError, ModelPathError
-from weightsync.options import OnFailure, OnPending, Verify
+from weightsync.options import OnFailure, OnPending, Verify, WireDtype
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.link_transport import torchrl_transport
@@ -113,7 +115,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     Args:
         strategy: "tensordict" (default) or "state_dict", or a `WeightStrategy`.
         backend: see `RayWeightSyncScheme`.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
+        wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         tensor_transport: see `RayWeightSyncScheme`.
         key: see `RayWeightSyncScheme`.
     """
@@ -125,11 +128,14 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         strategy: WeightStrategy | str = "tensordict",
         backend: Backend | str = Backend.GLOO,
         *,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
+        wire_dtype: torch.dtype | WireDtype | str | None = None,
         tensor_transport: TensorTransport | str = TensorTransport.OBJECT_STORE,
         key: bytes | str | None = None,
     ) -> None:
-        super().__init__(strategy, backend, verify=verify, tensor_transport=tensor_transport, key=key)
+        super().__init__(
+            strategy, backend, verify=verify, wire_dtype=wire_dtype, tensor_transport=tensor_transport, key=key
+        )
 
     _not_copied = (*RayWeightSyncScheme._not_copied, "_transform")
 

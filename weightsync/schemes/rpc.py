@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from weightsync.clock import Deadline
 from weightsync.engine.background import Background
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError
 from weightsync.keys import SharedKey
-from weightsync.options import Verify
+from weightsync.options import Verify, WireDtype
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.link_transport import torchrl_transport
@@ -33,7 +35,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     Args:
         strategy: "state_dict" (default) or "tensordict", or a `WeightStrategy`.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
+        wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
         key: a secret shared with the workers: see `DistributedWeightSyncScheme`. It does not protect calls of
             a collector's own method.
     """
@@ -44,11 +47,12 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         self,
         strategy: WeightStrategy | str = "state_dict",
         *,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
+        wire_dtype: torch.dtype | WireDtype | str | None = None,
         key: bytes | str | None = None,
     ) -> None:
         self._key = None if key is None else SharedKey(key)
-        super().__init__(strategy, verify=verify)
+        super().__init__(strategy, verify=verify, wire_dtype=wire_dtype)
 
     _not_copied = (*WeightSyncScheme._not_copied, "_presenter")
 

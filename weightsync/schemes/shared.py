@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.options import Verify, switch
+from weightsync.options import Verify, WireDtype, switch
 from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.pipes import PipeScheme
 from weightsync.weights.strategy import WeightStrategy
@@ -44,7 +46,8 @@ class SharedMemWeightSyncScheme(PipeScheme):
         per_worker_weights: whether ``send({worker_idx: weights})`` may leave workers out; they keep what they serve.
             Always so for a TorchRL collector with several policy factories. A send that names all workers does not
             need it.
-        verify: "digest" or "layout": see `WeightSyncScheme`.
+        verify: "auto", "digest" or "layout": see `WeightSyncScheme`.
+        wire_dtype: "bfloat16", "float16" or "float32": see `WeightSyncScheme`.
     """
 
     apply_mode = Mode.MAP
@@ -57,13 +60,16 @@ class SharedMemWeightSyncScheme(PipeScheme):
         *,
         sync: bool = True,
         per_worker_weights: bool = False,
-        verify: Verify | str = Verify.DIGEST,
+        verify: Verify | str = Verify.AUTO,
+        wire_dtype: torch.dtype | WireDtype | str | None = None,
     ) -> None:
         second = isinstance(policy_weights, str | WeightStrategy)
         chosen = policy_weights if isinstance(policy_weights, str | WeightStrategy) else strategy
         if isinstance(chosen, bool):
             raise ConfigurationError(f"strategy is {chosen}: choose 'tensordict' or 'state_dict'.")
-        super().__init__(chosen, strategy if second and isinstance(strategy, bool) else sync, verify=verify)
+        super().__init__(
+            chosen, strategy if second and isinstance(strategy, bool) else sync, verify=verify, wire_dtype=wire_dtype
+        )
         self._policy_weights = dict(policy_weights) if isinstance(policy_weights, Mapping) else {}
         #: Whether a model may be sent that was not registered.
         self.auto_register = second or bool(auto_register)
@@ -100,15 +106,11 @@ class SharedMemWeightSyncScheme(PipeScheme):
         """Register a copy target: a TensorDict or dict that holds the model's newest version after each send."""
         self._policy_weights[model_id] = weights
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """The weights that a send sends: see `WeightSyncScheme.prepare_weights`.
-
-        Raises:
-            LayoutError: (a KeyError) the model is not registered and ``auto_register`` is off.
-        """
+    def _source(self, weights: Any, model_id: str, context: Any) -> Any:
+        """What a send sends. A model that is not registered is refused if ``auto_register`` is off."""
         if not self.auto_register:
             require_registered(model_id, self._policy_weights)
-        return super().prepare_weights(weights, model_id, strategy, context)
+        return super()._source(weights, model_id, context)
 
     def published(self, model_id: str, weights: Any) -> None:
         """Copy a version into the model's registered copy target, if it has one."""

@@ -107,7 +107,7 @@ def registered(
         model_id: the model.
         unfit: whether what was found there is something other than weights.
     """
-    for source in _SOURCES:
+    for source in _SOURCES if context is not None else _WITHOUT_CONTEXT:
         found = source(given, context, model_id)
         if found is not None and found is not MISSING and not unfit(found):
             return found if found is given.get("weights") else weights_of(found)
@@ -152,3 +152,4 @@ def _at_init(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
 
 
 _SOURCES = (_cached, _from_get_model, _from_path, _fallback, _at_init)
+_WITHOUT_CONTEXT = (_cached, _at_init)

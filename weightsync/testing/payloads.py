@@ -10,8 +10,8 @@ import torch
 from weightsync.engine.packer import Packed
 from weightsync.testing.link_setup import LinkSetup
 from weightsync.transports.buffers import Buffer, Storage
-from weightsync.weights.packing import digest
 from weightsync.weights.reading import layout_of, read_weights
+from weightsync.weights.tree_digest import digest
 
 _NOISE = 0xA5
 

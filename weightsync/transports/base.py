@@ -6,7 +6,7 @@ import os
 import select
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -14,12 +14,8 @@ from typing import Protocol, TypeVar
 from weightsync.errors import TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message
-from weightsync.transports.buffers import Buffer
+from weightsync.transports.buffers import Buffer, Slot
 from weightsync.transports.process import forget_after_fork
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +25,8 @@ class Received:
     message: Message
     #: The payload's bytes, writable; None if the message has none. Valid as long as something refers to them.
     payload: memoryview | None = None
-    #: Restores the payload as it was sent, even if this process has written over it.
-    refresh: Callable[[], None] = _nothing
+    #: The slot that it lies in; None: it travelled, and lies in this process's own memory.
+    slot: Slot | None = None
     #: Why this process could not take the payload (no memory or no descriptors); empty: it could.
     untaken: str = ""
 
@@ -119,6 +115,14 @@ class TellsWhatIsRead(ABC):
         """Whether the peer's process has read everything that was sent; None: unknown."""
 
 
+class SharesMemory(ABC):
+    """A link whose worker may map the memory that a payload lies in."""
+
+    @abstractmethod
+    def shares(self, payload: Buffer, nbytes: int) -> bool:
+        """Whether the worker maps it; no: the bytes of the payload travel. The answer for a payload never changes."""
+
+
 class Remarks(ABC):
     """A link that can explain why its worker does not answer although nothing has failed."""
 
@@ -142,38 +146,35 @@ class Waker:
         # Re-entrant: a signal handler may fire it while its own thread holds the lock.
         self._lock = threading.RLock()
         self._waiting = 0
-        self._fired = 0
+        #: How often it was fired. A wait that is given an earlier number returns at once if it was fired since.
+        self.fired = 0
         self._closed = False
         self._pid = os.getpid()
-        self._fd: int | None = None
+        #: The descriptor that is readable while the waker is fired; -1 once closed.
+        self.fd = -1
         try:
-            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError as error:
             raise TransportError(f"No file descriptor to wait on: {error.strerror}.") from error
         forget_after_fork(self)
 
     def fileno(self) -> int:
         """The descriptor that is readable while the waker is fired; -1 once closed."""
-        return -1 if self._fd is None else self._fd
+        return self.fd
 
     def fire(self) -> None:
         """Wake the current waits, or else the next one."""
         with self._lock:
             # A child that closes what it inherited must not wake its parent: they share the counter.
-            if self._fd is not None and self._pid == os.getpid():
-                self._fired += 1
-                os.eventfd_write(self._fd, 1)
-
-    @property
-    def fired(self) -> int:
-        """How often it was fired. A wait that is given an earlier number returns at once if it was fired since."""
-        return self._fired
+            if self.fd >= 0 and self._pid == os.getpid():
+                self.fired += 1
+                os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         """Clear it, unless other waits have not seen it yet."""
         with self._lock:
-            if self._fd is not None and not self._closed and self._waiting == 0:
-                _drain(self._fd)
+            if self.fd >= 0 and not self._closed and self._waiting == 0:
+                _drain(self.fd)
 
     def enter(self) -> int | None:
         """Begin a wait; returns the descriptor to watch, open until `leave`, or None if it is fired for good."""
@@ -181,13 +182,14 @@ class Waker:
             if self._closed:
                 return None
             self._waiting += 1
-            return self._fd
+            return self.fd
 
     def leave(self) -> None:
         """End a wait begun by `enter`."""
         with self._lock:
             self._waiting -= 1
-            self._release()
+            if self._closed:
+                self._release()
 
     def close(self) -> None:
         """Fire for good. Closing twice is allowed."""
@@ -206,9 +208,9 @@ class Waker:
 
     def _release(self) -> None:
         # A descriptor closed under a poll would be reused while that poll still watches it.
-        if self._closed and self._waiting == 0 and self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self._closed and self._waiting == 0 and self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def __del__(self) -> None:
         self.close()
@@ -270,13 +272,15 @@ def wait(waker: Waker, links: Sequence[_Waited], timeout: float | None, since: i
         owners = _register(poller, links)
         if since is not None and waker.fired != since:
             timeout = 0.0
-        ready = [known for known, _ in poller.poll(None if timeout is None else max(timeout, 0.0) * 1000)]
+        ready = poller.poll(None if timeout is None else max(timeout, 0.0) * 1000)
     finally:
         waker.leave()
-    if fd in ready:
-        waker.clear()
-    found = [index for known in ready for index in owners.get(known, ())]
-    return [links[index] for index in sorted(set(found))]
+    found: set[int] = set()
+    for known, _ in ready:
+        found.update(owners.get(known, ()))
+        if known == fd:
+            waker.clear()
+    return list(map(links.__getitem__, sorted(found)))
 
 
 def _register(poller: select.poll, links: Sequence[Waitable]) -> dict[int, list[int]]:

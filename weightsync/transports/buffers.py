@@ -4,12 +4,11 @@ A `Segment` is anonymous kernel memory (memfd). It has no name, travels as a fil
 process that maps it has ended, however that process ended. The trainer maps it shared and writes to it. A worker maps
 it private, so a worker that writes over its parameters changes only its own copy.
 
-`Pins` are the payloads that a worker may still be reading. Its answers show when it is done.
+Behind its payload a segment has a seal: 16 random bytes, drawn each time it is filled; zeros while it may be written.
+An update names the seal. A worker that reads the same 16 bytes in its own mapping maps that very memory, and nobody has
+begun to write it since.
 
-`Named` and `Mapped` list the segments that a worker maps. Both ends of a link keep the same list without messages:
-frames of a link arrive in order, so both lists change in step and drop the oldest segment when they are full. A worker
-that could not map a segment refuses the update in it; the trainer then passes its descriptor again with the next
-version in that segment.
+`Pins` are the payloads that a worker may still be reading. Its answers show when it is done.
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ import hashlib
 import itertools
 import mmap
 import os
+import secrets
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable
 from enum import Enum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy
+
 from weightsync.errors import TransportError
-from weightsync.protocol import codec
-from weightsync.protocol.messages import Ack, Message, Refusal, SlotRef, Update
+from weightsync.protocol.messages import Ack, Message, Refusal, Update
 from weightsync.transports.process import forget_after_fork
 
 
@@ -132,6 +132,16 @@ _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _numbers = itertools.count(1)
 
 
+#: Bytes of a seal, and the seal of a segment that may be written.
+SEAL_NBYTES: Final = 16
+_UNSEALED: Final = bytes(SEAL_NBYTES)
+#: Maps the pages of a mapping for reading, without a fault for each (Linux 5.14).
+_MADV_POPULATE_READ: Final = 22
+_MADV_POPULATE_WRITE: Final = 23
+#: Bits of an entry in ``/proc/self/pagemap``.
+_PRESENT_OR_SWAPPED: Final = numpy.uint64(3 << 62)
+_OF_FILE: Final = numpy.uint64(1 << 61)
+
 #: The errors with which the kernel reports that a process or the machine has no resources left.
 _NO_ROOM: Final = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 
@@ -166,6 +176,7 @@ class Segment:
         self.number = next(_numbers)
         self.nbytes = nbytes
         self._view: memoryview | None = None
+        self._seal = _UNSEALED
         try:
             self._allocate()
         except OSError as error:
@@ -178,22 +189,44 @@ class Segment:
         # The kernel makes it readable by everybody who may look into this process's descriptors.
         os.fchmod(self.fd, 0o600)
         # Allocate it now: a lack of memory is an error here, not a SIGBUS at the first write.
-        os.posix_fallocate(self.fd, 0, self.nbytes)
-        shared = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        os.posix_fallocate(self.fd, 0, self.nbytes + SEAL_NBYTES)
+        shared = mmap.mmap(self.fd, self.nbytes + SEAL_NBYTES, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._view = memoryview(shared)
         # A process that receives the descriptor can neither resize the memory nor map it for writing.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
 
     @property
     def view(self) -> memoryview:
-        """The whole segment, writable.
+        """The whole segment but its seal, writable.
 
         Raises:
             TransportError: in a forked child.
         """
+        return self._whole[: self.nbytes]
+
+    @property
+    def _whole(self) -> memoryview:
         if self._view is None:
             raise TransportError("This shared memory belongs to the process that this one was forked from.")
         return self._view
+
+    def sealed(self) -> bytes:
+        """The seal of what it holds. Drawn now if it was unsealed: it must be filled.
+
+        Raises:
+            TransportError: in a forked child.
+        """
+        if self._seal == _UNSEALED:
+            self._put(secrets.token_bytes(SEAL_NBYTES))
+        return self._seal
+
+    def unseal(self) -> None:
+        """It may be written from now on: who reads it sees that it has no seal."""
+        self._put(_UNSEALED)
+
+    def _put(self, seal: bytes) -> None:
+        self._whole[self.nbytes :] = seal
+        self._seal = seal
 
     def forget(self) -> None:
         """In a forked child: release the memory."""
@@ -234,22 +267,61 @@ class Mapping:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
                 raise TransportError("The peer's shared memory is not sealed, so it could shrink while it is read.")
             nbytes = os.fstat(fd).st_size
+            if nbytes < SEAL_NBYTES:
+                raise TransportError(f"The peer's shared memory has {nbytes} bytes: there is no room for a seal.")
             self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE)
         except (OSError, ValueError) as error:
             if isinstance(error, TransportError):
                 raise
             kind = NoRoom if isinstance(error, OSError) and error.errno in _NO_ROOM else TransportError
             raise kind(f"The peer's shared memory cannot be mapped: {error}.") from error
-        self.view = memoryview(self._map)
+        with contextlib.suppress(OSError):  # the kernel is older than this advice, or has no memory for the tables
+            self._map.madvise(_MADV_POPULATE_READ)
+        self.view = memoryview(self._map)[:-SEAL_NBYTES]
+
+    @property
+    def seal(self) -> bytes:
+        """The seal that is read in this mapping now."""
+        return self._map[-SEAL_NBYTES:]
 
     def remap(self) -> None:
-        """Drop this process's own pages, so that everything reads as the peer wrote it."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        """Drop the pages that this process has written, so that everything reads as the peer wrote it.
+
+        If it has written none, all stay mapped: mapping them anew costs a fault for each.
+        """
+        address = int(numpy.frombuffer(self._map, dtype=numpy.uint8).ctypes.data)
+        if _has_own_pages(address, len(self._map)):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     @property
     def nbytes(self) -> int:
-        """The size."""
-        return len(self._map)
+        """The size of the largest payload."""
+        return len(self.view)
+
+
+class Slot(Protocol):
+    """The memory that a payload was received in, where the trainer's own memory is mapped."""
+
+    @property
+    def seal(self) -> bytes:
+        """The seal that lies in it now."""
+
+    def remap(self) -> None:
+        """Undo what this process has written there."""
+
+
+def _has_own_pages(address: int, nbytes: int) -> bool:
+    """Whether a private mapping of a file has pages that this process has written; True if the kernel does not say."""
+    first, last = address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE)
+    try:
+        with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+            pagemap.seek(first * 8)
+            entries = numpy.frombuffer(pagemap.read((last - first) * 8), dtype=numpy.uint64)
+    except OSError:
+        return True
+    # A page that is present or swapped out, and is not the file's.
+    own = (entries & _PRESENT_OR_SWAPPED != 0) & (entries & _OF_FILE == 0)
+    return len(entries) < last - first or bool(own.any())
 
 
 class Buffer:
@@ -316,8 +388,9 @@ def anonymous(nbytes: int) -> mmap.mmap:
         heap = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise NoRoom(f"No memory for a payload of {nbytes} bytes: {error}.") from error
-    with contextlib.suppress(OSError):
-        heap.madvise(mmap.MADV_HUGEPAGE)
+    for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+        with contextlib.suppress(OSError):
+            heap.madvise(advice)
     return heap
 
 
@@ -356,6 +429,8 @@ class Pool:
         spares = fitting[1 : 1 + SPARE_BUFFERS]
         self._buffers = [buffer for buffer in self._buffers if buffer.pinned]
         self._buffers += [chosen, *spares]
+        if chosen.segment is not None:
+            chosen.segment.unseal()
         return chosen
 
     def statistics(self) -> PoolStatistics:
@@ -371,85 +446,3 @@ class Pool:
     def close(self) -> None:
         """Drop all buffers. Each is freed when nobody maps it any more."""
         self._buffers.clear()
-
-
-#: Two alternate in a steady run; a third is there for a worker that is behind.
-MAX_SEGMENTS: Final = 4
-
-
-class Named:
-    """The trainer's list: the segments that this link has named last."""
-
-    def __init__(self) -> None:
-        #: For each segment's number, the key of the version that it was named for last.
-        self._keys: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        #: Segments whose descriptors must be passed again, since the worker may not have mapped them.
-        self._again: set[int] = set()
-
-    def missing(self, segment: Segment) -> tuple[int, ...]:
-        """The descriptors to pass with the next frame that names ``segment``."""
-        passed = segment.number in self._keys and segment.number not in self._again
-        return () if passed else (segment.fd,)
-
-    def name(self, segment: Segment, update: Update) -> None:
-        """Record that a frame names this segment."""
-        self._keys[segment.number] = update.incarnation, update.version
-        self._keys.move_to_end(segment.number)
-        self._again.discard(segment.number)
-        if len(self._keys) > MAX_SEGMENTS:
-            self._again.discard(self._keys.popitem(last=False)[0])
-
-    def answered(self, message: Message) -> None:
-        """Process an answer: the worker may have refused a version because it could not map its segment."""
-        if isinstance(message, Refusal):
-            key = message.incarnation, message.version
-            self._again.update(number for number, named_for in self._keys.items() if named_for == key)
-
-
-class Mapped:
-    """The worker's list: the segments that it maps. Tensors keep a mapping alive after it has left the list."""
-
-    def __init__(self) -> None:
-        #: The mapping of each segment, or why there was no room for it.
-        self._mappings: OrderedDict[int, Mapping | str] = OrderedDict()
-
-    def find(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str = "") -> Mapping:
-        """The mapping of a segment, made now if its descriptor came with the frame.
-
-        Args:
-            slot: names the segment.
-            descriptors: the descriptors that came with the frame.
-            untaken: why a passed descriptor could not be taken; empty: none was lost.
-
-        Raises:
-            ProtocolError: the peer never passed that segment.
-            NoRoom: there is no room to map it now, or there was none when its descriptor came.
-            TransportError: it cannot be mapped.
-        """
-        try:
-            if untaken or descriptors:
-                self._take(slot.segment, descriptors, untaken)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        found = self._mappings.get(slot.segment)
-        if found is None:
-            raise codec.malformed(f"The peer names segment {slot.segment}, which it never passed", b"")
-        self._mappings.move_to_end(slot.segment)
-        if len(self._mappings) > MAX_SEGMENTS:
-            self._mappings.popitem(last=False)
-        if isinstance(found, str):
-            raise NoRoom(found)
-        return found
-
-    def _take(self, segment: int, descriptors: tuple[int, ...], untaken: str) -> None:
-        if isinstance(self._mappings.get(segment), Mapping):
-            return  # passed again after a refusal for another reason
-        try:
-            self._mappings[segment] = untaken or Mapping(descriptors[0])
-        except NoRoom as error:
-            self._mappings[segment] = str(error)
-
-    def clear(self) -> None:
-        """Drop all mappings, except those that something still uses."""
-        self._mappings.clear()

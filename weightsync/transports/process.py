@@ -104,10 +104,11 @@ class ProcessWatch:
     def __init__(self, pid: int, started: int) -> None:
         self.pid = pid
         self._started = started
-        self._fd = -1
+        #: Readable once the process is dead; -1 if there is nothing to wait for.
+        self.fd = -1
         self._dead = False
         try:
-            self._fd = os.pidfd_open(pid)
+            self.fd = os.pidfd_open(pid)
         except ProcessLookupError:
             self._dead = True
         else:
@@ -118,14 +119,14 @@ class ProcessWatch:
 
     def fileno(self) -> int:
         """Readable once the process is dead; -1 if there is nothing to wait for."""
-        return self._fd
+        return self.fd
 
     @property
     def dead(self) -> bool:
         """Whether the process has died."""
-        if not self._dead and self._fd >= 0:
+        if not self._dead and self.fd >= 0:
             poller = select.poll()
-            poller.register(self._fd, select.POLLIN)
+            poller.register(self.fd, select.POLLIN)
             self._dead = bool(poller.poll(0))
         return self._dead
 
@@ -135,9 +136,9 @@ class ProcessWatch:
 
     def close(self) -> None:
         """Stop watching. Closing twice is allowed."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def forget(self) -> None:
         """In a forked child: stop watching."""

@@ -118,12 +118,12 @@ class SenderActs:
         return any(sent.message == event.message for end in ends for sent in self._names.network.sent[end])
 
     def _sender_shown(self, machine: Machine, moment: Moment) -> dict[str, Value]:
-        data, out, told = moment.after, None, True
+        data, out, reported = moment.after, None, True
         assert isinstance(data, sending.SenderData)
         out = data.outstanding
         if out is None:
             ends = [effect for effect in moment.step.effects if isinstance(effect, sending.Conclude)]  # type: ignore[union-attr]
-            out, told = (ends[0].outstanding, True) if ends else (None, False)
+            out, reported = (ends[0].outstanding, True) if ends else (None, False)
         return {
             "who": "s",
             "st": moment.state.value,
@@ -131,7 +131,7 @@ class SenderActs:
             "v": data.version,
             "all": data.due_all,
             "roll": tuple(self._entry(machine, data, worker) for worker in self._names.workers),
-            "told": told,
+            "reported": reported,
             "out": tuple(_outcome(out, worker) for worker in self._names.workers),
         }
 

@@ -8,7 +8,7 @@ from weightsync.engine.recorder import What
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import SenderInput, State
-from weightsync.protocol.messages import Ack, Update
+from weightsync.protocol.messages import Ack, Update, slot_digest
 from weightsync.protocol.report import Evidence, OutcomeKind
 from weightsync.verify.lines import Finding
 from weightsync.verify.network import Network
@@ -54,7 +54,7 @@ def _of_receiver(machine: Machine) -> Iterator[Finding]:
         assert isinstance(before, receiving.ReceiverData)
         assert isinstance(after, receiving.ReceiverData)
         if isinstance(moment.message, Update) and moment.line.what is What.RECEIVED:
-            digests[moment.message.incarnation, moment.message.version] = moment.message.digest
+            digests[moment.message.incarnation, moment.message.version] = _named(moment.message)
         if after.fence < fence:
             yield _broken(moment, "G4 ServingIsMonotone", "its fence falls")
         fence = after.fence
@@ -63,6 +63,13 @@ def _of_receiver(machine: Machine) -> Iterator[Finding]:
             served = max(served, after.served)
         if isinstance(event, receiving.Refused) and after.served != before.served:
             yield _broken(moment, "G6 RefusalKeepsServing", "a refusal changes the served version")
+
+
+def _named(update: Update) -> bytes:
+    """What an ack of the update must name; empty: that cannot be told."""
+    if update.digest or update.slot is None or update.extras:  # long extra state is recorded as a hash of it
+        return update.digest
+    return slot_digest(update.slot.seal, update.incarnation, update.version, update.layout_digest, b"")
 
 
 def _serves(moment: Moment, new: Key, served: Key, fence: int, digests: dict[Key, bytes]) -> Iterator[Finding]:
@@ -87,9 +94,13 @@ def _serves(moment: Moment, new: Key, served: Key, fence: int, digests: dict[Key
 # ------------------------------------------------------------------------------------------------ senders
 
 
+#: The digest that each version was sent with, by link; with None, the one that it has wherever it has one.
+Digests = dict[tuple[int, int | None], bytes]
+
+
 def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
     targets: dict[int, tuple[int, ...]] = {}
-    digests: dict[int, bytes] = {}
+    digests: Digests = {}
     for moment in machine.moments:
         before, after = moment.before, moment.after
         assert isinstance(before, sending.SenderData)
@@ -109,7 +120,7 @@ def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
 
 
 def _sends(
-    machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], digests: dict[int, bytes]
+    machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], digests: Digests
 ) -> Iterator[Finding]:
     update = moment.message
     if moment.line.what is not What.SENT or not isinstance(update, Update):
@@ -122,7 +133,8 @@ def _sends(
         yield _broken(
             moment, "G7 OnlyTargetsChange", f"version {update.version} is sent to {workers}, which is no target of it"
         )
-    if digests.setdefault(update.version, update.digest) != update.digest:
+    digests[update.version, moment.link] = update.digest
+    if update.digest and digests.setdefault((update.version, None), update.digest) != update.digest:
         yield _broken(moment, "G1 AckNamesItsVersion", f"version {update.version} is sent with two digests")
 
 
@@ -157,7 +169,7 @@ def _sends_hello(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterato
                 )
 
 
-def _counts(network: Network, machine: Machine, moment: Moment, digests: dict[int, bytes]) -> Iterator[Finding]:
+def _counts(network: Network, machine: Machine, moment: Moment, digests: Digests) -> Iterator[Finding]:
     """An answer counts: the worker must have done what it says."""
     event, data = moment.event, moment.after
     assert isinstance(data, sending.SenderData)
@@ -166,7 +178,7 @@ def _counts(network: Network, machine: Machine, moment: Moment, digests: dict[in
         return
     if ack.incarnation != data.incarnation:
         yield _broken(moment, "G1 AckNamesItsVersion", "an ack for another sender counts")
-    known = digests.get(ack.version)
+    known = digests.get((ack.version, event.link))
     if known and ack.digest and known != ack.digest:
         yield _broken(moment, "G2 AckedMeansServed", "the ack names the digest of other weights than were sent")
     peers = [network.by_name[name] for name, _ in network.peers((machine.name, event.link))]

@@ -228,10 +228,10 @@ class Network:
             return False
         if machine.role == "sender":
             return message.incarnation == machine.incarnation
-        told = (moment.message for moment in self.by_name[end[0]].of(What.RECEIVED) if moment.link == end[1])
+        received = (moment.message for moment in self.by_name[end[0]].of(What.RECEIVED) if moment.link == end[1])
         return not any(
             isinstance(each, Refusal) and each.evidence is not Evidence.ANSWER and each.version == message.version
-            for each in told
+            for each in received
         )
 
     def _promise(self, place: Place) -> str:
@@ -249,8 +249,8 @@ def _key(message: Message) -> str:
             return f"Bye {message.model_id} {message.incarnation}"
         case Refusal():
             # Text that cannot be encoded is transmitted escaped.
-            told = message.reason, message.remote_traceback
-            reason, trace = (text.encode(errors="backslashreplace").decode() for text in told)
+            texts = message.reason, message.remote_traceback
+            reason, trace = (text.encode(errors="backslashreplace").decode() for text in texts)
             message = replace(message, reason=reason, remote_traceback=trace)
     return json.dumps({name: value for name, value in plain(message).items() if name not in _THEIRS})
 

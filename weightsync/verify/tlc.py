@@ -19,7 +19,7 @@ from weightsync.model.toolchain import Toolchain
 from weightsync.verify.judging import Run
 from weightsync.verify.lines import Finding
 from weightsync.verify.modelling import Modelled, data_module, literal, modelled
-from weightsync.verify.naming import BeyondTheModelError, Bounds
+from weightsync.verify.naming import BeyondTheModelError, Bounds, Value
 
 RULE = "the model, by TLC"
 _SECONDS = 300.0
@@ -37,7 +37,7 @@ _PROPERTIES = (
     "ClosedIsFinal",
     "EverybodyIsToldTheTruth",
 )
-#: Checks not the traces but what follows from them, and costs more than all others: only the first batch has it.
+#: Checks the wrapper and not the runs, and costs more than all others: only the first batch has it, one run an action.
 _OF_FOLLOWING = "OnlyTheModels"
 #: How many events one JVM follows.
 _BATCH = 4000
@@ -93,21 +93,35 @@ def follow(tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None) 
             followed.left_out[str(error)] += 1
         else:
             ways.setdefault(trace.text, []).append(trace)
-    for number, batch in enumerate(_batches(ways)):
-        _judge(tools, batch, () if number else (_OF_FOLLOWING,), followed)
+    if ways:
+        every_action, others = _with_every_action(ways)
+        _judge(tools, every_action, (_OF_FOLLOWING,), followed)
+        for batch in _batches(others):
+            _judge(tools, batch, (), followed)
     return followed
 
 
-def _batches(ways: Mapping[str, list[Modelled]]) -> Iterator[list[list[Modelled]]]:
+def _with_every_action(ways: Mapping[str, list[Modelled]]) -> tuple[list[list[Modelled]], list[list[Modelled]]]:
+    """Small runs that together take every action that any run takes, and the other runs. Both by size."""
+    met: set[Value] = set()
+    chosen, others = list[list[Modelled]](), list[list[Modelled]]()
+    for text in sorted(ways, key=lambda text: (ways[text][0].size, text)):
+        actions = {act.action["a"] for act in ways[text][0].acts}
+        (others if actions <= met else chosen).append(ways[text])
+        met |= actions
+    return chosen, others
+
+
+def _batches(ways: Sequence[list[Modelled]]) -> Iterator[list[list[Modelled]]]:
     """Group different runs into batches. A batch takes the largest constants of its runs, so small ones go together."""
     batch: list[list[Modelled]] = []
     events = 0
-    for text in sorted(ways, key=lambda text: (ways[text][0].size, text)):
-        acts = len(ways[text][0].acts)
+    for alike in ways:
+        acts = len(alike[0].acts)
         if batch and events + acts > _BATCH:
             yield batch
             batch, events = [], 0
-        batch.append(ways[text])
+        batch.append(alike)
         events += acts
     if batch:
         yield batch

@@ -17,6 +17,7 @@ from types import MappingProxyType
 import xxhash
 
 from weightsync.errors import LayoutError, ProtocolError
+from weightsync.options import WireDtype
 
 #: Bytes per element. The order is part of the wire format: append, never insert.
 ITEMSIZES: Mapping[str, int] = MappingProxyType(
@@ -52,6 +53,8 @@ ALIGNMENT = 64
 #: The largest tensor that a peer may claim; torch's own limits are close to these.
 MAX_NDIM = 64
 MAX_NUMEL = 1 << 62
+
+_WIRE_DTYPES = frozenset(member.value for member in WireDtype)
 
 _MAGIC = b"WSL\x01"
 _COUNT = struct.Struct("<I")
@@ -208,6 +211,33 @@ class Layout:
         message = f"{summary}: {'; '.join(filter(None, parts))}."
         return LayoutError(message + _hint(missing, unexpected), missing, unexpected, mismatched)
 
+    def other_dtypes(self, other: Layout) -> dict[str, tuple[str, str]]:
+        """The tensors whose dtype in `other` is another, with the dtype here and there.
+
+        Empty if names, shapes or modules with extra state differ too.
+        """
+        here, there = _tensors(self), _tensors(other)
+        if here.keys() != there.keys() or self.extras != other.extras:
+            return {}
+        pairs = {name: (entry, there[name]) for name, entry in here.items() if entry != there[name]}
+        if any(one[0] != two[0] for one, two in pairs.values()):
+            return {}
+        return {name: (one[1], two[1]) for name, (one, two) in pairs.items()}
+
+    def misfit(self, sent: Layout) -> LayoutError | None:
+        """Return the error of a worker whose model has this layout, for weights of layout `sent`; None if they fit.
+
+        If nothing but a dtype differs, it names the option that chooses what is sent.
+        """
+        error, pairs = self.difference(sent), set(self.other_dtypes(sent).values())
+        if error is None or len(pairs) != 1:
+            return error
+        ((wanted, given),) = pairs
+        cast = f"cast the model: model.to(torch.{given})"
+        hint = f"give the trainer's scheme wire_dtype='{wanted}', or {cast}" if wanted in _WIRE_DTYPES else cast
+        message = f"{error} Weights must have the model's dtype: {hint}."
+        return LayoutError(message, error.missing, error.unexpected, error.mismatched)
+
 
 def _nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if dtype not in ITEMSIZES:
@@ -264,8 +294,12 @@ def _read_text(data: bytes, at: int) -> tuple[str, int]:
 _Described = dict[str, tuple[tuple[int, ...], str] | None]
 
 
+def _tensors(layout: Layout) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {entry.name: (entry.shape, entry.dtype) for entry in layout.entries}
+
+
 def _described(layout: Layout) -> _Described:
-    tensors: _Described = {entry.name: (entry.shape, entry.dtype) for entry in layout.entries}
+    tensors: _Described = {**_tensors(layout)}
     return tensors | dict.fromkeys(map(extra_state_name, layout.extras))
 
 

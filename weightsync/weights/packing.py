@@ -1,27 +1,38 @@
-"""Packing weights into the flat buffer of a layout, unpacking them, and the digest. No models, only bytes.
+"""Packing weights into the flat buffer of a layout, and unpacking them. No models, only bytes.
 
-On the CPU, one `torch._foreach_copy_` moves all tensors. The views it copies into are cached by the buffer's address.
-They borrow the memory (see `weightsync.weights.tensors.borrowed`), so the cache keeps no buffer alive. Tensors on a
-device are gathered there into large chunks, and each chunk is transferred once.
+On the CPU, `Pieces` copies in large pieces, on as many threads as torch may use. The views that small tensors are
+copied into are cached by the buffer's address. They borrow the memory (see `weightsync.weights.tensors.borrowed`), so
+the cache keeps no buffer alive. Tensors on a device are gathered there into large chunks, and each chunk is
+transferred once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Final, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
-from weightsync.weights.tensors import DTYPES, address_of, borrowed, why_uncopied
+from weightsync.weights.tensors import DTYPES, PLAIN, address_of, borrowed, why_uncopied
+from weightsync.weights.threads import Part, in_threads, shares
+from weightsync.weights.tree_digest import CHUNK as DIGEST_CHUNK
+from weightsync.weights.tree_digest import ChunkHashes, StreamedDigest
 
 #: How many bytes to gather on a device, or to pack for `digest_of`, at a time; a single tensor may be larger.
 CHUNK = 64 << 20
+#: Tensors of so many bytes are moved one by one as bytes, whatever their dtype. Smaller ones are copied many at a time
+#: by torch, which uses no threads of its own for them.
+LARGE: Final = 32 << 10
+
+#: Called with the bytes of a buffer that have just been written.
+Behind = Callable[[int, int], None]
 
 
 def pack(weights: Weights, layout: Layout, view: memoryview) -> None:
@@ -35,6 +46,21 @@ def pack(weights: Weights, layout: Layout, view: memoryview) -> None:
         LayoutError: a tensor, which the error names, cannot be copied (sparse, meta, a subclass that raises). The
             contents of the buffer are then undefined.
     """
+    _pack(weights, layout, view, _nothing)
+
+
+def pack_digested(weights: Weights, layout: Layout, view: memoryview, extras: bytes) -> bytes:
+    """`pack`, and return the digest of the buffer and `extras`, hashed chunk by chunk right behind the copy."""
+    hashes = ChunkHashes(view[: layout.nbytes])
+    _pack(weights, layout, view, hashes.reach)
+    return hashes.combined(extras)
+
+
+def _nothing(_start: int, _end: int) -> None:
+    """What follows a copy if nothing is to be hashed."""
+
+
+def _pack(weights: Weights, layout: Layout, view: memoryview, behind: Behind) -> None:
     if view.readonly or not view.c_contiguous or view.nbytes < layout.nbytes:
         raise ConfigurationError(f"Packing {layout!r} needs {layout.nbytes} contiguous, writable bytes.")
     tensors, base = ordered(weights, layout), address_of(view)
@@ -44,7 +70,7 @@ def pack(weights: Weights, layout: Layout, view: memoryview) -> None:
         for first, last in _chunks(layout):
             _fill(layout, first, last, tensors, base)
     else:
-        _copy(layout, 0, kept_views(layout, base), tensors)
+        Pieces(layout, tensors, base).fill(behind)
 
 
 def scatter(layout: Layout, tensors: list[Tensor], chosen: Sequence[int], base: int) -> None:
@@ -54,24 +80,145 @@ def scatter(layout: Layout, tensors: list[Tensor], chosen: Sequence[int], base: 
     """
     if not chosen:
         return
-    with torch.inference_mode():
-        if _on_one_device(tensors):
+    if _on_one_device(tensors):
+        with torch.inference_mode():
             for first, last in _chunks(layout):
                 flat = _span(layout, first, last, base).to(tensors[0].device)
                 torch._foreach_copy_(tensors[first:last], views(layout, flat, first, last))
-            return
-        found = kept_views(layout, base)
-        if len(chosen) == len(tensors):
-            torch._foreach_copy_(tensors, found)
+        return
+    Pieces(layout, tensors, base).empty_into(chosen)
+
+
+class Step(NamedTuple):
+    """A part of a buffer that is copied in one go: one large tensor, or a run of small ones."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+    #: Whether it is one large tensor, whose bytes can be moved. A bool's cannot: they arrive as 0 or 1.
+    moved: bool
+
+
+@lru_cache(maxsize=8)
+def _steps(layout: Layout) -> tuple[Step, ...]:
+    """All entries, in the order of the buffer."""
+    steps: list[Step] = []
+    for index, entry in enumerate(layout.entries):
+        end, before = entry.offset + entry.nbytes, steps[-1] if steps else None
+        if entry.nbytes >= LARGE and entry.dtype != "bool":
+            steps.append(Step(entry.offset, end, index, index + 1, True))
+        elif before is not None and not before.moved and end - before.start <= DIGEST_CHUNK:
+            steps[-1] = before._replace(end=end, last=index + 1)
         else:
-            torch._foreach_copy_([tensors[index] for index in chosen], [found[index] for index in chosen])
+            steps.append(Step(entry.offset, end, index, index + 1, False))
+    return tuple(steps)
 
 
-def digest(payload: memoryview, extras: bytes) -> bytes:
-    """Hash the flat buffer, then the encoded extra state, with xxh3-128: 16 bytes."""
-    hashed = xxhash.xxh3_128(payload)
-    hashed.update(extras)
-    return hashed.digest()
+@lru_cache(maxsize=8)
+def _parts(layout: Layout, threads: int) -> tuple[Part, ...]:
+    """The parts of a buffer for that many threads. None ends within a run of small tensors."""
+    parts: list[Part] = []
+    at = 0
+    for _, cut in shares(layout.nbytes, DIGEST_CHUNK, threads):
+        run = next((step for step in _steps(layout) if not step.moved and step.start < cut < step.end), None)
+        end = cut if run is None else run.end
+        if at < end or not parts:
+            parts.append((at, end))
+        at = end
+    return tuple(parts)
+
+
+class Pieces:
+    """Copies between tensors and a flat buffer in the memory of this process.
+
+    Args:
+        layout: of the tensors.
+        tensors: in the layout's order, with its shapes and dtypes.
+        base: the address of the buffer, which the caller holds.
+    """
+
+    def __init__(self, layout: Layout, tensors: list[Tensor], base: int) -> None:
+        self._layout = layout
+        self._tensors = tensors
+        self._base = base
+        self._steps = _steps(layout)
+        #: The addresses of the tensors whose bytes are moved, by index.
+        self._movable = {
+            step.first: tensors[step.first].data_ptr()
+            for step in self._steps
+            if step.moved and _is_movable(tensors[step.first])
+        }
+        self._parts = _parts(layout, torch.get_num_threads())
+
+    def fill(self, behind: Behind) -> None:
+        """Copy all tensors into the buffer; call ``behind`` with each range of bytes once it is written."""
+        for step in self._odd():
+            self._fill_run(step)
+        in_threads(partial(self._fill_part, behind), self._parts)
+
+    def empty_into(self, chosen: Sequence[int]) -> None:
+        """Copy the `chosen` tensors out of the buffer."""
+        wanted = frozenset(chosen)
+        for step in self._odd():
+            self._empty_run(wanted, step)
+        in_threads(partial(self._empty_part, wanted), self._parts)
+        moved = [self._tensors[index] for index in self._movable if index in wanted]
+        with torch.inference_mode(False):
+            torch.autograd.graph.increment_version([tensor for tensor in moved if not tensor.is_inference()])
+
+    def _odd(self) -> list[Step]:
+        """The large tensors that only torch can copy: strided, on a device, of a subclass. It uses its threads."""
+        return [step for step in self._steps if step.moved and step.first not in self._movable]
+
+    def _fill_part(self, behind: Behind, start: int, end: int) -> None:
+        followed = start
+        for step in self._steps:
+            if not step.moved and start <= step.start < end:
+                self._fill_run(step)
+            for low, high in _cut(max(step.start, start), min(step.end, end), behind):
+                if step.first in self._movable:
+                    ctypes.memmove(self._base + low, self._movable[step.first] - step.start + low, high - low)
+                if high - followed >= DIGEST_CHUNK:
+                    behind(followed, high)
+                    followed = high // DIGEST_CHUNK * DIGEST_CHUNK
+        behind(followed, end)
+
+    def _empty_part(self, wanted: frozenset[int], start: int, end: int) -> None:
+        for step in self._steps:
+            if not step.moved:
+                if start <= step.start < end:
+                    self._empty_run(wanted, step)
+            elif step.first in self._movable and step.first in wanted:
+                low, high = max(step.start, start), min(step.end, end)
+                if low < high:
+                    ctypes.memmove(self._movable[step.first] - step.start + low, self._base + low, high - low)
+
+    def _fill_run(self, step: Step) -> None:
+        into = kept_views(self._layout, self._base)[step.first : step.last]
+        _copy(self._layout, step.first, into, self._tensors[step.first : step.last])
+
+    def _empty_run(self, wanted: frozenset[int], step: Step) -> None:
+        found = kept_views(self._layout, self._base)
+        indices = [index for index in range(step.first, step.last) if index in wanted]
+        if not indices:
+            return
+        with torch.inference_mode():
+            torch._foreach_copy_([self._tensors[index] for index in indices], [found[index] for index in indices])
+
+
+def _is_movable(tensor: Tensor) -> bool:
+    """Whether the tensor's bytes are its elements, in row-major order."""
+    plain = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided
+    return plain and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _cut(start: int, end: int, behind: Behind) -> Iterator[Part]:
+    """Cut bytes into the chunks of the digest, if it follows the copy."""
+    while start < end:
+        following = end if behind is _nothing else min(end, start // DIGEST_CHUNK * DIGEST_CHUNK + DIGEST_CHUNK)
+        yield start, following
+        start = following
 
 
 def digest_of_weights(weights: object) -> bytes:
@@ -86,16 +233,15 @@ def digest_of_weights(weights: object) -> bytes:
 
 def digest_of(weights: Weights, layout: Layout, extras: bytes) -> bytes:
     """Compute the `digest` that these weights would have when packed, using `CHUNK` bytes or the largest tensor's."""
-    hashed, tensors, end = xxhash.xxh3_128(), ordered(weights, layout), 0
+    hashed, tensors, end = StreamedDigest(), ordered(weights, layout), 0
     for first, last in _chunks(layout):
         start = layout.entries[first].offset
-        hashed.update(bytes(start - end))
+        hashed.take(bytes(start - end))
         end = layout.entries[last - 1].offset + layout.entries[last - 1].nbytes
         scratch = torch.empty(end - start, dtype=torch.uint8)
         _fill(layout, first, last, tensors, scratch.data_ptr() - start)
-        hashed.update(scratch.numpy().data)
-    hashed.update(extras)
-    return hashed.digest()
+        hashed.take(scratch.numpy().data)
+    return hashed.combined(extras)
 
 
 def views(layout: Layout, flat: Tensor, first: int = 0, last: int | None = None) -> list[Tensor]:

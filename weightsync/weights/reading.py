@@ -62,9 +62,21 @@ def read_weights(source: object) -> Weights:
         LayoutError: a module's state dict has an entry that is neither a parameter, a persistent buffer nor extra
             state.
     """
-    if isinstance(source, nn.Module) and isinstance(source, _Mergeable):
+    if isinstance(source, nn.Module) and _may_merge(source) and isinstance(source, _Mergeable):
         source = copy.deepcopy(source).merge_and_unload()
     return read_live(source)
+
+
+def _may_merge(module: nn.Module) -> bool:
+    """Whether it is worth asking if a module can be merged: that takes a dozen calls in Python."""
+    return "merge_and_unload" in vars(module) or _kind_may_merge(type(module))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _kind_may_merge(kind: type[nn.Module]) -> bool:
+    # A class with its own __getattr__ (as those of peft) may hand on the method of a module in it.
+    finds_more = kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__
+    return finds_more or issubclass(kind, _Mergeable)
 
 
 def read_live(source: object) -> Weights:

@@ -327,9 +327,9 @@ class Target:
 
     def _validated(self, layout: Layout, payload: memoryview) -> DestinationPlan:
         plan = self._refreshed_plan()
-        difference = plan.layout.difference(layout)
-        if difference is not None:
-            raise difference
+        misfit = plan.layout.misfit(layout)
+        if misfit is not None:
+            raise misfit
         plan.refuse_unwritable()
         if plan.sharing.ties or plan.sharing.overlaps:
             with torch.inference_mode():

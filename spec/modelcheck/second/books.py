@@ -1,4 +1,4 @@
-"""What the guarantees rest on, read a second time: books that fit together, messages neither lost nor invented."""
+"""A second reading of what the guarantees rest on: consistent records, and no message lost or invented."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _link(m: Letter | Word) -> tuple[int, int, int]:
 
 
 def sender_books(bounds: Bounds, node: Node) -> bool:
-    """What a sender remembers of itself and of each worker fits together."""
+    """What a sender records of itself and of each worker is consistent."""
     for s in bounds.all_senders:
         sender, state = node.sender(s), node.sstate[s - 1]
         reported = node.slife[s - 1] == "dead" or sender.out.version == sender.version
@@ -57,7 +57,7 @@ def _entry_fits(node: Node, s: int, w: int) -> bool:
 
 
 def receiver_books(bounds: Bounds, node: Node) -> bool:
-    """What a receiver remembers fits together: the fence is what it met, what it acked it serves."""
+    """What a receiver records is consistent: the fence is the highest incarnation met, and it serves what it acked."""
     overwritten = {NO_PAYLOAD} if "invalidate" in bounds.features else set()
     return all(_receiver_fits(r, state, overwritten) for r, state in zip(node.rdata, node.rstate, strict=True))
 
@@ -76,7 +76,7 @@ def _receiver_fits(receiver: Receiver, state: str, overwritten: set[Payload]) ->
 
 
 def open_links_lead_somewhere(bounds: Bounds, node: Node) -> bool:
-    """An open link whose far end is not closed is its worker's, or its Hello is on the way."""
+    """An open link whose far end is open is its worker's link, or its Hello is in flight."""
     hellos = {_link(m) for m in node.letters if m.v == 0}
     return "Loses" in bounds.links or all(
         not node.is_open(s, w, node.entry(s, w).link)
@@ -88,7 +88,7 @@ def open_links_lead_somewhere(bounds: Bounds, node: Node) -> bool:
 
 
 def answers_say_what_happened(bounds: Bounds, step: Step) -> bool:
-    """An answer says what happened at its worker in the step in which it left, over a link that stands."""
+    """An answer says what its worker did in the step that sent it, and is sent over an open link."""
     sent = (m for m in step.new.answers - step.old.answers if m.inc == step.old.sender(m.s).incarnation)
     return all(step.old.is_open(*_link(m)) and _true_fence(step, m) and _true_word(step, m) for m in sent)
 
@@ -127,7 +127,7 @@ def _true_word(step: Step, m: Word) -> bool:
 
 
 def nothing_is_left_unsaid(bounds: Bounds, step: Step) -> bool:
-    """What happens at a worker is said over the link that it concerns, while that stands; a link ends at both ends."""
+    """A worker reports what happens over the link that it concerns, while that is open; a link closes at both ends."""
     return all(_said(step, w) for w in bounds.all_workers)
 
 
@@ -156,7 +156,7 @@ def _said(step: Step, w: int) -> bool:
 
 
 def _parted(step: Step, w: int, words: set[str]) -> list[bool]:
-    """A link in force that ends is told why, unless the worker's process died or the link broke."""
+    """The sender of a link in force is told why it ends, unless the worker's process died or the link broke."""
     old, new = step.old.receiver(w), step.new.receiver(w)
     if new == NEW_RECEIVER:
         return []
@@ -171,7 +171,7 @@ def _parted(step: Step, w: int, words: set[str]) -> list[bool]:
 
 
 def _met(step: Step, w: int) -> bool:
-    """A handshake was made: with that sender's incarnation, nothing pending, and it is told."""
+    """A handshake was accepted: the fence is that sender's incarnation, nothing is pending, and a Hello answers it."""
     old, new = step.old.receiver(w), step.new.receiver(w)
     s, k = new.link
     told = any(_link(m) == (s, w, k) and m.kind == "HELLO" for m in step.new.answers)
@@ -180,7 +180,7 @@ def _met(step: Step, w: int) -> bool:
 
 
 def fences_are_heeded(bounds: Bounds, step: Step) -> bool:
-    """Who connects is above every fence that a sender which closed was told of."""
+    """A sender that connects has an incarnation above every fence that a closed sender has heard of."""
     told = [step.old.entry(t, w).fence for t, w in _pairs(bounds) if step.old.sstate[t - 1] == _CLOSED]
     taken = [
         step.new.sender(s).incarnation
@@ -191,7 +191,7 @@ def fences_are_heeded(bounds: Bounds, step: Step) -> bool:
 
 
 def only_the_living_act(bounds: Bounds, step: Step) -> bool:
-    """Who is not born or has died does nothing, and no message is from or to it but what it had sent."""
+    """A sender that is not born or has died does nothing, and only what it had sent is still in flight."""
     old, new, _ = step
     for s in bounds.all_senders:
         before, after = old.slife[s - 1], new.slife[s - 1]

@@ -1,4 +1,4 @@
-"""The constants of a configuration: how many of what, what may happen, what is taken out."""
+"""The constants of a configuration: its bounds, its features, and the rules that are removed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Bounds:
 
     @property
     def words(self) -> str:
-        """How many of what, and what may happen, as a reader of a table wants it."""
+        """The bounds and features, in the words of a table."""
         counts = [
             _counted(self.senders, "sender"),
             _counted(self.workers, "worker"),
@@ -83,7 +83,7 @@ class Bounds:
         return ", ".join(counts) + may + links
 
     def reaches(self, least: Bounds) -> bool:
-        """Whether they are no smaller than `least` in any respect, and links misbehave in just the same way."""
+        """Whether they are at least `least` in every respect, with the same delivery."""
         counts = ("senders", "workers", "max_version", "max_link", "max_clock")
         larger = all(getattr(self, name) >= getattr(least, name) for name in counts)
         return larger and self.features >= least.features and self.links == least.links

@@ -1,4 +1,4 @@
-"""The situations that must be reachable, read a second time: each says that one does not arise, and must be wrong."""
+"""A second reading of the canaries: each claims that a situation never arises, and must be false."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _no_success_after_interrupt(bounds: Bounds, step: Step) -> bool:
 
 
 def _nothing_deferred_elsewhere(bounds: Bounds, step: Step) -> bool:
-    """No deferred answer leaves but over the link that its update came over."""
+    """A deferred answer is sent only over the link of its update."""
     acked = any(m.kind == "ACK" for m in step.new.answers - step.old.answers)
     lives = zip(step.old.rdata, step.old.rstate, strict=True)
     waits = (r.answer == "DEFERRED" and r.link != NO_LINK and state != _AWAITING for r, state in lives)
@@ -106,7 +106,7 @@ def _nothing_deferred_elsewhere(bounds: Bounds, step: Step) -> bool:
 
 
 def _nobody_serves_again(bounds: Bounds, step: Step) -> bool:
-    """No model that was written over by hand comes to serve another version."""
+    """A model that was written over by hand never serves another version."""
     lives = zip(step.old.rdata, step.new.rdata, strict=True)
     again = any(NO_PAYLOAD not in (old.decided, new.served) and old.served == NO_PAYLOAD for old, new in lives)
     return not again or "invalidate" not in bounds.features

@@ -1,4 +1,4 @@
-"""What becomes of messages, dispatches and links, read a second time."""
+"""A second reading of what becomes of messages, dispatches and links."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _link(m: Letter | Word) -> tuple[int, int, int]:
 
 
 def _keeps(step: Step, s: int) -> bool:
-    """The sender lives on, and is not closed by this step."""
+    """The sender stays alive, and this step does not close it."""
     place = s - 1
     return step.old.slife[place] == step.new.slife[place] == "alive" and step.new.sstate[place] != _CLOSED
 
 
 def letters_are_read(bounds: Bounds, step: Step) -> bool:
-    """A message to a worker that vanishes from a link that stays was the only one read, and did what it should."""
+    """If a message to a worker disappears from a link that stays open, it alone was read, and it had its effect."""
     if "Loses" in bounds.links:
         return True
     gone = step.old.letters - step.new.letters
@@ -47,7 +47,7 @@ def letters_are_read(bounds: Bounds, step: Step) -> bool:
 
 
 def _did(step: Step, m: Letter) -> bool:
-    """A letter was read as what it is: a handshake, a newer version, a stale one, or the decided one again."""
+    """A message was read as what it is: a handshake, a newer version, a stale one, or the decided one again."""
     old, new = step.old.receiver(m.w), step.new.receiver(m.w)
     if new.link != (m.s, m.k):
         return False
@@ -65,7 +65,7 @@ def _did(step: Step, m: Letter) -> bool:
 
 
 def answers_are_read(bounds: Bounds, step: Step) -> bool:
-    """A message to a sender that vanishes from a link that stays was the only one read, and counts for what it says."""
+    """If a message to a sender disappears from a link that stays open, it alone was read, and it counts as it says."""
     if "Loses" in bounds.links or _is_cut(bounds, step):
         return True
     gone, come = step.old.answers - step.new.answers, step.new.answers - step.old.answers
@@ -77,12 +77,12 @@ def answers_are_read(bounds: Bounds, step: Step) -> bool:
 
 
 def _is_still(step: Step) -> bool:
-    """Whether only what is on its way to senders changes."""
+    """Whether only the messages in flight to senders change."""
     return step.old._replace(answers=step.new.answers) == step.new
 
 
 def _is_cut(bounds: Bounds, step: Step) -> bool:
-    """Whether answers of one link vanish, as they may when it broke or is about to be given up."""
+    """Whether answers of one link are lost, as they may be when it broke or is about to be given up."""
     links = {_link(m) for m in step.old.answers - step.new.answers}
     if "cut" not in bounds.features or not _is_still(step) or len(links) > 1:
         return False
@@ -92,7 +92,7 @@ def _is_cut(bounds: Bounds, step: Step) -> bool:
 
 
 def network_keeps_its_word(bounds: Bounds, step: Step) -> bool:
-    """While nobody does anything at most one message vanishes, unless it is cut; what comes for another was moved."""
+    """Without an action at most one message disappears, unless its link is cut; one that appears was moved."""
     if not _is_still(step):
         return True
     gone, come = step.old.answers - step.new.answers, step.new.answers - step.old.answers
@@ -108,7 +108,7 @@ def network_keeps_its_word(bounds: Bounds, step: Step) -> bool:
 
 
 def far_ends_close_for_a_reason(bounds: Bounds, step: Step) -> bool:
-    """An open link's far end closes with its worker, by a takeover or a rejection, or where links break."""
+    """The far end of an open link closes with its worker, by a takeover or a rejection, or because the link breaks."""
     return "break" in bounds.features or all(
         not _far_end_closes(step, s, w) or _has_reason(step, s, w) for s, w in _pairs(bounds)
     )
@@ -161,7 +161,7 @@ def _counts(step: Step, m: Word, before: Entry, after: Entry) -> bool:
 
 
 def dispatches_reach_their_targets(bounds: Bounds, step: Step) -> bool:
-    """A dispatch is owed by each live target over its link, LOST to the others, and sent to whom it can reach."""
+    """Each target with a link owes a dispatch, the others are LOST, and it is sent to all that can be reached."""
     for s in bounds.all_senders:
         old, new = step.old.sender(s), step.new.sender(s)
         if old.serial == new.serial:
@@ -189,7 +189,7 @@ def _sent(step: Step, s: int, w: int, target: bool) -> bool:
 
 
 def links_begin_whole(bounds: Bounds, step: Step) -> bool:
-    """A new link has a number of its own; its Hello, and what its worker missed, are sent, or its far end is closed."""
+    """A new link has a new number. Its Hello and what its worker missed are sent, unless its far end is closed."""
     return all(step.new.slife[s - 1] != "alive" or _begins(bounds, step, s, w) for s, w in _pairs(bounds))
 
 
@@ -215,7 +215,7 @@ def _begins(bounds: Bounds, step: Step, s: int, w: int) -> bool:
 
 
 def _told(bounds: Bounds, step: Step) -> Iterator[int]:
-    """The fences that closed senders were told."""
+    """The fences that closed senders heard of."""
     return (step.old.entry(t, w).fence for t, w in _pairs(bounds) if step.old.sstate[t - 1] == _CLOSED)
 
 
@@ -227,7 +227,7 @@ def _greeted(step: Step, s: int, w: int, due: int) -> bool:
 
 
 def links_end_whole(bounds: Bounds, step: Step) -> bool:
-    """A link that ends owes nothing, keeps what its worker is due, and says the fence if that was why."""
+    """A link that ends owes nothing, keeps what is due to its worker, and records the fence if that ended it."""
     return all(not _keeps(step, s) or _stays_or_ends(bounds, step, s, w) for s, w in _pairs(bounds))
 
 
@@ -272,7 +272,7 @@ def _ends(bounds: Bounds, step: Step, s: int, w: int) -> bool:
 
 
 def _ends_as_told(standing: str, words: set[str], *, told: bool) -> bool:
-    """A goodbye alone takes a worker off the roll, its refusal alone makes it REFUSED; ``told``: they do."""
+    """Only a goodbye ends a membership, and only a refusal makes a link REFUSED; ``told``: they do."""
     word = {"BYE": "NONE", "REFUSED": "REFUSED"}
     if any(standing == ending and kind not in words for kind, ending in word.items()):
         return False

@@ -1,4 +1,4 @@
-"""TLC's own graph of a configuration: one run that prints every step, read while it runs."""
+"""TLC's own graph of a configuration: one run that prints every step, parsed as it runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Model:
 
 
 class Dumped(Enum):
-    """What became of a dump."""
+    """The result of a dump."""
 
     WHOLE = "whole"
     #: More nodes than were asked for: those that TLC met first.
@@ -102,7 +102,7 @@ class GraphRun:
         return Dump(self._reader.graph, Dumped.WHOLE, self._counted(outcome.findings))
 
     def stop(self) -> None:
-        """End it now: its JVM is killed, and `run` raises soon."""
+        """Kill its JVM now; `run` raises soon after."""
         self._run.stop()
 
     def _write(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A graph is examined: which of the properties that a configuration names do not hold in it, and how one gets there."""
+"""Examines a graph: which of a configuration's properties do not hold in it, and a path to each violation."""
 
 from __future__ import annotations
 

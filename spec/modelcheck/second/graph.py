@@ -1,4 +1,4 @@
-"""A labelled graph of the model's states, whoever made it: TLC, or the shipped machines."""
+"""A labelled graph of the model's states, made by TLC or by the shipped machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Graph:
 
     @cached_property
     def steps(self) -> dict[tuple[int, int], tuple[Label, ...]]:
-        """The pairs of different nodes that an edge joins, and by which actions."""
+        """The pairs of different nodes that an edge joins, with the actions of their edges."""
         found: dict[tuple[int, int], tuple[Label, ...]] = {}
         for before, label, after in self.edges:
             if before != after:
@@ -41,7 +41,7 @@ class Graph:
 
     @cached_property
     def successors(self) -> list[list[int]]:
-        """Where each node's edges lead, itself not counted."""
+        """The successors of each node, without the node itself."""
         found: list[list[int]] = [[] for _ in self.nodes]
         for before, after in self.steps:
             found[before].append(after)
@@ -57,7 +57,7 @@ class Graph:
 
     @property
     def stuck(self) -> Iterator[int]:
-        """The nodes that no edge leaves."""
+        """The nodes without an outgoing edge."""
         left = {before for before, _, _ in self.edges}
         return (node for node in range(len(self.nodes)) if node not in left)
 

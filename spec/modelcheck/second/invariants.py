@@ -1,4 +1,4 @@
-"""What holds of every state: a second reading of the invariants, from the charter's words."""
+"""A second reading of the invariants, from the words of the specification."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AWAITING = State.AWAITING_ACK.value
 
 
 def type_ok(bounds: Bounds, node: Node) -> bool:
-    """Each variable is of the values that it is meant to have."""
+    """Each variable has a value of its type."""
     senders, workers = bounds.senders, bounds.workers
     shape = [len(part) for part in (node.sstate, node.sdata, node.slife, node.blocked, node.gone)] == [senders] * 5
     return (
@@ -105,7 +105,7 @@ def _payload(bounds: Bounds, payload: Payload) -> bool:
 
 
 def consistent(bounds: Bounds, node: Node) -> bool:
-    """What a machine remembers fits the state it is in."""
+    """A machine's data fits its state."""
     return all(_sender_consistent(bounds, node, s) for s in bounds.all_senders) and all(
         _receiver_consistent(node, w) for w in bounds.all_workers
     )
@@ -147,7 +147,7 @@ def _receiver_consistent(node: Node, w: int) -> bool:
 
 
 def every_message_has_a_row(bounds: Bounds, node: Node) -> bool:
-    """A message that may be read now is never one that the table has no row for."""
+    """The table has a row for every message that may be read now."""
     ordered = "Reorders" not in bounds.links
     for letter in node.letters:
         s, w, k = letter.s, letter.w, letter.k
@@ -167,12 +167,12 @@ def every_message_has_a_row(bounds: Bounds, node: Node) -> bool:
 
 
 def no_torn_read(bounds: Bounds, node: Node) -> bool:
-    """G3. Whoever looks at a worker's model finds tensors of one version."""
+    """G3. A worker's model has tensors of one version only."""
     return all(len(set(receiver.live)) == 1 for receiver in node.rdata)
 
 
 def refusal_keeps_serving(bounds: Bounds, node: Node) -> bool:
-    """G6. What was refused, or overtaken, over the link in force is not what the worker serves."""
+    """G6. A worker does not serve what it refused, or what was superseded, over the link in force."""
     refused = (m for m in node.answers if m.v and m.kind in ("REFUSED", "SUPERSEDED"))
     return not any(
         node.receiver(m.w).link == (m.s, m.k) and node.receiver(m.w).served == (m.inc, m.v, m.p) for m in refused
@@ -180,7 +180,7 @@ def refusal_keeps_serving(bounds: Bounds, node: Node) -> bool:
 
 
 def late_joiner_catches_up(bounds: Bounds, node: Node) -> bool:
-    """G12. A ready worker on a quiet link that stands has decided the newest version due to it, or a newer one."""
+    """G12. A ready worker on an open, quiet link has decided the newest version due to it, or a newer one."""
     if bounds.links & {"Duplicates", "Loses"}:
         return True
     for s, w in product(bounds.all_senders, bounds.all_workers):

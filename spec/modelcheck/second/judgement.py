@@ -1,4 +1,4 @@
-"""What a configuration asks a second time, and whether TLC's answer agrees with the one found here."""
+"""What a configuration asks of the second checker, and whether TLC agrees with the result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SecondVerdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing speaks against TLC's verdict."""
+        """Whether the result agrees with TLC's verdict."""
         return not self.complaints
 
     @property
@@ -64,7 +64,7 @@ def question_of(config: Config) -> Question:
 
 
 def reason_to_leave_out(configuration: Configuration, library: Library) -> str:
-    """Why a configuration is not examined a second time; empty: it is."""
+    """Why the second checker leaves a configuration out; empty: it does not."""
     homes = [library.resolve(configuration.module, name) for name in ("Next", configuration.config.specification)]
     if any(home is None or home.module != PROTOCOL for home in homes):
         return f"its actions are not those of {PROTOCOL}.tla"
@@ -79,7 +79,7 @@ def reason_to_leave_out(configuration: Configuration, library: Library) -> str:
 
 
 def nodes_to_read(first: Verdict, question: Question) -> int:
-    """How much of a graph is to be read: of one that is broken, a little more than TLC needed to find that out."""
+    """How much of a graph to read: of one with a violation, a little more than TLC needed to find it."""
     counts = first.outcome.findings.counts if first.outcome else None
     if first.configuration.expected is Expected.PASS or counts is None or not shows_early(question):
         return MOST_NODES
@@ -87,7 +87,7 @@ def nodes_to_read(first: Verdict, question: Question) -> int:
 
 
 def shows_early(question: Question) -> bool:
-    """Whether a part of the graph is enough to break what is asked: what must come about needs all of it."""
+    """Whether a part of the graph can show a violation: liveness needs all of it."""
     return not any(name in ENDINGS for name in question.names)
 
 
@@ -117,7 +117,7 @@ def _words(broken: Broken) -> str:
 
 
 def _disagreements(first: Verdict, broken: tuple[Broken, ...]) -> Iterator[str]:
-    """TLC stops at the first violation, so it may have found fewer than all; but none only if there is none."""
+    """TLC stops at the first violation, so it may have found fewer than all. It found none only if there is none."""
     ours = [_words(each) for each in broken]
     if first.outcome is None:
         yield "TLC was not run"
@@ -136,7 +136,7 @@ def _recounted(first: Verdict, counts: Counts | None) -> Iterator[str]:
 
 
 def story(verdict: SecondVerdict) -> Iterator[str]:
-    """Yield the lines that tell where the two disagree, and how one gets to what is broken."""
+    """Yield lines that say where the two disagree, and the path to each violation."""
     yield f"{verdict.first.configuration.name}: {verdict.first.configuration.why}"
     for complaint in verdict.complaints:
         yield f"  {complaint}"

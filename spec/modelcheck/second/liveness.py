@@ -1,4 +1,4 @@
-"""What must come about in the end: a second reading of the temporal properties, by strongly connected components.
+"""A second reading of the temporal properties, by strongly connected components.
 
 A behaviour for ever is, in a finite graph, in the end a walk round one component, or rest in one state. It is fair
 to an action if a step of that action is on the walk, or a state where it cannot happen; so if any walk in a component
@@ -24,7 +24,7 @@ Condition = Callable[[Node], bool]
 
 @dataclass(frozen=True, slots=True)
 class Fair:
-    """An action, perhaps of several names, that happens unless it cannot for ever: its names and first arguments."""
+    """A fair action: the names of its labels, and their first arguments."""
 
     names: frozenset[str]
     arguments: tuple[int, ...]
@@ -88,12 +88,12 @@ def every_send_ends(bounds: Bounds) -> list[Condition]:
 
 
 def losses_are_noticed(bounds: Bounds) -> list[Condition]:
-    """No link stays whose other end is closed, so that its worker can come back."""
+    """No link stays open whose other end is closed, so that its worker can come back."""
     return [partial(_is_gone, s=s, w=w) for s, w in product(bounds.all_senders, bounds.all_workers)]
 
 
 def joiners_answer(bounds: Bounds) -> list[Condition]:
-    """G12. No joiner owes for ever what went behind its Hello."""
+    """G12. No joiner owes for ever the update that followed its Hello."""
     return [partial(_is_catching, s=s, w=w) for s, w in product(bounds.all_senders, bounds.all_workers)]
 
 
@@ -118,7 +118,7 @@ ENDINGS: Mapping[str, Callable[[Bounds], list[Condition]]] = {
 
 
 def lasting(graph: Graph, condition: Condition, fair: list[Fair]) -> set[int] | None:
-    """A component in which the condition holds for ever on a fair walk; None: there is none, it always ends."""
+    """A component in which the condition can hold for ever on a fair walk; None: there is none."""
     within = {place for place, node in enumerate(graph.nodes) if condition(node)}
     for component in components(within, graph.successors):
         if all(_is_fair(graph, component, each) for each in fair):
@@ -127,7 +127,7 @@ def lasting(graph: Graph, condition: Condition, fair: list[Fair]) -> set[int] | 
 
 
 def _is_fair(graph: Graph, component: set[int], fair: Fair) -> bool:
-    """Whether a walk round the whole component takes the action, or meets a state where it cannot happen."""
+    """Whether a walk through the whole component takes the action, or meets a state where it is disabled."""
     for place in component:
         possible = False
         for after in graph.successors[place]:

@@ -1,4 +1,4 @@
-"""Which input a message is: a second reading of the guards, from the charter's tables, over the model's values.
+"""A second reading of the guards: which input a message is, from the tables, over the model's values.
 
 The rows are those of `weightsync.protocol._tables`; the guards are neither the shipped code's nor the model's.
 """
@@ -28,7 +28,7 @@ def receiver_has_row(state: str, taken: ReceiverInput) -> bool:
 
 
 def hello_is(node: Node, w: int, s: int, k: int) -> ReceiverInput:
-    """A handshake that fits: below the fence it is rejected, over a new link it is a takeover."""
+    """A handshake whose layout fits: rejected below the fence, a takeover over a new link."""
     incarnation, receiver = node.sender(s).incarnation, node.receiver(w)
     if receiver.fence > incarnation:
         return ReceiverInput.REJECTED
@@ -54,7 +54,7 @@ def update_is(node: Node, w: int, incarnation: int, version: int) -> ReceiverInp
 
 
 def answer_is(node: Node, m: Word) -> SenderInput:
-    """An answer: nobody is owed it unless it names our incarnation, over a link that stands, and what is due."""
+    """An answer: stale unless it names our incarnation, over an open link, and what is owed."""
     s, sender, entry = m.s, node.sender(m.s), node.entry(m.s, m.w)
     if m.inc != sender.incarnation or not node.is_open(s, m.w, m.k):
         return SenderInput.STALE

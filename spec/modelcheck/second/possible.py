@@ -1,4 +1,4 @@
-"""What a caller, a worker or a reader may do in a state it can do: read a second time, off the edges that leave it.
+"""A second reading of what must be possible: what may be done in a state has an edge that leaves it.
 
 TLC asks the action itself; the edges tell only of those that the configuration's features let happen.
 """
@@ -118,7 +118,7 @@ def _of_answer(node: Node, m: Word) -> Iterator[Label]:
 
 
 def _first(messages: frozenset[_Message]) -> Iterator[_Message]:
-    """Those that nothing sent before them over their link waits behind."""
+    """The messages with no earlier one in flight on their link."""
     for m in messages:
         if all(m.p <= n.p for n in messages if (n.s, n.w, n.k) == (m.s, m.w, m.k)):
             yield m

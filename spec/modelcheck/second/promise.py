@@ -1,4 +1,4 @@
-"""The promise of WeightSync.tla, read a second time: what a user sees of a state, and which steps of it are allowed."""
+"""A second reading of the promise of WeightSync.tla: what a user sees of a state, and which steps are allowed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sent(NamedTuple):
 
 
 class Promised(NamedTuple):
-    """What a user sees of all: what each worker serves, and each sender."""
+    """What a user sees: what each worker serves, and each sender."""
 
     served: tuple[tuple[int, int], ...]
     senders: tuple[Sent, ...]
@@ -56,7 +56,7 @@ def starts(bounds: Bounds, node: Node) -> bool:
 
 
 def refines(bounds: Bounds, step: Step) -> bool:
-    """Whether a step changes nothing that a user sees, or as the promise allows."""
+    """Whether a step changes nothing that a user sees, or only what the promise allows."""
     old, new = seen(step.old), seen(step.new)
     return old == new or _served(old, new) or (old.served == new.served and _sender_moved(old, new))
 
@@ -121,7 +121,7 @@ def _sends(before: Sent, after: Sent) -> bool:
 
 
 def _is_answered(before: Sent, after: Sent) -> bool:
-    """G1, G2: APPLIED only of one that has served it. The last answer ends a wait, and nothing but a wait."""
+    """G1, G2: APPLIED only of a worker that has served it. The last answer ends a wait, and nothing else."""
     moved = _changed(before.outcomes, after.outcomes)
     if len(moved) != 1:
         return False

@@ -1,4 +1,4 @@
-"""TLC's printed lines, read into a graph while it prints them."""
+"""Reads TLC's printed lines into a graph as it prints them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Said:
 
 @dataclass(frozen=True, slots=True)
 class _StepEnd:
-    """What was said since the last end is what this action changed."""
+    """The values printed since the last end are what this action changed."""
 
     label: int
 
 
 class _NodeEnd:
-    """What was said since the last end is a node, from which the next steps go."""
+    """The values printed since the last end are a node, where the next steps begin."""
 
 
 class GraphReader:

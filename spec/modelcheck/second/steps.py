@@ -1,4 +1,4 @@
-"""What holds of every step: a second reading of the action properties, from the charter's words.
+"""A second reading of the action properties, from the words of the specification.
 
 A step is two different states and the actions that lead from one to the other.
 """
@@ -32,7 +32,7 @@ StepProperty = Callable[[Bounds, Step], bool]
 
 
 def only_rows(bounds: Bounds, step: Step) -> bool:
-    """Control state moves by a row of the table, or ends with its process."""
+    """A machine's state changes by a row of the table, or ends with its process."""
     old, new, _ = step
     return all(
         before == after or life == "dead" or (before, after) in SENDER_MOVES
@@ -44,7 +44,7 @@ def only_rows(bounds: Bounds, step: Step) -> bool:
 
 
 def nothing_overtakes(bounds: Bounds, step: Step) -> bool:
-    """On an ordered link, what is sent later has a higher serial than all that is still on it."""
+    """On an ordered link a message has a higher serial than all that are still in flight."""
     if "Reorders" in bounds.links:
         return True
     return _rising(step.old.letters, step.new.letters) and _rising(step.old.answers, step.new.answers)
@@ -63,7 +63,7 @@ def _pairs(bounds: Bounds, step: Step) -> Iterator[tuple[int, int]]:
 
 
 def _counted(step: Step, s: int, w: int) -> str:
-    """What an answer of ``w`` that counts in this step makes of it; empty: none does."""
+    """The outcome of ``w`` that an answer decides in this step; empty: none does."""
     said = step.new.outcome(s, w)
     return said if step.old.outcome(s, w) == "PENDING" and said in ("APPLIED", "REFUSED") else ""
 
@@ -75,7 +75,7 @@ def _recorded(step: Step, s: int, w: int) -> int:
 
 
 def ack_names_its_version(bounds: Bounds, step: Step) -> bool:
-    """G1. What counts is an answer that was there and names this incarnation, this version, and these weights."""
+    """G1. Only an answer that was in flight and names this incarnation, version and weights decides an outcome."""
     for s, w in _pairs(bounds, step):
         sender = step.old.sender(s)
         there = [m for m in step.old.answers if (m.s, m.w, m.inc) == (s, w, sender.incarnation)]
@@ -90,14 +90,14 @@ def ack_names_its_version(bounds: Bounds, step: Step) -> bool:
 
 
 def _rejected(step: Step, s: int, w: int, there: list[Word]) -> bool:
-    """Whether the worker has refused the handshake of its link, which is told of it from now on."""
+    """Whether the worker has refused the handshake of its link, which is REFUSED from now on."""
     before, after = step.old.entry(s, w), step.new.entry(s, w)
     said = any((m.k, m.v, m.kind) == (before.link, 0, "REFUSED") for m in there)
     return said and before.standing != after.standing == "REFUSED" == step.new.outcome(s, w)
 
 
 def acked_means_served(bounds: Bounds, step: Step) -> bool:
-    """G2. APPLIED of whoever has served it, by an ack over the very link; and acks of what was served only."""
+    """G2. A worker is APPLIED only if it served the version and acked it over the same link; it acks what it served."""
     for s, w in _pairs(bounds, step):
         if _counted(step, s, w) == "APPLIED" and w not in step.old.sender(s).out.did:
             return False
@@ -109,7 +109,7 @@ def acked_means_served(bounds: Bounds, step: Step) -> bool:
 
 
 def _is_true(bounds: Bounds, step: Step, ack: Word) -> bool:
-    """An ack says what is served now, repeats one under way, or says what was applied and written over by hand."""
+    """An ack names what is served now, repeats one in flight, or names what was applied and is now invalidated."""
     if step.new.receiver(ack.w).served == (ack.inc, ack.v, ack.p):
         return True
     before = step.old.receiver(ack.w)
@@ -120,7 +120,7 @@ def _is_true(bounds: Bounds, step: Step, ack: Word) -> bool:
 
 
 def serving_is_monotone(bounds: Bounds, step: Step) -> bool:
-    """G4. In one life a worker serves newer versions only, and never of an incarnation below one it has met."""
+    """G4. In one life a worker serves only newer versions, and never one of an incarnation below one it met."""
     for before, after in zip(step.old.rdata, step.new.rdata, strict=True):
         if after.served not in (before.served, NO_PAYLOAD):
             newer = after.served[:2] > before.served[:2]
@@ -139,7 +139,7 @@ def one_outstanding(bounds: Bounds, step: Step) -> bool:
 
 
 def served_changes_by_applied(bounds: Bounds, step: Step) -> bool:
-    """G6. What is served becomes what was pending, by APPLIED; or nothing, in a broken model or a new process."""
+    """G6. Only APPLIED changes what is served, to what was pending; a broken model or a new process serves nothing."""
     for w in bounds.all_workers:
         before, after = step.old.receiver(w), step.new.receiver(w)
         if before.served == after.served:
@@ -160,7 +160,7 @@ def by_hand(step: Step, w: int) -> bool:
 
 
 def only_targets_change(bounds: Bounds, step: Step) -> bool:
-    """G7. A version goes to its targets and to joiners it was due to; nothing is pending that was not sent."""
+    """G7. A version goes to its targets and to joiners that it is due to; nothing is pending that was not sent."""
     if not all(_was_due(step, m) for m in step.new.letters - step.old.letters if m.v):
         return False
     for w in bounds.all_workers:
@@ -182,7 +182,7 @@ def _was_due(step: Step, m: Letter) -> bool:
 
 
 def copy_owes_nothing(bounds: Bounds, step: Step) -> bool:
-    """G8. What is born is new, and nobody else notices."""
+    """G8. A new sender has initial state, and nobody else changes."""
     old, new, _ = step
     born = {t for t in range(bounds.senders) if old.slife[t] == "unborn" != new.slife[t]}
     fresh = (_INITIAL, new_sender(bounds.workers), False)
@@ -194,7 +194,7 @@ def copy_owes_nothing(bounds: Bounds, step: Step) -> bool:
 
 
 def closed_is_final(bounds: Bounds, step: Step) -> bool:
-    """G9. Closed stays closed; nothing is reported otherwise in it, and nothing applied."""
+    """G9. A closed sender or receiver stays closed; its report does not change, and nothing is applied."""
     old, new, _ = step
     for s in range(bounds.senders):
         was = old.sstate[s] == _CLOSED and new.slife[s] == "alive"
@@ -209,7 +209,7 @@ def closed_is_final(bounds: Bounds, step: Step) -> bool:
 
 
 def everybody_is_told_the_truth(bounds: Bounds, step: Step) -> bool:
-    """G11. An update ends by telling a caller; a wait that ends early changes no outcome."""
+    """G11. An update ends with a report to a caller; a wait that ends early changes no outcome."""
     return all(_told(step, s) for s in bounds.all_senders)
 
 

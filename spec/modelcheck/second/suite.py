@@ -1,4 +1,4 @@
-"""Many second checks, as many side by side as there are cores for, none of whose JVMs outlives its caller."""
+"""Runs many second checks, as many at once as there are cores. None of their JVMs outlives the caller."""
 
 from __future__ import annotations
 

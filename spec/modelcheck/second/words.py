@@ -15,7 +15,7 @@ NO_LINK = (0, 0)
 
 
 class Entry(NamedTuple):
-    """One worker on a sender's roll."""
+    """One worker in a sender's membership."""
 
     link: int
     standing: str
@@ -35,7 +35,7 @@ class Out(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """What a sender remembers beside its state."""
+    """A sender's data."""
 
     incarnation: int
     version: int
@@ -46,7 +46,7 @@ class Sender(NamedTuple):
 
 
 class Receiver(NamedTuple):
-    """What a receiver remembers beside its state, and what only the properties look at."""
+    """A receiver's data, with what only the properties use."""
 
     link: tuple[int, int]
     fence: int
@@ -59,7 +59,7 @@ class Receiver(NamedTuple):
 
 
 class Letter(NamedTuple):
-    """A message on its way to a worker; version 0: a Hello."""
+    """A message in flight to a worker; version 0: a Hello."""
 
     s: int
     w: int
@@ -69,7 +69,7 @@ class Letter(NamedTuple):
 
 
 class Word(NamedTuple):
-    """A message on its way to a sender."""
+    """A message in flight to a sender."""
 
     s: int
     w: int
@@ -105,19 +105,19 @@ class Node(NamedTuple):
     gone: tuple[tuple[bool, ...], ...]
 
     def sender(self, s: int) -> Sender:
-        """What sender ``s`` remembers."""
+        """The data of sender ``s``."""
         return self.sdata[s - 1]
 
     def receiver(self, w: int) -> Receiver:
-        """What receiver ``w`` remembers."""
+        """The data of receiver ``w``."""
         return self.rdata[w - 1]
 
     def entry(self, s: int, w: int) -> Entry:
-        """Worker ``w`` on the roll of sender ``s``."""
+        """Worker ``w`` as sender ``s`` records it."""
         return self.sdata[s - 1].roll[w - 1]
 
     def outcome(self, s: int, w: int) -> str:
-        """What became of ``w`` in the update outstanding or the last report of ``s``."""
+        """The outcome of ``w`` in the outstanding update or the last report of ``s``."""
         return self.sdata[s - 1].out.outcomes[w - 1]
 
     def owed(self, s: int, w: int) -> int:
@@ -125,7 +125,7 @@ class Node(NamedTuple):
         return self.sdata[s - 1].out.owed[w - 1]
 
     def owing(self, s: int) -> int:
-        """How many owe sender ``s`` an answer."""
+        """How many workers owe sender ``s`` an answer."""
         return sum(1 for link in self.sdata[s - 1].out.owed if link)
 
     def is_gone(self, s: int, w: int) -> bool:
@@ -145,7 +145,7 @@ class Node(NamedTuple):
 
 
 def new_sender(workers: int) -> Sender:
-    """What a new, copied or unpickled sender remembers."""
+    """The data of a new, copied or unpickled sender."""
     nobody = Out(0, (0,) * workers, ("NONE",) * workers, frozenset())
     return Sender(0, 0, 0, 0, (Entry(0, "NONE", 0, 0, 0, 0),) * workers, nobody)
 

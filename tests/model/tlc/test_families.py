@@ -225,8 +225,8 @@ FAULTS = {
     ),
     "a store: a value is read again": (
         "StoreEnds",
-        "/\\ downTaken' = [downTaken EXCEPT ![l] = @ + 1]",
-        "/\\ downTaken' = downTaken",
+        "/\\ down' = [down EXCEPT ![l] = Tail(@)]",
+        "/\\ down' = down",
         "RefinesAckProtocol",
     ),
     "a store: the end overtakes what was written": (

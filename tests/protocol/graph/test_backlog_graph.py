@@ -23,6 +23,7 @@ from weightsync.errors import StateError
 from weightsync.model import Manifest
 from weightsync.model.output import Counts
 from weightsync.model.process import Ending, Job, Size, TlcRun
+from weightsync.options import Verify
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Ack, Message, Update
@@ -109,7 +110,7 @@ class Trainer:
         self._send((1,))
 
     def _send(self, targets: tuple[int, ...]) -> None:
-        packed = Packed(LAYOUT, Buffer(LAYOUT.nbytes, Storage.HEAP), b"", b"")
+        packed = Packed(LAYOUT, Buffer(LAYOUT.nbytes, Storage.HEAP), b"", b"", verify=Verify.LAYOUT)
         self.driver.dispatch(sending.SendAsync(targets), packed)
 
     def _abandon(self, version: int) -> None:

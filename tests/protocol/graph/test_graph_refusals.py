@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 import torch
 from configurations import SMALL
-from graph_support import explored
+from graph_support import ASKED, explored
 from refusing import closed_beside, due_of_receiver, due_of_sender, receiver_events, sender_events
 
 from weightsync import MultiProcessWeightSyncScheme
@@ -25,7 +25,7 @@ from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import ReceiverInput, SenderInput, State
 
-names = pytest.mark.parametrize("name", SMALL)
+names = pytest.mark.parametrize("name", ASKED)
 
 
 @cache

@@ -61,7 +61,12 @@ FILES = (
     "transports/store/test_store_client.py",
 )
 #: Those of them that are about these modules alone, and asked first.
-OWN = ("tests/unit/engine/", "tests/transports/store/test_store_client.py")
+OWN = (
+    "tests/unit/engine/",
+    "tests/transports/store/test_store_client.py",
+    "tests/transports/pipe/test_process_watch.py",
+    "tests/transports/pipe/test_wire.py",
+)
 #: Seconds that a test may take of the processor, or four times that, to be asked at all; and until it is taken for one
 #: that hangs.
 LONGEST, HANGS = 0.6, 20

@@ -1,8 +1,9 @@
 """The mutants of the drivers that live, each with its reason, and the scores that may not fall.
 
-`python tests/protocol/mutation/driven_ledger.py [RESULT...]` takes in results of `run.py --driven`, of whole modules,
-and renders docs/driver-mutants.md. What is no mutant any more leaves the file, a new one comes in without a reason, and
-the score of each module is that of its result. `--prune` takes off what is no mutant of the code as it is.
+`python tests/protocol/mutation/driven_ledger.py [RESULT...]` takes in results of `run.py --driven`, of whole modules or
+of nothing but functions that no hunt has counted yet, and renders docs/driver-mutants.md. What is no mutant any more
+leaves the file, a new one comes in without a reason, and the score of each module is that of its result. `--prune`
+takes off what is no mutant of the code as it is.
 """
 
 from __future__ import annotations
@@ -87,8 +88,21 @@ class Ledger:
         return cls(scores, told["reasons"], living, tuple(told.get("unhunted", ())))
 
     def after(self, result: Sequence[Sequence[object]]) -> Ledger:
-        """With a result of whole modules taken in."""
+        """With a result taken in: of whole modules, or of functions that are new, which are added to their modules'."""
         found = [(_key(each), each[4] == "survived") for each in result]
+        functions = {key[0] for key, _ in found}
+        return self._with(found, functions) if functions <= set(self.new) else self._after_whole(found)
+
+    def _with(self, found: Sequence[tuple[Key, bool]], functions: set[str]) -> Ledger:
+        scores = dict(self.scores)
+        for key, lives in found:
+            score = scores[module_of(key)]
+            scores[module_of(key)] = Score(score.mutants + 1, score.killed + (not lives))
+        living = {key: self.survivors.get(key, "") for key, lives in found if lives}
+        new = tuple(name for name in self.new if name not in functions)
+        return replace(self, scores=scores, survivors=self.survivors | living, new=new)
+
+    def _after_whole(self, found: Sequence[tuple[Key, bool]]) -> Ledger:
         hunted = {module_of(key) for key, _ in found}
         scores = dict(self.scores)
         for module in hunted:

@@ -18,10 +18,13 @@ DRIVEN = (
     "weightsync.engine.reporter",
     "weightsync.protocol.codec",
     "weightsync.weights.packing",
+    "weightsync.weights.threads",
+    "weightsync.weights.tree_digest",
     "weightsync.engine.serving_lock",
     "weightsync.engine.applier",
     "weightsync.clock",
     "weightsync.transports.store.store",
     "weightsync.transports.process",
     "weightsync.transports.buffers",
+    "weightsync.transports.pipe.segments",
 )

@@ -132,6 +132,19 @@ def test_a_result_of_a_drivers_module_is_taken_in() -> None:
     assert "- `clock.seconds`: ``a`` became ``b``" in after.page
 
 
+def test_a_result_of_functions_that_are_new_is_added_to_their_module() -> None:
+    before: Key = ("weightsync.clock.seconds", "a", "b", 0)
+    lives: Key = ("weightsync.clock.new", "a", "", 0)
+    later = "weightsync.clock.later"
+    ledger = Ledger({"weightsync.clock": Score(4, 3)}, {}, {before: "equal"}, ("weightsync.clock.new", later))
+
+    after = ledger.after([["weightsync.clock.new", "a", "b", 0, "test"], [*lives, "survived"]])
+
+    assert after.scores == {"weightsync.clock": Score(6, 4)}
+    assert after.survivors == {before: "equal", lives: ""}
+    assert after.new == (later,)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_of_a_share_of_the_drivers_mutants_only_the_reviewed_live(tmp_path: Path) -> None:

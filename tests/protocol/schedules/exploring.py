@@ -19,6 +19,7 @@ import frontrun
 from weightsync.engine.driver import Driver
 from weightsync.engine.packer import Packed
 from weightsync.engine.sender import WeightSender
+from weightsync.options import Verify
 from weightsync.protocol._tables import Delivery, State
 from weightsync.protocol.messages import Ack, Message, Update
 from weightsync.protocol.report import SyncReport
@@ -71,7 +72,7 @@ class Weights:
     """Packs nothing: what travels is no matter of schedules."""
 
     def __init__(self) -> None:
-        self.packed = Packed(Layout(()), Buffer(1), b"", b"")
+        self.packed = Packed(Layout(()), Buffer(1), b"", b"", verify=Verify.LAYOUT)
 
     def layout_of(self, weights: Any) -> Layout:
         return self.packed.layout
@@ -99,7 +100,7 @@ class Scheme:
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
         return endpoint
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
         return weights
 
     def published(self, model_id: str, weights: Any) -> None:

@@ -75,7 +75,7 @@ def play(scheme: Any = None) -> None:
     workers[1].register_model(model())
     cast.lay(sender, 1)
     workers[1].receive(0.0)
-    cast.receive(1)
+    workers[1].receive(0.0)  # nothing is due to it
     sender.poll()
     sender.send(model(5.0), timeout=0.0, on_failure="report")
     cast.receive()

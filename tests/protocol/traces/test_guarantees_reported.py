@@ -18,7 +18,7 @@ from weightsync.engine.recorder import What
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import SenderInput, State
-from weightsync.protocol.messages import Ack, Update
+from weightsync.protocol.messages import Ack, SlotRef, Update
 from weightsync.protocol.report import Evidence
 from weightsync.verify.guarantees import breaches
 from weightsync.verify.judging import machines_in, runs_of
@@ -224,6 +224,12 @@ def test_a_version_that_is_served_and_never_came_is_reported(run: Run) -> None:
     [found] = run.breaches()
 
     assert (found.rule, found.what) == ("G2 AckedMeansServed", "version 1 never arrived")
+
+
+def test_an_ack_that_names_another_slot_than_the_one_that_arrived_is_reported(run: Run) -> None:
+    run.change("receiver", arrives, **said(digest=b"", slot=SlotRef(segment=1, seal=OTHER)))
+
+    assert run.told() == ["G2 AckedMeansServed"]
 
 
 def never(run: Run) -> None:

@@ -85,7 +85,7 @@ def _forged(good: Modelled) -> Iterator[tuple[str, Modelled]]:
     """Each thing that an event shows is another."""
     for number, act in enumerate(good.acts):
         for name, value in act.action.items():
-            free = name == "out" and not act.action["told"]
+            free = name == "out" and not act.action["reported"]
             if name in SHOWN and not free:
                 forged = RecordedAction(act.line, {**act.action, name: _other(value)})
                 yield f"{name} of {act.action}", replace(good, acts=[*good.acts[:number], forged])
@@ -151,29 +151,38 @@ def test_runs_beyond_the_bounds_are_counted(tools: Toolchain, tmp_path: Path) ->
     assert follow(tools, verdict.runs, Bounds(versions=2)).left_out == {"more than 2 versions": 1}
 
 
-def test_runs_are_followed_in_batches_of_which_one_is_asked_that_following_adds_nothing(
-    tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with recorder.record(tmp_path / "short"):
-        cast = Cast()
-        cast.sender.send_async(model(1.0))
+def _sends(count: int) -> None:
+    cast = Cast()
+    for value in range(count):
+        cast.sender.send_async(model(float(value)))
         cast.receive()
         cast.sender.wait_async()
-        cast.close()
-    runs = [*judged(recorded(tmp_path / "long")).runs, *judged(tmp_path / "short").runs]
-    shipped, asked = tlc._run, list[bool]()
+    cast.close()
+
+
+def test_one_run_for_each_action_is_asked_whether_following_adds_nothing_and_the_others_are_followed_in_batches(
+    tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for count in (1, 2, 3):
+        recorded(tmp_path / f"{count}", lambda count=count: _sends(count))
+    folders = (recorded(tmp_path / "long").parent, *(tmp_path / f"{count}" for count in (1, 2, 3)))
+    runs = [run for folder in folders for run in judged(folder).runs]
+    shipped, asked = tlc._run, list[tuple[bool, int]]()
+    every_action = {act.action["a"] for run in runs for act in modelled(run, Bounds()).acts}
 
     def run(tools: Toolchain, traces: Any, config: str) -> str:
-        asked.append("OnlyTheModels" in config)
+        asked.append(("OnlyTheModels" in config, len(traces)))
+        if asked[-1][0]:
+            assert {act.action["a"] for trace in traces for act in trace.acts} == every_action
         return shipped(tools, traces, config)
 
     monkeypatch.setattr(tlc, "_run", run)
     monkeypatch.setattr(tlc, "_BATCH", 1)
     followed = follow(tools, runs)
 
-    assert followed.ways >= 2
+    assert followed.ways == 4
     assert (followed.accepted, followed.left_out) == (len(runs), {})
-    assert asked == [True, *[False] * (followed.ways - 1)]
+    assert asked == [(True, 2), (False, 1), (False, 1)]
 
 
 # -------------------------------------------------------------- workers that are killed before they write what they did
@@ -223,15 +232,8 @@ def test_a_worker_that_was_killed_before_it_wrote_what_it_did_is_followed_and_so
 def test_an_answer_that_left_and_of_which_its_worker_never_knew_is_followed(
     tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def play() -> None:
-        cast = Cast()
-        cast.sender.send_async(model(1.0))
-        cast.receive()
-        cast.sender.wait_async()
-        cast.close()
-
     monkeypatch.setattr("weightsync.engine.receiver_driver.flush", lambda link: False)
-    verdict = judged(recorded(tmp_path, play))
+    verdict = judged(recorded(tmp_path, lambda: _sends(1)))
     [run] = verdict.runs
     closed = [moment for each in run.machines for moment in each.moments if isinstance(moment.event, receiving.Close)]
     assert {moment.state_before for moment in closed} == {State.AWAITING_ACK}

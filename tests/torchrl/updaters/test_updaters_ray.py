@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ray_alone import alone
 from ray_collectors import RemoteCollector
 from torch import nn
 from updaters_support import Collector, constant, weights
@@ -265,10 +264,6 @@ def test_an_actor_killed_in_the_middle_of_a_push_is_lost_until_another_takes_its
     collectors[0] = pool[1]
     assert kinds(updater.push_weights(weights(17.0), timeout=PATIENCE)) == [APPLIED, APPLIED]
     assert seen(pool) == [17.0, 17.0]
-
-
-def test_a_node_killed_in_the_middle_of_a_push_is_a_lost_worker() -> None:
-    alone("ray_pushes", "node_killed_mid_push")
 
 
 def test_collectors_and_hooks_are_the_bases(pool: list[Any]) -> None:

@@ -7,12 +7,14 @@ setup, wherever that is: in the test's process, in one of a crew's, or in an act
 from __future__ import annotations
 
 import abc
+import copy
 import importlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from fleet import PATIENCE, Worker, WorkerSetup
 from torch.distributed import TCPStore
 from weight_kinds import BY_NAME, expected, nudge, snapshot
@@ -46,6 +48,31 @@ def begin_kind(setup: WorkerSetup, model_id: str, kind: str) -> None:
     """Make the sender of a kind to the first worker, and its first source."""
     begin(setup, model_id)
     setup.kept["source of " + model_id] = BY_NAME[kind].source(1)
+
+
+def begin_cast(setup: WorkerSetup, model_id: str, wire_dtype: Any, workers: tuple[int, ...] = (0,)) -> None:
+    """Make the sender of a registered model that is cast on its way."""
+    setup.kept["source of " + model_id] = model = BY_NAME["buffers"].source(1)
+    setup.kept[model_id] = scheme = setup.kept["make"](wire_dtype=wire_dtype)
+    scheme.init_on_sender(model_id, **setup.kept["reach"](workers), model=model)
+
+
+def send_cast(setup: WorkerSetup, model_id: str, dtype: torch.dtype, by_scheme: bool) -> tuple[SyncReport, Any, bytes]:
+    """Change the registered model and send it: the report, all that was to be served, and its digest."""
+    model, scheme = nudge(setup.kept["source of " + model_id]), setup.kept[model_id]
+    report = (scheme if by_scheme else scheme.get_sender()).send(timeout=PATIENCE)
+    return report, snapshot(copy.deepcopy(model).to(dtype)), scheme.get_sender().digest()
+
+
+def refusals(setup: WorkerSetup, model_id: str) -> list[tuple[str, str]]:
+    """What two sends raise to a worker whose model has other dtypes than what is sent."""
+    told = []
+    for _ in range(2):
+        try:
+            setup.kept[model_id].get_sender().send(timeout=PATIENCE)
+        except WeightSyncError as error:
+            told.append((type(error).__name__, str(error)))
+    return told
 
 
 def send_kind(setup: WorkerSetup, model_id: str, kind: str) -> tuple[SyncReport, dict[str, Any], bytes]:
@@ -143,6 +170,15 @@ def take(setup: WorkerSetup, model_id: str) -> bool:
     return bool(setup.kept[model_id].get_receiver().receive(timeout=PATIENCE))
 
 
+def take_in_vain(setup: WorkerSetup, model_id: str) -> str:
+    """Why nothing can be received."""
+    try:
+        take(setup, model_id)
+    except WeightSyncError as error:
+        return str(error)
+    return ""
+
+
 def meet(setup: WorkerSetup, model_id: str) -> None:
     """The second generation's `connect`; from then on versions go live in the background."""
     setup.kept[model_id].connect(timeout=PATIENCE)
@@ -181,6 +217,14 @@ class World(abc.ABC):
         result = self.trainer.do(function, model_id, *arguments)
         assert worker.answer()
         return result
+
+    def refuse(self, model_id: str) -> list[tuple[str, str]]:
+        """Have the first worker refuse what it is sent: what the trainer is told, send after send."""
+        self.workers[0].tell(take_in_vain, model_id)
+        told: list[tuple[str, str]] = self.trainer.do(refusals, model_id)
+        why = self.workers[0].answer()
+        assert "its handshake was refused" in why, why
+        return told
 
     def connect(self, model_id: str) -> None:
         """Have everybody connect, as the second generation does."""
@@ -308,6 +352,10 @@ class OverRay(World):
 
     def send(self, model_id: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return self.trainer.do(function, model_id, *arguments)
+
+    def refuse(self, model_id: str) -> list[tuple[str, str]]:
+        told: list[tuple[str, str]] = self.trainer.do(refusals, model_id)
+        return told
 
     def connect(self, model_id: str) -> None:
         self.trainer.do(meet, model_id)

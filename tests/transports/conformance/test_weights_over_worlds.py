@@ -17,6 +17,7 @@ from kind_worlds import (
     OverStore,
     World,
     begin,
+    begin_cast,
     begin_kind,
     begin_mapped,
     drop_the_pose,
@@ -26,6 +27,7 @@ from kind_worlds import (
     marked,
     pose,
     push,
+    send_cast,
     send_kind,
     send_what,
     serves,
@@ -35,7 +37,8 @@ from torch import Tensor, nn
 from torch.distributed import is_available, is_gloo_available, rpc
 from weight_kinds import BY_NAME, REFUSED, snapshot
 
-from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, SharedMemWeightSyncScheme
+from weightsync import LayoutError, MultiProcessWeightSyncScheme, OutcomeKind, SharedMemWeightSyncScheme, WireDtype
+from weightsync.weights.reading import layout_of, read_weights
 
 WORLDS = [
     "pipe",
@@ -144,6 +147,54 @@ def test_device_map_fn_gives_each_worker_first_weights_of_its_own_device(world: 
 
 def buffered_on(device: str, seed: int = 2) -> nn.Module:
     return BY_NAME["buffers"].source(seed).to(device)
+
+
+def test_a_float32_model_is_cast_on_its_way_and_served_as_what_was_sent(world: World) -> None:
+    dtype, model_id = torch.bfloat16, "cast"
+    world.workers[0].do(hold, model_id, partial(cast_to, dtype))
+    world.trainer.do(begin_cast, model_id, dtype)
+    for version in (1, 2):
+        report, wanted, digest = world.send(model_id, send_cast, dtype, False)
+
+        assert (report.version, report[0].kind) == (version, OutcomeKind.APPLIED)
+        assert world.workers[0].do(serves, model_id) == (wanted, digest)
+        assert (report.wire_dtype, report.nbytes) == (WireDtype.BFLOAT16, sent_nbytes(dtype))
+    world.forget(model_id)
+
+
+def test_the_second_generation_casts_too(world: World) -> None:
+    dtype, model_id = torch.float16, "cast by the scheme"
+    for worker in world.workers:
+        worker.do(hold, model_id, partial(cast_to, dtype))
+    world.trainer.do(begin_cast, model_id, "float16", EVERYBODY)
+    world.connect(model_id)
+    report, wanted, digest = world.trainer.do(send_cast, model_id, dtype, True)
+
+    assert (report.version, report.ok, report.wire_dtype) == (2, True, WireDtype.FLOAT16)
+    assert [worker.do(serves, model_id) for worker in world.workers] == [(wanted, digest)] * 2
+    world.forget(model_id, EVERYBODY)
+
+
+def test_a_worker_whose_model_has_another_dtype_is_refused_before_the_first_send_and_not_lost(world: World) -> None:
+    model_id = "not cast"
+    world.workers[0].do(hold, model_id, partial(cast_to, torch.float32))
+    world.trainer.do(begin_cast, model_id, "bfloat16")
+    told = world.refuse(model_id)
+
+    assert [kind for kind, _ in told] == ["RefusedError"] * 2
+    for _, message in told:
+        assert "dtype bfloat16, expected float32" in message
+        assert "'0.weight'" in message
+        assert "give the trainer's scheme wire_dtype='float32', or cast the model: model.to(torch.bfloat16)" in message
+    world.forget(model_id)
+
+
+def cast_to(dtype: torch.dtype) -> nn.Module:
+    return buffered_on("cpu").to(dtype)
+
+
+def sent_nbytes(dtype: torch.dtype) -> int:
+    return layout_of(read_weights(cast_to(dtype))).nbytes
 
 
 #: Elements of four bytes each: 1 GiB.

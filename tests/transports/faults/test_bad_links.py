@@ -131,10 +131,10 @@ def test_g10_an_answer_that_cannot_be_handled_loses_its_worker_alone(
             boom()
         return step(*arguments)
 
-    def verifies_once(message: Any) -> None:
+    def verifies_once(link: int, message: Any) -> None:
         if next(failing, False):
             boom()
-        verify(message)
+        verify(link, message)
 
     if where == "in the step":
         monkeypatch.setattr(driver, "_pure_step", fails_once)

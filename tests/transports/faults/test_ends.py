@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing
 import os
 import random
 import threading
@@ -37,7 +38,7 @@ from fleet import (
 )
 from torch import nn
 
-from weightsync import AckTimeoutError, OutcomeKind, WeightSender
+from weightsync import AckTimeoutError, OutcomeKind, SharedMemWeightSyncScheme, WeightSender, WorkerLostError
 
 SIZES = {"inline": small, "segment": large}
 
@@ -334,3 +335,19 @@ def test_no_forward_sees_a_torn_model(scheme_class: Any, crew: Crew, pace: str) 
             forwards, versions, torn = worker.answer()
             assert torn == []
             assert forwards >= versions > 0
+
+
+def test_a_closed_sender_holds_no_segment_though_the_user_keeps_the_pipe_of_a_worker_that_died() -> None:
+    """The error of the broken pipe, kept to be raised again, had kept the frames that held the weights."""
+    gc.collect()
+    before, (ours, theirs) = segments(), multiprocessing.Pipe()
+    sender = WeightSender(SharedMemWeightSyncScheme())
+    sender.add_worker(0, ours)
+    theirs.close()
+    with pytest.raises(WorkerLostError):
+        sender.send(filled(large(), 1.0), timeout=PATIENCE)
+    sender.close()
+    gc.collect()
+
+    assert segments() == before
+    ours.close()

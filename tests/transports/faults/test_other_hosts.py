@@ -7,7 +7,6 @@ from fleet import MultiProcessWeightSyncScheme, Pair
 import weightsync.engine.driver
 import weightsync.engine.receiver_driver
 import weightsync.engine.sender_driver
-from weightsync.transports import process
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.process import own_host
 
@@ -21,18 +20,6 @@ def test_g10_a_peer_on_another_host_is_not_watched_by_its_pid(monkeypatch):
     for module in (weightsync.engine.driver, weightsync.engine.sender_driver, weightsync.engine.receiver_driver):
         monkeypatch.setattr(module, "own_host", says)
     assert watched(monkeypatch) == 0
-
-
-def test_g10_another_pid_namespace_on_this_machine_is_another_host(monkeypatch):
-    here = own_host()
-    own_host.cache_clear()
-    monkeypatch.setattr(process.os, "readlink", lambda path: "pid:[1]")
-    there = own_host()
-    own_host.cache_clear()
-    monkeypatch.undo()
-
-    assert here != there
-    assert here == own_host()
 
 
 def elsewhere():

@@ -24,13 +24,16 @@ _DIGEST = bytes(range(16))
 _WHO: Any = {"model_id": "policy", "incarnation": 2**100 + 7}
 
 
+_SLOT = SlotRef(segment=19, seal=bytes(range(16, 32)))
+
+
 def messages() -> Iterator[tuple[str, Message]]:
     """Each message by its name here. No field is as by default, so that none can be left out unseen."""
     told: Any = {"layout_digest": _DIGEST, "layout": b"layout"}
     yield "Hello", Hello(**_WHO, version=3, **told, host=_DIGEST, pid=11, started=13, fence=2**100, link=17)
     for form in WeightsForm:
         yield f"Update {form.name}", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, extras=b"x", form=form)
-    yield "Update in a slot", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, slot=SlotRef(segment=19))
+    yield "Update in a slot", Update(**_WHO, version=3, **told, digest=_DIGEST, nbytes=5, slot=_SLOT)
     for evidence in Evidence:
         yield f"Ack {evidence.name}", Ack(**_WHO, version=3, digest=_DIGEST, seconds=0.5, evidence=evidence)
         yield f"Refusal by {evidence.name}", _refusal(RefusalKind.REFUSED, evidence)

@@ -87,7 +87,7 @@ def test_an_edited_header_under_a_checksum_that_fits_is_understood_or_refused(
 def carrying(report: bytes) -> bytes:
     """An ack that brings these bytes as what became of the version elsewhere."""
     with mock.patch.object(codec, "encode_report", return_value=report):
-        return codec.encode(Ack(model_id="m", incarnation=1, version=1))
+        return codec.encode(Ack(model_id="m", incarnation=1, version=1, nested=nested(1)))
 
 
 @given(strategies.reports, edits)

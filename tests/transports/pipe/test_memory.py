@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import stat
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -17,19 +18,19 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Refusal, SlotRef, Update
+from weightsync.transports import buffers
 from weightsync.transports.buffers import (
-    MAX_SEGMENTS,
     SPARE_BUFFERS,
     Buffer,
-    Mapped,
     Mapping,
-    Named,
     NoRoom,
     Pins,
     Pool,
     Segment,
     Storage,
 )
+from weightsync.transports.pipe.segments import MAX_SEGMENTS, Mapped, Named
+from weightsync.weights.tensors import address_of
 
 LARGE = 100_000
 
@@ -89,6 +90,59 @@ def test_a_mapping_reads_the_peers_writes_and_keeps_its_own():
     assert mapping.view[4096:4100] == b"next"
     mapping.remap()
     assert bytes(segment.view) == bytes(mapping.view)
+
+
+def test_the_seal_of_a_segment_is_read_where_it_is_mapped_and_drawn_anew_each_time_it_is_filled():
+    segment, other = Segment(LARGE), Segment(LARGE)
+    mapping = Mapping(segment.fd)
+    assert mapping.seal == bytes(16)
+    first = segment.sealed()
+    assert first == segment.sealed() == mapping.seal != bytes(16)
+    assert other.sealed() != first
+    segment.unseal()
+    assert mapping.seal == bytes(16)
+    segment.view[:] = b"x" * LARGE
+
+    assert segment.sealed() == mapping.seal != first
+    assert (len(segment.view), mapping.nbytes, len(mapping.view)) == (LARGE, LARGE, LARGE)
+
+
+def test_a_buffer_that_is_to_be_written_again_has_no_seal():
+    pool = Pool()
+    buffer = pool.acquire(LARGE)
+    mapping = Mapping(buffer.segment.fd)
+    buffer.segment.sealed()
+    assert pool.acquire(LARGE) is buffer
+
+    assert mapping.seal == bytes(16)
+
+
+def test_pages_stay_mapped_unless_this_process_has_written_one(monkeypatch):
+    def own():
+        return buffers._has_own_pages(address_of(mapping.view), LARGE)
+
+    segment = Segment(LARGE)
+    mapping = Mapping(segment.fd)
+    assert bytes(mapping.view) == bytes(LARGE)
+    assert not own()
+    mapping.view[-1:] = b"x"
+    assert own()
+    mapping.remap()
+    assert not own()
+    mapping.view[:1] = b"x"
+    monkeypatch.setattr(buffers, "Path", lambda _: Path("/proc/self/nothing"))
+    assert own(), "where the kernel does not say, all are dropped"
+    mapping.remap()
+    assert mapping.view[:1] == b"\0"
+
+
+def test_memory_without_room_for_a_seal_is_not_mapped():
+    fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 15)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    with pytest.raises(TransportError, match="no room for a seal"):
+        Mapping(fd)
+    os.close(fd)
 
 
 def test_what_is_not_sealed_is_not_mapped():
@@ -321,6 +375,16 @@ class Sharing(RuleBasedStateMachine):
 
 
 TestSharing = Sharing.TestCase
+
+
+def test_a_segment_that_is_passed_again_takes_the_place_of_what_was_mapped_under_its_number():
+    mapped, right, wrong = Mapped(), Segment(4096), Segment(4096)
+    slot = SlotRef(segment=7)
+    assert mapped.find(slot, (os.dup(wrong.fd),)).seal == bytes(16)
+    seal = right.sealed()
+    assert mapped.find(slot, (os.dup(right.fd),)).seal == seal
+
+    assert mapped.find(slot, (), "no descriptor").seal == seal
 
 
 def test_a_segment_that_was_never_passed_is_a_protocol_error():

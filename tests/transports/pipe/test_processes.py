@@ -5,23 +5,21 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import pytest
 import transport_workers as workers
+from transport_workers import in_a_fork
 
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Payloads, Waker, wait
 from weightsync.transports.buffers import Pool
 from weightsync.transports.pipe.link import PipeLink
-from weightsync.transports.process import ProcessWatch, own_identity, started_at
 
 FORK = multiprocessing.get_context("fork")
 _unheard: WeakKeyDictionary[PipeLink, list] = WeakKeyDictionary()
@@ -199,23 +197,6 @@ def test_a_dead_trainers_memory_stays_readable_and_leaves_no_name(start):
 # -------------------------------------------------------------------------------------------------- fork
 
 
-def in_a_fork(check: Callable[[], None]) -> None:
-    """Run ``check`` in a forked child; what it raises fails the test, and so does a child that hangs."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(30)
-            check()
-            code = 0
-        except BaseException as error:  # noqa: BLE001
-            sys.stderr.write(f"in the child: {error!r}\n")
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
 def test_an_inherited_link_is_dead_in_the_child_and_alive_in_the_parent(laid):
     first, second = laid()
     waker, buffer = Waker(), Pool().acquire(300_000)
@@ -311,31 +292,6 @@ def test_a_fork_while_another_thread_uses_the_link_does_not_hang(laid):
 # ---------------------------------------------------------------------------------------------- liveness
 
 
-def test_a_process_knows_its_own_identity():
-    pid, started = own_identity()
-
-    assert (os.getpid(), started_at(os.getpid())) == (pid, started)
-    in_a_fork(lambda: None if own_identity() != (pid, started) else pytest.fail("the parent's"))
-
-
-def test_a_living_process_is_alive_and_another_of_its_number_is_not():
-    pid, started = own_identity()
-    living, reused, unknown = ProcessWatch(pid, started), ProcessWatch(pid, started + 1), ProcessWatch(pid, 0)
-
-    assert [watch.dead for watch in (living, reused, unknown)] == [False, True, False]
-
-
-def test_a_process_that_is_gone_is_dead():
-    process = FORK.Process(target=int)
-    process.start()
-    watch = ProcessWatch(process.pid, 0)
-    process.join()
-
-    assert watch.dead
-    assert ProcessWatch(process.pid, 0).dead
-    process.close()
-
-
 def test_a_dead_peer_named_by_a_hello_ends_the_wait(laid):
     process = FORK.Process(target=int)
     process.start()
@@ -347,17 +303,6 @@ def test_a_dead_peer_named_by_a_hello_ends_the_wait(laid):
     assert f"process {process.pid} is dead" in why
     assert seconds < 1.0
     process.close()
-
-
-def test_names_with_spaces_and_parentheses_do_not_confuse_the_start(tmp_path: Path):
-    program = tmp_path / "a b) (c"
-    program.symlink_to("/bin/sleep")
-    pid = os.spawnv(os.P_NOWAIT, str(program), ["sleep", "30"])
-    try:
-        assert started_at(pid) >= own_identity()[1]
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 # ------------------------------------------------------------------------------------------------- torn

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from weightsync.errors import TransportError
@@ -39,7 +41,8 @@ def echo(connection: Connection) -> None:
             if isinstance(one.message, Update):
                 whole = bytes(one.payload) == bytes([one.message.version % 256]) * one.message.nbytes
                 one.payload[:3] = b"own"
-                one.refresh()
+                if one.slot is not None:
+                    one.slot.remap()
                 link.send(Ack(model_id=MODEL, incarnation=1, version=one.message.version if whole else 0))
                 link.user.send(("acked", one.message.version, one.message.slot is not None))
 
@@ -102,3 +105,20 @@ def check_torn(connection: Connection, linger: float) -> None:
 def whole(payload: memoryview, version: int) -> bool:
     """Whether every page of it is of that version."""
     return bytes(payload[::512]) == bytes([version % 251]) * len(payload[::512])
+
+
+def in_a_fork(check: Callable[[], None]) -> None:
+    """Run ``check`` in a forked child; what it raises fails the test, and so does a child that hangs."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
+            check()
+            code = 0
+        except BaseException as error:  # noqa: BLE001
+            sys.stderr.write(f"in the child: {error!r}\n")
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -39,7 +39,7 @@ updates = st.builds(
     digest=digests,
     nbytes=sizes,
     extras=blobs,
-    slot=st.none() | st.builds(SlotRef, segment=numbers),
+    slot=st.none() | st.builds(SlotRef, segment=numbers, seal=st.binary(min_size=16, max_size=16)),
 )
 outcomes = st.builds(
     Outcome,

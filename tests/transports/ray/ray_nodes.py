@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
+import pytest
 from ray_alone import add_node
+from ray_collectors import RemoteCollector
 from ray_fleet import PATIENCE, WorkerSetup, ray, small
+from updaters_support import weights
 
-from weightsync import OutcomeKind, RayWeightSyncScheme
+from weightsync import OutcomeKind, RayWeightSyncScheme, RayWeightUpdater, WorkerLostError
 
 #: Seconds within which a death is noticed; the timeout of the send is far beyond.
 SOON = 15.0
+NEAR, FAR = {"node:__internal_head__": 0.001}, {"far": 1}
 
 
-def node_killed_mid_send(cluster: Any) -> None:
-    """Its worker is lost, soon; the other is served, and goes on."""
-    node = add_node(cluster, "far")
-    near = ray.remote(num_cpus=0, resources={"node:__internal_head__": 0.001})(WorkerSetup).remote()
-    far = ray.remote(num_cpus=0, resources={"far": 1})(WorkerSetup).remote()
+def node_killed(cluster: Any) -> None:
+    """In the middle of a send and of a push: its workers are lost, soon; the others are served, and go on."""
+    node = add_node(cluster, {"far": 2})
+    near, far = (ray.remote(num_cpus=0, resources=place)(WorkerSetup).remote() for place in (NEAR, FAR))
+    collector = ray.remote(num_cpus=0, max_concurrency=2)(RemoteCollector)
+    victim, other = (collector.options(resources=place).remote() for place in (FAR, NEAR))
+    ray.get(victim.behave.remote("hang"), timeout=PATIENCE)
+    updater = RayWeightUpdater(weights(18.0), [victim, other])
     with RayWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", remote_collectors=[near, far], model=small(1.0))
         sender = scheme.get_sender()
@@ -27,12 +35,21 @@ def node_killed_mid_send(cluster: Any) -> None:
         sender.send_async(small(2.0))
 
         started = time.monotonic()
-        cluster.remove_node(node, allow_graceful=False)
+        timer = threading.Timer(0.3, cluster.remove_node, (node,), {"allow_graceful": False})
+        timer.start()
+        with pytest.raises(WorkerLostError) as failure:
+            updater.push_weights(timeout=PATIENCE)
         report = sender.wait_async(timeout=PATIENCE, on_failure="report")
+        timer.join()
 
-        assert time.monotonic() - started < SOON
-        assert report[1].kind is OutcomeKind.LOST
-        assert report[0].kind is OutcomeKind.APPLIED
+        assert time.monotonic() - started < 2 * SOON
+        assert failure.value.lost.keys() == {0}
+        assert [outcome.kind for outcome in failure.value.report.outcomes.values()] == [
+            OutcomeKind.LOST,
+            OutcomeKind.APPLIED,
+        ]
+        assert ray.get(other.seen.remote(), timeout=PATIENCE)[-1] == 18.0
+        assert (report[0].kind, report[1].kind) == (OutcomeKind.APPLIED, OutcomeKind.LOST)
         sender.remove_worker(1)
         assert sender.send(small(3.0), timeout=PATIENCE).ok
         assert ray.get(near.shows.remote(), timeout=PATIENCE) == {3.0}

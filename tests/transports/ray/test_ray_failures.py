@@ -166,8 +166,9 @@ def test_a_full_object_store_is_a_refusal(setups: list[Any], trainer: Any, monke
     assert sender.send(timeout=PATIENCE).ok
 
 
-def test_a_node_killed_mid_send_loses_its_workers_only() -> None:
-    alone("ray_nodes", "node_killed_mid_send")
+@pytest.mark.timeout(300)
+def test_a_node_killed_mid_send_and_mid_push_loses_its_workers_only() -> None:
+    alone("ray_nodes", "node_killed")
 
 
 def test_a_threaded_actor_waits_until_nobody_serves(fresh: Any, trainer: Any) -> None:

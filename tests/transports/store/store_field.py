@@ -9,17 +9,17 @@ from store_fleet import lead, meet
 from striking import Field, Place, add_worker, megabytes
 
 from weightsync import OutcomeKind
-from weightsync.transports.store import group
+from weightsync.transports.store import stream
 
 #: So that a payload of 4 MiB has a middle.
-BUCKET_NBYTES = 2**20
+PIECE_NBYTES = 2**20
 
 
 class StoreField(Field):
     """A store hosted by the test, a trainer and two workers, all on connections of their own."""
 
-    worker_payload = Place(group.__name__, "Group", "_receiving", time=2)
-    trainer_payload = Place(group.__name__, "Group", "_sending", time=2)
+    worker_payload = Place(stream.__name__, "Stream", "_read_piece", time=2)
+    trainer_payload = Place(stream.__name__, "Stream", "_write_piece", time=2)
     # Nobody knows that it was ever there.
     unmet = OutcomeKind.TIMED_OUT
 
@@ -31,7 +31,7 @@ class StoreField(Field):
 
     def _start(self) -> Worker:
         (worker,) = self._crew.start(None)
-        worker.do(small_buckets)
+        worker.do(small_pieces)
         return worker
 
     def join(self, worker: Any) -> Any:
@@ -50,8 +50,8 @@ class StoreField(Field):
         return self._start()
 
 
-def small_buckets(_: Any) -> None:
-    group.BUCKET_NBYTES = BUCKET_NBYTES  # type: ignore[misc]
+def small_pieces(_: Any) -> None:
+    stream.PIECE_NBYTES = PIECE_NBYTES  # type: ignore[misc]
 
 
 def endpoint(setup: Any) -> Any:

@@ -1,7 +1,7 @@
 """A network that fails between one worker and the rest, idle and mid-payload, over torch.distributed (G10).
 
-The worker's connections to the store, its gloo pair, or both are cut, reset, or fall silent. gloo takes no proxy; it
-tells its peers where it listens through the store, and that is rewritten on its way (tests/network.py).
+The worker's connections to the store, its link's own, or both are cut, reset, or fall silent. A worker announces where
+it listens in the store, and that is rewritten on its way (tests/severed.py).
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import enum
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet import Crew
 from judging import all_sent, goes_on
-from severed import GREATEST, LEAST, Failure, Network, Wire
+from severed import Failure, Network, Wire
 from store_field import StoreField, endpoint
 from striking import (
     SHORT,
@@ -53,13 +51,6 @@ class Part(enum.StrEnum):
         return {Part.STORE: [network.store], Part.PAIR: pairs, Part.ALL: [network.store, *pairs]}[self]
 
 
-def test_both_ends_agree_who_connects_whatever_port_this_machine_gives_to_the_process() -> None:
-    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    given = [socket.htons(port) for port in range(first, last + 1)]
-    assert max(map(socket.htons, LEAST)) < min(given)
-    assert max(given) < min(map(socket.htons, GREATEST))
-
-
 @pytest.fixture
 def network(store: Any) -> Iterator[Network]:
     made = Network(store.port)
@@ -89,7 +80,7 @@ def failing(network: Network, part: Part, failure: Failure) -> Callable[[], None
 
 def in_the_middle(network: Network, act: Callable[[], None]) -> None:
     """Have it done once half of the next payload has come to the pair's wire."""
-    assert network.peers, "gloo has not gone by way of the network"
+    assert network.peers, "the link has not gone by way of the network"
     for wire in network.peers.values():
         wire.when_carried(MIDDLE_NBYTES, act)
 
@@ -115,8 +106,10 @@ def test_g10_a_network_that_fails_mid_payload_loses_its_worker_only(
         field.followed(field.other)
         reason = field.victim.answer()
 
-    assert (LOST, APPLIED) == (report[0].kind, report[1].kind)
-    assert report[0].reason
+    # Without its store a link goes on until that is missed: its update may arrive before.
+    assert report[0].kind in ((LOST, APPLIED) if part is Part.STORE else (LOST,))
+    assert report[1].kind is APPLIED
+    assert report[0].reason or report[0].kind is APPLIED
     assert "no sender any more" in reason
     assert field.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
     if part is Part.PAIR:
@@ -166,14 +159,15 @@ def test_g10_a_network_that_fails_idle_is_reported_by_the_next_send(
         field.followed(field.other)
         assert "no sender any more" in field.victim.answer()
 
-    assert (LOST, APPLIED) == (report[0].kind, report[1].kind)
+    assert report[0].kind in ((LOST, APPLIED) if part is Part.STORE else (LOST,))
+    assert report[1].kind is APPLIED
     assert field.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
     field.victim.end()
     goes_on(field, 3)
 
 
-def test_g10_a_trainer_killed_in_the_middle_of_a_bucket_is_reported(field: StoreField, network: Network) -> None:
-    """gloo tells nobody whose message has begun that its connection has ended."""
+def test_g10_a_trainer_killed_in_the_middle_of_a_payload_is_reported(field: StoreField, network: Network) -> None:
+    """What the kernel had taken of it still arrives, which may be the whole."""
     in_the_middle(network, lambda: os.kill(field.trainer.pid, signal.SIGKILL))
     for worker in (field.victim, field.other):
         worker.tell(follow_until_gone)
@@ -181,7 +175,7 @@ def test_g10_a_trainer_killed_in_the_middle_of_a_bucket_is_reported(field: Store
     with within(SOON):
         assert "no sender any more" in field.victim.answer()
         assert "no sender any more" in field.other.answer()
-    assert (1, {1.0}) == field.victim.do(holds)
+    assert field.victim.do(holds) in [(1, {1.0}), (2, {2.0})]
 
 
 def test_g10_a_handshake_over_a_network_that_swallows_it_times_out(crew: Crew, store: Any, network: Network) -> None:

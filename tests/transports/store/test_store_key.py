@@ -15,12 +15,12 @@ from fleet import PATIENCE, filled, large, small
 from store_fleet import StorePair, reach
 from torch import nn
 
-from weightsync import DistributedWeightSyncScheme, OutcomeKind, WorkerLostError
+from weightsync import DistributedWeightSyncScheme, OutcomeKind, TransportError, WorkerLostError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack
 from weightsync.transports.sealing import Kind, Reason, refusal
-from weightsync.transports.store import mailbox, worker
-from weightsync.transports.store.group import Group, own_address
+from weightsync.transports.store.mailbox import Outbox
+from weightsync.transports.store.stream import EndOfStream, Stream, dial, hosts_address, own_address
 
 KEY = "the fleet's own secret"
 
@@ -35,9 +35,9 @@ def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_KEY", KEY)
 
 
-@pytest.fixture(params=[small, large], ids=["inline", "by group"])
+@pytest.fixture(params=[small, large], ids=["inline", "behind its message"])
 def fleet(request: pytest.FixtureRequest, keyed: None, store: Any) -> Iterator[StorePair]:
-    """A sender and a receiver with a key, whose model travels in the store, or by a process group."""
+    """A sender and a receiver with a key, whose weights travel in their message, or behind it."""
     made = StorePair(store, model=request.param)
     yield made
     made.close()
@@ -127,21 +127,14 @@ def test_a_worker_without_a_key_refuses_a_trainer_with_one(store: Any, caplog: p
 def test_an_answer_that_a_stranger_writes_is_never_believed(
     keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch, forged: str
 ) -> None:
-    said: list[bytes] = []
-    before = mailbox.Outbox._write
-
-    def write(outbox: mailbox.Outbox, value: bytes) -> None:
-        said.extend([value] if outbox._key.endswith("/up") else [])
-        before(outbox, value)
-
-    monkeypatch.setattr(mailbox.Outbox, "_write", write)
+    written = Recorder(monkeypatch).written
     pair = StorePair(store, model=small)
     assert pair.sync().version == 1
+    upwards = stream_of(pair.receiver.driver.links()[0])
     ack = Ack(model_id="policy", incarnation=pair.sender._driver.data.incarnation, version=2)
-    texts = {"a plain ack": b"L" + codec.encode(ack), "an answer of its own, again": said[-1]}
-    inbox = pair.sender._driver.by_worker()[0]._worker._inbox
-    reader = reach(store.port)
-    reader.set(f"{inbox._key}/{inbox.number}", texts.get(forged, b"L" + refusal(Reason.OTHER_KEY)))
+    own = [text for stream, text in written if stream is upwards][-1]
+    texts = {"a plain ack": codec.encode(ack), "an answer of its own, again": own}
+    upwards.write(texts.get(forged, refusal(Reason.OTHER_KEY)), None, lambda: None)
 
     with pytest.raises(WorkerLostError) as told:
         pair.sender.send(filled(small(), 9.0), timeout=PATIENCE)
@@ -150,12 +143,13 @@ def test_an_answer_that_a_stranger_writes_is_never_believed(
     pair.close()
 
 
-# --------------------------------------------------------------------------------- what is written in the store
+# ------------------------------------------------------------------------------------- what is written on the way
 
 
-def _consumed(store: Any, way: str, count: int) -> Callable[[], bool]:
-    """Whether the first messages in one direction were read and deleted."""
-    return lambda: not any(store.check([f"{way}/{number}"]) for number in range(count))
+def stream_of(link: Any) -> Stream:
+    """The connection of a link."""
+    stream: Stream = link._worker._stream
+    return stream
 
 
 def _until(true: Callable[[], bool]) -> None:
@@ -166,52 +160,64 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 class Recorder:
-    """All that is written on the way down."""
+    """All that links write to their connections; ``change`` makes of it what is written in its place."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.written: list[tuple[str, bytes]] = []
+        self.written: list[tuple[Stream, bytes]] = []
         self.change: Callable[[bytes], bytes] = bytes
-        before = mailbox.Outbox._write
+        before = Stream.write
 
-        def write(outbox: mailbox.Outbox, value: bytes) -> None:
-            if outbox._key.endswith("/down"):
-                value = self.change(value)
-                self.written.append((f"{outbox._key}/{outbox._number}", value))
-            before(outbox, value)
+        def write(stream: Stream, text: bytes, payload: memoryview | None, go_on: Callable[[], None]) -> None:
+            text = self.change(text)
+            self.written.append((stream, text))
+            before(stream, text, payload, go_on)
 
-        monkeypatch.setattr(mailbox.Outbox, "_write", write)
+        monkeypatch.setattr(Stream, "write", write)
 
 
 def test_g4_a_recording_of_all_that_was_written_has_no_effect(
     keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder(monkeypatch)
+    named: dict[str, bytes] = {}
+    write = Outbox._write
+
+    def remembering(outbox: Outbox, value: bytes) -> None:
+        named.setdefault(f"{outbox._key}/{outbox._number}", value)
+        write(outbox, value)
+
+    monkeypatch.setattr(Outbox, "_write", remembering)
     pair = StorePair(store, model=small)
     pair.sync(filled(small(), 5.0))
-    written = list(recorder.written)
-    assert written[0][1][5] == Kind.EARLY
-    pair.sync(filled(small(), 6.0))
-    name = written[0][0].split("/")[2]
+    link = pair.sender._driver.by_worker()[0]
+    name, ours = link._worker._name, stream_of(link)
+    introduction = named[f"weightsync/link/{name}/down/0"]
+    assert introduction[5] == Kind.EARLY
+    written = [text for stream, text in recorder.written if stream is ours]
     announced = store.get("weightsync/policy/1/door/0")
+    pair.sync(filled(small(), 6.0))
 
-    # The link is offered again, and all that its sender wrote down is there once more.
+    # The link is offered again, and all that its sender wrote is there once more.
     store.delete_key(f"weightsync/link/{name}/taken")
-    store.delete_key(f"weightsync/link/{name}/up/0")
-    for key, value in written:
-        store.set(key, value)
+    store.set(f"weightsync/link/{name}/down/0", introduction)
     store.set("weightsync/policy/1/door/1", announced)
     _until(lambda: store.check([f"weightsync/link/{name}/up/1"]))
-    early = [key for key, value in written if value[5] == Kind.EARLY]
-    _until(lambda: not any(store.check([key]) for key in early[:-1]))
+    address = store.get(f"weightsync/link/{name}/up/1").split()[-1].decode()
+    again = dial(address, name)
+    for text in written:
+        again.write(text, None, lambda: None)
+    with pytest.raises((TransportError, EndOfStream)):
+        again.read()
 
     assert pair.receiver.receive(timeout=0) is False
     assert len(pair.receiver.driver.links()) == 1
     assert value_of(pair.model) == 6.0
+    again.close()
     pair.close()
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_a_message_that_was_changed_in_the_store_is_not_believed(
+def test_a_message_that_was_changed_on_its_way_is_not_believed(
     keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     recorder = Recorder(monkeypatch)
@@ -220,10 +226,9 @@ def test_a_message_that_was_changed_in_the_store_is_not_believed(
     before = value_of(pair.model)
     position = 70 if where == "first" else -1
 
-    def change(value: bytes) -> bytes:
-        changed = bytearray(value)
-        if len(changed) > 70:  # not the mark that nothing more comes
-            changed[position] ^= 1
+    def change(text: bytes) -> bytes:
+        changed = bytearray(text)
+        changed[position] ^= 1
         return bytes(changed)
 
     recorder.change = change
@@ -238,7 +243,7 @@ def test_a_message_that_was_changed_in_the_store_is_not_believed(
 def test_a_payload_that_was_changed_on_its_way_is_not_believed(
     keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = Group.receive
+    before = Stream.read_into
     with DistributedWeightSyncScheme(verify="layout") as ours, DistributedWeightSyncScheme() as theirs:
         ours.init_on_sender("policy", store=store, num_workers=1, model=large())
         theirs.init_on_worker("policy", store=store, rank=1, model=filled(large(), 1.0))
@@ -247,11 +252,11 @@ def test_a_payload_that_was_changed_on_its_way_is_not_believed(
         receiver.receive(timeout=PATIENCE)
         sender.wait_async(timeout=PATIENCE)
 
-        def receive(group: Group, client: Any, buffer: memoryview, in_flight: int) -> None:
-            before(group, client, buffer, in_flight)
-            buffer[-1] ^= 1
+        def read_into(stream: Stream, room: memoryview) -> None:
+            before(stream, room)
+            room[-1] ^= 1
 
-        monkeypatch.setattr(worker.Group, "receive", receive)
+        monkeypatch.setattr(Stream, "read_into", read_into)
         sender.send_async(filled(large(), 9.0))
         with pytest.raises(ConnectionError, match="rejected"):
             receiver.receive(timeout=PATIENCE)
@@ -274,7 +279,7 @@ def _listening() -> set[str]:
     return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
 
 
-def test_our_own_store_and_groups_listen_at_the_address_that_is_announced_alone() -> None:
+def test_our_own_store_listens_at_the_address_that_is_announced_alone_and_workers_no_longer_than_it_takes() -> None:
     before = _listening()
     with DistributedWeightSyncScheme() as ours, DistributedWeightSyncScheme() as theirs:
         ours.init_on_sender("policy", num_workers=1, model=filled(large(), 1.0))
@@ -287,8 +292,8 @@ def test_our_own_store_and_groups_listen_at_the_address_that_is_announced_alone(
         ours.get_sender().send_async()
         theirs.get_receiver().receive(timeout=PATIENCE)
         ours.get_sender().wait_async(timeout=PATIENCE)
-        groups = {where.partition(":")[0] for where in _listening() - before}
-        assert groups <= {announced, "0100007F"}
+        # A worker's door is shut behind its sender.
+        assert _listening() - before == {f"{announced}:{info['port']:04X}"}
 
 
 @pytest.mark.parametrize(
@@ -297,15 +302,18 @@ def test_our_own_store_and_groups_listen_at_the_address_that_is_announced_alone(
         (True, "10.0.0.7", "127.0.0.1"),
         (False, "10.0.0.7", "10.0.0.7"),
         (False, "fe80::1%eth0", "fe80::1%eth0"),
-        (False, "127.0.0.1", None),
-        (False, "::1", None),
-        (False, None, None),
+        (False, "127.0.0.1", hosts_address()),
+        (False, "::1", hosts_address()),
+        (False, None, hosts_address()),
     ],
 )
-def test_a_group_listens_where_its_other_rank_can_come(stays: bool, towards_store: str | None, wanted: str) -> None:
+def test_a_worker_listens_where_its_sender_can_come(stays: bool, towards_store: str | None, wanted: str) -> None:
     assert own_address(stays, towards_store) == wanted
 
 
 def test_a_users_own_word_on_the_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert own_address(True, "10.0.0.7") is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    assert own_address(False, "10.0.0.7") == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
+    with pytest.raises(TransportError, match="GLOO_SOCKET_IFNAME names nowhere7"):
+        own_address(True, None)

@@ -9,9 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.distributed import TCPStore
 
-from weightsync import TransportError
+from weightsync import DistributedWeightSyncScheme, OutcomeKind, TransportError
 from weightsync.transports.store.group import Rendezvous
 from weightsync.transports.store.store import Client
 
@@ -108,3 +109,25 @@ def test_a_ranks_own_address_says_nothing_of_the_other(ranks: Any) -> None:
     sender.over.set()
 
     gives_up(waiting)
+
+
+def test_a_sender_and_a_receiver_of_different_models_are_told_both_names(
+    store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "weightsync")
+    with DistributedWeightSyncScheme() as ours, DistributedWeightSyncScheme() as theirs:
+        ours.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(2, 2))
+        theirs.init_on_worker("critic", store=store, rank=1, model=nn.Linear(2, 2))
+        sender = ours.get_sender()
+        sender.send_async()
+        while "model 'critic': a sender of 'policy' waits" not in caplog.text or not sender._driver.remark(0):
+            sender.poll()
+        report = sender.wait_async(timeout=0, on_failure="report")
+
+        assert report[0].kind is OutcomeKind.TIMED_OUT
+        assert "rank 1 has a receiver of 'critic' in this store, and none of 'policy' so far" in report[0].reason
+        late = DistributedWeightSyncScheme()
+        with late:
+            late.init_on_worker("policy", store=store, rank=1, model=nn.Linear(2, 2))
+            assert late.get_receiver().receive(timeout=PATIENCE)
+            assert not sender._driver.remark(0)

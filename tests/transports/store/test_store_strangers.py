@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from exhausted import descriptors_left
-from fleet import PATIENCE, constants, filled
+from fleet import PATIENCE, constants
 from store_fleet import StorePair, reach
 
 from weightsync import TransportError, WeightReceiver, WorkerLostError
@@ -24,8 +25,9 @@ from weightsync.transports.store import store as stores
 from weightsync.transports.store.group import Rendezvous
 from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, Shut, end
 from weightsync.transports.store.store import Client
+from weightsync.transports.store.stream import Door, dial
 
-JUNK = [b"", b"junk", b"\xff\xfe\x00", b"L", b"Lno frame", b"M" + bytes(9), b"-1", b"9" * 30]
+JUNK = [b"", b"junk", b"\xff\xfe\x00", b"Lno frame", b"M" + bytes(9)]
 BASE = "weightsync/policy/1"
 
 
@@ -85,23 +87,36 @@ def test_junk_where_links_are_announced_is_passed_over(store: Any, key: str, jun
         pair.close()
 
 
-def link_of(pair: StorePair) -> str:
-    """The key of the link to the worker."""
-    return pair.sender._driver.by_worker()[0]._worker._key
-
-
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_junk_under_a_links_next_message_is_passed_over(pair: StorePair, junk: bytes, way: str) -> None:
-    assert pair.sync().ok
-    end = pair.sender._driver.by_worker()[0] if way == "up" else pair.receiver._driver.links()[0]
-    number = end._worker._inbox.number
-    pair.store.set(f"{link_of(pair)}/{way}/{number}", junk)
-    filled(pair.source, 2.0)
+def test_junk_where_the_ends_of_a_link_introduce_themselves_is_passed_over(
+    store: Any, monkeypatch: pytest.MonkeyPatch, way: str, junk: bytes
+) -> None:
+    name = "0123456789abcdef" * 2
+    monkeypatch.setattr(announcing, "new_name", lambda: name)
+    store.set(f"weightsync/link/{name}/{way}/0", junk)
+    pair = StorePair(store)
+    try:
+        assert pair.sync().ok
+        assert constants(pair.model) == {1.0}
+    finally:
+        pair.close()
 
-    assert pair.sync().ok
-    assert constants(pair.model) == {2.0}
-    assert pair.sync().ok
+
+def test_a_stranger_at_a_workers_door_is_shut_out_and_the_sender_is_let_in() -> None:
+    door = Door("127.0.0.1")
+    strangers = [socket.create_connection(("127.0.0.1", int(door.address.rpartition(":")[2]))) for _ in range(2)]
+    strangers[0].sendall(b"f" * len(NAME))
+    strangers[1].close()
+    sender = dial(door.address, NAME.decode())
+    taken = door.accept(NAME.decode(), lambda: None)
+    door.close()
+    sender.write(b"from the sender", None, lambda: None)
+
+    assert taken.read() == b"from the sender"
+    assert strangers[0].recv(1) == b""
+    for opened in (strangers[0], sender, taken):
+        opened.close()
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)

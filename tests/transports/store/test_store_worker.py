@@ -1,4 +1,4 @@
-"""The two threads of a link over a store, with a process group that only says what is asked of it."""
+"""The two threads of a link over a store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,52 +14,22 @@ from weightsync import TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Update
 from weightsync.transports.base import Waker
-from weightsync.transports.store import worker as store_worker
+from weightsync.transports.buffers import NoRoom
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Side, StoreMessage
+from weightsync.transports.store.receive_buffers import ReceiveBuffers
 from weightsync.transports.store.seals import NoGuard
-from weightsync.transports.store.store import Client, StoreEnd
+from weightsync.transports.store.store import StoreEnd
+from weightsync.transports.store.stream import Stream
 from weightsync.transports.store.worker import StoreWorker
 from weightsync.transports.store.worker_threads import Outgoing
 
-LARGE = memoryview(bytes(INLINE_NBYTES + 1))
+LARGE, SMALL = memoryview(bytes(INLINE_NBYTES + 1)), memoryview(bytes(3))
 LINK = "weightsync/link/one"
 
 
-class Group:
-    """Payloads are handed over as soon as they are sent, or fail."""
-
-    failing = False
-
-    def __init__(self, backend: str, rank: int, key: str) -> None:
-        del backend, rank, key
-        self.sent = 0
-
-    def send(self, client: Client, payload: memoryview, in_flight: int) -> None:
-        del client, payload, in_flight
-        self.sent += 1
-        if self.failing:
-            raise TransportError("the connection has ended")
-
-    def receive(self, client: Client, buffer: memoryview, in_flight: int) -> None:
-        """Leave the buffer as it is."""
-
-    def stuck(self) -> bool:
-        return False
-
-    def notify_aborted(self, client: Client) -> None:
-        """Nobody asks."""
-
-    def abort(self) -> None:
-        """Nothing is under way."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 @pytest.fixture
-def lay(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], StoreWorker]]:
+def lay(store: Any) -> Iterator[Callable[[int], StoreWorker]]:
     """Lays one end of the link: 0 the sender's, 1 the worker's."""
-    monkeypatch.setattr(store_worker, "Group", Group)
     with contextlib.ExitStack() as stack:
         waker = Waker()
         stack.callback(waker.close)
@@ -93,103 +62,99 @@ def _until(true: Callable[[], Any]) -> Any:
     return found
 
 
-def _written(store: Any, way: str) -> set[int]:
-    """The numbers of the keys that one end has written and the other has not removed."""
-    keys: list[str] = store.list_keys()
-    return {int(key.rpartition("/")[2]) for key in keys if f"{LINK}/{way}/" in key}
-
-
-def test_a_payload_waits_for_its_peer_to_have_been_heard(store: Any, lay: Callable[[int], StoreWorker]) -> None:
+def test_messages_wait_for_the_peer_and_then_arrive_in_order(lay: Callable[[int], StoreWorker]) -> None:
     sender = lay(0)
-    sender.post(_update(1, LARGE))
-    _until(lambda: _written(store, "down") == {0, 1})
-    time.sleep(0.1)
-    assert sender._group.sent == 0
+    for version, payload in ((1, LARGE), (2, None), (3, SMALL)):
+        sender.post(_update(version, payload))
+    assert not sender.flushed()
 
-    lay(1)
+    worker, arrived = lay(1), []
 
-    _until(lambda: sender._group.sent == 1)
+    _until(lambda: arrived.extend(worker.collect()[0]) or len(arrived) == 3)
+    assert [each.message.version for each in arrived] == [1, 2, 3]
+    assert [each.payload and len(each.payload) for each in arrived] == [len(LARGE), None, len(SMALL)]
+    _until(sender.flushed)
 
 
 def test_behind_a_payload_that_was_cut_short_nothing_leaves(
-    store: Any, lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Group, "failing", True)
-    sender = lay(0)
-    sender.post(_update(1, LARGE))
-    sender.post(_update(2))
-    _until(lambda: _written(store, "down") == {0, 1})
-    put: list[bytes] = []
-    before = store_worker.Outbox.put
-    monkeypatch.setattr(
-        store_worker.Outbox,
-        "put",
-        lambda self, store_message: (put.append(bytes(store_message)), before(self, store_message)),
-    )
-
-    worker = lay(1)
-
-    _until(lambda: worker.collect()[0] or sender.failed)
-    _until(lambda: sender._group.sent == 1)
-    _until(lambda: sender.failed)
-    assert _update(2).frame not in put
-
-
-class Aborted(Group):
-    """A payload that is received is on its way until the group is aborted."""
-
-    receiving: threading.Event
-    over: threading.Event
-    left: threading.Event
-
-    def receive(self, client: Client, buffer: memoryview, in_flight: int) -> None:
-        self.receiving.set()
-        self.over.wait(30.0)
-        raise TransportError("the process group was aborted")
-
-    def abort(self) -> None:
-        self.over.set()
-
-    def close(self) -> None:
-        self.left.set()
-
-
-def test_what_was_said_before_a_close_leaves_though_that_ends_a_payload_on_its_way_here(
     lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = lay(0)
-    monkeypatch.setattr(store_worker, "Group", Aborted)
-    for each in ("receiving", "over", "left"):
-        monkeypatch.setattr(Aborted, each, threading.Event(), raising=False)
-    worker, writes = lay(1), threading.Event()
-    sender.post(_update(1, LARGE))
-    assert Aborted.receiving.wait(30.0)
+    def cut(stream: Stream, piece: memoryview) -> None:
+        stream._socket.sendall(piece[:-1])
+        raise TransportError("the connection has ended")
 
-    worker.post(replace(_ack(1), done=lambda: writes.wait(30.0)))
-    _until(lambda: not worker._outgoing)
-    worker.post(_ack(2))
+    monkeypatch.setattr(Stream, "_write_piece", cut)
+    sender, worker = lay(0), lay(1)
+    sender.post(_update(1))
+    sender.post(_update(2, LARGE))
+    sender.post(_update(3))
+
+    _until(lambda: sender.failed and worker.failed)
+    assert [each.message.version for each in worker.collect()[0]] == [1]
+    assert "the connection has ended" in str(sender.failed)
+    with pytest.raises(TransportError, match="has ended"):
+        sender.flushed()
+
+
+def test_a_payload_for_which_there_is_no_memory_is_passed_over(
+    lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(buffers: ReceiveBuffers, nbytes: int) -> memoryview:
+        raise NoRoom(f"No memory for {nbytes} bytes")
+
+    monkeypatch.setattr(ReceiveBuffers, "find", find)
+    sender, worker, arrived = lay(0), lay(1), []
+    sender.post(_update(1, LARGE))
+    sender.post(_update(2, SMALL))
+
+    _until(lambda: arrived.extend(worker.collect()[0]) or len(arrived) == 2)
+    assert [(each.message.version, each.untaken) for each in arrived] == [
+        (1, f"No memory for {len(LARGE)} bytes"),
+        (2, ""),
+    ]
+
+
+def test_what_was_said_before_a_close_arrives_though_a_payload_is_on_its_way_here(
+    lay: Callable[[int], StoreWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed with unread bytes, a connection would drop what was written to it."""
+    sender, worker, reading = lay(0), lay(1), threading.Event()
+    before, go_on = Stream.read_into, threading.Event()
+
+    def read_into(stream: Stream, room: memoryview) -> None:
+        reading.set()
+        assert go_on.wait(30.0)
+        before(stream, room)
+
+    monkeypatch.setattr(Stream, "read_into", read_into)
+    sender.post(_update(1, LARGE))
+    assert reading.wait(30.0)
+    for version in (1, 2):
+        worker.post(_ack(version))
     worker.close()
-    assert Aborted.left.wait(30.0)
-    writes.set()
+    go_on.set()
 
     _until(lambda: sender.failed)
     assert [each.message.version for each in sender.collect()[0]] == [1, 2]
 
 
-def test_what_was_read_is_removed_from_the_store_from_the_first_key_on(
+def test_a_peer_that_takes_nothing_is_given_up_soon_after_a_close(lay: Callable[[int], StoreWorker]) -> None:
+    sender = lay(0)
+    sender.post(_update(1))
+    sender.close()
+
+    _until(lambda: sender._users == 0)
+    assert sender.collect()[0] == []
+
+
+def test_introductions_are_removed_from_the_store_once_they_are_read(
     store: Any, lay: Callable[[int], StoreWorker]
 ) -> None:
     sender, worker = lay(0), lay(1)
-    for version in (1, 2):
-        sender.post(_update(version))
-        worker.post(_ack(version))
+    worker.post(_ack(1))
+    _until(lambda: sender.collect()[0])
 
-    heard: list[int] = []
-    _until(lambda: heard.extend(each.message.version for each in sender.collect()[0]) or heard == [1, 2])
-    taken: list[int] = []
-    _until(lambda: taken.extend(each.message.version for each in worker.collect()[0]) or taken == [1, 2])
-
-    _until(lambda: _written(store, "down") | _written(store, "up") <= {2})
+    _until(lambda: not any(f"{LINK}/{way}/" in key for way in ("down", "up") for key in store.list_keys()))
 
 
 def test_messages_that_are_left_when_a_link_closes_keep_their_bytes_though_their_buffers_go_back() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from weightsync.engine.packer import Packed
 from weightsync.engine.sender_driver import SenderDriver
+from weightsync.options import Verify
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import Delivery, RefusalKind
 from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update, WeightsForm
@@ -100,7 +101,8 @@ class Telling(Scripted, TellsWhatIsRead, Remarks):
 
 
 def packed(layout: Layout = LAYOUT, digest: bytes = DIGEST) -> Packed:
-    return Packed(layout, Buffer(layout.nbytes), b"extras", digest, WeightsForm.NESTED)
+    verify = Verify.DIGEST if digest else Verify.LAYOUT
+    return Packed(layout, Buffer(layout.nbytes), b"extras", digest, WeightsForm.NESTED, verify)
 
 
 def ack(version: int, digest: bytes = DIGEST, incarnation: int = EPOCH) -> Ack:

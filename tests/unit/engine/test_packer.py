@@ -12,7 +12,8 @@ from weightsync.engine.packer import Packer
 from weightsync.options import Verify
 from weightsync.protocol.messages import WeightsForm
 from weightsync.weights.layout import Layout
-from weightsync.weights.packing import digest, digest_of_weights
+from weightsync.weights.packing import digest_of_weights
+from weightsync.weights.tree_digest import digest
 
 
 def weights(fill: float = 1.0) -> dict[str, Tensor]:
@@ -72,7 +73,7 @@ def test_weights_that_cannot_be_copied_leave_no_buffer_taken(monkeypatch: pytest
 
     packer = Packer()
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "pack", pack)
+        patch.setattr(packing, "pack_digested", pack)
         with pytest.raises(LayoutError, match="cannot be copied"):
             packer.pack(weights())
 

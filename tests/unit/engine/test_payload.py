@@ -14,9 +14,10 @@ from weightsync import ConfigurationError, LayoutError
 from weightsync.weights import packing
 from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.layout import ALIGNMENT, Layout
-from weightsync.weights.packing import digest, digest_of, digest_of_weights, kept_views, pack, scatter, views
+from weightsync.weights.packing import digest_of, digest_of_weights, kept_views, pack, scatter, views
 from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
 from weightsync.weights.tensors import address_of, bits_of
+from weightsync.weights.tree_digest import digest
 
 #: In three groups of dtypes, none of which ends where the next one starts.
 GIVEN = {

@@ -451,6 +451,10 @@ def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------------------------------------- what is pending
 
 
+#: Any slot will do: the driver only passes it on.
+SLOT: Any = object()
+
+
 def test_a_new_driver_knows_of_nobody() -> None:
     driver = ReceiverDriver("policy")
 
@@ -461,13 +465,13 @@ def test_a_new_driver_knows_of_nobody() -> None:
 def test_what_is_pending_is_all_that_arrived() -> None:
     worker, payload = Worker(), memoryview(bytearray(8))
     assert worker.driver.pending is None
-    worker.link.receives(update(1), payload=payload, refresh=worker.driver.flush, untaken="no memory")
+    worker.link.receives(update(1), payload=payload, slot=SLOT, untaken="no memory")
     worker.driver.pump()
 
     pending = worker.driver.pending
     assert pending is not None
     assert (pending.update, pending.layout, pending.untaken) == (update(1), LAYOUT, "no memory")
-    assert (pending.payload, pending.refresh) == (payload, worker.driver.flush)
+    assert (pending.payload, pending.slot) == (payload, SLOT)
     worker.receives(0, update(1))
     assert worker.driver.pending is pending
     worker.receives(0, update(2))

@@ -41,7 +41,7 @@ class Reported:
         """Dispatch a version; which it is."""
         sent = packed()
         version = self.driver.dispatch(pure.SendAsync(targets), sent)
-        self.reporter.dispatched(pack_s, sent.nbytes)
+        self.reporter.dispatched(pack_s, sent)
         return version
 
     def concluded(self, version: int) -> SyncReport:

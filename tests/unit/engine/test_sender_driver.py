@@ -261,7 +261,9 @@ def test_a_link_that_cannot_be_read_is_lost_with_the_reason(error: Exception, re
 def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = both()
     verify = fleet.driver._verify
-    monkeypatch.setattr(fleet.driver, "_verify", lambda message: verify(message) if message.version > 1 else 1 / 0)
+    monkeypatch.setattr(
+        fleet.driver, "_verify", lambda link, message: verify(link, message) if message.version > 1 else 1 / 0
+    )
     fleet.receives(0, ack(1))
     step = fleet.driver._pure_step
 

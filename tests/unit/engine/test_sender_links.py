@@ -5,7 +5,10 @@ from __future__ import annotations
 from scripted import Fleet, Scripted, Telling, both, hello, plain
 
 from weightsync import TransportError
+from weightsync.clock import Stopwatch
+from weightsync.engine.driver import Hearing
 from weightsync.engine.sender_driver import SenderDriver
+from weightsync.testing import FakeClock
 from weightsync.transports.calls.client import BlockingLink
 from weightsync.transports.wakeup import AwaitedProcess
 
@@ -129,3 +132,25 @@ def test_a_worker_that_was_removed_is_told_nothing_more_and_its_silence_is_forgo
 
     assert fleet.driver.hearing.silent_for(1) is None
     assert (list(fleet.driver.data.workers), fleet.links[1].closed) == ([0], 1)
+
+
+def test_a_worker_is_silent_since_its_last_message_and_a_link_connected_at_its_first() -> None:
+    with FakeClock() as clock:
+        hearing, since = Hearing(), Stopwatch()
+        assert hearing.silent_for(1) is None
+        clock.advance(2)
+        assert hearing.connected_after(5, since) == 2, "until now"
+        for _ in range(2):
+            hearing.heard(1, 5)
+            clock.advance(4)
+        assert hearing.silent_for(1) == 4
+        assert hearing.connected_after(5, since) == 2
+        assert hearing.connected_after(6, since) == 10
+
+        later = Stopwatch()
+        clock.advance(1)
+        assert hearing.connected_after(5, later) == 0, "before it was asked"
+        for _ in range(2):
+            hearing.closed(5)
+            hearing.forget(1)
+        assert (hearing.connected_after(5, since), hearing.silent_for(1)) == (11, None)

@@ -10,7 +10,7 @@ import pytest
 
 from weightsync import ConfigurationError
 from weightsync import clock as timing
-from weightsync.clock import Clock, Deadline, Stopwatch, Timeout, new_incarnation, seconds, told_by
+from weightsync.clock import Clock, Deadline, Stopwatch, Timeout, new_incarnation, replaced_by, seconds
 
 
 class Stopped(Clock):
@@ -57,7 +57,7 @@ def test_a_timeout_is_the_callers_or_the_environments_or_a_minute(monkeypatch: p
 
 def test_a_deadline_tells_what_is_left_and_when_to_look_again() -> None:
     clock = Stopped(100.0)
-    with told_by(clock):
+    with replaced_by(clock):
         soon, far, never, stopwatch = Deadline(10), Deadline(3 * 86400), Deadline(None), Stopwatch()
         assert (soon.remaining, soon.nap, soon.passed) == (10.0, 10.0, False)
         assert (far.remaining, far.nap) == (3 * 86400.0, 86400.0)
@@ -72,8 +72,8 @@ def test_a_deadline_tells_what_is_left_and_when_to_look_again() -> None:
 
 def test_after_the_block_time_is_the_same_as_before_it() -> None:
     shipped, outer, inner = timing._clock, Stopped(1.0), Stopped(2.0)
-    with told_by(outer):
-        with contextlib.suppress(KeyError), told_by(inner):
+    with replaced_by(outer):
+        with contextlib.suppress(KeyError), replaced_by(inner):
             assert timing._clock is inner
             raise KeyError
         assert timing._clock is outer
@@ -81,7 +81,7 @@ def test_after_the_block_time_is_the_same_as_before_it() -> None:
 
 
 def test_an_incarnation_is_its_time_or_the_next_above_its_fence_and_no_two_are_one() -> None:
-    with told_by(Stopped(5_000)):
+    with replaced_by(Stopped(5_000)):
         assert {new_incarnation(0) >> 32, new_incarnation(4_999 << 32) >> 32} == {5_000}
         assert {new_incarnation(5_000 << 32) >> 32, new_incarnation((6_000 << 32) | 0xFFFFFFFF) >> 32} == {5_001, 6_001}
         assert len({new_incarnation(0) for _ in range(8)}) == 8

@@ -47,7 +47,7 @@ def unread(data: Any, told: str) -> ProtocolError:
         (replace(ACK, seconds=float("nan")), "a duration of nan s is not valid"),
         (replace(ACK, seconds=float("inf")), "a duration of inf s is not valid"),
         (replace(ACK, seconds=-0.5), "a duration of -0.5 s is not valid"),
-        (replace(UPDATE, digest=b"short"), "its body takes 36 bytes and its digest 5"),
+        (replace(UPDATE, digest=b"short"), "its body takes 52 bytes and its digest 5"),
     ],
 )
 def test_a_number_that_means_nothing_is_not_sent_and_is_named(message: Message, told: str) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import multiprocessing
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, constants, large
+from fleet import PATIENCE, Pair, constants, filled, large, small
 from torch import nn
 
 from weightsync import (
@@ -16,13 +20,16 @@ from weightsync import (
     OutcomeKind,
     RefusedError,
     SharedMemWeightSyncScheme,
+    Verify,
     WeightReceiver,
     WeightSender,
+    WorkerLostError,
 )
+from weightsync.engine.receiver_driver import Pending
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update, slot_digest
 from weightsync.transports.base import Received
-from weightsync.transports.buffers import Buffer, Storage
+from weightsync.transports.buffers import Buffer, Mapping, Storage
 from weightsync.transports.local import LocalLink, local_pair
 from weightsync.weights.reading import layout_of, read_weights
 
@@ -32,6 +39,13 @@ class LocalScheme(MultiProcessWeightSyncScheme):
 
     def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
         return endpoint
+
+
+class Mixed(MultiProcessWeightSyncScheme):
+    """Its endpoints are pipes, or links already."""
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
+        return endpoint if isinstance(endpoint, LocalLink) else super().lay_link(endpoint, model_id, peer)
 
 
 @pytest.fixture
@@ -49,7 +63,7 @@ def receiver() -> Iterator[WeightReceiver]:
 # ------------------------------------------------------------------------------------------------ payloads
 
 
-@pytest.mark.parametrize("verify", ["layout", "digest"])
+@pytest.mark.parametrize("verify", ["auto", "layout", "digest"])
 def test_g2_a_worker_that_wrote_over_its_pages_serves_the_next_version_whole(verify: str) -> None:
     """Parameters are views of a slot: what a worker wrote there must not show when that slot brings a new version."""
     ours, theirs = multiprocessing.Pipe()
@@ -68,6 +82,171 @@ def test_g2_a_worker_that_wrote_over_its_pages_serves_the_next_version_whole(ver
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(-1.0)
+
+
+class Wired:
+    """A trainer and a worker in this process, each with its end of a pipe of its own: the test carries the bytes."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.ours, self.trainers_far = multiprocessing.Pipe()
+        self.workers_far, self.theirs = multiprocessing.Pipe()
+        self.model = model
+        self.schemes = [MultiProcessWeightSyncScheme(**options) for _ in range(2)]
+        self.schemes[0].init_on_sender("policy", pipes=[self.ours], model=filled(copy.deepcopy(model), 1.0))
+        self.schemes[1].init_on_worker("policy", pipe=self.theirs, model=model)
+
+    def carry(self, damage: int = 0) -> None:
+        """Bring the worker all that was written; the last byte, which is one of its weights, changed by ``damage``."""
+        data = bytearray(os.read(self.trainers_far.fileno(), 1 << 20))
+        data[-1] ^= damage
+        os.write(self.workers_far.fileno(), data)
+
+    def answer(self) -> None:
+        """Bring the trainer the worker's answers."""
+        os.write(self.trainers_far.fileno(), os.read(self.workers_far.fileno(), 1 << 20))
+
+    def close(self) -> None:
+        for each in (*self.schemes, self.ours, self.trainers_far, self.workers_far, self.theirs):
+            each.close()
+
+
+@pytest.mark.untraced("the test changes a byte between the ends")
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [({}, True), ({"verify": "auto"}, True), ({"verify": "digest"}, True), ({"verify": "layout"}, False)],
+    ids=["default", "auto", "digest", "layout"],
+)
+def test_g2_a_byte_that_was_damaged_in_a_pipe_is_refused_unless_only_layouts_are_verified(
+    options: dict[str, str], refused: bool
+) -> None:
+    wired = Wired(small(0.0), **options)
+    sender, receiver = wired.schemes[0].get_sender(), wired.schemes[1].get_receiver()
+    with contextlib.closing(wired):
+        sender.send_async()
+        wired.carry(damage=1)
+        assert receiver.receive(timeout=0) is not refused
+        wired.answer()
+        report = sender.wait_async(timeout=PATIENCE, on_failure="report")
+
+        assert report[0].kind is (OutcomeKind.REFUSED if refused else OutcomeKind.APPLIED)
+        assert ("damaged on the way" in report[0].reason, constants(wired.model) == {0.0}) == (refused, refused)
+
+
+# --------------------------------------------------------------------------------------------------- slots
+
+
+@pytest.fixture(params=["auto", "layout", "digest"])
+def mapped(request: pytest.FixtureRequest, scheme_class: Any) -> Iterator[Pair]:
+    """A pair whose weights lie in memory that both ends map, and what it verifies."""
+    made = Pair(lambda: scheme_class(verify=request.param), model=large)
+    yield made
+    made.close()
+
+
+def pending(pair: Pair) -> Pending:
+    """Send, and return what the worker has not applied yet."""
+    pair.sender.send_async()
+    pair.receiver._driver.pump()
+    found = pair.receiver._driver.pending
+    assert found is not None
+    return found
+
+
+def test_g2_weights_in_memory_that_both_ends_map_are_named_by_its_seal_and_digested_only_on_request(
+    mapped: Pair,
+) -> None:
+    found = pending(mapped)
+    slot, update = found.slot, found.update
+    assert slot is not None
+    assert update.slot is not None
+    assert slot.seal == update.slot.seal != bytes(16)
+    digested = mapped.scheme._verify is Verify.DIGEST
+    assert update.digest == (mapped.sender.digest() if digested else b"")
+
+    assert mapped.receiver.receive(timeout=0)
+    assert mapped.sender.wait_async(timeout=PATIENCE).ok
+    answer = mapped.receiver._driver.data.answer
+    assert isinstance(answer, Ack)
+    named = slot_digest(slot.seal, update.incarnation, 1, update.layout_digest, update.extras)
+    assert answer.digest == (update.digest if digested else named)
+
+
+@pytest.mark.parametrize("fault", ["other memory", "written again"])
+def test_g2_a_slot_that_is_not_the_one_its_update_was_sealed_in_is_refused(mapped: Pair, fault: str) -> None:
+    assert mapped.sync().ok
+    filled(mapped.source, 2.0)
+    found = pending(mapped)
+    packed = mapped.sender._driver.packed(2)
+    assert packed is not None
+    assert packed.buffer.segment is not None
+    if fault == "other memory":
+        other = Buffer(packed.layout.nbytes, Storage.SEGMENTS)
+        assert other.segment is not None
+        other.segment.sealed()
+        mapped.receiver._driver.pending = replace(found, slot=Mapping(other.segment.fd))
+    else:
+        packed.buffer.segment.unseal()
+    assert mapped.receiver.receive(timeout=0) is False
+    with pytest.raises(RefusedError, match="is not sealed for it"):
+        mapped.sender.wait_async(timeout=PATIENCE)
+
+    assert (mapped.receiver.version, constants(mapped.model)) == (1, {1.0})
+    assert mapped.sync().ok
+    assert (mapped.receiver.version, constants(mapped.model)) == (3, {2.0})
+
+
+def test_g2_weights_that_changed_in_their_slot_are_refused_where_digests_are_asked_for(scheme_class: Any) -> None:
+    pair = Pair(lambda: scheme_class(verify="digest"), model=large)
+    with contextlib.closing(pair):
+        pending(pair)
+        packed = pair.sender._driver.packed(1)
+        assert packed is not None
+        packed.buffer.view[0] ^= 1
+        assert pair.receiver.receive(timeout=0) is False
+        with pytest.raises(RefusedError, match="damaged on the way"):
+            pair.sender.wait_async(timeout=PATIENCE)
+
+
+@pytest.mark.untraced("an ack is forged")
+@pytest.mark.parametrize("digest", [b"", b"\1" * 16], ids=["nothing", "another slot"])
+def test_g2_an_ack_that_names_another_slot_ends_its_link(mapped: Pair, digest: bytes) -> None:
+    update = pending(mapped).update
+    link = mapped.receiver._driver.in_force()
+    assert link is not None
+    link.send(Ack(model_id="policy", incarnation=update.incarnation, version=update.version, digest=digest))
+
+    with pytest.raises(WorkerLostError, match="names digest"):
+        mapped.sender.wait_async(timeout=PATIENCE)
+
+
+def test_g2_where_some_workers_map_the_weights_and_to_others_they_travel_each_verifies_its_own(
+    receiver: WeightReceiver,
+) -> None:
+    """A pipe beside a link whose weights travel: only the other's are digested in the worker."""
+    (near, far), model = local_pair(), large(0.0)
+    receiver.register_model(model)
+    receiver.register_worker_transport(far)
+    pair = Pair(Mixed, model=large)
+    with contextlib.closing(pair):
+        pair.sender.add_worker(1, near)
+        pair.sender.send_async()
+        assert pair.receiver.receive(timeout=0)
+        assert receiver.receive(timeout=0)
+        assert pair.sender.wait_async(timeout=PATIENCE).ok
+
+        answers = [each._driver.data.answer for each in (pair.receiver, receiver)]
+        named = [answer.digest for answer in answers if isinstance(answer, Ack)]
+        assert named[1] == receiver.digest() == pair.receiver.digest()
+        assert named[0] not in {named[1], b""}
+
+
+def test_g2_a_model_that_takes_the_place_of_one_with_the_same_weights_serves_their_version(mapped: Pair) -> None:
+    assert mapped.sync().ok
+    mapped.receiver.register_model(large(1.0))
+    assert mapped.receiver.version == 1
+
+    mapped.receiver.register_model(large(4.0))
+    assert mapped.receiver.version is None
 
 
 class DamagingLink(LocalLink):

@@ -11,10 +11,11 @@ from hypothesis import given
 from torch import Tensor
 
 from weightsync.weights import packing
-from weightsync.weights.packing import digest, digest_of
+from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.target import Mode, Target
 from weightsync.weights.tensors import DTYPE_NAMES
+from weightsync.weights.tree_digest import digest
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictParams
 from torch import Tensor, nn
 
-from weightsync.weights.packing import digest, pack
+from weightsync.weights.packing import pack
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.target import Mode, Target
 from weightsync.weights.tensors import DTYPE_NAMES
+from weightsync.weights.tree_digest import digest
 
 modes = pytest.mark.parametrize("mode", Mode)
 

@@ -129,14 +129,14 @@ class TransportReader:
             return f"not applied: {error}"
         return UPDATED if report.ok else f"not applied: {report[0].reason}"
 
-    def _answer(self, told: str) -> None:
-        if told != UPDATED and not self._over.is_set():
-            logger.warning("model %r: weights from your own transport: %s", self._model_id, told)
+    def _answer(self, answer: str) -> None:
+        if answer != UPDATED and not self._over.is_set():
+            logger.warning("model %r: weights from your own transport: %s", self._model_id, answer)
         ack = optional(self._transport, "send_ack")
-        if ack is MISSING or (told != UPDATED and self._over.is_set()):
+        if ack is MISSING or (answer != UPDATED and self._over.is_set()):
             return
         try:
-            ack(told)
+            ack(answer)
         except Exception as error:  # noqa: BLE001 - as in _run
             self._fail(error)
 

@@ -102,11 +102,11 @@ class RayTransport(_ActorFacade):
     ) -> None:
         if remote_collector is not None and remote_actor is not None:
             raise ConfigurationError("remote_collector= and remote_actor= are two names for the one actor: give one.")
-        told = (remote_actor, worker_idx, backend, connection_info_name, model_id)
+        given = (remote_actor, worker_idx, backend, connection_info_name, model_id)
         self.worker_idx = worker_idx
         self.backend = option(Backend, backend or Backend.GLOO)
         actor = remote_collector if remote_actor is None else remote_actor
-        super().__init__(actor, tensor_transport, Form.A if set(told) == {None} else Form.B, key)
+        super().__init__(actor, tensor_transport, Form.A if set(given) == {None} else Form.B, key)
 
     def _methods(self) -> Sequence[str]:
         return (CALL, POLICY_METHOD)

@@ -10,10 +10,11 @@ from typing import Any, Final, Never
 import torch
 
 from weightsync.clock import Stopwatch
-from weightsync.engine.packer import Packed, Packer
+from weightsync.engine.packer import Packed, Packer, nobody_shares
 from weightsync.errors import ConfigurationError, TransportError
+from weightsync.options import Verify
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Message, Update
+from weightsync.protocol.messages import Message, Update, WeightsForm
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallLink
@@ -132,13 +133,15 @@ class NoPacker(Packer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._packed = Packed(Layout([]), Buffer(0), b"", b"")
+        self._packed = Packed(Layout([]), Buffer(0), b"", b"", verify=Verify.LAYOUT)
 
     def layout_of(self, weights: Any) -> Layout:
         """The layout of nothing."""
         return self._packed.layout
 
-    def pack(self, weights: Any) -> Packed:
+    def pack(
+        self, weights: Any, form: WeightsForm | None = None, shares: Callable[[Buffer, int], bool] = nobody_shares
+    ) -> Packed:
         """Nothing, packed."""
         return self._packed
 
@@ -189,7 +192,7 @@ class CallWiring:
         """
         raise ConfigurationError("An updater only sends: make receivers by a scheme.")
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
+    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
         """The weights as they are."""
         return weights
 

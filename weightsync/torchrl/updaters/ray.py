@@ -119,8 +119,8 @@ def _over(end: Future[None], over: Future[Any], peer: str) -> None:
         settle(end)
     # Checked first: what the actor's method raised may itself be a ConnectionError.
     elif isinstance(error, exceptions.RayTaskError | exceptions.ObjectLostError):
-        told = plain(str(error))
-        settle(end, error=Raised(told.splitlines()[-1] if told else repr(error), told))
+        text = plain(str(error))
+        settle(end, error=Raised(text.splitlines()[-1] if text else repr(error), text))
     else:
         lost = TransportError(f"The call to {peer} did not come back: {plain(str(error)) or repr(error)}")
         lost.__cause__ = error

@@ -111,6 +111,8 @@ class Channel:
         self._socket: socket.socket | None = sock
         self._inflow = Inflow(sock)
         self._outflow = Outflow(sock)
+        #: The frames that were not written whole.
+        self.queue = self._outflow.queue
         self._sorter = Sorter()
         self._watch: ProcessWatch | None = None
         self._deaf: Failure | None = None
@@ -169,7 +171,7 @@ class Channel:
             TransportError: the connection is dead or closed; the frame will never arrive.
         """
         with self._lock:
-            self._outflow.put(frame)
+            self._outflow.queue.append(frame)
             self._write(peer)
 
     def flush(self, peer: str) -> bool:
@@ -179,6 +181,8 @@ class Channel:
             TransportError: the connection is dead or closed.
         """
         with self._lock:
+            if not self._outflow.queue and self._outflow.broken is None and self._socket is not None:
+                return True
             return self._write(peer)
 
     def _write(self, peer: str) -> bool:
@@ -193,21 +197,21 @@ class Channel:
     def wants_write(self) -> int | None:
         """The socket's descriptor while something is queued."""
         with self._lock:
-            return self._socket.fileno() if self._outflow and self._socket else None
+            return self._socket.fileno() if self._outflow.queue and self._socket else None
 
     def all_read(self) -> bool | None:
         """Whether the other end has read everything; None: unknown, since only sockets of this host show it."""
         with self._lock:
             if self._socket is None or self._socket.family != socket.AF_UNIX:
                 return None
-            return not self._outflow and not unread_nbytes(self._socket)
+            return not self._outflow.queue and not unread_nbytes(self._socket)
 
     def waitables(self) -> list[int]:
         """Descriptors that are readable when there is something to read, or the peer is dead."""
         with self._lock:
             found = [self._socket.fileno()] if self._socket is not None else []
-            if self._watch is not None and self._watch.fileno() >= 0:
-                found.append(self._watch.fileno())
+            if self._watch is not None and self._watch.fd >= 0:
+                found.append(self._watch.fd)
             return found
 
     def watch(self, pid: int, started: int) -> None:
@@ -235,7 +239,7 @@ class Channel:
         """
         with self._lock:
             self._read(box)
-            frames = box.collect()
+            frames = box.collect() if box.frames or box.signalled else []
             if self._deaf is None:
                 if self._sorter.unmet:
                     self._answer_unmet()

@@ -18,11 +18,12 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from weightsync.protocol import codec
 from weightsync.protocol.codec import MAGIC, Readable
-from weightsync.protocol.messages import Message, Update
+from weightsync.protocol.messages import Message, SlotRef, Update
 from weightsync.transports.buffers import NoRoom, anonymous
 
 #: GLOBAL weightsync.errors.raw_pipe, EMPTY_TUPLE, REDUCE, STOP.
@@ -32,6 +33,35 @@ PREAMBLE: Final = b"cweightsync.errors\nraw_pipe\n)R."
 def framed(message: Message, descriptors: int = 0) -> bytes:
     """A message's control part as it is sent over a pipe."""
     return PREAMBLE + codec.encode(message, descriptors)
+
+
+#: The largest control part that is kept. Larger ones carry a layout or extra state, which is encoded elsewhere.
+_KEPT_NBYTES: Final = 64 * 1024
+
+
+class _FramedUpdates:
+    """How the last update was framed: a sender gives the same one to the links of all its workers."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Update, SlotRef | None, int, bytes] | None = None
+
+    def __call__(self, update: Update, slot: SlotRef | None = None, descriptors: int = 0) -> bytes:
+        """An update's control part as it is sent over a pipe.
+
+        Args:
+            update: the update, without a slot.
+            slot: the segment that holds its payload; None: the payload follows inline.
+            descriptors: how many file descriptors travel with the frame.
+        """
+        last = self._last
+        if last is not None and last[0] is update and last[1] == slot and last[2] == descriptors:
+            return last[3]
+        control = framed(update if slot is None else replace(update, slot=slot), descriptors)
+        self._last = (update, slot, descriptors, control) if len(control) <= _KEPT_NBYTES else None
+        return control
+
+
+framed_update: Final = _FramedUpdates()
 
 
 def start_of_ours(content: Readable) -> int | None:
@@ -196,6 +226,8 @@ class Inflow:
             ProtocolError: the bytes are malformed.
         """
         if self._filling is None:
+            if self._start == self._end:
+                return None
             whole = self._whole()
             if whole is not None or not self._begin():
                 return whole
@@ -227,8 +259,11 @@ class Inflow:
             return UserMessage(bytearray(frame))
         frame = frame[start:]
         head = _checked(frame, nbytes - start)
-        message = codec.decode_with(head, frame[: head.control_nbytes])
-        payload = memoryview(bytearray(frame[head.control_nbytes :])) if head.payload_nbytes else None
+        control = codec.HEADER_NBYTES + head.body_nbytes
+        message = codec.decode_with(head, frame[:control])
+        payload = memoryview(bytearray(frame[control:])) if head.payload_nbytes else None
+        if not head.descriptors:
+            return Frame(message, payload, ())
         return Frame(message, payload, *self._claim(head, message, frame))
 
     def _begin(self) -> bool:
@@ -318,7 +353,7 @@ class Inflow:
 def _checked(content: memoryview, nbytes: int) -> codec.Head:
     """The header at the start of ``content``, which belongs to a frame of ``nbytes`` bytes."""
     head = codec.peek(content)
-    if head.control_nbytes + head.payload_nbytes != nbytes:
+    if codec.HEADER_NBYTES + head.body_nbytes + head.payload_nbytes != nbytes:
         raise codec.malformed(f"A frame of {nbytes} bytes has a header with another size", content)
     return head
 
@@ -338,10 +373,6 @@ _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _ROUNDS: Final = 256
 
 
-def _nothing() -> None:
-    return None
-
-
 class Outgoing:
     """A frame to be written.
 
@@ -359,10 +390,12 @@ class Outgoing:
         payload: memoryview | None = None,
         descriptors: Sequence[int] = (),
         keep: object = None,
-        done: Callable[[], None] = _nothing,
+        done: Callable[[], None] | None = None,
     ) -> None:
         following = payload.nbytes if payload is not None else 0
-        self._pieces = [memoryview(_prefix(len(control) + following) + control)]
+        nbytes = len(control) + following
+        prefix = _SHORT.pack(nbytes) if nbytes <= _SHORT_MAX else _LONG.pack(-1, nbytes)
+        self._pieces = [memoryview(prefix + control)]
         if payload is not None and following:
             self._pieces.append(payload.cast("B"))
         self._descriptors = descriptors
@@ -393,11 +426,8 @@ class Outgoing:
         """Record that it was written, or never will be."""
         self.over = True
         self._pieces.clear()
-        self._done()
-
-
-def _prefix(nbytes: int) -> bytes:
-    return _SHORT.pack(nbytes) if nbytes <= _SHORT_MAX else _LONG.pack(-1, nbytes)
+        if self._done is not None:
+            self._done()
 
 
 class Outflow:
@@ -409,16 +439,15 @@ class Outflow:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._queue: deque[Outgoing] = deque()
-        self._broken: OSError | None = None
+        #: The frames that were not written whole.
+        self.queue: deque[Outgoing] = deque()
+        #: Number and text of the error that broke it. The error itself would keep the frames of its traceback alive.
+        self.broken: tuple[int, str] | None = None
         self._midway = False
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
 
     def put(self, frame: Outgoing) -> None:
         """Queue a frame after all others."""
-        self._queue.append(frame)
+        self.queue.append(frame)
 
     def write(self) -> bool:
         """Write what there is room for; True when nothing is left.
@@ -428,27 +457,27 @@ class Outflow:
         """
         if self._midway:
             # An exception from outside, such as KeyboardInterrupt, came between writing and counting the bytes.
-            self._broken = InterruptedError(errno.EINTR, "interrupted in the middle of a frame")
-        self._midway = self._broken is None
+            self.broken = errno.EINTR, "interrupted in the middle of a frame"
+        self._midway = self.broken is None
         try:
-            if self._broken is not None:
-                raise self._broken
+            if self.broken is not None:
+                raise OSError(*self.broken)
             for _ in range(_ROUNDS):
-                if not self._queue:
+                if not self.queue:
                     break
-                if self._queue[0].write(self._socket):
-                    self._queue.popleft().end()
+                if self.queue[0].write(self._socket):
+                    self.queue.popleft().end()
         except BlockingIOError:
             pass
         except OSError as error:
-            self._broken = error
+            self.broken = error.errno or 0, error.strerror or str(error)
             self._midway = False
             self.clear()
             raise
         self._midway = False
-        return not self._queue
+        return not self.queue
 
     def clear(self) -> None:
         """Drop what was not written."""
-        while self._queue:
-            self._queue.popleft().end()
+        while self.queue:
+            self.queue.popleft().end()

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol import codec
 from weightsync.protocol._tables import Delivery
-from weightsync.protocol.messages import Message, SlotRef, Update
-from weightsync.transports.base import Payloads, Received, Remarks, TellsWhatIsRead
-from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, Mapped, Named, NoRoom, Pins
+from weightsync.protocol.messages import Ack, Message, Refusal, SlotRef, Update
+from weightsync.transports.base import Payloads, Received, Remarks, SharesMemory, TellsWhatIsRead
+from weightsync.transports.buffers import INLINE_BELOW_NBYTES, Buffer, NoRoom, Pins
 from weightsync.transports.pipe.connection import Channel
-from weightsync.transports.pipe.framing import Frame, Outgoing, framed
+from weightsync.transports.pipe.framing import Frame, Outgoing, framed, framed_update
 from weightsync.transports.pipe.mailbox import discard, unmet_reason
+from weightsync.transports.pipe.segments import Mapped, Named
 from weightsync.transports.pipe.user_messages import UserMessages
 
 logger = logging.getLogger("weightsync")
 
 
-class PipeLink(TellsWhatIsRead, Remarks):
+class PipeLink(TellsWhatIsRead, SharesMemory, Remarks):
     """A link over one end of ``multiprocessing.Pipe(duplex=True)``. See `Link` for its contract.
 
     Links of several models may share one connection object, which is closed with the last of them. Until then only
@@ -71,54 +72,68 @@ class PipeLink(TellsWhatIsRead, Remarks):
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Queue a message and write what fits now: see `Link.send`."""
-        self._require_open()
+        if self._closed:
+            raise self._no_longer()
         if not isinstance(message, Update) or not message.nbytes:
             self._channel.put(Outgoing(framed(message)), self._peer)
         elif payload is None or payload.nbytes < message.nbytes:
             raise ConfigurationError(f"Version {message.version} was sent without its {message.nbytes} bytes.")
-        elif payload.segment is not None and self._shares(message.nbytes):
+        elif self.shares(payload, message.nbytes):
             self._send_shared(message, payload)
         else:
             self._send_inline(message, payload)
 
-    def _shares(self, nbytes: int) -> bool:
+    def shares(self, payload: Buffer, nbytes: int) -> bool:
+        """Whether the worker maps the payload's memory: see `SharesMemory.shares`."""
         wanted = self._payloads is Payloads.SHARED and nbytes >= INLINE_BELOW_NBYTES
-        return wanted and self._channel.passes_descriptors
+        return wanted and payload.segment is not None and self._channel.passes_descriptors
 
     def _send_inline(self, message: Update, payload: Buffer) -> None:
         token = object()
-        frame = Outgoing(framed(message), payload.view[: message.nbytes], done=lambda: payload.unpin(token))
+        done = partial(payload.unpin, token)
+        frame = Outgoing(framed_update(message), payload.view[: message.nbytes], done=done)
         payload.pin(token)
         self._pins.hold(message, None)
         self._channel.put(frame, self._peer)
 
     def _send_shared(self, message: Update, payload: Buffer) -> None:
-        assert payload.segment is not None
-        placed = replace(message, slot=SlotRef(segment=payload.segment.number))
-        descriptors = self._named.missing(payload.segment)
-        frame = Outgoing(framed(placed, len(descriptors)), descriptors=descriptors, keep=payload)
-        self._named.name(payload.segment, placed)
+        segment = payload.segment
+        assert segment is not None
+        descriptors = self._named.missing(segment)
+        slot = SlotRef(segment=segment.number, seal=segment.sealed())
+        frame = Outgoing(framed_update(message, slot, len(descriptors)), descriptors=descriptors, keep=payload)
+        self._named.name(segment, message)
         # Held even if the link turns out to be dead: an earlier frame may have shared the same version.
         self._pins.hold(message, payload)
         self._channel.put(frame, self._peer)
 
     def flush(self) -> bool:
         """Write as much as possible of what is queued: see `Link.flush`."""
-        self._require_open()
+        if self._closed:
+            raise self._no_longer()
         return self._channel.flush(self._peer)
 
     def receive(self) -> list[Received]:
         """All whole messages that have arrived: see `Link.receive`."""
-        self._require_open()
+        if self._closed:
+            raise self._no_longer()
         if self._broken is not None:
             raise self._broken
+        frames = self._channel.collect(self._box)
+        if not frames:
+            return []
         received: list[Received] = []
-        frames = [frame for frame in self._channel.collect(self._box) if not self._is_remark(frame.message)]
+        frames = [frame for frame in frames if not self._is_remark(frame.message)]
         try:
             for frame in frames:
-                received.append(self._open(frame))
-                self._pins.answered(frame.message)
-                self._named.answered(frame.message)
+                message = frame.message
+                slot = message.slot if isinstance(message, Update) else None
+                received.append(
+                    Received(message, frame.payload, untaken=frame.untaken) if slot is None else self._open(frame, slot)
+                )
+                if isinstance(message, Ack | Refusal):
+                    self._pins.answered(message)
+                    self._named.answered(message)
         except (ProtocolError, TransportError) as error:
             self._broken = error
             discard(frames[len(received) + 1 :])
@@ -134,33 +149,34 @@ class PipeLink(TellsWhatIsRead, Remarks):
         return self._remark
 
     def _is_remark(self, message: Message) -> bool:
-        reason = unmet_reason(message)
+        reason = unmet_reason(message) if isinstance(message, Refusal) else ""
         if reason:
             logger.warning("model %r: %s did not accept the handshake: %s", self._box.model_id, self._peer, reason)
         self._remark = reason
         return bool(reason)
 
-    def _open(self, frame: Frame) -> Received:
-        message = frame.message
-        if not isinstance(message, Update) or message.slot is None:
-            return Received(message, frame.payload, untaken=frame.untaken)
+    def _open(self, frame: Frame, slot: SlotRef) -> Received:
+        """The message of a frame whose payload is in a segment."""
+        message, nbytes = frame.message, frame.message.nbytes if isinstance(frame.message, Update) else 0
         try:
-            mapping = self._mapped.find(message.slot, frame.descriptors, frame.untaken)
+            mapping = self._mapped.find(slot, frame.descriptors, frame.untaken)
         except NoRoom as error:
             return Received(message, untaken=str(error))
-        if mapping.nbytes < message.nbytes:
-            raise codec.malformed(f"{message.nbytes} bytes in a segment of {mapping.nbytes}", b"")
-        return Received(message, mapping.view[: message.nbytes], mapping.remap)
+        if mapping.nbytes < nbytes:
+            raise codec.malformed(f"{nbytes} bytes in a segment of {mapping.nbytes}", b"")
+        return Received(message, mapping.view[:nbytes], mapping)
 
     def waitables(self) -> list[int]:
         """Descriptors that become readable when there is something to receive: see `Link.waitables`."""
         if self._closed:
             return []
-        return [*self._channel.waitables(), *self._box.waitables()]
+        if self._channel.connection.closed:
+            self._box.signal()  # `receive` says so
+        return [*self._channel.waitables(), self._box.waker.fd]
 
     def wants_write(self) -> int | None:
         """The descriptor to watch for room to write: see `Link.wants_write`."""
-        return None if self._closed else self._channel.wants_write()
+        return None if self._closed or not self._channel.queue else self._channel.wants_write()
 
     def all_read(self) -> bool | None:
         """Whether the peer has read everything that was sent over this connection: see `TellsWhatIsRead`."""
@@ -183,6 +199,5 @@ class PipeLink(TellsWhatIsRead, Remarks):
         self._mapped.clear()
         self._channel.leave(self._box)
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TransportError(f"The link to {self._peer} is closed.")
+    def _no_longer(self) -> TransportError:
+        return TransportError(f"The link to {self._peer} is closed.")

@@ -29,22 +29,19 @@ class Mailbox:
         self.peer = peer
         self.frames: deque[Frame] = deque()
         self.waker = Waker()
-        self._signalled = False
-
-    def waitables(self) -> list[int]:
-        """The descriptor that `signal` makes readable."""
-        return [self.waker.fileno()]
+        #: Whether its waker is readable, for something that its owner has not read from the socket itself.
+        self.signalled = False
 
     def signal(self) -> None:
         """Make its waker readable: something arrived that its owner has not read from the socket itself."""
-        if not self._signalled:
-            self._signalled = True
+        if not self.signalled:
+            self.signalled = True
             self.waker.fire()
 
     def collect(self) -> list[Frame]:
         """Take out everything."""
-        if self._signalled:
-            self._signalled = False
+        if self.signalled:
+            self.signalled = False
             self.waker.clear()
         frames = list(self.frames)
         self.frames.clear()
@@ -147,7 +144,7 @@ class Sorter:
         model_id = frame.message.model_id
         if isinstance(frame.message, Update):
             self._updated_at[model_id] = self._sorted
-        if _is_from_sender(frame.message):
+        if self._left and _is_from_sender(frame.message):
             self._left.discard(model_id)  # what is still on its way to a receiver that closed ends here
         box = self._boxes.get(model_id)
         if box is not None:

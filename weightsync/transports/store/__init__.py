@@ -1,4 +1,4 @@
-"""Links over a TCPStore and private process groups of two ranks."""
+"""Links whose ends find each other in a TCPStore."""
 
 from weightsync.transports.store.announcing import sender_link
 from weightsync.transports.store.link import StoreLink

@@ -16,6 +16,7 @@ from weightsync.transports.sealing import Identity, Reason, announcement, new_na
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.mailbox import Outbox, Side
+from weightsync.transports.store.models import RECEIVERS, SENDERS, Models
 from weightsync.transports.store.seals import Guard, NoGuard, SenderGuard, WorkerGuard
 from weightsync.transports.store.store import Client, StoreEnd, base_of
 
@@ -24,6 +25,10 @@ _TAKER: Final = re.compile("[0-9a-f]{32} [0-9a-f]{32}")
 _WITHDRAWN: Final = "closed"
 #: Seconds that a goodbye waits for a link that is being announced.
 _PATIENCE: Final = 2.0
+_UNMET: Final = (
+    "rank {rank} has a receiver of {known} in this store, and none of {model_id!r} so far: "
+    "give both sides the same model_id"
+)
 #: Identifies a worker: the store's host and port, and the worker's key there.
 Where = tuple[str, int, str]
 
@@ -89,6 +94,7 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
         while client.value(call_server := next(keys)) is not None or client.claim(call_server, announced) != announced:
             continue
         made.set()
+        Models(rendezvous.rank, SENDERS).add(client, model_id)
 
     def withdraw(client: Client) -> None:
         made.set()
@@ -97,9 +103,14 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
     def wait_for_others(_: Client) -> None:
         _under_way.wait(where)
 
+    def remark(client: Client) -> str:
+        known = Models(rendezvous.rank, RECEIVERS).without(client, model_id)
+        return known and _UNMET.format(rank=rendezvous.rank, known=known, model_id=model_id)
+
     guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, identity, peer)
+    side = Side(0, "down", "up", peer, announce, withdraw, wait_for_others, remark=remark)
     try:
-        return StoreLink(rendezvous, name, Side(0, "down", "up", peer, announce, withdraw, wait_for_others), guard)
+        return StoreLink(rendezvous, name, side, guard)
     except BaseException:
         made.set()
         raise

@@ -31,8 +31,8 @@ class Callbacks:
     silence: Callable[[str], None]
     #: The store is lost or silent: requests to it may never be answered.
     store_lost: Callable[[str], None]
-    #: Called with each beat, to check for failures that are not reported.
-    beat: Callable[[], None] = lambda: None
+    #: Called with each beat and a connection to the store.
+    beat: Callable[[Client], None] = lambda _: None
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Heartbeat:
         with self._lock:
             members = list(self._members.values())
         for member in members:
-            member.callbacks.beat()
+            member.callbacks.beat(client)
         for member in [member for member in members if member.process]:
             beat = client.peek(f"weightsync/pulse/{member.process}")
             member.missed = 0 if beat != member.beat else member.missed + 1

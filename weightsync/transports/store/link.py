@@ -1,4 +1,4 @@
-"""`StoreLink`: control messages as values in a store, payloads over a private process group."""
+"""`StoreLink`: two ends that find each other in a store, and a connection of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol import codec
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Bye, Message, Update
-from weightsync.transports.base import Received
+from weightsync.transports.base import Received, Remarks
 from weightsync.transports.buffers import Buffer, sent_digest
 from weightsync.transports.store.mailbox import Side, StoreMessage
 from weightsync.transports.store.seals import Guard
@@ -17,7 +17,7 @@ from weightsync.transports.store.worker import StoreWorker
 from weightsync.transports.wakeup import WakeableLink
 
 
-class StoreLink(WakeableLink):
+class StoreLink(WakeableLink, Remarks):
     """A link over a store. See `weightsync.transports.base.Link` for its contract.
 
     Args:
@@ -51,6 +51,11 @@ class StoreLink(WakeableLink):
     def failure(self) -> str:
         """Why nothing more will arrive; empty: something may."""
         return str(self._worker.failed or "")
+
+    @property
+    def remark(self) -> str:
+        """Why the worker may never answer: see `Remarks`."""
+        return self._worker.remark
 
     # ------------------------------------------------------------------------------- called by the driver
 

@@ -19,6 +19,7 @@ from weightsync.transports.sealing import TURNED_AWAY
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.announcing import Announced, Where, base_key, decline, taken, worker_link
 from weightsync.transports.store.link import StoreLink
+from weightsync.transports.store.models import RECEIVERS, SENDERS, Models
 from weightsync.transports.store.store import Client, PrefixStore, Store, StoreEnd, base_of, keep_in_child
 from weightsync.transports.store.worker_threads import start
 
@@ -75,9 +76,12 @@ class _Listener:
         #: Wakes the thread when it is blocked on the other client.
         self._waking_client: Client | None = None
         self._next = 0
+        self._told = ""
         #: Links whose senders have not proved yet that they have the key.
         self._unproven: set[StoreLink] = set()
-        self._heartbeat_member = heartbeat.join(rendezvous.store, heartbeat.Callbacks(self._lose, self._lose))
+        self._heartbeat_member = heartbeat.join(
+            rendezvous.store, heartbeat.Callbacks(self._lose, self._lose, self._look)
+        )
         forget_after_fork(self)
         start(self, self._listen)
 
@@ -91,6 +95,7 @@ class _Listener:
         try:
             self._waking_client = Client(self._rendezvous.store)
             client = self._client = Client(self._rendezvous.store)
+            Models(self._rendezvous.rank, RECEIVERS).add(client, self._model_id)
             while not self._over.is_set():
                 announced = client.await_value(self._next_key).decode("ascii", "replace")
                 if not self._over.is_set() and announced != _NOBODY:
@@ -105,6 +110,18 @@ class _Listener:
             for opened in (self._client, self._waking_client):
                 if opened is not None:
                     opened.close()
+
+    def _look(self, client: Client) -> None:
+        """Called by the heartbeat with each beat: say so if senders of other models wait here, and none of ours."""
+        if self._next or self._over.is_set():
+            return
+        found = Models(self._rendezvous.rank, SENDERS).without(client, self._model_id)
+        if found and found != self._told:
+            self._told = found
+            logger.warning(
+                "model %r: a sender of %s waits for rank %d, and none of %r so far: give both sides the same model_id",
+                *(self._model_id, found, self._rendezvous.rank, self._model_id),
+            )
 
     @property
     def _next_key(self) -> str:

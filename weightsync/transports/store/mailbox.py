@@ -1,4 +1,7 @@
-"""Messages as values in a store: each direction of a link is a sequence of numbered keys, each read once."""
+"""What the ends of a link tell each other in the store: numbered keys in each direction, each read once.
+
+Each end introduces itself here. All later messages travel over the link's own connection.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,13 @@ from weightsync.transports.store.store import Client
 
 logger = logging.getLogger("weightsync")
 
-#: Payloads up to this size go through the store, after their message.
+#: Payloads up to this size are part of their message.
 INLINE_NBYTES: Final = 64 * 1024
 #: A store refuses values above 8 MiB.
 PIECE_NBYTES: Final = 4 * 2**20
 
+#: A process, its network, and where it awaits a connection.
+_NAME: Final = re.compile(rb"[0-9a-f]{32}( [0-9a-f]{32})?( \S+:[0-9]{1,5})?")
 _LAST: Final = b"L"
 _MORE: Final = b"M"
 _CLOSED: Final = b"C"
@@ -33,11 +38,15 @@ def _nothing_there(_: Client) -> None:
     return None
 
 
+def _no_remark(_: Client) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """One end of a link."""
 
-    #: The rank in the process group.
+    #: The rank: 0 the sender's, 1 the worker's.
     rank: int
     writes: str
     reads: str
@@ -49,6 +58,13 @@ class Side:
     before_goodbye: Callable[[Client], None] = _nothing_there
     #: Called by the reading thread before it reports that the other end has said goodbye or has ended.
     before_end: Callable[[Client], None] = _nothing_there
+    #: Called now and then until there is a connection: why there may never be one; empty: there is nothing to say.
+    remark: Callable[[Client], str] = _no_remark
+
+    @property
+    def listens(self) -> bool:
+        """Whether this end awaits the other's connection: the worker's does."""
+        return self.rank == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +84,7 @@ class StoreMessage:
 
     @property
     def needs_the_peer(self) -> bool:
-        """Whether its payload goes over the process group, where the peer has to receive it."""
+        """Whether its payload follows it, and is not part of it."""
         return self.payload is not None and len(self.payload) > INLINE_NBYTES
 
     def alone(self) -> StoreMessage:
@@ -194,6 +210,11 @@ class Inbox:
                 raise TransportError(f"a stranger has written over a message, under the store's key {key}")
             pause.wait(_LOOK)
 
+    @property
+    def next_key(self) -> str:
+        """The key of the next value."""
+        return self._key_of(self.number)
+
     def _key_of(self, number: int) -> str:
         return f"{self._key}/{number}"
 
@@ -208,7 +229,7 @@ def _is_ours(value: bytes, fits: Fits) -> bool:
 
 
 def _is_name(store_message: bytes) -> bool:
-    return is_envelope(store_message) or re.fullmatch(b"[0-9a-f]{32}( [0-9a-f]{32})?", store_message) is not None
+    return is_envelope(store_message) or _NAME.fullmatch(store_message) is not None
 
 
 def _is_frame(store_message: bytes) -> bool:

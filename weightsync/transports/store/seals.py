@@ -15,7 +15,7 @@ class Opened(NamedTuple):
     """An opened message."""
 
     text: memoryview
-    #: The digest of the payload in the process group; empty: it is not compared.
+    #: The digest of the payload behind the message; empty: it is not compared.
     digest: bytes
 
 

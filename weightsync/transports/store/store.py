@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 else:
     from torch.distributed import PrefixStore, Store, TCPStore
-    from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 
 import contextlib
@@ -32,7 +31,7 @@ from weightsync.transports.exposure import is_exposed, warn_exposed
 from weightsync.transports.process import forget_after_fork
 from weightsync.transports.store.sockets import connected
 
-__all__ = ["PrefixStore", "ProcessGroupGloo", "Store", "TCPStore"]
+__all__ = ["PrefixStore", "Store", "TCPStore"]
 
 #: TorchRL's values.
 HINT: Final = "update_weights"

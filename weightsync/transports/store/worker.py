@@ -3,63 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from weightsync.errors import AuthenticationError, ProtocolError, TransportError
-from weightsync.protocol import codec
-from weightsync.protocol.messages import Bye, Update
+from weightsync.protocol.messages import Bye
 from weightsync.transports.base import Received, Waker
-from weightsync.transports.buffers import NoRoom, anonymous, digest_of
+from weightsync.transports.buffers import NoRoom, digest_of
 from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
-from weightsync.transports.store.group import Group
+from weightsync.transports.store.group import group_of
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
+from weightsync.transports.store.receive_buffers import ReceiveBuffers, decoded
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
+from weightsync.transports.store.stream import Door, EndOfStream, Stream, dial, own_address
 from weightsync.transports.store.worker_threads import Outgoing, start
 
-_SPARE: Final = 2
+logger = logging.getLogger("weightsync")
 
-
-class ReceiveBuffers:
-    """Memory for payloads: pages used before, once nothing refers to them."""
-
-    def __init__(self) -> None:
-        self._known: list[mmap.mmap] = []
-
-    def find(self, nbytes: int) -> memoryview:
-        """Memory for a payload, writable, and valid as long as something refers to it.
-
-        Raises:
-            TransportError: there is not enough.
-        """
-        buffer = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
-        if buffer is None:
-            buffer = anonymous(nbytes)
-            self._known = [*self._known, buffer][-_SPARE:]
-        return memoryview(buffer)[:nbytes]
-
-
-def _unused(memory: mmap.mmap) -> bool:
-    """Whether no view of it is left: only then can it be resized, here to its own size."""
-    try:
-        memory.resize(len(memory))
-    except BufferError:
-        return False
-    return True
+#: Seconds that a closed link goes on writing what is queued, and waits for the other end to have read it.
+_LINGER: Final = 1.0
 
 
 #: The pauses, in seconds, between attempts at a connection that could not be made at once.
 _TRIES = 120
 _LOOK = 0.25
+#: How often a closed link finds no room for a message before it gives up: each time after a pause.
+_BLOCKED: Final = 20
 
 
 class StoreWorker:
-    """Writes and reads store messages. Its methods never block; its threads end soon after `close`, or when it fails.
+    """Introduces itself in the store, then writes and reads messages over a connection to the peer.
+
+    Its methods never block; its threads end soon after `close`, or when it fails.
 
     Args:
         rendezvous: the store, and the worker's rank.
@@ -75,6 +55,7 @@ class StoreWorker:
 
     def __init__(self, rendezvous: StoreEnd, name: str, side: Side, guard: Guard, waker: Waker) -> None:
         self._rendezvous = rendezvous
+        self._name = name
         self._side = side
         self._guard = guard
         self._key = f"weightsync/link/{name}"
@@ -87,13 +68,19 @@ class StoreWorker:
         #: Called once the peer is known to be authentic, or lost before that.
         self._admitted: Callable[[], None] | None = None
         self._receive_buffers = ReceiveBuffers()
-        self._met = threading.Event()
-        self._cut = threading.Event()
+        #: Set once the worker has opened its door, and once there is a connection; both also when there never will be.
+        self._opened_door, self._met = threading.Event(), threading.Event()
+        self._read_all, self._cut = threading.Event(), threading.Event()
         self._failed: TransportError | ProtocolError | None = None
         #: Why the reading thread must end after what was written to it; empty: it need not.
         self._ending = ""
         self._closed = False
-        self._group = Group(rendezvous.backend, side.rank, self._key)
+        self._remark = ""
+        #: The threads that may still use the connection.
+        self._users = 2
+        self._group = group_of(rendezvous.backend, side.rank, self._key)
+        self._door: Door | None = None
+        self._stream: Stream | None = None
         self._writer: Client | None = None
         self._reader: Client | None = None
         self._inbox: Inbox | None = None
@@ -112,11 +99,6 @@ class StoreWorker:
     def failed(self) -> TransportError | ProtocolError | None:
         """Why nothing more will be read or written."""
         return self._failed
-
-    @property
-    def ending(self) -> bool:
-        """Whether it is known that the peer will write nothing more."""
-        return bool(self._ending)
 
     def flushed(self) -> bool:
         """Whether all messages are written; if not, the waker is fired later.
@@ -152,6 +134,11 @@ class StoreWorker:
         """Whether the peer is known to be authentic, as far as a key shows that."""
         return self._guard.admits
 
+    @property
+    def remark(self) -> str:
+        """Why the peer may never connect; empty: nothing is known, or it has."""
+        return self._remark if self._stream is None else ""
+
     def collect(self) -> tuple[list[Received], TransportError | ProtocolError | None]:
         """The messages that have arrived, and the failure after them, if any."""
         with self._condition:
@@ -165,20 +152,30 @@ class StoreWorker:
             self._ending = self._ending or reason
             self._outgoing.shorten()
             self._condition.notify_all()
-        self._met.set()
-        self._group.abort()
+            if self._stream is not None:
+                self._stream.end_reading()
+        self._end_meeting()
 
     def close(self) -> None:
-        """Write what is queued, up to the first payload that the peer must receive from us, and end."""
+        """Write what is queued, up to the first payload that does not fit into a message, and end."""
         with self._condition:
             self._closed = True
             self._outgoing.shorten()
             self._condition.notify_all()
-        self._release()
+            if self._stream is not None and self._outgoing.writing_payload:
+                self._stream.cut()
+        self._opened_door.set()
+        self._heartbeat_member.leave()
+        if self._group is not None:
+            self._group.abort()
 
     def forget(self) -> None:
         """In a forked child: do nothing more. The threads and torch's objects are the parent's."""
         self._condition = threading.Condition()
+        if self._stream is not None:
+            self._stream.forget()
+        if self._door is not None:
+            self._door.close()
         keep_in_child(self._group, self._writer, self._reader, self._heartbeat_member, self._rendezvous)
 
     # --------------------------------------------------------------------------------- the writing thread
@@ -190,15 +187,13 @@ class StoreWorker:
             self._fail(error)
             self._cut_clients()
             self._notify_later()
+            self._leave_stream()
             return
+        outbox = Outbox(client, f"{self._key}/{self._side.writes}")
         try:
-            outbox = Outbox(client, f"{self._key}/{self._side.writes}")
-            self._side.begin(client)
-            for challenge in self._guard.first():
-                outbox.put(challenge)
-            outbox.put(self._guard.seal(f"{heartbeat.process_name()} {own_network()}".encode()))
+            self._introduce(client, outbox)
             while (store_message := self._next(client)) is not None:
-                self._post(store_message, client, outbox)
+                self._post(store_message, client)
                 self._written()
         except TransportError as error:
             self._fail(error)
@@ -206,6 +201,19 @@ class StoreWorker:
             self._fail(_unforeseen(error))
         finally:
             self._finish(client, outbox)
+
+    def _introduce(self, client: Client, outbox: Outbox) -> None:
+        """Write our name to the store, and the worker its address."""
+        self._side.begin(client)
+        for challenge in self._guard.first():
+            outbox.put(challenge)
+        name = f"{heartbeat.process_name()} {own_network()}"
+        if self._side.listens:
+            self._opened_door.wait()
+            if self._door is None:
+                return
+            name += f" {self._door.address}"
+        outbox.put(self._guard.seal(name.encode()))
 
     def _notify_later(self) -> None:
         """There was no connection: notify the peer, which waits for us, once there is one."""
@@ -228,8 +236,10 @@ class StoreWorker:
         """The next message to write; None: there is none."""
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._outgoing or self._closed or self._failed or self._ending)
-                if self._outgoing and self._failed is None:
+                self._condition.wait_for(self._has_work)
+                if self._outgoing and self._closed and not self._met.is_set():
+                    self._condition.wait_for(lambda: self._met.is_set() or self._failed, _LINGER)
+                if self._outgoing and self._stream is not None and self._failed is None:
                     return self._outgoing.take()
                 if self._closed or self._failed is not None:
                     return None
@@ -238,25 +248,46 @@ class StoreWorker:
             with self._condition:
                 self._condition.wait_for(lambda: self._closed or self._failed)
 
-    def _post(self, store_message: StoreMessage, client: Client, outbox: Outbox) -> None:
+    def _has_work(self) -> bool:
+        writable = bool(self._outgoing) and self._stream is not None
+        return writable or self._closed or self._failed is not None or bool(self._ending)
+
+    def _post(self, store_message: StoreMessage, client: Client) -> None:
+        assert self._stream is not None
         try:
             store_message.before(client)
+            self._transfer(store_message, self._stream, client)
             if store_message.hint is not None:
                 client.set(store_message.hint[0], store_message.hint[1].encode())
-            if not store_message.needs_the_peer:
-                text = (
-                    store_message.frame
-                    if store_message.payload is None
-                    else store_message.frame + store_message.payload
-                )
-                outbox.put(self._guard.seal(text))
-                return
-            assert store_message.payload is not None
-            outbox.put(self._guard.seal(store_message.frame, store_message.digest() if self._guard.keyed else b""))
-            self._met.wait()
-            self._transfer(store_message.payload, client)
         finally:
             store_message.done()
+
+    def _transfer(self, store_message: StoreMessage, stream: Stream, client: Client) -> None:
+        frame, payload = store_message.frame, store_message.payload
+        digest = b""
+        if store_message.needs_the_peer:
+            digest = store_message.digest() if self._guard.keyed else b""
+        elif payload is not None:
+            frame, payload = frame + payload, None
+        blocked = iter(range(_BLOCKED))
+
+        def go_on() -> None:
+            if self._failed is not None or (self._closed and next(blocked, None) is None):
+                raise TransportError(f"{self._side.peer} takes nothing more.")
+
+        try:
+            if self._group is None:
+                stream.write(self._guard.seal(frame, digest), payload, go_on)
+                return
+            stream.write(self._guard.seal(frame, digest), None, go_on)
+            if payload is not None:
+                self._group.send(client, payload, self._rendezvous.in_flight)
+        except TransportError as error:
+            self.end_reading(str(error))
+            with self._condition:
+                self._outgoing.drop()  # later messages would overtake it
+            if self._group is not None:
+                self._group.notify_aborted(client)
 
     def _written(self) -> None:
         with self._condition:
@@ -264,37 +295,46 @@ class StoreWorker:
         if awaited:
             self._waker.fire()
 
-    def _transfer(self, payload: memoryview, client: Client) -> None:
-        try:
-            self._group.send(client, payload, self._rendezvous.in_flight)
-        except TransportError as error:
-            self.end_reading(str(error))
-            with self._condition:
-                self._outgoing.drop()  # later messages would overtake it
-            self._group.notify_aborted(client)
-
     def _finish(self, client: Client, outbox: Outbox) -> None:
         """Tell the peer that nothing more comes, and end the reading thread."""
         try:
-            outbox.shut()
+            if self._stream is None:
+                outbox.shut()
+            elif self._failed is None:
+                self._stream.end_writing()
             self._side.leave(client)
-            self._end_inbox(client)
+            if self._stream is None or self._failed is not None:
+                self._end_inbox(client)
+                self._end_meeting()
+            else:
+                self._read_all.wait(_LINGER)
         except TransportError:
             self.cut()
         finally:
             client.close()
+            self._leave_stream()
+
+    def _leave_stream(self) -> None:
+        """A thread has ended: the other cannot go on either, and the last closes the connection."""
+        with self._condition:
+            self._users -= 1
+            if self._stream is not None:
+                self._stream.cut() if self._users else self._stream.close()
 
     def _end_inbox(self, client: Client) -> None:
         with self._condition:
-            if self._inbox is not None and self._reader is None:
+            if self._stream is not None or (self._inbox is not None and self._reader is None):
                 return
             number = 0 if self._inbox is None else self._inbox.number
         end(client, f"{self._key}/{self._side.reads}", number)
 
     def cut(self) -> None:
-        """Make both threads' calls to the store fail."""
+        """Make both threads' calls fail."""
         self._cut.set()
         self._cut_clients()
+        self._end_meeting()
+        if self._stream is not None:
+            self._stream.cut()
 
     def _cut_clients(self) -> None:
         with self._condition:
@@ -306,58 +346,97 @@ class StoreWorker:
     # --------------------------------------------------------------------------------- the reading thread
 
     def _read(self) -> None:
-        if self._closed:
-            return
+        client: Client | None = None
         try:
-            client = Client(self._rendezvous.store)
-        except TransportError as error:
-            self._fail(error)
-            return
-        try:
-            with self._condition:
-                if self._failed is not None:
-                    return
-                self._reader = client
-                self._inbox = Inbox(client, f"{self._key}/{self._side.reads}")
-            self._receive_all(self._inbox, client)
-        except Shut:
-            self._before_end(client)
-            self._fail(TransportError(f"{self._side.peer} has closed this link."))
-        except Ended:
-            self._fail(TransportError(f"{self._side.peer} has ended: {self._ending or 'the link was closed'}."))
-        except (TransportError, ProtocolError) as error:
-            # Once the link is closed, we have ended the payload that was arriving: earlier messages are still written.
             if not self._closed:
-                self._fail(error)
+                client = Client(self._rendezvous.store)
+                self._receive_all(client)
+        except (Shut, EndOfStream):
+            if client is not None and not self._closed:
+                self._before_end(client)
+            self._fail(TransportError(self._why_ended()))
+        except Ended:
+            self._fail(TransportError(self._why_ended()))
+        except (TransportError, ProtocolError) as error:
+            # Once the link is closed, earlier messages are still written.
+            if not self._closed:
+                self._fail(TransportError(self._why_ended()) if self._ending else error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
             self._fail(_unforeseen(error))
         finally:
-            with self._condition:
-                self._reader = None
-            if self._inbox is not None:
-                with contextlib.suppress(TransportError):
-                    self._inbox.forget()
-            client.close()
-            self._group.close()
+            self._leave(client)
 
-    def _receive_all(self, inbox: Inbox, client: Client) -> None:
-        process, _, network = bytes(self._next_text(inbox).text).decode("ascii", "replace").partition(" ")
-        self._heartbeat_member.follow(process)
-        self._group.stays_on_host = network == own_network()
-        self._met.set()
+    def _why_ended(self) -> str:
+        if self._ending:
+            return f"{self._side.peer} has ended: {self._ending}."
+        return f"{self._side.peer} has closed this link, or is dead."
+
+    def _leave(self, client: Client | None) -> None:
+        with self._condition:
+            self._reader = None
+        if self._inbox is not None:
+            with contextlib.suppress(TransportError):
+                self._inbox.forget()
+        if client is not None:
+            client.close()
+        if self._stream is not None and self._closed and self._failed is None:
+            self._stream.drain()
+        self._end_meeting()
+        self._read_all.set()
+        self._leave_stream()
+
+    def _receive_all(self, client: Client) -> None:
+        with self._condition:
+            if self._failed is not None:
+                return
+            self._reader = client
+            inbox = self._inbox = Inbox(client, f"{self._key}/{self._side.reads}")
+        stream = self._meet(inbox, client)
+        inbox.forget()
         while True:
             self._admit()
-            inbox.forget()
-            opened = self._guard.open(memoryview(bytearray(inbox.take())))
+            opened = self._guard.open(memoryview(stream.read()))
             if opened is not None:
-                received = self._opened(opened, client)
+                received = self._opened(opened, stream, client)
                 if isinstance(received.message, Bye) and self._guard.admits:
                     self._before_end(client)
                 self._held.append(received)
                 del received
 
+    def _meet(self, inbox: Inbox, client: Client) -> Stream:
+        """The connection to the peer, once it has introduced itself in the store."""
+        words = bytes(self._next_text(inbox).text).decode("ascii", "replace").split(" ")
+        process, network, address = (*words, "", "")[:3]
+        self._heartbeat_member.follow(process)
+        if not self._side.listens:
+            return self._adopt(dial(address, self._name))
+        door = self._door = Door(own_address(network == own_network(), client.own_address))
+        try:
+            self._opened_door.set()
+            return self._adopt(door.accept(self._name, lambda: self._go_on_waiting(inbox, client)))
+        finally:
+            door.close()
+
+    def _go_on_waiting(self, inbox: Inbox, client: Client) -> None:
+        if self._failed is not None or self._closed or self._ending:
+            raise Ended
+        if client.present(inbox.next_key):
+            inbox.take()
+            raise Shut
+
+    def _adopt(self, stream: Stream) -> Stream:
+        with self._condition:
+            self._stream = stream
+            self._met.set()
+            self._condition.notify_all()
+            if self._failed is not None or self._users < 2:
+                stream.cut()
+            elif self._ending:
+                stream.end_reading()
+        return stream
+
     def _next_text(self, inbox: Inbox) -> Opened:
-        """The next message that is not for the guard alone."""
+        """The next message in the store that is not for the guard alone."""
         while True:
             opened = self._guard.open(memoryview(bytearray(inbox.take())))
             if opened is not None:
@@ -384,26 +463,30 @@ class StoreWorker:
         with contextlib.suppress(TransportError):
             self._side.before_end(client)
 
-    def _opened(self, opened: Opened, client: Client) -> Received:
+    def _opened(self, opened: Opened, stream: Stream, client: Client) -> Received:
         """A whole message with its payload in our own memory."""
-        store_message = opened.text
-        control = codec.peek(store_message).control_nbytes
-        message, inline = codec.decode(store_message[:control]), store_message[control:]
-        nbytes = message.nbytes if isinstance(message, Update) else 0
-        if len(inline) != (nbytes if nbytes <= INLINE_NBYTES else 0):
-            raise codec.malformed(f"{nbytes} bytes were announced, but {len(inline)} arrived", store_message)
+        message, inline, nbytes = decoded(opened.text)
         if nbytes <= INLINE_NBYTES:
-            return Received(message, inline if nbytes else None)
+            return Received(message, inline)
         try:
             buffer = self._receive_buffers.find(nbytes)
         except NoRoom as error:
             # Later messages are for us all the same.
-            self._group.skip(client, nbytes, self._rendezvous.in_flight)
+            self._skip(nbytes, stream, client)
             return Received(message, untaken=str(error))
-        self._group.receive(client, buffer, self._rendezvous.in_flight)
+        if self._group is None:
+            stream.read_into(buffer)
+        else:
+            self._group.receive(client, buffer, self._rendezvous.in_flight)
         if self._guard.keyed and digest_of(buffer) != opened.digest:
             raise AuthenticationError("A payload is not the one that its sender sealed: it was rejected.")
         return Received(message, buffer)
+
+    def _skip(self, nbytes: int, stream: Stream, client: Client) -> None:
+        if self._group is None:
+            stream.skip(nbytes)
+        else:
+            self._group.skip(client, nbytes, self._rendezvous.in_flight)
 
     # ------------------------------------------------------------------------------------------- the end
 
@@ -411,10 +494,12 @@ class StoreWorker:
         """Called by the heartbeat: the peer or the store is silent."""
         self._fail(TransportError(f"{self._side.peer} is lost: {reason}."))
 
-    def _look(self) -> None:
+    def _look(self, client: Client) -> None:
         """Called by the heartbeat with each beat."""
-        if self._group.stuck():
-            self._lose("the connection of the process group has ended in the middle of a payload")
+        if self._stream is None:
+            before, self._remark = self._remark, self._side.remark(client)
+            if self._remark and self._remark != before:
+                logger.warning("%s does not take this link: %s", self._side.peer, self._remark)
 
     def _lose_store(self, reason: str) -> None:
         self._fail(TransportError(f"{self._side.peer} is lost with the store: {reason}."))
@@ -428,15 +513,20 @@ class StoreWorker:
             self._held.clear()
             callback, self._admitted = self._admitted, None
             self._condition.notify_all()
-        self._release()
+            if self._stream is not None and not self._closed:
+                self._stream.cut()
+        self._heartbeat_member.leave()
+        self._end_meeting()
         if callback is not None:
             callback()
         self._waker.fire()
 
-    def _release(self) -> None:
-        self._heartbeat_member.leave()
+    def _end_meeting(self) -> None:
+        """Whoever waits for the peer to connect need not any more. The wait at a door ends by itself."""
+        self._opened_door.set()
         self._met.set()
-        self._group.abort()
+        if self._group is not None:
+            self._group.abort()
 
 
 def _nothing() -> None:

@@ -1,0 +1,103 @@
+"""Renders `docs/performance.md` from the results in `docs/performance/*.json`, which `weightsync bench --json` wrote.
+
+With ``--check`` nothing is written and the page is compared byte for byte.
+Exit status: 0 all is as it should be, 1 the page differs, 2 results or the page cannot be read.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from assurancegen.pages import keep
+from protocolgen.docs import fill
+from protocolgen.source import SpecError
+
+from weightsync.bench import Case, Results, noise
+from weightsync.bench.reporting import (
+    CASE_COLUMNS,
+    TARGET_COLUMNS,
+    case_rows,
+    left_out,
+    markdown,
+    reached,
+    target_rows,
+    title,
+)
+from weightsync.errors import ConfigurationError
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = "docs/performance.md"
+RESULTS = "docs/performance"
+#: What may stand in no published result: paths and names of machines.
+_PRIVATE = re.compile(r"(^|\s)(/|~/)\w|\bfile:|@\w+\.")
+
+
+def read(root: Path = ROOT) -> Mapping[str, Results]:
+    """All stored results, by the names of their files.
+
+    Raises:
+        SpecError: there is none, one cannot be read, or one names a path.
+    """
+    try:
+        found = {path.stem: Results.read(path) for path in sorted((root / RESULTS).glob("*.json"))}
+    except ConfigurationError as error:
+        raise SpecError([str(error)]) from error
+    if not found:
+        raise SpecError([f"{RESULTS} has no results: `weightsync bench --json {RESULTS}/NAME.json` writes them"])
+    private = [
+        f"{RESULTS}/{name}.json: {text!r} names a path or a host"
+        for name, results in found.items()
+        for text in (*results.machine.values(), *(case.command for case in results.cases))
+        if _PRIVATE.search(text)
+    ]
+    if private:
+        raise SpecError(private)
+    return found
+
+
+def section(found: Mapping[str, Results]) -> str:
+    """The generated part of the page: each machine with its targets and all its cases."""
+    return "\n".join(line for name, results in found.items() for line in _machine(name, results))
+
+
+def _machine(name: str, results: Results) -> Iterator[str]:
+    yield f"### Results: {name}\n"
+    yield markdown(("", ""), [(key, value) for key, value in results.machine.items()])
+    yield f"{reached(results).capitalize()}.\n"
+    rows = target_rows(results)
+    if rows:
+        yield markdown(TARGET_COLUMNS, rows)
+    noisy = noise(results)
+    if noisy:
+        limit = f"{results.noise_limit:.0%}"
+        yield f"Noisy floors, with an interquartile range above {limit} of their median:\n"
+        yield "\n".join([*(f"- {line}" for line in noisy), ""])
+    for command, cases in _by_command(results):
+        yield f"To repeat what follows:\n\n```sh\n{command}\n```\n"
+        for case in cases:
+            yield f"**{title(case)}**\n"
+            yield markdown(CASE_COLUMNS, case_rows(case, results.noise_limit))
+    yield "\n".join([*(f"- {line}" for line in left_out(results)), ""])
+
+
+def _by_command(results: Results) -> Iterator[tuple[str, list[Case]]]:
+    for command in dict.fromkeys(case.command for case in results.cases):
+        yield command, [case for case in results.cases if case.command == command and case.measured]
+
+
+def main(arguments: Sequence[str], root: Path = ROOT) -> int:
+    """Run the command; returns its exit status."""
+    page = root / PAGE
+    try:
+        text = fill(PAGE, page.read_text(encoding="utf-8"), {"results": section(read(root))})
+    except SpecError as error:
+        print(f"nothing was written:\n{error}", file=sys.stderr)
+        return 2
+    return keep(page, text, arguments, f"{PAGE} is not what {RESULTS} gives: run `python spec/performance.py`.")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

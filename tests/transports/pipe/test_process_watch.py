@@ -1,0 +1,122 @@
+"""What a process is known by on its host, and how its death is seen."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from transport_workers import in_a_fork
+
+from weightsync.errors import TransportError
+from weightsync.transports import process as processes
+from weightsync.transports.process import ProcessWatch, own_host, own_identity, own_network, started_at, watching
+
+FORK = multiprocessing.get_context("fork")
+
+
+def test_a_process_knows_its_own_identity():
+    pid, started = own_identity()
+
+    assert (os.getpid(), started_at(os.getpid())) == (pid, started)
+    in_a_fork(lambda: None if own_identity() != (pid, started) else pytest.fail("the parent's"))
+
+
+def test_a_living_process_is_alive_and_another_of_its_number_is_not():
+    pid, started = own_identity()
+    living, reused, unknown = ProcessWatch(pid, started), ProcessWatch(pid, started + 1), ProcessWatch(pid, 0)
+
+    assert [watch.dead for watch in (living, reused, unknown)] == [False, True, False]
+
+
+def test_a_process_that_is_gone_is_dead():
+    process = FORK.Process(target=int)
+    process.start()
+    watch = ProcessWatch(process.pid, 0)
+    process.join()
+
+    assert watch.dead
+    late = ProcessWatch(process.pid, 0)
+    assert (late.dead, late.fileno()) == (True, -1)
+    process.close()
+
+
+def test_a_watch_names_exactly_one_process_and_keeps_no_descriptor_once_it_is_closed():
+    pid, started = own_identity()
+    watch = watching(pid, started)
+    assert watch.names(pid, started)
+    assert not watch.names(pid, started + 1)
+    assert not watch.names(pid + 1, started)
+
+    descriptor = watch.fileno()
+    os.fstat(descriptor)
+    watch.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    watch.close()
+    assert watch.fileno() == -1
+
+
+@pytest.mark.parametrize(("pid", "why"), [(-1, "Invalid argument"), (2**40, ".*(integer|int ).*")])
+def test_what_cannot_be_watched_is_a_transport_error_that_says_why(pid, why):
+    with pytest.raises(TransportError, match=rf"^Process {pid} cannot be watched: {why}\.$"):
+        watching(pid, 0)
+
+
+def test_a_start_that_cannot_be_read_is_unknown_and_is_read_again_the_next_time(monkeypatch):
+    here = own_identity()
+    processes._own_start.cache_clear()
+    monkeypatch.setattr(processes, "started_at", lambda pid: None)
+    assert own_identity() == (os.getpid(), 0)
+    monkeypatch.undo()
+
+    assert own_identity() == here
+
+
+def test_a_host_that_cannot_be_identified_is_a_transport_error_and_is_asked_again_the_next_time(monkeypatch):
+    def raise_it(path: str) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    here = own_host()
+    own_host.cache_clear()
+    monkeypatch.setattr(processes.os, "readlink", raise_it)
+    with pytest.raises(TransportError, match=r"^This host's identity cannot be read: Too many open files\.$"):
+        own_host()
+    monkeypatch.undo()
+
+    assert own_host() == here
+
+
+@pytest.mark.parametrize("identity", [own_host, own_network])
+@pytest.mark.parametrize("part", ["boot", "namespace"])
+def test_g10_another_boot_and_another_namespace_are_another_host_and_another_network(identity, part, monkeypatch):
+    here = identity()
+    assert identity() is here
+    identity.cache_clear()
+    if part == "boot":
+        monkeypatch.setattr(processes.Path, "read_text", lambda path, **_: "of another boot")
+    else:
+        monkeypatch.setattr(processes.os, "readlink", lambda path: f"{path} of another")
+    there = identity()
+    identity.cache_clear()
+    monkeypatch.undo()
+
+    assert here != there
+    assert here == identity()
+
+
+def test_names_with_spaces_parentheses_and_any_bytes_do_not_confuse_the_start(tmp_path: Path):
+    name = b"a b) (c \xff"
+    program = tmp_path / os.fsdecode(name)
+    program.symlink_to("/bin/sleep")
+    process = subprocess.Popen([program, "30"])  # it returns when the program has that name
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_bytes().replace(name, b"name").split()
+        assert fields[1] == b"(name)"
+        assert started_at(process.pid) == int(fields[21]) >= own_identity()[1]
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,40 @@
+"""Workers and models for the bench's tests: module-level functions, so that other processes can import them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.bench import models, schemes
+
+
+def keeps_something_else(channel: Any, *rest: Any) -> None:
+    """A worker whose live weights are not those that it acks."""
+    honest = models.digest_of_model
+
+    def changed(model: nn.Module) -> str:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[0] += 1
+        return honest(model)
+
+    schemes.digest_of_model = changed  # type: ignore[attr-defined]
+    schemes.serve(channel, *rest)
+
+
+def never_starts(channel: Any, *rest: Any) -> None:
+    """A worker that ends before it has said anything."""
+
+
+def raises(channel: Any, *rest: Any) -> None:
+    """A worker that fails."""
+    raise ZeroDivisionError("planted")
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+
+
+def no_module() -> str:
+    return "weights"

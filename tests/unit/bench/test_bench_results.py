@@ -1,0 +1,303 @@
+"""What is made of the bench's numbers: JSON and back, ratios, targets, noise, comparison, the page, the picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import missing
+import performance
+import pytest
+from protocolgen.source import SpecError
+
+from weightsync import ConfigurationError, MissingExtraError
+from weightsync.bench import (
+    Case,
+    Change,
+    Floor,
+    Kind,
+    Label,
+    Measured,
+    Results,
+    SchemeName,
+    Settings,
+    Verdict,
+    compare,
+    noise,
+    ratio,
+    targets,
+)
+from weightsync.bench.plotting import plot
+from weightsync.bench.reporting import case_rows, compared_rows, left_out, reached, target_rows
+from weightsync.bench.settings import MIB, PAYLOADS, members, numbers, payloads
+
+SHARED, PIPE = Label("shared", Kind.SCHEME, "digest"), Label("pipe", Kind.SCHEME, "digest")
+
+
+def took(label: Label, milliseconds: float, spread: float = 0.0, **calls: int) -> Measured:
+    """A record whose quartiles are that far apart, in units of the median."""
+    median = milliseconds / 1000
+    return Measured(label, 9, median, median * (1 - spread / 2), median * (1 + spread / 2), **calls)
+
+
+def floor(name: Floor, milliseconds: float, spread: float = 0.0) -> Measured:
+    return took(Label(name.value, Kind.FLOOR), milliseconds, spread)
+
+
+def case(*measured: Measured, payload: str = "L", workers: int = 2, threads: int = 1, device: str = "cpu") -> Case:
+    chosen = PAYLOADS[payload]
+    counts = (chosen.nbytes, chosen.tensors, workers, device, threads)
+    return Case(payload, *counts, "digest", "weightsync bench", measured, {"ray": "Ray is not installed"})
+
+
+def results(*cases: Case, **machine: str) -> Results:
+    return Results({"processor": "a processor", "cores": "2", **machine}, 0.25, cases)
+
+
+# ------------------------------------------------------------------------------------------------------ JSON
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    written = results(case(floor(Floor.MEMCPY, 40), took(SHARED, 44, 0.1, trainer_calls=150, worker_calls=90)))
+    written.write(tmp_path / "a.json")
+
+    assert Results.read(tmp_path / "a.json") == written
+    assert json.loads((tmp_path / "a.json").read_text())["schema"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "holds no results"),
+        ("not JSON", "holds no results"),
+        ('{"schema": 1, "machine": {}, "noise_limit": 0.25, "cases": [{"payload": "L"}]}', "holds no results"),
+        ('{"schema": 99}', "is of schema 99, and this weightsync reads 1: measure again"),
+    ],
+)
+def test_what_is_no_results_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=said):
+        Results.read(tmp_path / "a.json")
+
+
+def test_a_later_run_of_a_case_takes_the_place_of_the_earlier_one_and_other_cases_stay() -> None:
+    slow, quick = case(took(SHARED, 90)), case(took(SHARED, 50))
+    others = case(took(PIPE, 70)), case(took(SHARED, 60), workers=4)
+
+    joined = results(slow, *others, note="before").joined(results(quick, note="after"))
+
+    assert joined.cases == (*others, quick)
+    assert joined.machine["note"] == "after"
+
+
+def test_results_of_different_machines_are_not_joined() -> None:
+    with pytest.raises(ConfigurationError, match=r"different machines are not joined \(cores: 2 and 16\)"):
+        results().joined(results(cores="16"))
+
+
+# -------------------------------------------------------------------------------------- ratios, noise, targets
+
+
+@pytest.mark.parametrize(
+    ("label", "payload", "wanted"),
+    [
+        (SHARED, "S", Floor.PING),
+        (SHARED, "T", Floor.MEMCPY),
+        (PIPE, "M", Floor.COPY_OUT),
+        (Label("torchrl-shared", Kind.TORCHRL), "L", Floor.MEMCPY),
+        (Label("torchrl-multiprocess", Kind.TORCHRL), "S", Floor.PING),
+        (Label("distributed", Kind.SCHEME, "digest"), "S", Floor.GLOO_PING),
+        (Label("distributed", Kind.SCHEME, "digest"), "M", Floor.GLOO),
+        (Label("rpc", Kind.SCHEME, "digest"), "L", Floor.RPC),
+        (Label("ray", Kind.SCHEME, "digest"), "L", Floor.RAY),
+        (Label("shared", Kind.ASYNC, "digest"), "S", Floor.MEMCPY),
+    ],
+)
+def test_a_ratio_is_to_the_floor_that_belongs_to_the_path(label: Label, payload: str, wanted: Floor) -> None:
+    floors = [floor(each, 10.0 * number) for number, each in enumerate(Floor, 1)]
+    measured = took(label, 60)
+    found = ratio(case(*floors, measured, payload=payload), measured, 0.25)
+
+    assert found.floor is not None
+    assert found.floor.label.name == wanted.value
+    assert found.value == pytest.approx(60 / (10.0 * (list(Floor).index(wanted) + 1)))
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted"), [("cuda", Floor.D2D), ("cuda-to-cpu", Floor.D2H), ("cpu-to-cuda", Floor.H2D)]
+)
+def test_on_a_gpu_the_floor_is_the_copy_that_the_path_needs(device: str, wanted: Floor) -> None:
+    measured = took(SHARED, 6)
+    found = ratio(case(*(floor(each, 1) for each in Floor), measured, device=device), measured, 0.25)
+
+    assert found.floor is not None
+    assert found.floor.label.name == wanted.value
+
+
+def test_a_floor_that_was_not_measured_gives_no_ratio() -> None:
+    found = ratio(case(took(SHARED, 6)), took(SHARED, 6), 0.25)
+    assert (found.floor, found.value, found.noisy) == (None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("measured", "spread", "verdict"),
+    [
+        (44.0, 0.0, Verdict.REACHED),  # 1.10 is the target
+        (45.0, 0.0, Verdict.MISSED),
+        (44.0, 0.3, Verdict.NOISY),
+        (45.0, 0.3, Verdict.NOISY),
+        (80.0, 0.3, Verdict.MISSED),  # by the quartiles too
+        (20.0, 0.3, Verdict.REACHED),
+    ],
+)
+def test_a_noisy_floor_judges_no_target_unless_the_quartiles_agree(
+    measured: float, spread: float, verdict: Verdict
+) -> None:
+    found = results(case(floor(Floor.MEMCPY, 40, spread), took(SHARED, measured)))
+
+    (line,) = targets(found)
+
+    assert (line.verdict, line.limit, line.unit) == (verdict, 1.1, "x memcpy")
+    assert noise(found) == ([] if spread == 0 else ["L, 2 workers: memcpy 30%"])
+    assert f"1 {verdict.value}" in reached(found)
+
+
+def test_targets_follow_threads_verification_calls_and_the_device() -> None:
+    threaded = case(floor(Floor.MEMCPY, 40), took(SHARED, 50), threads=8)
+    layout = case(took(SHARED, 50), took(Label("shared", Kind.SCHEME, "layout"), 40), payload="M")
+    calls = case(took(SHARED, 1, trainer_calls=211, worker_calls=150), payload="E")
+    gpu = case(took(SHARED, 0.7), device="cuda")
+
+    found = targets(results(threaded, layout, calls, gpu))
+
+    assert [(line.unit, line.value, line.limit, line.verdict) for line in found] == [
+        ("x memcpy", 1.25, 1.3, Verdict.REACHED),
+        ("x the send with verify=layout", pytest.approx(1.25), 1.3, Verdict.REACHED),
+        ("calls in the trainer", 211, 210, Verdict.MISSED),
+        ("calls in a worker", 150, 150, Verdict.REACHED),
+        ("ms", pytest.approx(0.7), 0.6, Verdict.MISSED),
+    ]
+
+
+def test_the_tables_say_what_is_noisy_and_what_was_left_out() -> None:
+    measured = case(floor(Floor.MEMCPY, 40, 0.3), took(SHARED, 44, trainer_calls=1234))
+
+    assert case_rows(measured, 0.25) == [
+        ("memcpy", "40 ms", "34 ms to 46 ms", "", "", "", "", ""),
+        ("shared, digest", "44 ms", "44 ms to 44 ms", "(1.1)", "(1.1)", "memcpy", "1,234", ""),
+    ]
+    assert target_rows(results(measured)) == [
+        ("L", "2", "shared, digest", "1.1", "at most 1.1 x memcpy", "too noisy to tell")
+    ]
+    assert left_out(results(measured, measured)) == ["left out: ray: Ray is not installed."]
+
+
+# ------------------------------------------------------------------------------------------------ comparison
+
+
+@pytest.mark.parametrize(
+    ("memcpy", "shared", "change", "factor"),
+    [
+        ((40, 0.0), (44, 0.0), Change.SAME, 1.0),
+        ((80, 0.0), (88, 0.0), Change.SAME, 1.0),  # a slower machine: the ratio is the same
+        ((40, 0.0), (80, 0.1), Change.SLOWER, 80 / 44),
+        ((40, 0.0), (30, 0.1), Change.FASTER, 30 / 44),
+        ((40, 0.0), (48, 0.3), Change.SAME, 48 / 44),  # the quartiles overlap
+        ((40, 0.4), (80, 0.1), Change.NOISY, 80 / 44),
+    ],
+)
+def test_two_runs_are_compared_in_units_of_their_own_floors(
+    memcpy: tuple[float, float], shared: tuple[float, float], change: Change, factor: float
+) -> None:
+    first = results(case(floor(Floor.MEMCPY, 40), took(SHARED, 44)), case(took(PIPE, 9), workers=8))
+    second = results(case(floor(Floor.MEMCPY, *memcpy), took(SHARED, *shared)), cores="16")
+
+    of_memcpy, of_shared = compare(first, second)
+
+    assert (of_shared.change, of_shared.factor) == (change, pytest.approx(factor))
+    assert (of_memcpy.in_floors, of_shared.in_floors) == (False, True)
+    assert compared_rows(first, second)[1][-1] == change.value
+
+
+# -------------------------------------------------------------------------------------------------- settings
+
+
+def test_lists_of_words_become_settings_and_a_command_that_repeats_them() -> None:
+    settings = Settings(payloads("T, S", "mine:model"), numbers("1,4"), members(SchemeName, "pipe,shared"), ("layout",))
+
+    assert [each.name for each in settings.payloads] == ["T", "S", "mine:model"]
+    assert settings.command == (
+        "weightsync bench --payloads T,S --model mine:model --workers 1,4 --schemes pipe,shared --verify layout "
+        "--device cpu --threads 1 --seconds 20 --rounds 50"
+    )
+    assert PAYLOADS["L"].nbytes == 256 * MIB
+    assert [each.name for each in payloads(None, "mine:model")] == ["mine:model"]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: payloads("X", None), "'X' is no payload of the bench: choose from E, S, M, L, T."),
+        (lambda: members(SchemeName, "pigeon"), "'pigeon' is no scheme"),
+        (lambda: numbers("1,two"), "not a list of whole numbers"),
+        (lambda: payloads(None, "model"), "not of the form module:factory"),
+        (lambda: Settings(workers=(0,)), "at least 1 worker"),
+        (lambda: Settings(seconds=float("nan")), "more than 0 seconds"),
+        (lambda: Settings(payloads=()), "at least one payload"),
+    ],
+)
+def test_wrong_settings_are_refused(make: object, said: str) -> None:
+    assert callable(make)
+    with pytest.raises(ConfigurationError, match=said):
+        make()
+
+
+# ----------------------------------------------------------------------------------------- the page, the picture
+
+
+def test_the_page_is_rendered_from_the_stored_results_and_a_page_that_differs_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / performance.RESULTS).mkdir(parents=True)
+    page = tmp_path / performance.PAGE
+    page.write_text("# P\n<!-- generated: results -->\nold\n<!-- /generated -->\n")
+    results(case(floor(Floor.MEMCPY, 40), took(SHARED, 44))).write(tmp_path / performance.RESULTS / "two-cores.json")
+
+    assert performance.main(["--check"], tmp_path) == 1
+    assert "run `python spec/performance.py`" in capsys.readouterr().out
+    assert performance.main([], tmp_path) == 0
+    assert performance.main(["--check"], tmp_path) == 0
+    for part in ("### Results: two-cores", "| shared, digest | 44 ms |", "```sh\nweightsync bench\n```"):
+        assert part in page.read_text()
+
+
+def test_a_stored_result_that_names_a_path_is_refused(tmp_path: Path) -> None:
+    (tmp_path / performance.RESULTS).mkdir(parents=True)
+    with pytest.raises(SpecError, match="has no results"):
+        performance.read(tmp_path)
+    results(case(), note="measured in /home/somebody").write(tmp_path / performance.RESULTS / "a.json")
+    with pytest.raises(SpecError, match="names a path or a host"):
+        performance.read(tmp_path)
+
+
+def test_a_picture_needs_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=r"weightsync bench --plot needs the extra 'plot'"):
+        plot(results(), tmp_path / "a.png")
+
+
+def test_a_picture_has_each_contender_against_size_and_against_workers(tmp_path: Path) -> None:
+    missing.installed("matplotlib", what="THE BENCH'S PICTURE", extra="plot")
+    contenders = (floor(Floor.MEMCPY, 40), took(SHARED, 44, 0.2))
+    cases = [case(*contenders, workers=workers) for workers in (1, 4)]
+    drawn = results(*cases, case(*contenders, payload="S", workers=4))
+
+    plot(drawn, tmp_path / "a.png")
+
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigurationError, match="nothing to draw"):
+        plot(dataclasses.replace(drawn, cases=()), tmp_path / "b.png")
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        plot(drawn, tmp_path / "no_such_folder" / "a.png")

@@ -1,0 +1,281 @@
+"""Runs of the bench: what carries weights is timed, what does not is an error, and nothing outlives a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import bench_workers
+import pytest
+from typer.testing import CliRunner
+
+from weightsync import ConfigurationError
+from weightsync.bench import BenchError, Case, Floor, Kind, Label, Payload, Results, SchemeName, Settings, machine
+from weightsync.bench.models import Source, digest_of_model, make_model
+from weightsync.bench.running import missing, run
+from weightsync.bench.settings import PAYLOADS, payloads
+from weightsync.cli._app import build
+
+LOCAL = {Floor.PING.value, Floor.MEMCPY.value, Floor.COPY_OUT.value, Floor.TCP.value}
+TINY = PAYLOADS["S"]
+
+
+class Listening:
+    """Remembers how a run went."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def began(self, cases: int) -> None:
+        self.told.append(f"{cases} cases")
+
+    def setting_up(self, payload: Payload, workers: int) -> None:
+        self.told.append(f"{payload.name} for {workers}")
+
+    def measured(self, samples: Mapping[Label, Sequence[float]], share: float) -> None:
+        self.told.append("round")
+
+    def ended(self, case: Case) -> None:
+        self.told.append("ended")
+
+
+@pytest.fixture(autouse=True)
+def started(forkserver: object) -> None:
+    """Workers are forked from the process that all tests share."""
+
+
+def measure(*schemes: SchemeName, **options: Any) -> Case:
+    settings = Settings(**{"payloads": (TINY,), "workers": (1,), "rounds": 2, **options, "schemes": schemes})
+    (case,) = run(settings, Listening()).cases
+    return case
+
+
+def labels(case: Case, kind: Kind) -> set[str]:
+    return {each.label.name for each in case.measured if each.label.kind is kind}
+
+
+@pytest.mark.gloo
+def test_every_contender_of_a_case_is_timed_as_often_as_the_others_with_its_calls() -> None:
+    chosen = (SchemeName.SHARED, SchemeName.PIPE, SchemeName.DISTRIBUTED)
+    case = measure(*chosen, workers=(2,), verify=("default",))
+
+    assert labels(case, Kind.FLOOR) == LOCAL | {Floor.GLOO.value, Floor.GLOO_PING.value}
+    assert labels(case, Kind.SCHEME) == {"shared", "pipe", "distributed"}
+    assert labels(case, Kind.ASYNC) == {"shared"}
+    assert {each.count for each in case.measured} == {2}
+    assert all(0 < each.low <= each.median <= each.high for each in case.measured)
+    for each in case.measured:
+        if each.label.kind is Kind.SCHEME:
+            assert each.label.verify == case.default_verify
+            assert each.trainer_calls
+            assert each.worker_calls
+    assert (case.nbytes, case.tensors, case.workers, dict(case.left_out)) == (2**16, 10, 2, {})
+
+
+@pytest.mark.torchrl
+@pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")  # TorchRL's own
+def test_torchrls_schemes_are_measured_beside_ours() -> None:
+    case = measure(SchemeName.TORCHRL_PIPE, SchemeName.TORCHRL_SHARED)
+
+    assert labels(case, Kind.TORCHRL) == {"torchrl-multiprocess", "torchrl-shared"}
+    assert all(each.count == 2 for each in case.measured)
+
+
+@pytest.mark.ray
+def test_ray_is_measured_with_its_floor(cluster: object) -> None:
+    case = measure(SchemeName.RAY, verify=("default",))
+
+    assert labels(case, Kind.FLOOR) == LOCAL | {Floor.RAY.value}
+    assert labels(case, Kind.SCHEME) == {"ray"}
+
+
+def test_a_run_tells_how_it_goes() -> None:
+    listening = Listening()
+    run(Settings((PAYLOADS["E"],), (1,), (SchemeName.PIPE,), ("layout",), rounds=1), listening)
+
+    assert listening.told == ["1 cases", "E for 1", "round", "ended"]
+
+
+# --------------------------------------------------------------------------------------- what is no measurement
+
+
+def test_weights_that_did_not_arrive_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.bench.schemes.serve", bench_workers.keeps_something_else)
+
+    with pytest.raises(BenchError, match="pipe, layout: the weights did not arrive at worker 0"):
+        measure(SchemeName.PIPE, verify=("layout",))
+
+
+def test_a_floor_that_copies_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.bench.floors.FloorWorkers.copy_out", lambda self: None)
+
+    with pytest.raises(BenchError, match="copy-out: the weights did not arrive at worker 0, 1"):
+        measure(SchemeName.PIPE, verify=("layout",), workers=(2,))
+
+
+@pytest.mark.parametrize(
+    ("worker", "said"),
+    [
+        (bench_workers.never_starts, "pipe, layout: worker 0 has ended"),
+        (bench_workers.raises, "pipe, layout: worker 0 failed: ZeroDivisionError: planted"),
+    ],
+)
+def test_a_worker_that_ends_is_named(worker: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.bench.schemes.serve", worker)
+
+    with pytest.raises(BenchError, match=said):
+        measure(SchemeName.PIPE, verify=("layout",))
+
+
+def test_what_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "installed", lambda name: False)
+
+    assert missing(Settings()) == {
+        "ray": "Ray is not installed (weightsync[ray])",
+        "torchrl-multiprocess": "TorchRL is not installed (weightsync[torchrl])",
+        "torchrl-shared": "TorchRL is not installed (weightsync[torchrl])",
+    }
+    with pytest.raises(ConfigurationError, match="nothing can be measured: Ray is not installed"):
+        measure(SchemeName.RAY)
+    case = measure(SchemeName.PIPE, SchemeName.RAY, verify=("layout",), rounds=1)
+    assert labels(case, Kind.SCHEME) == {"pipe"}
+    assert set(case.left_out) == {"ray"}
+
+
+def test_a_case_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "available_memory", lambda: 2**16)
+    case = measure(SchemeName.PIPE)
+
+    assert case.measured == ()
+    assert "choose fewer schemes or workers" in case.left_out["all"]
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def test_a_payload_has_its_bytes_in_its_tensors_and_each_change_changes_them() -> None:
+    source = Source(TINY, "cpu")
+    seen = set()
+    for _ in range(5):
+        source.change()
+        seen.add(digest_of_model(source.model))
+
+    assert (source.nbytes, source.tensors, len(seen)) == (2**16, 10, 5)
+
+
+def test_a_users_own_model_is_measured() -> None:
+    case = measure(SchemeName.SHARED, payloads=payloads(None, "bench_workers:two_layers"), verify=("layout",), rounds=1)
+
+    assert (case.payload, case.nbytes, case.tensors) == ("bench_workers:two_layers", 4 * (15 + 5 + 10 + 2), 4)
+    assert labels(case, Kind.SCHEME) == {"shared"}
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("no_such_module:model", "the factory is not found: No module named 'no_such_module'"),
+        ("bench_workers:no_such_factory", "the factory is not found"),
+        ("bench_workers:no_module", "the factory returned a str, not a module"),
+    ],
+)
+def test_a_factory_that_gives_no_model_is_refused(factory: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make_model(Payload(factory, 0, 0, factory), "cpu")
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_writes_what_it_measured_and_appends_other_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    runner, path = CliRunner(), tmp_path / "a.json"
+    for payload in ("E", "S"):
+        arguments = f"bench --payloads {payload} --workers 1 --schemes pipe --verify layout --rounds 1".split()
+        shown = runner.invoke(build(), [*arguments, "--json", str(path), "--append", "--note", "a test"])
+        assert shown.exit_code == 0, shown.output
+
+    assert [case.payload for case in Results.read(path).cases] == ["E", "S"]
+    assert Results.read(path).machine["note"] == "a test"
+    assert re.search(r"case 1 of 1: payload S, 1 workers", shown.output)
+    assert re.search(r"pipe, layout +[\d.]+ ms", shown.output)
+
+    compared = runner.invoke(build(), ["bench", "--compare", str(path), str(path)])
+    assert compared.exit_code == 0, compared.output
+    assert re.search(r"S +1 +pipe, layout .* 1\.00 \(in floors\) +same", compared.output)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("weightsync.bench.running.run", lambda *_: pytest.fail("it measures"))
+    shown = CliRunner().invoke(build(), ["bench", "--plot", str(tmp_path / "a.png")])
+
+    assert "weightsync bench --plot needs the extra 'plot'" in str(shown.exception)
+
+
+@contextlib.contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process group of its own, and a mark that all its processes carry; it measures already."""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weightsync", "bench", *arguments],
+        env={**os.environ, "BENCH_TEST_MARK": mark, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        with process.stdout:
+            assert any("7 contenders carry weights, by digest" in line for line in process.stdout)
+            yield process, mark
+    finally:
+        process.kill()
+        process.wait()
+
+
+def marked(mark: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
+def assert_all_gone(mark: str) -> None:
+    deadline = time.monotonic() + 20
+    while marked(mark):
+        assert time.monotonic() < deadline, f"processes {marked(mark)} are left"
+        time.sleep(0.05)
+
+
+@pytest.mark.rpc
+@pytest.mark.timeout(300)  # on a loaded machine its processes take most of a minute to start
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_every_process_ends_with_the_command_however_it_is_ended(end: signal.Signals, tmp_path: Path) -> None:
+    chosen = ("--payloads", "S", "--verify", "layout", "--schemes", "pipe,rpc")
+    with running(tmp_path, *chosen, "--seconds", "600", "--rounds", "1000000") as (process, mark):
+        assert len(marked(mark)) >= 7, "this one, and two workers each of the floors, of RPC and of the pipes"
+        (os.kill if end is signal.SIGKILL else os.killpg)(process.pid, end)
+        assert process.stdout is not None
+        rest = process.stdout.read()
+
+        assert process.wait(30) == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[end]
+        assert_all_gone(mark)
+        if end is signal.SIGINT:
+            assert rest.splitlines()[-1] == "weightsync: interrupted; all workers have ended."
+            assert "Traceback" not in rest

@@ -1,0 +1,117 @@
+"""`weightsync soak`: a run of each action finds nothing, and what is planted is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from weightsync import ConfigurationError, OutcomeKind
+from weightsync.cli._app import build
+from weightsync.soak import run
+from weightsync.soak.run import WEIGHTS, Action, Soak, Tally, Usage
+from weightsync.soak.worker import SchemeName, SoakModel
+
+
+class Each(Soak):
+    """Takes each action once, in the order of the enum, and ends."""
+
+    def run_each(self, *actions: Action) -> Tally:
+        rest = list(actions or Action)
+        self._random.choices = lambda *_: [rest.pop(0)]  # type: ignore[method-assign, assignment]
+
+        def progress(tally: Tally) -> None:
+            if not rest:
+                raise KeyboardInterrupt
+
+        return self.run(3600.0, progress)
+
+
+@pytest.mark.untraced("counts descriptors, and a recording has one")
+@pytest.mark.parametrize(
+    "scheme",
+    [SchemeName.SHARED, SchemeName.PROCESS, pytest.param(SchemeName.DISTRIBUTED, marks=pytest.mark.gloo)],
+)
+def test_each_action_once_finds_nothing_and_leaves_nothing(scheme: SchemeName) -> None:
+    tally = Each(scheme, workers=2, nbytes=1 << 18).run_each()
+
+    assert tally.findings == []
+    assert dict(tally.actions) == dict.fromkeys(Action, 1)
+    assert tally.outcomes[OutcomeKind.REFUSED] == 1
+    assert tally.outcomes[OutcomeKind.APPLIED] > len(Action)
+    assert tally.reads > 0
+    assert tally.before is not None
+    assert tally.after is not None
+    assert (tally.after.descriptors, tally.after.threads, tally.after.children) == (
+        tally.before.descriptors,
+        tally.before.threads,
+        tally.before.children,
+    )
+
+
+@pytest.fixture
+def soak() -> Iterator[Each]:
+    return Each(SchemeName.SHARED, workers=2, nbytes=1 << 12)
+
+
+def test_a_worker_that_serves_something_else_than_it_acked_is_found(
+    soak: Each, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak, "_next_value", _forgetful(soak))
+
+    tally = soak.run_each(Action.SEND)
+
+    assert any("but serves version" in finding for finding in tally.findings), tally.findings
+
+
+def _forgetful(soak: Soak) -> object:
+    """Fills the weights with another value than it says."""
+
+    def next_value() -> float:
+        soak.tally.versions += 1
+        soak._model.set(-7.0)
+        return float(soak.tally.versions)
+
+    return next_value
+
+
+@pytest.mark.untraced("as above")
+def test_an_outcome_that_may_not_be_is_found(soak: Each, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_MAY_DIE", frozenset({OutcomeKind.TIMED_OUT}))
+
+    tally = soak.run_each(Action.KILL)
+
+    assert any("worker" in finding and "version" in finding for finding in tally.findings), tally.findings
+
+
+def test_weights_of_two_versions_are_not_whole() -> None:
+    model = SoakModel(1 << 12, 3.0)
+    assert model.is_whole()
+
+    next(model.parameters()).data[5] = 4.0
+
+    assert not model.is_whole()
+    assert sum(parameter.nbytes for parameter in model.parameters()) == 1 << 12
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+def test_it_needs_two_workers_and_every_action_has_its_weight() -> None:
+    assert set(WEIGHTS) == set(Action)
+    with pytest.raises(ConfigurationError, match="at least 2"):
+        Soak(SchemeName.SHARED, workers=1)
+
+
+def test_findings_give_exit_code_1_and_json_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = Tally(versions=3, findings=["worker 0 lied"], before=Usage(1, 2, 3, 0), after=Usage(1, 9, 3, 0))
+    monkeypatch.setattr(Soak, "run", lambda *_: found)
+
+    done = CliRunner().invoke(build(), ["soak", "--json", str(tmp_path / "soak.json")])
+
+    record = json.loads((tmp_path / "soak.json").read_text())
+    assert done.exit_code == 1
+    assert "FOUND: worker 0 lied" in done.output
+    assert (record["findings"], record["usage"]["descriptors"], record["versions"]) == (["worker 0 lied"], [2, 9], 3)

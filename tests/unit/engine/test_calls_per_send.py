@@ -1,0 +1,122 @@
+"""What a small send costs in calls of Python functions: no more than is written down in `calls_per_send.toml`.
+
+Calls are counted by `sys.setprofile`, its ``call`` events alone: calls of functions in C are not counted, resumed
+generators are. Trainer and workers are in this process, so that nothing depends on who is faster. After a change that
+is meant to change the counts, ``python tests/unit/engine/test_calls_per_send.py`` writes them anew.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+
+STORED = Path(__file__).with_name("calls_per_send.toml")
+#: A count may differ by so much between releases of Python and of the libraries before it counts as a rise.
+TOLERANCE = 1.1
+#: Elements of the model's only parameter: the payload travels inline, or in a slot.
+SIZES = {"inline": 4, "slot": 64 * 1024}
+SCHEMES = {"pipes": MultiProcessWeightSyncScheme, "shared": SharedMemWeightSyncScheme}
+CASES = [f"{scheme}-{size}-{workers}" for scheme in SCHEMES for size in SIZES for workers in (1, 2)]
+
+
+def counted(call: Callable[[], object]) -> int:
+    """How many Python functions a call calls, itself included."""
+    calls = 0
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return calls
+
+
+def counts(case: str) -> dict[str, int]:
+    """The calls of one send in the trainer, and of one `receive` in a worker, once all is warm."""
+    scheme, size, workers = case.split("-")
+    pairs = [multiprocessing.Pipe() for _ in range(int(workers))]
+    trainer = SCHEMES[scheme]()
+    receiving = [SCHEMES[scheme]() for _ in pairs]
+    try:
+        trainer.init_on_sender("policy", pipes=[ours for ours, _ in pairs], model=model(SIZES[size]))
+        for worker, (_, theirs) in zip(receiving, pairs, strict=True):
+            worker.init_on_worker("policy", pipe=theirs, model=model(SIZES[size]))
+        sender, receivers = trainer.get_sender(), [worker.get_receiver() for worker in receiving]
+        found = [_sent(sender, receivers) for _ in range(8)]
+    finally:
+        for each in (trainer, *receiving):
+            each.close()
+        for pair in pairs:
+            for end in pair:
+                end.close()
+    in_trainer, in_worker = zip(*found[3:], strict=True)
+    return {"trainer": min(in_trainer), "worker": min(in_worker)}
+
+
+def _sent(sender: Any, receivers: list[Any]) -> tuple[int, int]:
+    """The calls in the trainer and in the busiest worker, of a send to all."""
+    in_trainer = counted(sender.send_async)
+    in_workers = [counted(lambda receiver=receiver: receiver.receive(0.0)) for receiver in receivers]
+    while any(receiver.version != sender.version for receiver in receivers):  # the handshakes come first
+        for receiver in receivers:
+            receiver.receive(0.0)
+        sender.poll()
+    report = None
+
+    def wait() -> None:
+        nonlocal report
+        report = sender.wait_async()
+
+    in_trainer += counted(wait)
+    assert report is not None
+    assert report.ok
+    return in_trainer, max(in_workers)
+
+
+def model(size: int) -> torch.nn.Module:
+    return torch.nn.Linear(size, 1, bias=False)
+
+
+@pytest.mark.untraced("a recorded driver calls more")
+@pytest.mark.parametrize("case", CASES)
+def test_a_small_send_takes_no_more_calls_of_python_than_are_written_down(case: str) -> None:
+    stored, found = tomllib.loads(STORED.read_text(encoding="utf-8"))[case], counts(case)
+
+    assert {end: calls for end, calls in found.items() if calls > stored[end] * TOLERANCE} == {}
+
+
+@pytest.mark.untraced("a recorded driver calls more")
+def test_another_worker_costs_the_trainer_less_than_the_first() -> None:
+    one, two, three = (counts(f"pipes-inline-{workers}")["trainer"] for workers in (1, 2, 3))
+
+    assert two - one == three - two < one
+
+
+def test_calls_are_counted() -> None:
+    assert counted(lambda: [model(1)]) > counted(lambda: model) == 1
+
+
+if __name__ == "__main__":
+    lines = ["# Calls of Python functions, written by test_calls_per_send.py.", ""]
+    for case in CASES:
+        found = counts(case)
+        lines.append(f"{case} = {{ trainer = {found['trainer']}, worker = {found['worker']} }}")
+    STORED.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,117 @@
+"""`wire_dtype`: float32 in the trainer, a narrower dtype on the way and in the workers, agreed on by both ends."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fleet import Pair, small
+from torch import nn
+
+from weightsync import (
+    LayoutError,
+    MultiProcessWeightSyncScheme,
+    OutcomeKind,
+    RefusedError,
+    SharedMemWeightSyncScheme,
+    State,
+    WireDtype,
+)
+from weightsync.protocol.codec import decode_report, encode_report
+
+
+def narrow(fill: float) -> nn.Module:
+    """The trainer's model is float32, a worker's is bfloat16."""
+    return small(fill) if fill else small(fill).bfloat16()
+
+
+@pytest.fixture(params=[MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
+def one(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(partial(request.param, wire_dtype="bfloat16"), model=narrow)
+    yield pair
+    pair.close()
+
+
+def cast(weights: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+
+
+def test_the_worker_holds_what_was_sent_and_the_report_says_what_that_was(one: Pair) -> None:
+    nn.init.normal_(one.source[0].weight)
+    report = one.sync()
+
+    assert (report.ok, report.wire_dtype) == (True, WireDtype.BFLOAT16)
+    assert f"{report.nbytes} bytes (bfloat16) in" in str(report)
+    assert one.model[0].weight.dtype == torch.bfloat16
+    assert torch.equal(one.model[0].weight, one.source[0].weight.bfloat16())
+    assert one.receiver.digest() == one.sender.digest()
+    assert one.source[0].weight.dtype == torch.float32
+    assert decode_report(encode_report(report)) == replace(report, previous=None)
+
+
+def test_weights_of_any_wider_dtype_are_the_registered_models(one: Pair) -> None:
+    one.sync()
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert one.sync(cast(one.source.state_dict(), dtype)).ok
+    with pytest.raises(LayoutError, match=r"dtype float16, expected bfloat16.*give the scheme a wire_dtype"):
+        one.sender.send(cast(one.source.state_dict(), torch.float16))
+
+
+def test_other_dtypes_than_were_agreed_on_are_refused_in_the_trainer_without_a_registered_model(one: Pair) -> None:
+    one.scheme.model = None
+    assert one.sync(one.source.state_dict()).ok
+
+    with pytest.raises(
+        LayoutError, match=r"other dtypes: .*dtype float16, expected bfloat16.*Nothing was sent"
+    ) as told:
+        one.sender.send(cast(one.source.state_dict(), torch.float16))
+
+    assert "wire_dtype='bfloat16' casts wider floating tensors only. Nothing was sent." in str(told.value)
+    assert (one.sender.version, one.sender.state) == (1, State.READY)
+    assert one.sync(one.source.state_dict()).version == 2
+
+
+def test_a_worker_that_gets_a_model_of_another_dtype_refuses_what_is_sent_and_stays(one: Pair) -> None:
+    one.sync()
+    one.receiver.register_model(small(5.0))
+    with pytest.raises(RefusedError) as caught:
+        one.sync()
+
+    outcome = caught.value.report[0]
+    assert outcome.kind is OutcomeKind.REFUSED
+    assert "'0.bias', '0.weight'" in outcome.reason
+    assert "dtype bfloat16, expected float32" in outcome.reason
+    assert "wire_dtype='float32', or cast the model: model.to(torch.bfloat16)" in outcome.reason
+    one.receiver.register_model(small(5.0).bfloat16())
+    assert one.sync().ok
+
+
+def test_a_value_that_would_become_infinite_stops_the_send_and_nothing_is_sent() -> None:
+    pair = Pair(partial(MultiProcessWeightSyncScheme, wire_dtype=torch.float16), model=lambda f: small(f).half())
+    pair.scheme.model = source = small(1.0)
+    pair.sync()
+    with torch.no_grad():
+        source[0].weight[0, 0] = 70_000.0
+    with pytest.raises(LayoutError, match=r"'0.weight' has 1 values, such as 70000, that would be sent as inf"):
+        pair.sender.send()
+
+    assert (pair.sender.version, pair.receiver.version) == (1, 1)
+    with torch.no_grad():
+        source[0].weight[0, 0] = 60_000.0
+    assert pair.sync().version == 2
+    pair.close()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, lambda scheme: pickle.loads(pickle.dumps(scheme))])
+def test_a_copy_of_a_scheme_casts_as_the_scheme_does(duplicate: Any) -> None:
+    scheme = duplicate(MultiProcessWeightSyncScheme(wire_dtype="float16"))
+
+    assert scheme.wire_dtype is scheme.packer.wire_dtype is WireDtype.FLOAT16
+    assert MultiProcessWeightSyncScheme().wire_dtype is None

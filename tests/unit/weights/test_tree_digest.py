@@ -1,0 +1,175 @@
+"""The digest is what the protocol says it is, and weights are copied whole, whatever the number of threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from weightsync.weights import packing, threads
+from weightsync.weights.packing import digest_of, pack, pack_digested, scatter
+from weightsync.weights.reading import layout_of, ordered, read_weights
+from weightsync.weights.tensors import address_of, bits_of
+from weightsync.weights.threads import in_threads, shares
+from weightsync.weights.tree_digest import CHUNK, ChunkHashes, StreamedDigest, digest
+
+KIB = 1024
+
+
+def reference(payload: bytes, extras: bytes) -> str:
+    """The digest, as docs/protocol.md defines it."""
+    chunks = [payload[at : at + 512 * KIB] for at in range(0, len(payload), 512 * KIB)]
+    hashes = b"".join(xxhash.xxh3_128(chunk).digest() for chunk in chunks)
+    return xxhash.xxh3_128(len(payload).to_bytes(8, "little") + hashes + extras).hexdigest()
+
+
+def payload_of(nbytes: int) -> bytearray:
+    return bytearray((bytes(range(251)) * (nbytes // 251 + 1))[:nbytes])
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "extras", "golden"),
+    [
+        (0, b"", "2c0a8a99dc147d5445c3b49d035665b2"),
+        (1, b"", "c7598232a9fdf3840632188e8b6eaef2"),
+        (1000, b"extra", "9602cec96234472003c2f6563a14c613"),
+        (524288, b"", "6ab336c48509dd7f930c7ff66766c430"),
+        (524289, b"", "8dbd628c17a0b7bcfe95b3189ff281f0"),
+        (1500000, b"extra", "75149f52f09944562a96c14f56391a05"),
+    ],
+)
+def test_the_digest_is_that_of_the_protocol(nbytes: int, extras: bytes, golden: str) -> None:
+    payload = payload_of(nbytes)
+
+    assert digest(memoryview(payload), extras).hex() == golden == reference(bytes(payload), extras)
+
+
+@pytest.fixture(params=[1, 2, 3, 7])
+def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """How many threads torch may use, each of which is worth starting for 64 KiB."""
+    monkeypatch.setattr(threads, "LEAST", 64 * KIB)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+    packing._parts.cache_clear()
+    yield request.param
+    packing._parts.cache_clear()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 77])
+def test_the_digest_is_the_same_on_any_number_of_threads_and_in_any_pieces(used: int, nbytes: int) -> None:
+    payload = memoryview(payload_of(nbytes))
+    expected = reference(bytes(payload), b"e")
+
+    assert digest(payload, b"e").hex() == expected
+    for piece in (CHUNK // 3, CHUNK, 2 * CHUNK + 5):
+        streamed, followed = StreamedDigest(), ChunkHashes(payload)
+        for at in range(0, nbytes, piece):
+            streamed.take(payload[at : at + piece])
+            followed.reach(at, min(at + piece, nbytes))
+        assert streamed.combined(b"e").hex() == followed.combined(b"e").hex() == expected
+
+
+class Subclass(Tensor):
+    """A tensor that only torch can copy."""
+
+
+def mixed() -> dict[str, Tensor]:
+    """Large and small tensors in turn, some of which cannot be moved as bytes, over more than four chunks."""
+    drawn = torch.Generator().manual_seed(19)
+
+    def bits(nbytes: int) -> Tensor:
+        return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=drawn)
+
+    given = {f"{number:02}.large": bits(300 * KIB).view(torch.int32) for number in range(4)}
+    given |= {f"{number:02}.small": bits(4 * KIB).view(torch.int32) for number in range(150)}
+    given["03.strided"] = bits(256 * KIB).view(torch.int32).view(256, 256).t()
+    given["03.subclass"] = bits(100 * KIB).view(torch.int32).as_subclass(Subclass)
+    given["flags"] = bits(200 * KIB) > 100
+    given["negative"] = torch.randn(64 * KIB, dtype=torch.complex64, generator=drawn).conj().imag
+    return given
+
+
+def test_weights_and_their_digest_are_copied_whole_on_any_number_of_threads(used: int) -> None:
+    weights = read_weights(mixed())
+    layout = layout_of(weights)
+    packed, digested = bytearray(layout.nbytes), bytearray(layout.nbytes)
+
+    pack(weights, layout, memoryview(packed))
+    found = pack_digested(weights, layout, memoryview(digested), b"e")
+
+    for entry, tensor in zip(layout.entries, ordered(weights, layout), strict=True):
+        assert packed[entry.offset : entry.offset + entry.nbytes] == bits_of(tensor).numpy().tobytes(), entry.name
+    assert packed == digested
+    assert len(packing._parts(layout, used)) <= used
+    assert found.hex() == reference(bytes(packed), b"e") == digest_of(weights, layout, b"e").hex()
+
+
+def test_tensors_are_copied_out_whole_on_any_number_of_threads_and_autograd_notices(used: int) -> None:
+    weights = read_weights(mixed())
+    layout = layout_of(weights)
+    payload = bytearray(layout.nbytes)
+    pack(weights, layout, memoryview(payload))
+    source = ordered(weights, layout)
+    into = [torch.zeros_like(tensor, memory_format=torch.preserve_format) for tensor in source]
+    chosen = [index for index in range(len(into)) if index % 5]
+    versions = [tensor._version for tensor in into]
+
+    scatter(layout, into, chosen, address_of(memoryview(payload)))
+
+    for index, (tensor, expected) in enumerate(zip(into, source, strict=True)):
+        written = index in chosen
+        assert torch.equal(bits_of(tensor), bits_of(expected) * written), layout.entries[index].name
+        assert (tensor._version > versions[index]) == written
+
+
+def test_a_graph_over_weights_that_were_copied_over_cannot_be_used_any_more() -> None:
+    model = nn.Linear(256, 256)
+    loss = (model(model(torch.ones(256))) ** 2).sum()
+    weights = read_weights({"weight": torch.ones(256, 256), "bias": torch.ones(256)})
+    layout = layout_of(weights)
+    payload = bytearray(layout.nbytes)
+    pack(weights, layout, memoryview(payload))
+
+    scatter(layout, ordered(read_weights(model), layout), range(2), address_of(memoryview(payload)))
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parts_cover_everything_and_end_at_whole_units(used: int) -> None:
+    for nbytes in (0, 1, 64 * KIB, 1000 * KIB + 1):
+        parts = shares(nbytes, 4 * KIB, used)
+        assert (parts[0][0], parts[-1][1]) == (0, nbytes)
+        assert all(end == start for (_, end), (start, _) in pairwise(parts))
+        assert all(end % (4 * KIB) == 0 for _, end in parts[:-1])
+        assert len(parts) == max(1, min(used, nbytes // (64 * KIB)))
+
+
+def test_an_error_of_any_part_is_raised_once_all_have_ended() -> None:
+    ended = []
+
+    def work(start: int, end: int) -> None:
+        if start == 1:
+            raise ValueError("the second part")
+        ended.append(end)
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="the second part"):
+        in_threads(work, [(0, 1), (1, 2), (2, 3)])
+
+    assert (sorted(ended), threading.active_count()) == ([1, 3], before)
+
+
+def test_a_process_that_can_start_no_thread_does_the_work_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    done: list[tuple[int, int]] = []
+    in_threads(lambda start, end: done.append((start, end)), [(0, 1), (1, 2)])
+
+    assert sorted(done) == [(0, 1), (1, 2)]

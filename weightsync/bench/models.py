@@ -1,0 +1,131 @@
+"""The models that are sent: making them, changing them between sends, and their digests."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from weightsync.bench.settings import BenchError, Payload
+from weightsync.errors import ConfigurationError
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class PayloadModel(nn.Module):
+    """A model without a forward: so many float32 parameters with so many bytes in all.
+
+    Args:
+        payload: how many of each.
+    """
+
+    def __init__(self, payload: Payload) -> None:
+        super().__init__()
+        size, extra = divmod(payload.nbytes // 4, payload.tensors)
+        for index in range(payload.tensors):
+            values = torch.empty(size + (index < extra))
+            self.register_parameter(f"weight_{index}", nn.Parameter(values))
+
+
+def make_model(payload: Payload, device: str) -> nn.Module:
+    """Make a payload's model on a device. Its values are arbitrary.
+
+    Raises:
+        ConfigurationError: the user's factory cannot be imported, or makes no module.
+    """
+    model = _user_model(payload.factory) if payload.factory else PayloadModel(payload)
+    return model.to(device)
+
+
+def _user_model(factory: str) -> nn.Module:
+    module, _, name = factory.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does: the user's module may be in the current directory
+    try:
+        made: object = _called(getattr(importlib.import_module(module), name))
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"--model {factory}: the factory is not found: {error}.") from error
+    if not isinstance(made, nn.Module):
+        raise ConfigurationError(f"--model {factory}: the factory returned a {type(made).__name__}, not a module.")
+    return made
+
+
+def _called(factory: Callable[[], object]) -> object:
+    return factory()
+
+
+def tensors_of(model: nn.Module) -> Mapping[str, Tensor]:
+    """What a scheme sends: parameters and persistent buffers, by name."""
+    return {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def digest_of(*tensors: Tensor) -> str:
+    """A digest of tensors' bytes, wherever they are."""
+    state = xxhash.xxh3_128()
+    for tensor in tensors:
+        state.update(memory_of(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
+    return state.hexdigest()
+
+
+def memory_of(flat: Tensor) -> memoryview:
+    """The memory of a flat tensor of bytes."""
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+def digest_of_model(model: nn.Module) -> str:
+    """A digest of a model's weights, in the order of their names."""
+    return digest_of(*(tensor for _, tensor in sorted(tensors_of(model).items())))
+
+
+class Source:
+    """The trainer's weights: as a model, and as the same number of bytes in one flat tensor for the floors.
+
+    Args:
+        payload: the model to make.
+        device: where both are.
+    """
+
+    def __init__(self, payload: Payload, device: str) -> None:
+        self.model = make_model(payload, device)
+        weights = tensors_of(self.model)
+        self.tensors = len(weights)
+        self.nbytes = sum(tensor.nbytes for tensor in weights.values())
+        self._floats = [tensor for tensor in weights.values() if tensor.dtype in _FLOATS]
+        if not self._floats:
+            raise ConfigurationError(f"the payload {payload.name} has no floating-point weights to change.")
+        self.flat = torch.randint(0, 256, (self.nbytes,), dtype=torch.uint8, device=device)
+        for tensor in self._floats:
+            tensor.copy_(torch.randn(tensor.shape))
+        self._changes = 0
+
+    def change(self) -> None:
+        """Change every floating-point weight, as an optimizer would, and the flat bytes."""
+        self._changes += 1
+        for tensor in self._floats:
+            tensor.neg_()
+        first = self._floats[0]
+        # No two of 251 changes leave the same weights, so a send that was lost is seen.
+        first.view(-1)[0] = float(self._changes % 251)
+        self.flat.add_(1)
+        if self.flat.is_cuda:
+            torch.cuda.synchronize()
+
+
+def compare_digests(name: str, sent: str, found: Mapping[int, str]) -> None:
+    """Check that each worker has the weights that were sent.
+
+    Raises:
+        BenchError: one has others.
+    """
+    wrong = [str(worker) for worker, digest in found.items() if digest != sent]
+    if wrong:
+        raise BenchError(
+            f"{name}: the weights did not arrive at worker {', '.join(wrong)}: the digest of its tensors differs from "
+            "that of the trainer's. No time of this run can be trusted."
+        )

@@ -1,0 +1,199 @@
+"""Results: what was measured in each case, on what machine; as JSON, and back."""
+
+from __future__ import annotations
+
+import enum
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weightsync.errors import ConfigurationError
+
+#: The version of the JSON. It changes when a reader of the old one would misunderstand the new one.
+SCHEMA = 1
+
+
+class Kind(enum.Enum):
+    """What a contender is."""
+
+    #: What the hardware or a library's plainest call costs.
+    FLOOR = "floor"
+    #: A scheme of weightsync: a send ends when every worker has applied the version and acked it.
+    SCHEME = "scheme"
+    #: A scheme of weightsync: how long `send_async()` takes to return.
+    ASYNC = "send_async"
+    #: A scheme of TorchRL.
+    TORCHRL = "torchrl"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The name of a contender.
+
+    Attributes:
+        name: of the floor or the scheme.
+        kind: what it is.
+        verify: the value of `weightsync.Verify` that it was measured with; None for what has none.
+    """
+
+    name: str
+    kind: Kind
+    verify: str | None = None
+
+    def __str__(self) -> str:
+        suffix = ": send_async" if self.kind is Kind.ASYNC else ""
+        return self.name + (f", {self.verify}" if self.verify else "") + suffix
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A contender's sends in one case. Times are in seconds.
+
+    Attributes:
+        label: the contender.
+        count: how many sends were timed.
+        median: their median.
+        low: their lower quartile.
+        high: their upper quartile.
+        trainer_calls: Python calls of one send in the trainer's calling thread, counted in an untimed send.
+        worker_calls: Python calls in the first worker's receiving thread for the same send. None: not counted.
+    """
+
+    label: Label
+    count: int
+    median: float
+    low: float
+    high: float
+    trainer_calls: int | None = None
+    worker_calls: int | None = None
+
+    @classmethod
+    def of(cls, label: Label, samples: Sequence[float]) -> Measured:
+        """The median and the quartiles of samples."""
+        if len(samples) == 1:
+            low = median = high = samples[0]
+        else:
+            low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(label, len(samples), median, low, high)
+
+    @property
+    def spread(self) -> float:
+        """The interquartile range in units of the median."""
+        return (self.high - self.low) / self.median if self.median else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One payload with one number of workers: its contenders were interleaved, so ratios inside a case hold.
+
+    Attributes:
+        payload: its name.
+        nbytes: its bytes.
+        tensors: its tensors.
+        workers: how many workers got each send.
+        device: where the models were.
+        threads: torch's threads in the trainer.
+        default_verify: the library's default for ``verify=`` in that run.
+        command: repeats the run.
+        measured: one record a contender.
+        left_out: what was not measured, and why.
+    """
+
+    payload: str
+    nbytes: int
+    tensors: int
+    workers: int
+    device: str
+    threads: int
+    default_verify: str
+    command: str
+    measured: tuple[Measured, ...]
+    left_out: Mapping[str, str]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the case is about. A later case with the same key takes the place of an earlier one."""
+        names = sorted({each.label.name for each in self.measured if each.label.kind is not Kind.FLOOR})
+        return (self.payload, self.workers, self.device, self.threads, *names)
+
+    def find(self, name: str, kind: Kind, verify: str | None = None) -> Measured | None:
+        """A contender's record, if it was measured."""
+        return next((each for each in self.measured if each.label == Label(name, kind, verify)), None)
+
+
+@dataclass(frozen=True)
+class Results:
+    """All cases of a machine.
+
+    Attributes:
+        machine: what it is, in words; no host name, no path.
+        noise_limit: a floor with a larger relative spread says nothing.
+        cases: what was measured.
+    """
+
+    machine: Mapping[str, str]
+    noise_limit: float
+    cases: tuple[Case, ...]
+
+    def joined(self, later: Results) -> Results:
+        """These results with those of a later run on the same machine.
+
+        Raises:
+            ConfigurationError: the machine, or a version of a library, is another.
+        """
+        ours, theirs = dict(self.machine), dict(later.machine)
+        differ = sorted(name for name in {*ours, *theirs} - {"note"} if ours.get(name) != theirs.get(name))
+        if differ:
+            said = "; ".join(f"{name}: {ours.get(name)} and {theirs.get(name)}" for name in differ)
+            raise ConfigurationError(f"results of different machines are not joined ({said}): write to another file.")
+        new = {case.key for case in later.cases}
+        return replace(later, machine=theirs, cases=(*(c for c in self.cases if c.key not in new), *later.cases))
+
+    def write(self, path: Path) -> None:
+        """Write the JSON.
+
+        Raises:
+            ConfigurationError: the file cannot be written.
+        """
+        record = {"schema": SCHEMA, **asdict(self)}
+        text = json.dumps(record, indent=1, default=_plain) + "\n"
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"the results cannot be written to {path}: {error}.") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """Read the JSON.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or is not what `write` wrote.
+        """
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            schema = record["schema"]
+            if schema == SCHEMA:
+                cases = tuple(map(_case, record["cases"]))
+                return cls(dict(record["machine"]), float(record["noise_limit"]), cases)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigurationError(f"{path} holds no results of `weightsync bench`: {error!r}.") from error
+        raise ConfigurationError(f"{path} is of schema {schema!r}, and this weightsync reads {SCHEMA}: measure again.")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    raise TypeError(f"{value!r} has no JSON")
+
+
+def _case(record: Mapping[str, Any]) -> Case:
+    return Case(**{**record, "measured": tuple(_measured(record["measured"])), "left_out": dict(record["left_out"])})
+
+
+def _measured(records: Iterable[Mapping[str, Any]]) -> Iterable[Measured]:
+    for record in records:
+        label = record["label"]
+        yield Measured(**{**record, "label": Label(label["name"], Kind(label["kind"]), label["verify"])})

@@ -1,0 +1,208 @@
+"""The run: each case sets its contenders up, proves that they carry weights, and times them in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import distributed
+
+from weightsync.bench import machine
+from weightsync.bench.call_schemes import RayCluster, RpcWorld
+from weightsync.bench.contenders import Backend, Contender, Situation
+from weightsync.bench.floors import cpu_floors, cuda_floors
+from weightsync.bench.models import Source, compare_digests
+from weightsync.bench.processes import environment, start_forkserver
+from weightsync.bench.results import Case, Label, Measured, Results
+from weightsync.bench.schemes import default_verify, process_schemes, variants
+from weightsync.bench.settings import BenchError, Device, Payload, SchemeName, Settings
+from weightsync.bench.torchrl_schemes import torchrl_schemes
+from weightsync.errors import ConfigurationError, SyncError, TransportError
+
+#: How much of the free memory a case may take by the estimate.
+_SHARE_OF_MEMORY = 0.8
+#: torch asks the DNS about every connection, and gloo for the host's own address; the bench stays on the loopback.
+_ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "lo"}
+_WORKER_MODULES = ("weightsync.bench.call_schemes", "weightsync.bench.torchrl_schemes")
+
+
+class Progress(Protocol):
+    """Is told how a run goes."""
+
+    def began(self, cases: int) -> None:
+        """The number of cases is known."""
+
+    def setting_up(self, payload: Payload, workers: int) -> None:
+        """A case is being set up."""
+
+    def measured(self, samples: Mapping[Label, Sequence[float]], share: float) -> None:
+        """A round has ended: the samples so far, and which share of the case is done."""
+
+    def ended(self, case: Case) -> None:
+        """A case has ended."""
+
+
+def run(settings: Settings, progress: Progress, note: str = "") -> Results:
+    """Measure every payload with every number of workers. All processes have ended when this returns or raises.
+
+    Args:
+        settings: what to measure.
+        progress: is told how it goes.
+        note: on the machine, kept with the results.
+
+    Raises:
+        BenchError: a worker ended, or weights did not arrive.
+        ConfigurationError: nothing of what was chosen can be measured here, or the model's factory is wrong.
+    """
+    left_out = missing(settings)
+    if "cuda" in (settings.device.trainer, settings.device.worker) and not torch.cuda.is_available():
+        raise ConfigurationError(f"--device {settings.device.value}: torch finds no CUDA device here.")
+    if all(name.value in left_out for name in settings.schemes):
+        raise ConfigurationError(f"nothing can be measured: {'; '.join(left_out.values())}.")
+    cases = [(payload, workers) for payload in settings.payloads for workers in settings.workers]
+    progress.began(len(cases))
+    threads = torch.get_num_threads()
+    facts = dict(machine.describe(settings.device.value))
+    with environment(_ENVIRONMENT), _backends(settings, left_out) as backends:
+        torch.set_num_threads(settings.threads)
+        try:
+            run_case = _Cases(settings, backends, left_out, progress).run
+            done = [run_case(number, *case) for number, case in enumerate(cases)]
+        except (SyncError, TransportError) as error:
+            raise BenchError(f"a send failed: {error}") from error
+        finally:
+            torch.set_num_threads(threads)
+    return Results(facts | ({"note": note} if note else {}), settings.noise_limit, tuple(done))
+
+
+def missing(settings: Settings) -> dict[str, str]:
+    """The chosen schemes that cannot be measured here, and why."""
+    why = {}
+    cuda = settings.device is not Device.CPU
+    for name in settings.schemes:
+        if name.is_torchrl and not machine.installed("torchrl"):
+            why[name.value] = "TorchRL is not installed (weightsync[torchrl])"
+        elif name is SchemeName.RAY and not machine.installed("ray"):
+            why[name.value] = "Ray is not installed (weightsync[ray])"
+        elif name is SchemeName.DISTRIBUTED and not (distributed.is_available() and distributed.is_gloo_available()):
+            why[name.value] = "this torch has no gloo"
+        elif name is SchemeName.RPC and not (distributed.is_available() and distributed.rpc.is_available()):
+            why[name.value] = "this torch has no RPC"
+        elif name in (SchemeName.RPC, SchemeName.RAY) and cuda:
+            why[name.value] = "its workers are measured with models on the CPU only"
+    return why
+
+
+@contextlib.contextmanager
+def _backends(settings: Settings, left_out: Mapping[str, str]) -> Iterator[list[Backend]]:
+    """What lasts for the whole run: the process that workers are forked from, the RPC world, Ray."""
+    chosen = {name for name in settings.schemes if name.value not in left_out}
+    torchrl = ["torchrl.weight_update"] if any(name.is_torchrl for name in chosen) else []
+    start_forkserver([*_WORKER_MODULES, *torchrl])
+    most = max(settings.workers)
+    with contextlib.ExitStack() as cleanup:
+        found: list[Backend] = []
+        for name, backend in ((SchemeName.RPC, RpcWorld), (SchemeName.RAY, RayCluster)):
+            if name in chosen:
+                made = backend(most)
+                cleanup.callback(made.close)
+                found.append(made)
+        yield found
+
+
+class _Cases:
+    """Runs one case after another."""
+
+    def __init__(
+        self, settings: Settings, backends: Sequence[Backend], left_out: Mapping[str, str], progress: Progress
+    ) -> None:
+        self._settings, self._backends, self._left_out, self._progress = settings, backends, left_out, progress
+
+    def run(self, number: int, payload: Payload, workers: int) -> Case:
+        """Set the contenders of a case up, measure them, and end them."""
+        settings, left_out = self._settings, dict(self._left_out)
+        self._progress.setting_up(payload, workers)
+        source = Source(payload, settings.device.trainer)
+        measured: tuple[Measured, ...] = ()
+        with contextlib.ExitStack() as cleanup:
+            names = frozenset(left_out)
+            situation = Situation(settings, payload, workers, source, f"case{number}", cleanup, names)
+            if too_large := _too_large(situation):
+                left_out["all"] = too_large
+            else:
+                contenders = list(_contenders(situation, self._backends))
+                measured = _measure(settings, contenders, source, self._progress)
+        counts = (source.nbytes, source.tensors, workers, settings.device.value, settings.threads)
+        case = Case(payload.name, *counts, default_verify(), settings.command, measured, left_out)
+        self._progress.ended(case)
+        return case
+
+
+def _too_large(situation: Situation) -> str:
+    """Why the case does not fit into the memory that is left, by an estimate; or nothing."""
+    chosen = [name for name in situation.settings.schemes if situation.chosen(name)]
+    fleets = sum(1 if name.is_torchrl else len(variants(situation)) for name in chosen)
+    # The floors' copies; two slots or buffers a fleet; a worker's own copy, and what is under way to some of them.
+    needed = int(situation.source.nbytes * (4 + 2 * fleets + 1.25 * (fleets + 1) * situation.workers))
+    left = machine.available_memory()
+    if needed <= left * _SHARE_OF_MEMORY:
+        return ""
+    return f"takes about {needed / 2**30:.0f} GiB and {left / 2**30:.0f} GiB are free: choose fewer schemes or workers"
+
+
+def _contenders(situation: Situation, backends: Sequence[Backend]) -> Iterator[Contender]:
+    if situation.settings.device is not Device.CPU:
+        yield from cuda_floors(situation)
+    yield from cpu_floors(situation)
+    yield from process_schemes(situation)
+    for backend in backends:
+        yield from backend.contenders(situation)
+    yield from torchrl_schemes(situation)
+
+
+def _measure(
+    settings: Settings, contenders: Sequence[Contender], source: Source, progress: Progress
+) -> tuple[Measured, ...]:
+    """Prove every contender, time all of them in turns, and prove them again while their calls are counted."""
+    for contender in contenders:
+        _prove(contender, source)
+    samples: dict[Label, list[float]] = {contender.label: [] for contender in contenders}
+    began = time.monotonic()
+    for done in range(settings.rounds):
+        share = max((time.monotonic() - began) / settings.seconds, done / settings.rounds)
+        if done >= settings.least_rounds and share >= 1:
+            break
+        source.change()
+        for index in range(len(contenders)):  # each round begins with another one
+            contender = contenders[(index + done) % len(contenders)]
+            samples[contender.label].append(_time(contender))
+        progress.measured(samples, min(1.0, share))
+    calls = {contender.label: _prove(contender, source) for contender in contenders}
+    found = []
+    for label, times in samples.items():
+        trainer, worker = calls[label]
+        once = Measured.of(label, times)
+        found.append(Measured(label, once.count, once.median, once.low, once.high, trainer, worker))
+    return tuple(found)
+
+
+def _time(contender: Contender) -> float:
+    contender.ready()
+    began = time.perf_counter()
+    contender.send()
+    took = time.perf_counter() - began
+    contender.settle()
+    return took
+
+
+def _prove(contender: Contender, source: Source) -> tuple[int | None, int | None]:
+    """Send new weights, and compare what each worker has with them. Returns the Python calls that it took."""
+    source.change()
+    contender.ready()
+    calls = contender.count_calls()
+    contender.settle()
+    compare_digests(str(contender.label), contender.sent_digest(), contender.digests())
+    return calls

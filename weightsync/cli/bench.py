@@ -1,0 +1,106 @@
+"""``weightsync bench``: measure the schemes against the physical floors on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightsync.bench import Device, Results, SchemeName, Settings
+from weightsync.bench.plotting import plot as draw
+from weightsync.bench.plotting import require_matplotlib
+from weightsync.bench.settings import DEFAULT_VERIFY, listed, members, numbers, payloads
+from weightsync.cli._bench_display import Display, show, show_compared
+from weightsync.cli.check import console, ended_by_signals
+
+_INTERRUPTED = 128 + signal.SIGINT
+_ALL = ",".join(name.value for name in SchemeName)
+
+
+def bench(  # noqa: PLR0917
+    payload_names: Annotated[
+        str | None,
+        typer.Option(
+            "--payloads", metavar="E,S,M,L,T", help="What to send.", show_default="all, unless --model is given"
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODULE:FACTORY", help="Send a model of your own: what this function returns.")
+    ] = None,
+    workers: Annotated[str, typer.Option(metavar="N,...", help="The numbers of workers.")] = "2",
+    schemes: Annotated[str, typer.Option(metavar="NAME,...", help="What to measure.")] = _ALL,
+    verify: Annotated[
+        str, typer.Option(metavar="WORD,...", help="Values of verify=, each measured on its own.")
+    ] = f"{DEFAULT_VERIFY},layout,digest",
+    device: Annotated[Device, typer.Option(help="Where the trainer's and the workers' models are.")] = Device.CPU,
+    threads: Annotated[int, typer.Option(help="torch's threads in the trainer, and memcpy's. A worker has one.")] = 1,
+    seconds: Annotated[float, typer.Option(help="How long to measure one payload with one number of workers.")] = 20.0,
+    rounds: Annotated[int, typer.Option(help="The most sends of one contender in that time.")] = 50,
+    noise_limit: Annotated[
+        float, typer.Option(help="The relative interquartile range of a floor above which a ratio to it says nothing.")
+    ] = 0.25,
+    report: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file.")] = None,
+    append: Annotated[
+        bool, typer.Option("--append", help="Keep what the --json file has of other cases on the same machine.")
+    ] = False,
+    note: Annotated[str, typer.Option(help="A note on the machine, kept with the results.")] = "",
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw cost against size and against workers. Needs weightsync[plot]."),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="A.json B.json", help="Compare two results and measure nothing.")
+    ] = None,
+) -> None:
+    """Measure weightsync, TorchRL and the physical floors on this machine, in turns in one run.
+
+    A send ends when every worker has applied the version and acked it. Before and after, each worker proves by digest
+    that it has the trainer's weights. What is not installed is left out, and named.
+
+    The exit code is 0 if everything was measured or compared, also where the machine was too noisy to tell or a target
+    was missed; 1 if a worker ended, weights did not arrive, or an option or a file is wrong; 2 for a usage error; and
+    130 after Ctrl-C. In every case all processes have ended.
+    """
+    screen = console()
+    if compare is not None:
+        show_compared(screen, *map(Results.read, compare))
+        return
+    if plot is not None:
+        require_matplotlib()
+    settings = Settings(
+        payloads(payload_names, model),
+        numbers(workers),
+        members(SchemeName, schemes),
+        tuple(listed(verify)),
+        device,
+        threads,
+        seconds,
+        rounds,
+        noise_limit,
+    )
+    before = Results.read(report) if append and report is not None and report.exists() else None
+    results = _measured(settings, note, Display(screen))
+    if before is not None:
+        results = before.joined(results)
+    if report is not None:
+        results.write(report)
+    if plot is not None:
+        draw(results, plot)
+    show(screen, results)
+
+
+def _measured(settings: Settings, note: str, display: Display) -> Results:
+    # torch's RPC logs a line for each connection that ends, in every process; read when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        with ended_by_signals(), display:
+            # Importing torch takes seconds, and wrong options are told of before.
+            from weightsync.bench.running import run  # noqa: PLC0415
+
+            return run(settings, display, note)
+    except KeyboardInterrupt:
+        typer.echo("weightsync: interrupted; all workers have ended.", err=True)
+        raise typer.Exit(_INTERRUPTED) from None

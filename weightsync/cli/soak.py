@@ -1,0 +1,82 @@
+"""``weightsync soak``: random syncs and faults at full speed, and a table of what happened."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from weightsync.soak.run import Action, Soak, Tally, Usage
+from weightsync.soak.worker import SchemeName
+
+#: The exit code if something happened that must not.
+FINDINGS = 1
+_PLAIN_WIDTH = 120
+_LABELS = {"rss_nbytes": "memory, MiB", "descriptors": "descriptors", "threads": "threads", "children": "processes"}
+
+
+def soak(  # noqa: PLR0917
+    scheme: Annotated[SchemeName, typer.Option("--scheme", help="The scheme to soak.")] = SchemeName.SHARED,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.01, help="How long.")] = 1.0,
+    workers: Annotated[int, typer.Option("--workers", min=2, help="How many worker processes.")] = 3,
+    mib: Annotated[float, typer.Option("--mib", min=0.001, help="The size of the weights in MiB.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the choices; processes race all the same.")] = 0,
+    report: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to a file; - prints them.")
+    ] = None,
+) -> None:
+    """Send at full speed, kill, stop and relink workers at random, and check all that they serve.
+
+    Every report is held against what the workers serve, and every worker reads its weights all the time.
+    The exit code is 0 if nothing was found, and 1 if something was; --json has all of it.
+    """
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, stderr=str(report) == "-")
+    run = Soak(scheme, workers, int(mib * 2**20), seed)
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+        tally = run.run(minutes * 60, lambda so_far: live.update(counted(so_far)) if console.is_terminal else None)
+    if report is not None:
+        text = json.dumps({"scheme": scheme.value, "workers": workers, **tally.record()}, indent=1) + "\n"
+        if str(report) == "-":
+            typer.echo(text, nl=False)
+        else:
+            report.write_text(text, encoding="utf-8")
+    console.print(counted(tally))
+    console.print(held(tally))
+    console.print(
+        f"{tally.versions} versions in {tally.seconds:.0f} s; workers read their weights {tally.reads} times."
+    )
+    for finding in tally.findings:
+        console.print(f"FOUND: {finding}", style="bold red", markup=False)
+    if tally.findings:
+        raise typer.Exit(FINDINGS)
+
+
+def counted(tally: Tally) -> Table:
+    """Return the table of actions and outcomes."""
+    table = Table("action", "times", "outcome", "workers", box=None, pad_edge=False)
+    outcomes = [(kind.name, str(count)) for kind, count in tally.outcomes.items()]
+    for number, action in enumerate(Action):
+        outcome = outcomes[number] if number < len(outcomes) else ("", "")
+        table.add_row(action.value, str(tally.actions[action]), *outcome)
+    return table
+
+
+def held(tally: Tally) -> Table:
+    """Return the table of what the trainer's process held before and after."""
+    table = Table("in the trainer", "before", "after", box=None, pad_edge=False)
+    for name, label in _LABELS.items():
+        table.add_row(label, *(_amount(each, name) for each in (tally.before, tally.after)))
+    return table
+
+
+def _amount(usage: Usage | None, name: str) -> str:
+    if usage is None:
+        return ""
+    amount: int = getattr(usage, name)
+    return str(amount >> 20) if name == "rss_nbytes" else str(amount)

@@ -1,0 +1,164 @@
+"""A worker of the soak: it reads its weights all the time, and reports what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync import (
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    TransportError,
+    WeightReceiver,
+    WeightSyncScheme,
+)
+
+MODEL_ID = "soak"
+#: How long a worker waits for a new version before it reads its weights again, in seconds.
+_PAUSE_S = 0.001
+
+
+class SchemeName(enum.Enum):
+    """The schemes that can be soaked."""
+
+    SHARED = "shared"
+    PROCESS = "process"
+    DISTRIBUTED = "distributed"
+
+    def make(self) -> WeightSyncScheme:
+        """Make one end's scheme."""
+        return _CLASSES[self]()
+
+
+_CLASSES: dict[SchemeName, Callable[[], WeightSyncScheme]] = {
+    SchemeName.SHARED: SharedMemWeightSyncScheme,
+    SchemeName.PROCESS: MultiProcessWeightSyncScheme,
+    SchemeName.DISTRIBUTED: DistributedWeightSyncScheme,
+}
+
+
+class Request(enum.Enum):
+    """What the trainer asks of a worker, over a pipe that carries no weights."""
+
+    LOOK = "look"
+    REFUSE_NEXT = "refuse next"
+    TAKE_LINK = "take link"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a worker has seen.
+
+    Attributes:
+        version: the version it serves; None: none yet.
+        value: the value of all its weights.
+        reads: how often it has read all its weights.
+        torn: how often they were not of one version.
+        refused: how many updates it was asked to refuse, and has refused.
+    """
+
+    version: int | None
+    value: float
+    reads: int
+    torn: int
+    refused: int
+
+
+class SoakModel(nn.Module):
+    """Weights that are all of one value, which is different for each version.
+
+    Args:
+        nbytes: the size of the weights; half of them are in small tensors.
+        fill: the value.
+    """
+
+    def __init__(self, nbytes: int, fill: float = 0.0) -> None:
+        super().__init__()
+        whole = max(nbytes // 8, 8)
+        self.large = nn.Parameter(torch.full((whole,), fill), requires_grad=False)
+        pieces = torch.split(torch.full((whole,), fill), max(whole // 16, 1))
+        self.small = nn.ParameterList(nn.Parameter(piece.clone(), requires_grad=False) for piece in pieces)
+        self.fill = fill
+        self.refusals = 0
+        self.refused = 0
+
+    def set(self, fill: float) -> None:
+        """Give all weights one value."""
+        for parameter in self.parameters():
+            parameter.data.fill_(fill)
+        self.fill = fill
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The value, beside the weights."""
+        return {"fill": self.fill}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take the value; raise if the next update shall be refused."""
+        if self.refusals:
+            self.refusals -= 1
+            self.refused += 1
+            raise ValueError("this worker was asked to refuse")
+        self.fill = state["fill"]
+
+    def is_whole(self) -> bool:
+        """Whether all weights, and the extra state, are of one version."""
+        return all(bool((parameter == self.fill).all()) for parameter in self.parameters())
+
+
+def work(scheme: SchemeName, index: int, nbytes: int, control: Connection, endpoint: Any) -> None:
+    """Run one worker until it is asked to stop, or the trainer is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and then stops the workers
+    torch.set_num_threads(1)
+    model = SoakModel(nbytes)
+    with contextlib.suppress(EOFError, OSError), scheme.make() as made:
+        made.init_on_worker(MODEL_ID, model=model, **reached(scheme, index, endpoint))
+        _Worker(made.get_receiver(), model, control).run()
+
+
+def reached(scheme: SchemeName, index: int, endpoint: Any) -> dict[str, Any]:
+    """The arguments with which a worker finds its trainer: a pipe, or the port of its store."""
+    if scheme is not SchemeName.DISTRIBUTED:
+        return {"pipe": endpoint}
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - only this scheme needs it
+
+    store = TCPStore("127.0.0.1", endpoint, None, False, timedelta(seconds=60), wait_for_workers=False)
+    return {"store": store, "rank": index + 1}
+
+
+class _Worker:
+    def __init__(self, receiver: WeightReceiver, model: SoakModel, control: Connection) -> None:
+        self._receiver, self._model, self._control = receiver, model, control
+        self._reads = self._torn = 0
+
+    def run(self) -> None:
+        while True:
+            with contextlib.suppress(TransportError):  # the link is lost: a new one will come, or the end
+                self._receiver.receive(timeout=_PAUSE_S)
+            with self._receiver.serving():
+                self._reads += 1
+                self._torn += not self._model.is_whole()
+            while self._control.poll():
+                request = self._control.recv()
+                if request is Request.STOP:
+                    return
+                self._answer(request)
+
+    def _answer(self, request: Request) -> None:
+        if request is Request.REFUSE_NEXT:
+            self._model.refusals = 1
+        elif request is Request.TAKE_LINK:
+            self._receiver.register_worker_transport(Connection(recv_handle(self._control)))
+        refused = self._model.refused
+        self._control.send(Look(self._receiver.version, self._model.fill, self._reads, self._torn, refused))

@@ -1,0 +1,293 @@
+"""The connection of a link: it carries messages and payloads, in each direction from one thread to one thread.
+
+A message is its length in four bytes, then its text; a payload follows the message that announces it. The worker
+listens, at an address that it announces in the store, until the sender has connected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import ipaddress
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from weightsync.errors import TransportError
+
+_LENGTH: Final = struct.Struct("!I")
+_CHUNK_NBYTES: Final = 2**20
+#: Payloads are written and read in pieces of this size.
+PIECE_NBYTES: Final = 64 * 2**20
+#: Seconds for connecting, and for a stranger's connection to show that it is one.
+_DIAL: Final = 5.0
+_PROOF: Final = 1.0
+#: Milliseconds between two checks whether to go on waiting.
+_LOOK: Final = 50
+_SEND_FLAGS: Final = int(socket.MSG_NOSIGNAL)
+_SEND_NOW: Final = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_WHOLE: Final = int(socket.MSG_WAITALL)
+_SIOCGIFADDR: Final = 0x8915
+
+
+class EndOfStream(Exception):
+    """The other end has closed the connection, between two messages."""
+
+
+class Stream:
+    """A connection. One thread writes, one thread reads; any thread may end it.
+
+    Args:
+        sock: connected; it belongs to the stream.
+
+    Raises (all methods that read or write):
+        TransportError: the connection has broken, or was cut.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._lock = threading.Lock()
+
+    def write(self, text: bytes, payload: memoryview | None, go_on: Callable[[], None]) -> None:
+        """Write a message, and the payload behind it.
+
+        Args:
+            text: the message.
+            payload: what follows. `cut` ends the wait of whoever writes it.
+            go_on: called while there is no room for the message; raises TransportError to give up.
+        """
+        with _broken():
+            left = memoryview(_LENGTH.pack(len(text)) + text)
+            while left:
+                try:
+                    left = left[self._socket.send(left, _SEND_NOW) :]
+                except BlockingIOError:
+                    go_on()
+                    _ready(self._socket, select.POLLOUT)
+            for piece in _pieces(payload):
+                self._write_piece(piece)
+
+    def _write_piece(self, piece: memoryview) -> None:
+        self._socket.sendall(piece, _SEND_FLAGS)
+
+    def read(self) -> bytearray:
+        """The next message. Its memory grows with what has arrived: a false length costs nothing.
+
+        Raises:
+            EndOfStream: there is none.
+        """
+        head = bytearray(_LENGTH.size)
+        if not self._fill(memoryview(head)):
+            raise EndOfStream
+        (nbytes,) = _LENGTH.unpack(head)
+        text = bytearray()
+        while len(text) < nbytes:
+            more = bytearray(min(nbytes - len(text), _CHUNK_NBYTES))
+            if not self._fill(memoryview(more)):
+                raise _ended_amid_a_message()
+            text = text + more if text else more
+        return text
+
+    def read_into(self, room: memoryview) -> None:
+        """Fill ``room``. After an error its contents are undefined."""
+        for piece in _pieces(room):
+            self._read_piece(piece)
+
+    def _read_piece(self, piece: memoryview) -> None:
+        if not self._fill(piece):
+            raise _ended_amid_a_message()
+
+    def skip(self, nbytes: int) -> None:
+        """Read a payload for which there is no memory, and drop it."""
+        scratch = memoryview(bytearray(min(nbytes, _CHUNK_NBYTES)))
+        while nbytes:
+            self.read_into(scratch[:nbytes])
+            nbytes -= min(nbytes, len(scratch))
+
+    def _fill(self, room: memoryview) -> bool:
+        """Fill ``room``; False: the stream has ended before its first byte."""
+        filled = 0
+        with _broken():
+            while filled < len(room):
+                nbytes = self._socket.recv_into(room[filled:], 0, _WHOLE)
+                if not nbytes and filled:
+                    raise _ended_amid_a_message()
+                if not nbytes:
+                    return False
+                filled += nbytes
+        return True
+
+    def drain(self) -> None:
+        """Read and drop everything until the other end closes. Closed before, the kernel would drop what we wrote."""
+        scratch = bytearray(_CHUNK_NBYTES)
+        with contextlib.suppress(OSError):
+            while self._socket.recv_into(scratch):
+                continue
+
+    def end_writing(self) -> None:
+        """Tell the other end, after everything that was written, that nothing more will be."""
+        self._shut(socket.SHUT_WR)
+
+    def end_reading(self) -> None:
+        """Nothing more will arrive: reading ends after what is there."""
+        self._shut(socket.SHUT_RD)
+
+    def cut(self) -> None:
+        """Make reading and writing fail, here and at the other end."""
+        self._shut(socket.SHUT_RDWR)
+
+    def _shut(self, how: int) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.shutdown(how)
+
+    def close(self) -> None:
+        """Close the descriptor, once no thread reads or writes any more."""
+        with self._lock:
+            self._socket.close()
+
+    def forget(self) -> None:
+        """In a forked child: close our copy of the descriptor, which leaves the parent's connection as it is."""
+        self._socket.close()
+
+
+class Door:
+    """Where a worker awaits the connection of one sender.
+
+    Args:
+        host: our address, or our host's name.
+
+    Raises:
+        TransportError: no descriptor is left, or it is not an address of ours.
+    """
+
+    def __init__(self, host: str) -> None:
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            raise TransportError(f"No connection can be accepted at {host}: {error.strerror or error}.") from error
+        self._listener.setblocking(False)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+
+    def accept(self, name: str, go_on: Callable[[], None]) -> Stream:
+        """The connection of whoever names the link. All others are closed.
+
+        Args:
+            name: the link's.
+            go_on: called from time to time; raises to end the wait.
+
+        Raises:
+            TransportError: no descriptor is left.
+        """
+        with _broken():
+            while True:
+                go_on()
+                if not _ready(self._listener, select.POLLIN):
+                    continue
+                with contextlib.suppress(BlockingIOError):
+                    sock, _ = self._listener.accept()
+                    if _names(sock, name):
+                        return Stream(sock)
+                    sock.close()
+
+    def close(self) -> None:
+        """Listen no more. In a forked child: close our copy of the descriptor."""
+        self._listener.close()
+
+
+def dial(address: str, name: str) -> Stream:
+    """The connection to a worker's door.
+
+    Args:
+        address: host and port.
+        name: the link's.
+
+    Raises:
+        TransportError: it cannot be reached, or no descriptor is left.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        sock = socket.create_connection((host, int(port)), _DIAL)
+    except (OSError, OverflowError, ValueError) as error:
+        raise TransportError(f"The connection to {address} could not be made: {error}.") from error
+    stream = Stream(sock)
+    with _broken():
+        sock.sendall(name.encode(), _SEND_FLAGS)
+    return stream
+
+
+def _pieces(payload: memoryview | None) -> Iterator[memoryview]:
+    nbytes = 0 if payload is None else len(payload)
+    return (payload[start : start + PIECE_NBYTES] for start in range(0, nbytes, PIECE_NBYTES) if payload is not None)
+
+
+def _names(sock: socket.socket, name: str) -> bool:
+    sock.settimeout(_PROOF)
+    with contextlib.suppress(OSError):
+        return hmac.compare_digest(sock.recv(len(name), _WHOLE), name.encode())
+    return False
+
+
+def _ready(sock: socket.socket, event: int) -> bool:
+    poller = select.poll()
+    poller.register(sock, event)
+    return bool(poller.poll(_LOOK))
+
+
+@contextlib.contextmanager
+def _broken() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TransportError):
+            raise
+        raise TransportError(f"The connection has ended: {error.strerror or error}.") from error
+
+
+def _ended_amid_a_message() -> TransportError:
+    return TransportError("The connection has ended in the middle of a message.")
+
+
+def own_address(stays_on_host: bool, towards_store: str | None) -> str:
+    """The address to listen at for the sender.
+
+    Args:
+        stays_on_host: whether the sender is in our network namespace.
+        towards_store: our address on the connection to the store.
+
+    Raises:
+        TransportError: the interface that ``GLOO_SOCKET_IFNAME`` names has no address.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return _address_at(interface.partition(",")[0])
+    if stays_on_host:
+        return "127.0.0.1"
+    # A store on the loopback shows nothing about the route to a sender elsewhere.
+    if towards_store is None or ipaddress.ip_address(towards_store.partition("%")[0]).is_loopback:
+        return hosts_address()
+    return towards_store
+
+
+def _address_at(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            found = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            raise TransportError(f"GLOO_SOCKET_IFNAME names {interface}, which has no address: {error}.") from error
+    return socket.inet_ntoa(found[20:24])
+
+
+def hosts_address() -> str:
+    """This host's address for other hosts; the loopback's if the host has no name."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"

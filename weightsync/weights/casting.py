@@ -1,0 +1,93 @@
+"""Casting weights to a narrower floating dtype on their way to the workers: the option ``wire_dtype``.
+
+A cast is a layout: packing copies each tensor into the place that the layout of what is sent has for it, and torch
+converts it there, on the device of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from weightsync.errors import LayoutError
+from weightsync.options import WireDtype, option
+from weightsync.weights.layout import ITEMSIZES, Entry, Layout
+from weightsync.weights.reading import Weights
+from weightsync.weights.tensors import DTYPE_NAMES, DTYPES, address_of, borrowed
+
+#: What is cast, if it is wider than the option. Complex and float8 tensors, integers and bools never are.
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+def wire_dtype_of(value: torch.dtype | WireDtype | str | None) -> WireDtype | None:
+    """Convert the option, given as a torch dtype, its name, a `WireDtype`, or None, to the member.
+
+    Raises:
+        ConfigurationError: weights cannot be cast to it.
+    """
+    if value is None:
+        return None
+    name = DTYPE_NAMES.get(value, str(value)) if isinstance(value, torch.dtype) else value
+    return option(WireDtype, name)
+
+
+@lru_cache(maxsize=64)
+def sent_layout(layout: Layout, wire_dtype: WireDtype | None) -> Layout:
+    """The layout in which weights of this layout are sent; the same object if nothing is cast."""
+    if wire_dtype is None or not any(_is_cast(entry, wire_dtype) for entry in layout.entries):
+        return layout
+    specs = (
+        (entry.name, wire_dtype.value if _is_cast(entry, wire_dtype) else entry.dtype, entry.shape)
+        for entry in layout.entries
+    )
+    return Layout(specs, layout.extras)
+
+
+def _is_cast(entry: Entry, wire_dtype: WireDtype) -> bool:
+    return entry.dtype in _FLOATS and ITEMSIZES[entry.dtype] > ITEMSIZES[wire_dtype.value]
+
+
+def refuse_overflow(weights: Weights, sent: Layout, view: memoryview, wire_dtype: WireDtype) -> None:
+    """Refuse weights of which a finite value became infinite when they were packed.
+
+    Args:
+        weights: what was packed.
+        sent: the layout of what was packed.
+        view: what was packed: its first ``sent.nbytes`` bytes are read, and only those of the dtype.
+        wire_dtype: what was cast to.
+
+    Raises:
+        LayoutError: there is such a value. The error names the tensor and the value.
+    """
+    dtype, base = DTYPES[wire_dtype.value], address_of(view)
+    with torch.inference_mode():
+        for group in sent.groups:
+            if group.dtype != wire_dtype.value or _is_finite(borrowed(base + group.offset, group.nbytes).view(dtype)):
+                continue
+            # An infinite value may have been infinite before (the mask of an attention layer is).
+            for entry in sent.entries[group.first : group.last]:
+                cast = borrowed(base + entry.offset, entry.nbytes).view(dtype).view(entry.shape)
+                _refuse_overflow_of(entry, weights.tensors[entry.name], cast)
+
+
+def _is_finite(flat: Tensor) -> bool:
+    # One pass over the packed bytes. The extremes of a tensor with a NaN are NaN.
+    return not flat.numel() or all(math.isfinite(float(extreme)) for extreme in torch.aminmax(flat))
+
+
+def _refuse_overflow_of(entry: Entry, source: Tensor, cast: Tensor) -> None:
+    if _is_finite(cast):
+        return
+    lost = cast.isinf() & source.isfinite().cpu()
+    if not lost.any():
+        return
+    value, most = float(source.cpu()[lost][0]), torch.finfo(cast.dtype).max
+    advice = "wire_dtype='bfloat16' has the range of float32" if entry.dtype == "float16" else "bring it into range"
+    raise LayoutError(
+        f"'{entry.name}' has {int(lost.sum())} values, such as {value:g}, that would be sent as inf: the largest "
+        f"{entry.dtype} is {most:g}, and wire_dtype='{entry.dtype}' was chosen. Nothing was sent: {advice}.",
+        mismatched={entry.name: f"{value:g} does not fit into {entry.dtype}"},
+    )

@@ -1,0 +1,95 @@
+"""The digest of an update: 16 bytes, which a sender and its workers compute alike on any number of threads.
+
+The flat buffer is cut into chunks of 512 KiB, the last one shorter; an empty buffer has none. With ``h`` for xxh3-128
+and its 16 bytes in the canonical order (big-endian), the digest is::
+
+    h(size of the buffer as 8 bytes, little-endian || h(chunk 0) || h(chunk 1) || ... || encoded extra state)
+
+A chunk is hashed right behind the copy that fills it, while it is still in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+import xxhash
+
+from weightsync.weights.threads import in_threads, shares
+
+#: Bytes in a chunk. Part of the protocol: another size is another digest.
+CHUNK: Final = 512 << 10
+_SIZE: Final = struct.Struct("<Q")
+
+
+def combined(nbytes: int, chunks: Iterable[bytes], extras: bytes) -> bytes:
+    """The digest of a buffer of `nbytes` bytes whose chunks have these hashes, and of the encoded extra state."""
+    return xxhash.xxh3_128_digest(b"".join((_SIZE.pack(nbytes), *chunks, extras)))
+
+
+def digest(payload: memoryview, extras: bytes) -> bytes:
+    """The digest of a flat buffer and the encoded extra state."""
+    return ChunkHashes(payload).combined(extras)
+
+
+class ChunkHashes:
+    """The hashes of a buffer's chunks, while several threads fill it.
+
+    Args:
+        payload: the whole buffer.
+    """
+
+    def __init__(self, payload: memoryview) -> None:
+        self._payload = payload
+        self._nbytes = payload.nbytes
+        self._found = [b""] * -(-payload.nbytes // CHUNK)
+
+    def reach(self, start: int, end: int) -> None:
+        """Hash the chunks that lie whole in ``start:end``, which is filled."""
+        last = len(self._found) if end == self._nbytes else end // CHUNK
+        self._hash(range(-(-start // CHUNK), last))
+
+    def _hash(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._found[index] = xxhash.xxh3_128_digest(self._payload[index * CHUNK : (index + 1) * CHUNK])
+
+    def combined(self, extras: bytes) -> bytes:
+        """The digest, once the whole buffer is filled. Hashes what `reach` has left, such as chunks of two threads."""
+        left = [index for index, found in enumerate(self._found) if not found]
+        parts = shares(len(left) * CHUNK, CHUNK, torch.get_num_threads())
+        in_threads(lambda start, end: self._hash(left[start // CHUNK : end // CHUNK]), parts)
+        return combined(self._nbytes, self._found, extras)
+
+
+class StreamedDigest:
+    """The digest of a buffer that is given piece by piece, in order."""
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self._open = xxhash.xxh3_128()
+        self._taken = 0
+        self._nbytes = 0
+
+    def take(self, piece: memoryview | bytes) -> None:
+        """Take the next bytes."""
+        rest = memoryview(piece)
+        self._nbytes += rest.nbytes
+        while rest.nbytes:
+            part = rest[: CHUNK - self._taken]
+            self._open.update(part)
+            self._taken += part.nbytes
+            rest = rest[part.nbytes :]
+            if self._taken == CHUNK:
+                self._close()
+
+    def combined(self, extras: bytes) -> bytes:
+        """The digest of everything that was taken. Nothing can be taken after this."""
+        if self._taken:
+            self._close()
+        return combined(self._nbytes, self._chunks, extras)
+
+    def _close(self) -> None:
+        self._chunks.append(self._open.digest())
+        self._open, self._taken = xxhash.xxh3_128(), 0
