@@ -81,8 +81,6 @@ def test_g3_a_mapped_payload_is_the_trainers_memory_and_what_a_worker_writes_is_
     assert received.payload[5] == before, "it is a copy"
     received.payload[5] = (before + 1) % 256
     assert ends.buffer.view[5] == before
-    received.refresh()
-    assert received.payload[5] == before
 
 
 def test_g3_a_buffer_is_pinned_until_the_worker_has_acked_a_newer_version(ends: Ends) -> None:

@@ -18,7 +18,8 @@ from weightsync.errors import TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
 from weightsync.transports.base import Received
-from weightsync.transports.buffers import MAX_SEGMENTS, Buffer, Mapping, NoRoom, Pins, Segment
+from weightsync.transports.buffers import Buffer, Mapping, NoRoom, Pins, Segment
+from weightsync.transports.pipe.segments import MAX_SEGMENTS
 from weightsync.transports.process import own_host, own_identity, started_at
 
 #: A frame beside a handshake's answer: this worker can map the trainer's segments.
@@ -147,7 +148,8 @@ class MappedPlaces:
             self._mappings.popitem(last=False)
         if mapping.nbytes < update.nbytes:
             raise codec.malformed(f"{update.nbytes} bytes in a segment of {mapping.nbytes}", b"")
-        return Received(update, mapping.view[: update.nbytes], mapping.remap)
+        # Without its slot: the worker copies out, so it never writes there, and verifies the digest of what it reads.
+        return Received(update, mapping.view[: update.nbytes])
 
     def clear(self) -> None:
         """Drop all mappings, except those that something still uses."""
