@@ -115,6 +115,17 @@ def test_a_failure_of_the_way_does_not_wait_although_the_other_end_gave_the_link
         link.receive()
 
 
+def test_of_several_failures_the_first_calls_is_reported(laid: Any) -> None:
+    link, call_client = laid
+    for version in (1, 2):
+        link.send(update(version))
+    call_client.calls[0].set_exception(TransportError("another key"))
+    call_client.calls[1].set_exception(TransportError("the link is not known"))
+
+    with pytest.raises(TransportError, match="another key"):
+        link.receive()
+
+
 def test_a_call_that_was_cancelled_is_a_dead_link(laid: Any) -> None:
     link, call_client = laid
     link.send(update(1))

@@ -119,6 +119,8 @@ class CallLink(WakeableLink, Remarks):
         error = _error_of(call)
         if error is None:
             return call.result()
+        if self._failed is not None:
+            return ()  # the first failure says why: those behind it may only say that the link is gone
         if isinstance(error, TransportError | ProtocolError):
             self._failed = error
         else:
