@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from weightsync.transports.base import Waker, wait
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import CallLink, GivenUp
 from weightsync.transports.process import own_identity
-from weightsync.transports.rpc import _carried
+from weightsync.transports.rpc import RpcCallClient
 
 
 class CallClient:
@@ -206,8 +207,9 @@ def test_a_goodbye_comes_home_like_any_answer(laid: Any) -> None:
 def test_over_rpc_a_payload_is_its_own_bytes_in_place_and_no_more_of_a_larger_buffer():
     buffer = Buffer(64)
     buffer.view[:6] = b"policy"
-    carried = _carried(update(1, nbytes=6), buffer)
+    client = RpcCallClient(SimpleNamespace(name="w"), "m", "the worker")
+    carried = client._carried(update(1, nbytes=6), buffer)
     assert bytes(carried.tolist()) == b"policy"
     buffer.view[:6] = b"actors"
     assert bytes(carried.tolist()) == b"actors"
-    assert _carried(ack(1), buffer) is None
+    assert client._carried(ack(1), buffer) is None
