@@ -131,10 +131,16 @@ def _deliver(
 
 
 def _parcel(link: str, number: int, frame: bytes, carried: torch.Tensor | tuple[int, ...] | None) -> Parcel:
+    payload, place = (None, None) if carried is None else _payload_of(carried)
+    return Parcel(link, number, frame, payload, place)
+
+
+def _payload_of(carried: torch.Tensor | tuple[int, ...]) -> tuple[memoryview | None, Place | None]:
+    """The payload that a call carried, or the place that it named."""
     if not isinstance(carried, torch.Tensor):
-        return Parcel(link, number, frame, place=None if carried is None else Place.read(carried))
+        return None, Place.read(carried)
     array: Any = carried.numpy()
-    return Parcel(link, number, frame, memoryview(array))
+    return memoryview(array), None
 
 
 @dataclass(frozen=True, slots=True)
