@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -13,14 +14,27 @@ import torch
 from weightsync.clock import Deadline
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
-from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, StateError, TransportError
+from weightsync.errors import (
+    ConfigurationError,
+    LayoutError,
+    ModelPathError,
+    StateError,
+    TransportError,
+    WeightSyncError,
+)
 from weightsync.keys import SharedKey
+from weightsync.protocol import codec
 from weightsync.protocol._tables import State
 from weightsync.transports.base import Link
+from weightsync.transports.calls.same_host import Place
 from weightsync.transports.calls.server import CallRefused, CallServer, Frames, Parcel
+from weightsync.transports.calls.without_receiver import another_model, rejection
 from weightsync.transports.ray import server
 from weightsync.transports.ray.client import WAY
 from weightsync.transports.ray.session import own_actor
+from weightsync.transports.sealing import is_envelope
+
+logger = logging.getLogger("weightsync")
 
 #: Seconds that a call waits for those that were begun before it, in actors whose calls overtake each other.
 PATIENCE_FOR_ORDER: Final = 15.0
@@ -54,6 +68,17 @@ class ActorServer:
         """Whether there is, or was, a receiver."""
         return self.receiver is not None or self._listening
 
+    @property
+    def serves(self) -> bool:
+        """Whether there is a model for it here."""
+        if self.receiver is None:
+            return self._listening
+        try:
+            self.receiver.target()
+        except WeightSyncError:
+            return False
+        return True
+
     def open(self, accept: Callable[[Link], None], key: SharedKey | None = None) -> Callable[[], None]:
         """Have ``accept`` called with each sender's link: see `CallServer.open`."""
         shut = self._call_server.open(accept, key)
@@ -70,7 +95,11 @@ class ActorServer:
     def receive_and_apply(
         self, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:
-        """Take a call with Ray's arguments: see `call`. The payload is a flat array, or a flat tensor under NIXL."""
+        """Take a call with Ray's arguments: see `call`. The payload is flat: bytes, an array, or a tensor
+        under NIXL. A tuple is its place in the sender's memory.
+        """
+        if isinstance(payload, tuple):
+            return self.call(Parcel(link, number, frame, place=Place.read(payload)), lost)
         found: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
         return self.call(Parcel(link, number, frame, None if payload is None else memoryview(found)), lost)
 
@@ -106,14 +135,28 @@ class ActorServer:
         self._call_server.skip(parcel, lost)
         try:
             self._decide(parcel, answers[-1])
-        except (ConfigurationError, ModelPathError, LayoutError):
+        except (ConfigurationError, ModelPathError, LayoutError) as error:
             # A model, or its data, may be made after the trainer's handshake, which is every link's first call: the
             # handshake is then answered with the first weights.
             if parcel.number:
-                raise
+                return self._rejected(parcel, error)
             self._unanswered[parcel.link] = answers
             return []
         return [frame for answer in answers if answer.done() for frame in answer.result()]
+
+    def _rejected(self, parcel: Parcel, error: WeightSyncError) -> Frames:
+        """Reject a link for whose model there is nothing here, if there are other models.
+
+        Raises:
+            WeightSyncError: the error given: there are none, or the answer would have to be sealed.
+        """
+        others = [model_id for model_id, server in _servers.items() if server is not self and server.serves]
+        if not others or is_envelope(parcel.frame):
+            raise error
+        reason = another_model(self.model_id, others)
+        logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
+        self._call_server.drop(parcel)
+        return [codec.encode(rejection(codec.decode(parcel.frame), reason))]
 
     def _require_known(self, parcel: Parcel) -> None:
         """Refuse a link whose first call this actor has not seen: it was restarted since."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -20,8 +22,12 @@ from weightsync.protocol.messages import Bye, Message, Update
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, GivenUp
 from weightsync.transports.calls.forwarding import complete_like
+from weightsync.transports.calls.same_host import Place, SharedPayloads
 from weightsync.transports.calls.server import CallServer, Frames, Parcel
+from weightsync.transports.calls.without_receiver import another_model
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
+
+logger = logging.getLogger("weightsync")
 
 #: torch exports, annotates and documents less than it provides.
 torch_rpc: Final[Any] = rpc
@@ -67,6 +73,11 @@ class _CallServers:
         with self._lock:
             return self._call_servers.setdefault(model_id, CallServer(model_id, WAY, _own_name))
 
+    def listening(self) -> list[str]:
+        """The models for which a receiver listens."""
+        with self._lock:
+            return sorted(model_id for model_id, server in self._call_servers.items() if server.listening)
+
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._call_servers = {}
@@ -105,12 +116,12 @@ def call_server_of(model_id: str) -> CallServer:
 
 @async_execution  # type: ignore[untyped-decorator]
 def _deliver(
-    model_id: str, link: str, number: int, frame: bytes, payload: torch.Tensor | None
+    model_id: str, link: str, number: int, frame: bytes, payload: torch.Tensor | tuple[int, ...] | None
 ) -> torch.futures.Future[Delivered]:
     """Deliver a call. Returns at once in a thread of the worker's RPC; the result follows with the answer."""
     over: torch.futures.Future[Delivered] = torch.futures.Future()
-    parcel = Parcel(link, number, frame, None if payload is None else _bytes_of(payload))
     try:
+        parcel = _parcel(link, number, frame, payload)
         answer = call_server_of(model_id).submit(parcel)
     except WeightSyncError as error:
         over.set_result(Delivered((), str(error)))
@@ -119,9 +130,17 @@ def _deliver(
     return over
 
 
-def _bytes_of(payload: torch.Tensor) -> memoryview:
-    array: Any = payload.numpy()
-    return memoryview(array)
+def _parcel(link: str, number: int, frame: bytes, carried: torch.Tensor | tuple[int, ...] | None) -> Parcel:
+    payload, place = (None, None) if carried is None else _payload_of(carried)
+    return Parcel(link, number, frame, payload, place)
+
+
+def _payload_of(carried: torch.Tensor | tuple[int, ...]) -> tuple[memoryview | None, Place | None]:
+    """The payload that a call carried, or the place that it named."""
+    if not isinstance(carried, torch.Tensor):
+        return None, Place.read(carried)
+    array: Any = carried.numpy()
+    return memoryview(array), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +165,12 @@ def _hang_up(model_id: str, link: str, number: int, frame: bytes) -> Delivered:
     return Delivered(())
 
 
-def _is_listening(model_id: str) -> bool:
-    """Whether a receiver of ours listens for that model in this process."""
-    return call_server_of(model_id).listening
+def _listening(model_id: str) -> list[str]:
+    """The models for which receivers of ours listen in this process, for a sender of that model."""
+    models = _call_servers.listening()
+    if models and model_id not in models:
+        logger.warning("model %r: a handshake was not accepted: %s", model_id, another_model(model_id, models))
+    return models
 
 
 # ----------------------------------------------------------------------------------------------- the sender's end
@@ -280,8 +302,11 @@ class RpcCallClient:
         self._peer = peer
         self._link = new_name()
         self._seal = seal_of(key, Identity(WAY, model_id, str(worker.name), self._link), peer)
+        self._shared = SharedPayloads()
         self._next = 0
-        self._closed = False
+        self._greeted = self._closed = False
+        #: Why the worker does not answer the handshake, as far as is known; empty: it has, or nothing is known.
+        self.remark = ""
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries a message: see `weightsync.transports.calls.client.CallClient.start`."""
@@ -290,7 +315,7 @@ class RpcCallClient:
         if isinstance(message, Bye):
             answers = begin(self._peer, lambda: self._call(_hang_up, number, frame), self._answers_of)
         else:
-            carried = _carried(message, payload)
+            carried = self._carried(message, payload)
             answers = begin(
                 self._peer,
                 lambda: self._call(_deliver, number, frame, carried),
@@ -298,7 +323,20 @@ class RpcCallClient:
                 lambda: self._call_again(number),
             )
         self._next += 1
+        if not self._greeted and not isinstance(message, Bye):
+            self._ask_for_others()
         return answers
+
+    def _ask_for_others(self) -> None:
+        """Find out whether receivers of other models only listen there. The handshake waits for ours all the same."""
+        with contextlib.suppress(TransportError):  # the call that carries the message reports it
+            ask_listening(self._worker, self._model_id, self._peer).add_done_callback(self._found_others)
+
+    def _found_others(self, found: Future[Sequence[str]]) -> None:
+        models = () if found.exception() is not None else found.result()
+        if models and self._model_id not in models and not self._greeted:
+            self.remark = another_model(self._model_id, models)
+            logger.warning("model %r: %s did not accept the handshake: %s", self._model_id, self._peer, self.remark)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> torch.futures.Future[Any]:
         whole = self._model_id, self._link, *arguments
@@ -317,36 +355,43 @@ class RpcCallClient:
             raise lost(self._peer, error) from error
         if delivered.failure:
             raise GivenUp(f"{self._peer} refused a call: {delivered.failure}")
-        return self._seal.brought(delivered.frames)
+        messages = self._seal.brought(self._shared.without_mark(delivered.frames))
+        self._shared.heard(messages)
+        if messages:
+            self._greeted, self.remark = True, ""
+        return messages
 
     def close(self) -> None:
         """Begin no further calls. Those in flight end with the worker's answer."""
         self._closed = True
+        self._shared.close()
+
+    def _carried(self, message: Message, payload: Buffer | None) -> torch.Tensor | tuple[int, ...] | None:
+        if not isinstance(message, Update) or not message.nbytes or payload is None:
+            return None
+        place = self._shared.place(message, payload)
+        if place is not None:
+            return tuple(place)
+        # A view: RPC reads the buffer itself, which stays pinned until the call ends.
+        return torch.frombuffer(payload.view[: message.nbytes], dtype=torch.uint8)
 
 
-def _carried(message: Message, payload: Buffer | None) -> torch.Tensor | None:
-    if not isinstance(message, Update) or not message.nbytes or payload is None:
-        return None
-    # A view: RPC reads the buffer itself, which stays pinned until the call ends.
-    return torch.frombuffer(payload.view[: message.nbytes], dtype=torch.uint8)
-
-
-def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[bool]:
-    """Ask whether a receiver of ours listens there. A process without weightsync has none.
+def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[Sequence[str]]:
+    """Ask for which models receivers of ours listen there. A process without weightsync has none.
 
     Raises:
         TransportError: RPC accepted no call.
     """
-    found: Future[bool] = Future()
+    found: Future[Sequence[str]] = Future()
 
-    def said(over: torch.futures.Future[bool]) -> Sequence[Message]:
+    def said(over: torch.futures.Future[list[str]]) -> Sequence[Message]:
         try:
-            found.set_result(bool(over.value()))
+            found.set_result(over.value())
         except Exception as error:  # noqa: BLE001 - reported to whoever waits
-            found.set_result(False) if raised_there(error) else found.set_exception(lost(peer, error))
+            found.set_result(()) if raised_there(error) else found.set_exception(lost(peer, error))
         return ()
 
-    begin(peer, lambda: rpc.rpc_async(worker, _is_listening, args=(model_id,), timeout=ENDLESS), said)
+    begin(peer, lambda: rpc.rpc_async(worker, _listening, args=(model_id,), timeout=ENDLESS), said)
     return found
 
 

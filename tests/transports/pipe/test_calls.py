@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from weightsync.transports.base import Waker, wait
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import CallLink, GivenUp
 from weightsync.transports.process import own_identity
-from weightsync.transports.rpc import _carried
+from weightsync.transports.rpc import RpcCallClient
 
 
 class CallClient:
@@ -115,6 +116,17 @@ def test_a_failure_of_the_way_does_not_wait_although_the_other_end_gave_the_link
         link.receive()
 
 
+def test_of_several_failures_the_first_calls_is_reported(laid: Any) -> None:
+    link, call_client = laid
+    for version in (1, 2):
+        link.send(update(version))
+    call_client.calls[0].set_exception(TransportError("another key"))
+    call_client.calls[1].set_exception(TransportError("the link is not known"))
+
+    with pytest.raises(TransportError, match="another key"):
+        link.receive()
+
+
 def test_a_call_that_was_cancelled_is_a_dead_link(laid: Any) -> None:
     link, call_client = laid
     link.send(update(1))
@@ -195,8 +207,9 @@ def test_a_goodbye_comes_home_like_any_answer(laid: Any) -> None:
 def test_over_rpc_a_payload_is_its_own_bytes_in_place_and_no_more_of_a_larger_buffer():
     buffer = Buffer(64)
     buffer.view[:6] = b"policy"
-    carried = _carried(update(1, nbytes=6), buffer)
+    client = RpcCallClient(SimpleNamespace(name="w"), "m", "the worker")
+    carried = client._carried(update(1, nbytes=6), buffer)
     assert bytes(carried.tolist()) == b"policy"
     buffer.view[:6] = b"actors"
     assert bytes(carried.tolist()) == b"actors"
-    assert _carried(ack(1), buffer) is None
+    assert client._carried(ack(1), buffer) is None

@@ -10,6 +10,7 @@ import pytest
 from ray_fleet import Plain, WorkerSetup, ray
 
 from weightsync import RayWeightSyncScheme
+from weightsync.transports.ray import client
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,6 +42,13 @@ def plain(pool: dict[str, Any]) -> Any:
     """An actor without our receiver, as new."""
     ray.get(pool["plain"].start_over.remote())
     return pool["plain"]
+
+
+@pytest.fixture
+def through_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All payloads are put into Ray's object store, as large ones are for actors of another host."""
+    monkeypatch.setattr(client, "INLINE_NBYTES", -1)
+    monkeypatch.setattr(client.SharedPayloads, "place", lambda *_: None)
 
 
 @pytest.fixture

@@ -119,6 +119,7 @@ def lost_object(cluster: Any) -> Any:
     raise AssertionError("the object outlives its owner")
 
 
+@pytest.mark.usefixtures("through_store")
 def test_a_lost_payload_is_a_refusal_and_the_link_goes_on(
     setups: list[Any], plain: Any, trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_lost_payload_is_a_refusal_and_the_link_goes_on(
     assert get(setups[0].shows.remote()) == {3.0}
 
 
+@pytest.mark.usefixtures("through_store")
 def test_the_layout_that_a_lost_call_carried_is_sent_again(
     setups: list[Any], trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +151,7 @@ def test_the_layout_that_a_lost_call_carried_is_sent_again(
     assert sender.send(timeout=PATIENCE).ok
 
 
+@pytest.mark.usefixtures("through_store")
 def test_a_full_object_store_is_a_refusal(setups: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = trainer(setups[:1], small(1.0))
 

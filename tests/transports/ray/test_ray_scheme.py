@@ -55,6 +55,7 @@ def _digest(actor: Any) -> bytes:
     return actor.weight_receiver().digest()
 
 
+@pytest.mark.usefixtures("through_store")
 def test_one_put_serves_all_workers_and_a_late_joiner(
     setups: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,7 @@ def _until(condition: Any) -> None:
     raise AssertionError("it did not come about")
 
 
+@pytest.mark.usefixtures("through_store")
 def test_a_row_of_the_store_is_let_go_with_its_sender(setups: list[Any], trainer: Any) -> None:
     sender = trainer(setups, small(1.0))
     sender.send(timeout=PATIENCE)
@@ -92,6 +94,29 @@ def test_a_row_of_the_store_is_let_go_with_its_sender(setups: list[Any], trainer
     assert len(cache._objects) == 0
 
 
+def test_small_payloads_go_with_the_call_and_large_ones_of_the_same_host_are_mapped(
+    setups: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get([setup.do.remote(set_policy, nn.Linear, 200, 200) for setup in setups])
+    sender = trainer(setups, nn.Linear(200, 200))
+    assert sender.send(timeout=PATIENCE).ok
+    monkeypatch.setattr(ray, "put", _no_put)
+
+    for fill in (1.0, 2.0, 3.0):
+        assert sender.send(filled(nn.Linear(200, 200), fill), timeout=PATIENCE).ok
+        assert [{fill}, {fill}] == get([setup.shows.remote() for setup in setups])
+        assert sender.digest() == get(setups[0].do.remote(_digest))
+
+    get(setups[0].start_over.remote())
+    assert trainer(setups[:1], small(4.0)).send(timeout=PATIENCE).ok
+    assert get(setups[0].shows.remote()) == {4.0}
+
+
+def _no_put(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the payload was put into Ray's object store")
+
+
+@pytest.mark.usefixtures("through_store")
 def test_the_payload_is_read_in_place(setups: list[Any], trainer: Any) -> None:
     get(setups[0].do.remote(_note_payloads))
 

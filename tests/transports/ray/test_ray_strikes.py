@@ -21,7 +21,7 @@ from ray_fleet import Bench, ray
 from striking import PATIENCE, At, Field, Hand, Place, TrainerAt, add_worker, gone_or_stopped, megabytes
 
 from weightsync import RayWeightSyncScheme, WeightSyncActor
-from weightsync.schemes import ray_server
+from weightsync.engine import applier
 from weightsync.transports.ray import client as call_clients
 
 pytestmark = pytest.mark.slow
@@ -111,7 +111,7 @@ class Here(Hand):
 class RayField(Field):
     """Two actors, and a trainer in the test's process or in an actor of its own."""
 
-    worker_payload = Place(ray_server.__name__, "WeightReceiver", "_verified", after=True)
+    worker_payload = Place(applier.__name__, "Applier", "verified", after=True)
     trainer_payload = Place(call_clients.__name__, "ActorCallClient", "_begin", after=True)
     receives = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
 import time
@@ -463,3 +464,45 @@ def said_by_a_forked_child(setup: WorkerSetup) -> str:
         found = pipe.read().decode()
     os.waitpid(child, 0)
     return found
+
+
+def _told(setup: WorkerSetup) -> list[str]:
+    return list(setup.kept["log"].lines)
+
+
+def _listen_to_the_log(setup: WorkerSetup) -> None:
+    setup.kept["log"] = _Lines()
+
+
+class _Lines(logging.Handler):
+    """What weightsync logs until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("weightsync").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def close(self) -> None:
+        logging.getLogger("weightsync").removeHandler(self)
+        super().close()
+
+
+def _send_critic(setup: WorkerSetup, name: str) -> Any:
+    with RPCWeightSyncScheme() as scheme:
+        scheme.init_on_sender("critic", collector_infos=[name], model=small(1.0))
+        return scheme.get_sender().send(timeout=1.0, on_failure="report")[0]
+
+
+def test_a_handshake_for_another_model_id_is_told_at_both_sides(world: World) -> None:
+    worker = world.workers[0]
+    with world.syncing([0]) as trainer:
+        worker.do(_listen_to_the_log)
+
+        outcome = trainer.do(_send_critic, "w0")
+
+        assert outcome.kind is OutcomeKind.TIMED_OUT
+        assert "receiver of 'policy', and none of 'critic'" in outcome.reason
+        assert any("'critic'" in line and "'policy'" in line for line in worker.do(_told))

@@ -25,7 +25,7 @@ Make = Callable[..., World]
 class RpcField(Field):
     """Four ranks: the trainer, two workers, and one more."""
 
-    worker_payload = Place(rpc.__name__, "", "_bytes_of")
+    worker_payload = Place(rpc.__name__, "", "_payload_of")
     trainer_payload = Place(rpc.__name__, "", "begin", after=True)
 
     def __init__(self, world: World) -> None:

@@ -80,10 +80,10 @@ def link_to(
     worker = worker_named(_worker_of(collector, peer), peer)
     ours = RpcCallClient(worker, model_id, peer, key)
     if collector.rref is None and collector.kind is None:
-        return CallLink(ours, peer)
+        return CallLink(ours, peer, lambda: ours.remark)
     kind = Kind(collector)
     plain = CollectorCallClient(calling(collector, worker, peer), peer, presenter, kind.form)
-    asking = ForwardingClient(lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
+    asking = ForwardingClient(model_id, lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
     return CallLink(asking, peer)
 
 
@@ -156,16 +156,16 @@ class Kind:
         method = optional(kind, METHOD)
         return None if method is MISSING else form_taken(inspect.signature(method).parameters)
 
-    def before(self, ask: Callable[[], Future[bool]]) -> Future[bool]:
+    def before(self, ask: Callable[[], Future[Sequence[str]]]) -> Future[Sequence[str]]:
         """Ask something once the class is known."""
         if self._asked is None:
             return ask()
-        found: Future[bool] = Future()
+        found: Future[Sequence[str]] = Future()
         self._asked.add_done_callback(lambda _: _passed_on(found, ask))
         return found
 
 
-def _passed_on(found: Future[bool], ask: Callable[[], Future[bool]]) -> None:
+def _passed_on(found: Future[Sequence[str]], ask: Callable[[], Future[Sequence[str]]]) -> None:
     try:
         ask().add_done_callback(functools.partial(complete_like, found))
     except TransportError as error:

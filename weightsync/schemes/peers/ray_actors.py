@@ -103,7 +103,7 @@ class ActorLinks:
             return CallLink(plain, peer)
         ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, _id_of(handle))
         without = plain if name != RUN else NoCallClient(_no_method(actor, methods, peer))
-        return CallLink(ForwardingClient(lambda: ask_attended(handle, model_id, peer), ours, without), peer)
+        return CallLink(ForwardingClient(model_id, lambda: ask_attended(handle, model_id, peer), ours, without), peer)
 
 
 def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, Any]:

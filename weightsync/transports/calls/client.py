@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Message, Update
-from weightsync.transports.base import Received
+from weightsync.transports.base import Received, Remarks
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.wakeup import WakeableLink
 
@@ -39,21 +39,28 @@ class CallClient(Protocol):
         """Begin no further calls. Calls in flight are not waited for."""
 
 
-class CallLink(WakeableLink):
+class CallLink(WakeableLink, Remarks):
     """A link over the calls of a `CallClient`. See `weightsync.transports.base.Link` for its contract.
 
     Args:
         call_client: begins the calls.
         peer: the name of the other end, for messages to people.
+        remark: gives the link's `Remarks.remark`.
     """
 
     delivery = Delivery.ORDERED
 
-    def __init__(self, call_client: CallClient, peer: str) -> None:
+    def __init__(self, call_client: CallClient, peer: str, remark: Callable[[], str] = str) -> None:
         super().__init__(peer)
+        self._remarked = remark
         self._call_client = call_client
         self._calls: list[Answers] = []
         self._failed: TransportError | ProtocolError | None = None
+
+    @property
+    def remark(self) -> str:
+        """Why the worker does not answer: see `Remarks`."""
+        return self._remarked()
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Begin the call that carries a message: see `Link.send`."""
@@ -112,6 +119,8 @@ class CallLink(WakeableLink):
         error = _error_of(call)
         if error is None:
             return call.result()
+        if self._failed is not None:
+            return ()  # the first failure says why: those behind it may only say that the link is gone
         if isinstance(error, TransportError | ProtocolError):
             self._failed = error
         else:

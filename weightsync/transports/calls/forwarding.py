@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,18 +13,23 @@ from weightsync.errors import TransportError
 from weightsync.protocol.messages import Message
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, CallClient
+from weightsync.transports.calls.without_receiver import RefusingClient, another_model
 
 
 class ForwardingClient:
     """Asks at the first message whether our receiver listens, and passes all messages to the fitting call client.
 
     Args:
-        ask: asks the other end.
+        model_id: the model.
+        ask: asks the other end for which models our receivers listen there. If for others only, all is refused.
         ours: the call client for a process with our receiver.
         plain: the call client for one without.
     """
 
-    def __init__(self, ask: Callable[[], Future[bool]], ours: CallClient, plain: CallClient) -> None:
+    def __init__(
+        self, model_id: str, ask: Callable[[], Future[Sequence[str]]], ours: CallClient, plain: CallClient
+    ) -> None:
+        self._model_id = model_id
         self._ask = ask
         self._ours, self._plain = ours, plain
         self._lock = threading.RLock()
@@ -47,15 +52,20 @@ class ForwardingClient:
                 self._ask().add_done_callback(self._found)
         return answers
 
-    def _found(self, found: Future[bool]) -> None:
+    def _found(self, found: Future[Sequence[str]]) -> None:
         with self._lock:
             waiting, self._waiting = list(self._waiting), deque()
             self._failure = found.exception()
             if self._failure is None:
-                self._chosen = self._ours if found.result() else self._plain
+                self._chosen = self._fitting(found.result())
             begun = [(answers, self._begin(message, payload)) for message, payload, answers in waiting]
         for answers, inner in begun:
             inner.add_done_callback(functools.partial(complete_like, answers))
+
+    def _fitting(self, models: Sequence[str]) -> CallClient:
+        if self._model_id in models:
+            return self._ours
+        return RefusingClient(another_model(self._model_id, models)) if models else self._plain
 
     def _begin(self, message: Message, payload: Buffer | None) -> Answers:
         try:

@@ -13,6 +13,7 @@ from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Hello
 from weightsync.transports.base import Link, Received
 from weightsync.transports.calls.gates import Gate, Kept, TurnedAway
+from weightsync.transports.calls.same_host import REACHES, reaches
 from weightsync.transports.calls.server_link import CallServerLink, Frames, Parcel, opened
 from weightsync.transports.exposure import warn_exposed
 from weightsync.transports.process import own_host
@@ -62,6 +63,8 @@ class CallServer:
         Raises:
             TransportError: the limit of waiting calls is reached.
         """
+        if parcel.place is not None and (self._key is not None or is_envelope(parcel.frame)):
+            raise ProtocolError("a call under a key named memory instead of carrying its payload.")
         with self._lock:
             gate = self._gate
             if gate is None and is_envelope(parcel.frame):
@@ -108,8 +111,11 @@ class CallServer:
         if isinstance(brought, ProtocolError) and unfit:
             link.close(f"this link broke the protocol: {brought}")
             raise brought
+        if brought is not None and parcel.place is not None:
+            brought = link.located(brought, parcel.place)
         try:
-            return link.bring(parcel.number, brought)
+            answer = link.bring(parcel.number, brought)
+            return _marked(answer) if self._key is None and _is_within_reach(brought) else answer
         finally:
             if accept is not None:
                 accept(link)
@@ -249,6 +255,26 @@ class CallServer:
 def _is_from_elsewhere(brought: Received | ProtocolError | None) -> bool:
     hello = brought.message if isinstance(brought, Received) else None
     return isinstance(hello, Hello) and hello.host not in {b"", own_host()}
+
+
+def _is_within_reach(brought: Received | ProtocolError | None) -> bool:
+    hello = brought.message if isinstance(brought, Received) else None
+    return isinstance(hello, Hello) and reaches(hello)
+
+
+def _marked(answer: Future[Frames]) -> Future[Frames]:
+    """The answer of a handshake, with the remark that this process can map the sender's segments."""
+    marked: Future[Frames] = Future()
+
+    def over(inner: Future[Frames]) -> None:
+        error = inner.exception()
+        if error is None:
+            marked.set_result([*inner.result(), REACHES])
+        else:
+            marked.set_exception(error)
+
+    answer.add_done_callback(over)
+    return marked
 
 
 def _complete_like(waiting: Future[Frames], answer: Future[Frames]) -> None:

@@ -15,6 +15,7 @@ from weightsync.protocol.messages import Ack, Bye, Message, Refusal, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import GivenUp
+from weightsync.transports.calls.same_host import MappedPlaces, Place
 from weightsync.transports.wakeup import WakeableLink
 
 #: Frames of answers, each encoded by `codec.encode`.
@@ -40,6 +41,8 @@ class Parcel:
     frame: bytes
     #: An update's payload.
     payload: memoryview | None = None
+    #: Where the payload is, if the call does not carry it.
+    place: Place | None = None
 
 
 class CallServerLink(WakeableLink):
@@ -66,6 +69,17 @@ class CallServerLink(WakeableLink):
         self._said_bye = False
         self._unsaid: Frames = []
         self._hung_up = False
+        self._places = MappedPlaces()
+
+    def located(self, brought: Received | ProtocolError, place: Place) -> Received | ProtocolError:
+        """A call's content with the payload that lies there. An error is returned, as by `opened`."""
+        if isinstance(brought, ProtocolError) or not isinstance(brought.message, Update) or not brought.message.nbytes:
+            return brought
+        with self._lock:
+            try:
+                return self._places.received(brought.message, place)
+            except ProtocolError as error:
+                return error
 
     def bring(self, number: int, received: Received | ProtocolError | None) -> Future[Frames]:
         """Process a call. The future is done once there is an answer for it, or the link is closed.
@@ -227,6 +241,7 @@ class CallServerLink(WakeableLink):
             waiting = [self._open[number] for number in sorted(self._open)]
             self._open, self._early = {}, {}
             self._arrived.clear()
+            self._places.clear()
             self._unread_nbytes = 0
         for call in waiting:
             if self._said_bye:
@@ -240,6 +255,7 @@ class CallServerLink(WakeableLink):
         super().forget()
         self._lock = threading.Lock()
         self._open = {}
+        self._places.clear()
 
 
 def opened(parcel: Parcel) -> Received | ProtocolError:
@@ -248,7 +264,7 @@ def opened(parcel: Parcel) -> Received | ProtocolError:
         message = codec.decode(parcel.frame)
         if isinstance(message, Ack | Refusal):
             raise codec.malformed(f"A call carried a {type(message).__name__}, which no sender sends", parcel.frame)
-        if not isinstance(message, Update) or not message.nbytes:
+        if not isinstance(message, Update) or not message.nbytes or parcel.place is not None:
             return Received(message)
         if parcel.payload is None or parcel.payload.nbytes < message.nbytes:
             raise codec.malformed(f"Version {message.version} arrived without its {message.nbytes} bytes", b"")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from weightsync.errors import TransportError
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Bye, Hello, Message, Refusal, Update
 from weightsync.protocol.report import Evidence
+from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers
 
 
@@ -27,6 +28,38 @@ def start_call(message: Message, peer: str, call: Callable[[Update], Answers]) -
         case Bye():
             return answered()
     raise TransportError(f"A sender sends no {type(message).__name__} to {peer}.")
+
+
+def another_model(model_id: str, known: Iterable[str]) -> str:
+    """Why a worker refuses a handshake: it has receivers of these models only."""
+    names = ", ".join(map(repr, sorted(known)))
+    return f"the worker has a receiver of {names}, and none of {model_id!r} so far: give both sides the same model_id"
+
+
+def rejection(message: Message, reason: str) -> Refusal:
+    """The Refusal of the handshake that belongs to a message."""
+    incarnation = message.incarnation
+    return Refusal(
+        model_id=message.model_id, incarnation=incarnation, version=0, kind=RefusalKind.REFUSED, reason=reason
+    )
+
+
+class RefusingClient:
+    """Refuses the handshake: the worker has receivers of other models only, and nothing of this one is sent there.
+
+    Args:
+        reason: why, for the report.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def start(self, message: Message, payload: Buffer | None) -> Answers:  # noqa: ARG002 - it sends nothing
+        """Answer at once: see `CallClient.start`."""
+        return answered() if isinstance(message, Bye) else answered(rejection(message, self._reason))
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def answered(*messages: Message) -> Answers:

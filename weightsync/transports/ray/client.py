@@ -13,6 +13,7 @@ from weightsync.protocol.messages import Message, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, GivenUp
+from weightsync.transports.calls.same_host import SharedPayloads
 from weightsync.transports.calls.without_receiver import ack, answered, refusal, start_call
 from weightsync.transports.ray import server
 from weightsync.transports.ray.object_store import CachedObject, ObjectCaches
@@ -21,6 +22,8 @@ from weightsync.transports.sealing import Challenged, Identity, new_name, seal_o
 
 #: The name of this transport in link identities, where there is a key.
 WAY: Final = "ray"
+#: Ray passes arguments up to 100 KB with the call itself. Larger payloads are put into its object store.
+INLINE_NBYTES: Final = 64 * 1024
 
 
 class _RayCallClient:
@@ -166,6 +169,7 @@ class ActorCallClient(_RayCallClient):
         self._model_id = model_id
         self._link = new_name()
         self._seal = seal_of(key, Identity(WAY, model_id, actor, self._link), peer)
+        self._shared = SharedPayloads()
         self._closed = False
         self._next = 0
         self._lost: list[int] = []
@@ -179,7 +183,7 @@ class ActorCallClient(_RayCallClient):
             unsent_layout, self._unsent_layout = self._unsent_layout, b""
             message = replace(message, layout=message.layout or unsent_layout)
             try:
-                carried = self._put(message, payload) if message.nbytes else None
+                carried = self._carried(message, payload)
             except ray.exceptions.RayError as error:
                 self._unsent_layout = message.layout
                 return self._full(message, error)
@@ -203,12 +207,26 @@ class ActorCallClient(_RayCallClient):
     def close(self) -> None:
         """Begin no further calls: see `CallClient.close`."""
         self._closed = True
+        self._shared.close()
         super().close()
+
+    def _carried(self, update: Update, payload: Buffer | None) -> Any:
+        """What the call carries: the payload's place, the payload itself, or a reference to it in the object store."""
+        if not update.nbytes or payload is None:
+            return None
+        place = self._shared.place(update, payload)
+        if place is not None:
+            return tuple(place)
+        if update.nbytes <= INLINE_NBYTES:
+            return bytes(payload.view[: update.nbytes])
+        return self._put(update, payload)
 
     def _answers_of(self, message: Message, number: int, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
-            return self._seal.brought(over.result())
+            messages = self._seal.brought(self._shared.without_mark(over.result()))
+            self._shared.heard(messages)
+            return messages
         if not isinstance(error, _exceptions().ObjectLostError) or not isinstance(message, Update):
             raise self._gone(error)
         # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing.
@@ -259,25 +277,25 @@ class PlainActorCallClient(_RayCallClient):
         raise self._gone(error)
 
 
-def ask_attended(actor: Any, model_id: str, peer: str) -> Future[bool]:
-    """Ask an actor whether a receiver of ours listens in it. An actor that cannot be asked has none.
+def ask_attended(actor: Any, model_id: str, peer: str) -> Future[Sequence[str]]:
+    """Ask an actor for which models receivers of ours listen in it. An actor that cannot be asked has none.
 
     Raises:
         TransportError: Ray accepted no call.
     """
-    found: Future[bool] = Future()
+    found: Future[Sequence[str]] = Future()
 
     def said(over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None or isinstance(error, _exceptions().RayTaskError):
-            settle(found, error is None and bool(over.result()))
+            settle(found, over.result() if error is None else ())
         else:
             settle(found, error=lost_call(peer, error))
         return ()
 
     Session(peer).require()
     try:
-        raw = actor.__ray_call__.remote(server.is_attended, model_id).future()
+        raw = actor.__ray_call__.remote(server.attended, model_id).future()
     except Exception as error:
         raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
     ACTOR_WATCH.attend(found, peer)

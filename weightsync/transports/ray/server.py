@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from weightsync.errors import TransportError
 from weightsync.transports.calls.server import Frames
+from weightsync.transports.calls.without_receiver import another_model
+
+logger = logging.getLogger("weightsync")
 
 #: Processes a call: its link, number, frame and payload, and the numbers of earlier calls that will never arrive.
 Take = Callable[[str, int, bytes, Any, tuple[int, ...]], Frames]
@@ -28,10 +32,13 @@ def leave(model_id: str) -> None:
         _taking.pop(model_id, None)
 
 
-def is_attended(_: Any, model_id: str) -> bool:
-    """Whether calls for this model are accepted. Called in an actor, with the actor."""
+def attended(_: Any, model_id: str) -> list[str]:
+    """The models for which calls are accepted, for a sender of that model. Called in an actor, with the actor."""
     with _lock:
-        return model_id in _taking
+        models = sorted(_taking)
+    if models and model_id not in models:
+        logger.warning("model %r: a handshake was refused: %s", model_id, another_model(model_id, models))
+    return models
 
 
 def call(  # noqa: PLR0917 - Ray transmits positional arguments at less cost

@@ -1,0 +1,252 @@
+"""Calls to a worker on the same host: it maps the payload where it lies, and who may still read it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from fleet import PATIENCE
+from rpc_fleet import World, attempt, send
+from torch import nn
+
+from weightsync import ProtocolError
+from weightsync.keys import SharedKey
+from weightsync.protocol import codec
+from weightsync.protocol._tables import RefusalKind
+from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
+from weightsync.transports.base import Received
+from weightsync.transports.buffers import Buffer, Storage
+from weightsync.transports.calls.same_host import REACHES, MappedPlaces, Place, SharedPayloads
+from weightsync.transports.calls.server import CallServer, Parcel
+from weightsync.transports.process import own_host, own_identity
+
+NBYTES = 100_000
+UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=NBYTES)
+
+
+def hello(**changed: Any) -> bytes:
+    """A trainer's handshake, from this process unless something is changed."""
+    pid, started = own_identity()
+    told = {"host": own_host(), "pid": pid, "started": started, **changed}
+    return codec.encode(Hello(model_id="m", incarnation=1, **told))
+
+
+class Ends(NamedTuple):
+    """A link after its handshake."""
+
+    server: CallServer
+    shared: SharedPayloads
+    link: Any
+    buffer: Buffer
+
+    def place(self, version: int = 1) -> Place | None:
+        update = Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=NBYTES)
+        return self.shared.place(update, self.buffer)
+
+    def arrived(self, place: Place, update: Update = UPDATE) -> Any:
+        """What the worker's link brings of an update whose payload is there."""
+        self.server.submit(Parcel("a", 1, codec.encode(update), place=place))
+        (received,) = self.link.receive()
+        return received
+
+    def hear(self, message: Message) -> None:
+        self.shared.heard([message])
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    server, links, shared = CallServer("m"), [], SharedPayloads()
+    stop = server.open(links.append)
+    answer = server.submit(Parcel("a", 0, hello()))
+    (link,) = links
+    link.receive()
+    link.send(Hello(model_id="m", incarnation=1, fence=1))
+    shared.without_mark(answer.result(timeout=0))
+    buffer = Buffer(NBYTES, Storage.SEGMENTS)
+    buffer.view[:NBYTES] = os.urandom(NBYTES)
+    yield Ends(server, shared, link, buffer)
+    link.close()
+    stop()
+
+
+def test_g3_a_mapped_payload_is_the_trainers_memory_and_what_a_worker_writes_is_its_own(ends: Ends) -> None:
+    place = ends.place()
+    assert place is not None
+
+    received = ends.arrived(place)
+
+    assert received.payload == ends.buffer.view[:NBYTES]
+    ends.buffer.view[5] = before = (ends.buffer.view[5] + 1) % 256
+    assert received.payload[5] == before, "it is a copy"
+    received.payload[5] = (before + 1) % 256
+    assert ends.buffer.view[5] == before
+
+
+def test_g3_a_buffer_is_pinned_until_the_worker_has_acked_a_newer_version(ends: Ends) -> None:
+    assert ends.place(1) is not None
+    assert ends.buffer.pinned
+    ends.hear(Ack(model_id="m", incarnation=1, version=1))
+    assert ends.buffer.pinned
+    other, ends = ends.buffer, ends._replace(buffer=Buffer(NBYTES, Storage.SEGMENTS))
+    assert ends.place(2) is not None
+    ends.hear(Ack(model_id="m", incarnation=1, version=2))
+    assert not other.pinned
+    assert ends.buffer.pinned
+
+
+def test_g3_what_a_lost_worker_may_still_read_is_never_written_again(ends: Ends) -> None:
+    ends.place()
+    ends.shared.close()
+    assert ends.buffer.retired
+    assert ends.place(2) is None
+
+
+def test_a_refused_payload_is_carried_next_time_and_mapped_again_after_an_ack(ends: Ends) -> None:
+    ends.place(1)
+    ends.hear(Refusal(model_id="m", incarnation=1, version=1, kind=RefusalKind.REFUSED, reason="no room"))
+    assert not ends.buffer.pinned
+    assert ends.place(2) is None
+    ends.hear(Ack(model_id="m", incarnation=1, version=2))
+    assert ends.place(3) is not None
+
+
+@pytest.mark.parametrize("changed", [{"host": bytes(16)}, {"pid": 0, "started": 0}, {"started": 1}])
+def test_a_worker_that_cannot_reach_the_trainers_memory_does_not_say_that_it_can(changed: dict[str, Any]) -> None:
+    server, links, shared = CallServer("m"), [], SharedPayloads()
+    stop = server.open(links.append)
+    answer = server.submit(Parcel("a", 0, hello(**changed)))
+    links[0].send(Hello(model_id="m", incarnation=1, fence=1))
+
+    assert REACHES not in answer.result(timeout=0)
+    shared.without_mark(answer.result(timeout=0))
+    assert shared.place(UPDATE, Buffer(NBYTES, Storage.SEGMENTS)) is None
+
+    links[0].close()
+    stop()
+
+
+@pytest.mark.parametrize("gone", ["descriptor", "inode", "process", "other file"])
+def test_a_payload_that_cannot_be_mapped_is_untaken_and_the_link_goes_on(ends: Ends, gone: str, tmp_path: Any) -> None:
+    place = ends.place()
+    assert place is not None
+    with (tmp_path / "file").open("wb") as file:
+        wrong = {
+            "descriptor": place._replace(descriptor=2**20),
+            "inode": place._replace(inode=place.inode + 1),
+            "process": place._replace(started=place.started + 1),
+            "other file": place._replace(descriptor=file.fileno()),
+        }[gone]
+        received = ends.arrived(wrong)
+    assert received.payload is None
+    assert f"rocess {place.pid}" in received.untaken
+    assert not ends.link.is_closed
+
+
+@pytest.mark.parametrize("carried", [(1, 2, 3), (1, 2, 3, "4"), (1, 2, 3, True), [1, 2, 3, 4], "1234"])
+def test_a_place_that_is_none_is_a_protocol_error(carried: object) -> None:
+    with pytest.raises(ProtocolError, match="place in memory"):
+        Place.read(carried)
+
+
+def test_an_update_larger_than_its_segment_breaks_the_protocol(ends: Ends) -> None:
+    place = ends.place()
+    assert place is not None
+    nbytes = ends.buffer.nbytes + 1
+    with pytest.raises(ProtocolError, match=f"{nbytes} bytes in a segment"):
+        ends.arrived(place, Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=nbytes))
+
+
+def test_under_a_key_no_call_names_memory_since_that_may_change_after_it_was_authenticated(ends: Ends) -> None:
+    place, server, links = ends.place(), CallServer("m"), []
+    stop = server.open(links.append, SharedKey("a secret that both ends have"))
+    with pytest.raises(ProtocolError, match="under a key"):
+        server.submit(Parcel("b", 1, codec.encode(UPDATE), place=place))
+    assert links == []
+    stop()
+
+
+def wide(fill: float = 0.0) -> nn.Module:
+    """A model that does not fit a small message."""
+    model = nn.Linear(200, 200)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, fill)
+    return model
+
+
+def _counting(setup: Any) -> None:
+    """Count the payloads whose place was named, in the trainer."""
+    setup.kept["places"] = counted = _Counted()
+    counted.begin()
+
+
+class _Counted:
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+        self._real = SharedPayloads.place
+
+    def begin(self) -> None:
+        real, found = self._real, self.found
+
+        def place(shared: SharedPayloads, update: Update, payload: Buffer | None) -> Place | None:
+            named = real(shared, update, payload)
+            found.append(named is not None)
+            return named
+
+        SharedPayloads.place = place  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        SharedPayloads.place = self._real  # type: ignore[method-assign]
+
+
+def _counted(setup: Any) -> list[bool]:
+    return list(setup.kept["places"].found)
+
+
+def _shows(setup: Any) -> set[float]:
+    setup.receiver.receive(timeout=PATIENCE)
+    return {value for tensor in setup.model.state_dict().values() for value in tensor.flatten().tolist()}
+
+
+def _unreachable(setup: Any) -> None:
+    """From now on this worker finds nothing where its trainer says."""
+    setup.kept["blind"] = _Blind()
+
+
+class _Blind:
+    def __init__(self) -> None:
+        self._real = real = MappedPlaces.received
+
+        def received(places: MappedPlaces, update: Update, place: Place) -> Received:
+            places.clear()
+            return real(places, update, place._replace(pid=0))
+
+        MappedPlaces.received = received  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        MappedPlaces.received = self._real  # type: ignore[method-assign]
+
+
+def test_over_rpc_a_payload_that_cannot_be_mapped_is_refused_then_carried_and_later_mapped(world: World) -> None:
+    with world.syncing([0], wide) as trainer:
+        worker = world.workers[0]
+        # Whether the handshake is answered before this one goes out is open.
+        trainer.tell(send, 1.0)
+        assert worker.do(_shows) == {1.0}
+        assert trainer.answer().ok
+        trainer.do(_counting)
+        worker.do(_unreachable)
+        for fill, shown in ((2.0, {1.0}), (3.0, {3.0}), (4.0, {4.0}), (5.0, {5.0})):
+            if fill == 4.0:
+                worker.do(_see_again)
+            trainer.tell(attempt, send, fill)
+            assert worker.do(_shows) == shown
+            error = trainer.answer()
+            assert (error is None) == (shown == {fill})
+            assert error is None or "The memory of process 0 cannot be opened" in str(error)
+        assert trainer.do(_counted) == [True, False, True, True]
+
+
+def _see_again(setup: Any) -> None:
+    setup.kept.pop("blind").close()

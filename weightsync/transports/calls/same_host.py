@@ -1,0 +1,156 @@
+"""Payloads that a worker on the trainer's host maps from the trainer's memory, on links whose messages are calls.
+
+Such a call names the payload's place: the trainer's process, and the descriptor of the segment there. The worker opens
+it through ``/proc`` and maps it private, as over pipes, where the kernel passes the descriptor. The worker's answers
+unpin segments (see `weightsync.transports.buffers.Pins`). A worker says with its handshake's answer that it can reach
+the trainer's memory. Links with a key carry their payloads: what is authenticated must not change afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Self
+
+from weightsync.errors import TransportError
+from weightsync.protocol import codec
+from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
+from weightsync.transports.base import Received
+from weightsync.transports.buffers import Buffer, Mapping, NoRoom, Pins, Segment
+from weightsync.transports.pipe.segments import MAX_SEGMENTS
+from weightsync.transports.process import own_host, own_identity, started_at
+
+#: A frame beside a handshake's answer: this worker can map the trainer's segments.
+REACHES: Final = b"WSYM"
+#: The link's target in /proc of a descriptor of a `Segment`.
+_TARGET: Final = "/memfd:weightsync (deleted)"
+
+
+class Place(NamedTuple):
+    """Where a segment is. It travels as a plain tuple."""
+
+    pid: int
+    #: When that process started, in clock ticks since boot.
+    started: int
+    descriptor: int
+    inode: int
+
+    @classmethod
+    def of(cls, segment: Segment) -> Self:
+        """The place of one of this process's segments."""
+        return cls(*own_identity(), segment.fd, os.fstat(segment.fd).st_ino)
+
+    @classmethod
+    def read(cls, carried: object) -> Self:
+        """Read what a call carried.
+
+        Raises:
+            ProtocolError: it is no place.
+        """
+        if not isinstance(carried, tuple) or len(carried) != 4 or not all(type(each) is int for each in carried):
+            raise codec.malformed("A call named a place in memory that is none", b"")
+        return cls(*carried)
+
+    def map(self) -> Mapping:
+        """Map the segment.
+
+        Raises:
+            NoRoom: this process has no descriptor or memory left for it.
+            TransportError: it is not there any more, or may not be read.
+        """
+        path = f"/proc/{self.pid}/fd/{self.descriptor}"
+        try:
+            if started_at(self.pid) != self.started or os.readlink(path) != _TARGET:
+                raise TransportError(f"Process {self.pid} no longer has the memory that its call named.")
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise NoRoom(f"The memory of process {self.pid} cannot be opened: {error.strerror}.") from error
+        try:
+            if os.fstat(descriptor).st_ino != self.inode:
+                raise TransportError(f"Process {self.pid} has other memory in the place that its call named.")
+            return Mapping(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def reaches(hello: Hello) -> bool:
+    """Whether this process can map the segments of the trainer that sent this handshake."""
+    if not hello.pid or hello.host != own_host() or started_at(hello.pid) != hello.started:
+        return False
+    return os.access(f"/proc/{hello.pid}/fd", os.R_OK | os.X_OK)
+
+
+class SharedPayloads:
+    """The trainer's end of one link: which payloads the worker maps, and may still be reading.
+
+    Calls end in any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pins = Pins()
+        self._reached = False
+        self._shares = False
+
+    def place(self, update: Update, payload: Buffer | None) -> Place | None:
+        """The place of an update's payload, which is pinned from now on; None: the call must carry it."""
+        with self._lock:
+            if not self._shares or payload is None or payload.segment is None:
+                return None
+            self._pins.hold(update, payload)
+            return Place.of(payload.segment)
+
+    def without_mark(self, frames: Sequence[bytes]) -> Sequence[bytes]:
+        """The frames of a call's result, without the worker's remark that it reaches our memory."""
+        if not isinstance(frames, list | tuple) or REACHES not in frames:
+            return frames
+        with self._lock:
+            self._reached = self._shares = True
+        return [frame for frame in frames if frame != REACHES]
+
+    def heard(self, messages: Sequence[Message]) -> None:
+        """Take a call's answers. After a refusal payloads are carried, until the worker has acked one."""
+        with self._lock:
+            for message in messages:
+                self._pins.answered(message)
+                if isinstance(message, Ack):
+                    self._shares = self._reached
+                elif isinstance(message, Refusal):
+                    self._shares = False
+
+    def close(self) -> None:
+        """The worker can no longer be asked: what it may be reading is never written again."""
+        with self._lock:
+            self._shares = self._reached = False
+            self._pins.retire()
+
+
+class MappedPlaces:
+    """The worker's end of one link: the segments that it maps. Tensors keep a mapping alive after it has gone."""
+
+    def __init__(self) -> None:
+        self._mappings: OrderedDict[Place, Mapping] = OrderedDict()
+
+    def received(self, update: Update, place: Place) -> Received:
+        """An update with its payload where it lies; without it, and with the reason, if that cannot be mapped.
+
+        Raises:
+            ProtocolError: the segment is too small for the update.
+        """
+        try:
+            mapping = self._mappings.pop(place, None) or place.map()
+        except TransportError as error:
+            return Received(update, untaken=str(error))
+        self._mappings[place] = mapping
+        if len(self._mappings) > MAX_SEGMENTS:
+            self._mappings.popitem(last=False)
+        if mapping.nbytes < update.nbytes:
+            raise codec.malformed(f"{update.nbytes} bytes in a segment of {mapping.nbytes}", b"")
+        # Without its slot: the worker copies out, so it never writes there, and verifies the digest of what it reads.
+        return Received(update, mapping.view[: update.nbytes])
+
+    def clear(self) -> None:
+        """Drop all mappings, except those that something still uses."""
+        self._mappings.clear()
