@@ -135,7 +135,7 @@ class Applier:
         try:
             # Asked before the swap: no code of the user's may run between the swap and APPLIED.
             reader = self._listening.background_reader
-            hands_on = reader is not None and reader.hands_on()
+            relays = reader is not None and reader.relays()
             target.swap(ready.staged)
         except SwapBroken as error:
             raise self._break_down(ready, error, traceback.format_exc()) from error
@@ -145,7 +145,7 @@ class Applier:
         self._served.staged = None
         self._served.applied = ready.pending.update.digest
         ack = self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)
-        self._driver.take(pure.Defer(ack) if hands_on else pure.Applied(ack))
+        self._driver.take(pure.Defer(ack) if relays else pure.Applied(ack))
         self._decided()
         return True
 

@@ -25,7 +25,7 @@ class BackgroundReader(Protocol):
     def applied(self) -> None:
         """A version went live or was refused, on any thread."""
 
-    def hands_on(self) -> bool:
+    def relays(self) -> bool:
         """Whether the version that is about to go live is passed on to other workers before it is acked."""
 
     def stop(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.background import Background, HandOn
+from weightsync.engine.background import Background, RelayCall
 from weightsync.engine.copies import expected_number, is_clean, require_name, require_whole, require_worker_id
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
@@ -28,7 +28,7 @@ from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.schemes.peers.user_receiving import listen_by
 from weightsync.schemes.peers.user_transport import user_link
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of
-from weightsync.schemes.relay import handing_on, is_torchrls
+from weightsync.schemes.relay import is_torchrls, relay_call
 from weightsync.schemes.rendezvous import Rendezvous, Side, await_first_version, require_weights
 from weightsync.schemes.sources import (
     checked,
@@ -329,7 +329,7 @@ class WeightSyncScheme(abc.ABC):
         receiver = self.get_receiver()
         if worker_idx is not None:
             self._worker_idx = require_worker_id(worker_idx)
-        background = Background(receiver, self._handing_on)
+        background = Background(receiver, self._relay_call)
         background.start()
         try:
             self._await_first(receiver, background, deadline)
@@ -346,14 +346,14 @@ class WeightSyncScheme(abc.ABC):
         """Called after `connect` and each `send`: a scheme lets go of what it kept for workers until they answer."""
         return
 
-    def _handing_on(self) -> HandOn | None:
+    def _relay_call(self) -> RelayCall | None:
         """How a version is passed on to this worker's own workers; None: it has none."""
         receiver = self.get_receiver()
-        hand_on = handing_on(self.context, receiver.model_id)
-        if hand_on is None:
+        relay = relay_call(self.context, receiver.model_id)
+        if relay is None:
             return None
         form = WeightStrategy("tensordict") if is_torchrls(self.context) else self._strategy
-        return lambda: hand_on(receiver.version, lambda: form.extract_weights(receiver.target().destination))
+        return lambda: relay(receiver.version, lambda: form.extract_weights(receiver.target().destination))
 
     # ------------------------------------------------------------------------------------- send and receive
 

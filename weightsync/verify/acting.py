@@ -130,7 +130,7 @@ class SenderActs:
             "inc": self._names.ranks.get(data.incarnation, 0),
             "v": data.version,
             "all": data.due_all,
-            "roll": tuple(self._entry(machine, data, worker) for worker in self._names.workers),
+            "members": tuple(self._entry(machine, data, worker) for worker in self._names.workers),
             "reported": reported,
             "out": tuple(_outcome(out, worker) for worker in self._names.workers),
         }

@@ -78,7 +78,7 @@ def _swapped(good: Modelled) -> Iterator[tuple[str, Modelled]]:
             yield f"{act.action} after {good.acts[after].action}", replace(good, acts=acts)
 
 
-SHOWN = {"st", "inc", "v", "all", "roll", "out", "link", "fence", "decided", "pending", "served", "answer"}
+SHOWN = {"st", "inc", "v", "all", "members", "out", "link", "fence", "decided", "pending", "served", "answer"}
 
 
 def _forged(good: Modelled) -> Iterator[tuple[str, Modelled]]:

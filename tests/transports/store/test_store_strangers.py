@@ -73,7 +73,7 @@ def serving(receiver: WeightReceiver) -> Iterator[Reception]:
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
-@pytest.mark.parametrize("key", [f"{BASE}/newest", f"{BASE}/door/0", f"{BASE}/door/1"])
+@pytest.mark.parametrize("key", [f"{BASE}/newest", f"{BASE}/announced/0", f"{BASE}/announced/1"])
 def test_junk_where_links_are_announced_is_passed_over(store: Any, key: str, junk: bytes) -> None:
     store.set(key, junk)
     pair = StorePair(store)
@@ -141,7 +141,7 @@ def test_a_link_that_was_withdrawn_is_taken_by_nobody(row: tuple[Client, Inbox])
 
 def test_junk_in_a_heartbeat_harms_nobody(pair: StorePair) -> None:
     assert pair.sync().ok
-    beats = f"weightsync/pulse/{heartbeat.process_name()}"
+    beats = f"weightsync/heartbeat/{heartbeat.process_name()}"
     pair.store.set(beats, "junk")
     until(lambda: pair.store.get(beats) != b"junk")
 
@@ -341,7 +341,7 @@ def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
     claim = Client.claim
 
     def claims_late(client: Client, key: str, *rest: Any) -> str:
-        if "/door/" in key or key.endswith("/taken"):
+        if "/announced/" in key or key.endswith("/taken"):
             time.sleep(0.1)  # so that a goodbye that waits for nobody comes first
         return claim(client, key, *rest)
 

@@ -90,8 +90,8 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
     def announce(client: Client) -> None:
         # Not a counter: a sender may die between counting and writing, and the worker would wait for ever. And not a
         # hint at the newest link: anybody could write it, and the worker reads all announcements in turn anyway.
-        keys = (f"{base}/door/{number}" for number in itertools.count())
-        while client.value(call_server := next(keys)) is not None or client.claim(call_server, announced) != announced:
+        places = (f"{base}/announced/{number}" for number in itertools.count())
+        while client.value(place := next(places)) is not None or client.claim(place, announced) != announced:
             continue
         made.set()
         Models(rendezvous.rank, SENDERS).add(client, model_id)

@@ -126,7 +126,7 @@ class _Listener:
     @property
     def _next_key(self) -> str:
         """The key under which the next link will be announced."""
-        return f"{self._base}/door/{self._next}"
+        return f"{self._base}/announced/{self._next}"
 
     def _process(self, client: Client, announced: Announced | None) -> None:
         """Accept an announced link, unless it is another worker's, or refuse it before any receiver sees it."""
