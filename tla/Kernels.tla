@@ -1,7 +1,7 @@
 ------------------------------ MODULE Kernels ------------------------------
 (***************************************************************************)
 (* Slots on a device: reads and writes that outlast the call that launched *)
-(* them.  weightsync/weights/device, engine/devices.py and the swap in     *)
+(* them.  weightsync/weights/device, engine/packer.py and the swap in     *)
 (* weights/target.py.                                                      *)
 (*                                                                         *)
 (* The trainer copies its weights into a slot with a kernel, and a worker  *)

@@ -8,11 +8,12 @@ import traceback
 from weightsync.clock import Stopwatch
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
-from weightsync.engine.served_model import Ready, ServedModel
+from weightsync.engine.serving_lock import Ready, ServedModel
 from weightsync.errors import ConfigurationError, LayoutError, ModelPathError, WeightSyncError
 from weightsync.protocol import receiver as pure
 from weightsync.protocol._tables import RefusalKind, State
-from weightsync.protocol.messages import Ack, Refusal, Update, slot_digest
+from weightsync.protocol.codec import slot_digest
+from weightsync.protocol.messages import Ack, Refusal, Update
 from weightsync.protocol.report import Evidence
 from weightsync.transports.buffers import NoRoom, Slot
 from weightsync.weights.target import Mode, SwapBroken, Target

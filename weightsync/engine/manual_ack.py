@@ -8,10 +8,10 @@ from typing import Any
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.applier import Applier
+from weightsync.engine.driver import Shield
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
-from weightsync.engine.served_model import ServedModel
-from weightsync.engine.signals import Shield
+from weightsync.engine.serving_lock import ServedModel
 from weightsync.protocol import receiver as pure
 from weightsync.protocol.messages import Ack
 from weightsync.protocol.report import Evidence

@@ -11,13 +11,12 @@ from typing import Any
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.applier import Applier
 from weightsync.engine.copies import Participant, pipes_travel
+from weightsync.engine.driver import Shield
 from weightsync.engine.listening import BackgroundReader, Listening
 from weightsync.engine.manual_ack import UPDATED, ManualAck
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
 from weightsync.engine.recorded_drivers import receiver_driver
-from weightsync.engine.served_model import ServedModel
-from weightsync.engine.serving_lock import PATIENCE
-from weightsync.engine.signals import Shield
+from weightsync.engine.serving_lock import PATIENCE, ServedModel
 from weightsync.errors import ConfigurationError, WeightSyncError, warn_renamed
 from weightsync.protocol import receiver as pure
 from weightsync.transports.base import Link

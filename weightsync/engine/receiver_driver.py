@@ -38,7 +38,7 @@ class Pending:
 
     def on_host(self) -> memoryview:
         """The payload in the host's memory: a copy, if it lies on a device."""
-        return on_host(self.payload, self.layout.nbytes)
+        return self.payload if isinstance(self.payload, memoryview) else on_host(self.payload, self.layout.nbytes)
 
 
 class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.Effect]):

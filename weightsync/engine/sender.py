@@ -8,15 +8,14 @@ from typing import Any, Final, NamedTuple
 
 from weightsync.clock import Deadline, Stopwatch, Timeout, new_incarnation
 from weightsync.engine.copies import Participant, expected_number, pipes_travel, require_whole, require_worker_id
-from weightsync.engine.outgoing import OutgoingWeights
-from weightsync.engine.packer import Packed
+from weightsync.engine.driver import Shield
+from weightsync.engine.packer import OutgoingWeights, Packed
 from weightsync.engine.recorded_drivers import sender_driver
 from weightsync.engine.reporter import Reporter
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.engine.signals import Shield
 from weightsync.engine.workers import Workers
 from weightsync.errors import ConfigurationError, RefusedError, WorkerLostError, warn_renamed
-from weightsync.options import OnFailure, OnPending, option
+from weightsync.options import OnFailure, OnPending
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput, State
 from weightsync.protocol.report import OutcomeKind, SyncReport
@@ -174,10 +173,10 @@ class WeightSender(Participant):
             AckTimeoutError: some had not answered by the deadline; the update is outstanding (`pending_async`).
             WorkerLostError, RefusedError, SyncError: some workers did not get it; all the others did.
         """
-        deadline, failing, stopwatch = Deadline(timeout), option(OnFailure, on_failure), Stopwatch()
+        deadline, failing, stopwatch = Deadline(timeout), OnFailure(on_failure), Stopwatch()
         targets = worker_ids_of(worker_ids)
         wanted = Wanted(targets, expected_workers, allow_empty)
-        packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, option(OnPending, on_pending))
+        packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, OnPending(on_pending))
         if isinstance(packed, SyncReport):
             return _delivered(packed, failing)
         with Shield(self._driver.waker.fire) as shield:
@@ -218,7 +217,7 @@ class WeightSender(Participant):
         deadline, stopwatch, targets = Deadline(timeout), Stopwatch(), worker_ids_of(worker_ids)
         self._refuse_blocking(targets)
         wanted = Wanted(targets, expected_workers, allow_empty)
-        packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, option(OnPending, on_pending))
+        packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, OnPending(on_pending))
         if isinstance(packed, SyncReport):
             return _delivered(packed, OnFailure.RAISE)
         # Under one lock: as soon as it is dispatched, another thread may close the sender or abandon the version.
@@ -244,7 +243,7 @@ class WeightSender(Participant):
             StateError: nothing is outstanding, or another thread waits already.
             AckTimeoutError, WorkerLostError, RefusedError, SyncError: as for `send`.
         """
-        deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
+        deadline, failing = Deadline(timeout), OnFailure(on_failure)
         return _delivered(self._wait(deadline), failing)
 
     def update_weights(self, weights: Any) -> SyncReport:

@@ -17,8 +17,9 @@ from weightsync.engine.refusal_hints import sender_hint
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import Delivery, SenderInput, State
+from weightsync.protocol.codec import slot_digest
 from weightsync.protocol.machine import SenderMachine
-from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update, slot_digest
+from weightsync.protocol.messages import Ack, Bye, Ending, Hello, Message, Refusal, Update
 from weightsync.protocol.report import SyncReport
 from weightsync.transports.base import Link, Remarks, SharesMemory, TellsWhatIsRead
 from weightsync.transports.buffers import Buffer

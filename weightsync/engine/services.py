@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from weightsync.engine.packer import Packer
+from weightsync.engine.packer import Packer, Sources
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
-from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.target import Mode
 
 
-class SchemeServices(Protocol):
+class SchemeServices(Sources, Protocol):
     """A scheme, as its senders and receivers see it."""
-
-    @property
-    def strategy(self) -> WeightStrategy:
-        """How weights are read from a model, and applied by hand."""
 
     @property
     def apply_mode(self) -> Mode:
@@ -41,9 +36,3 @@ class SchemeServices(Protocol):
 
     def transport_of(self, receiver: Any, endpoint: Any) -> Any:
         """One of TorchRL's transport classes over ``receiver``, which listens at ``endpoint``."""
-
-    def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
-        """What is packed and sent for these arguments: a module, a TensorDict or a dict."""
-
-    def published(self, model_id: str, weights: Any) -> None:
-        """Called with each version's weights before it is dispatched."""

@@ -383,3 +383,13 @@ _READERS: Final[dict[int, Callable[[Head, bytes], Message]]] = {
     4: _read_refusal,
     5: _read_bye,
 }
+
+
+def slot_digest(seal: bytes, incarnation: int, version: int, layout_digest: bytes, extras: bytes) -> bytes:
+    """What an ack names if its update lay in a slot and carried no digest: the slot as it was filled, and the update.
+
+    The xxh3-128 of the seal, the incarnation (16 bytes) and the version (8), big-endian, the layout's digest, and the
+    encoded extra state.
+    """
+    which = incarnation.to_bytes(16, "big") + version.to_bytes(8, "big")
+    return xxhash.xxh3_128_digest(b"".join((seal, which, layout_digest, extras)))

@@ -14,13 +14,21 @@ from torch import nn
 
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.background import Background, RelayCall
-from weightsync.engine.copies import expected_number, is_clean, require_name, require_whole, require_worker_id
+from weightsync.engine.copies import (
+    expected_number,
+    held,
+    is_clean,
+    optional,
+    require_name,
+    require_whole,
+    require_worker_id,
+)
 from weightsync.engine.packer import Packer
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender, worker_ids_of
 from weightsync.engine.sequential import SequentialSends
 from weightsync.errors import ConfigurationError, StateError
-from weightsync.options import OnFailure, Verify, WireDtype, option
+from weightsync.options import OnFailure, Verify, WireDtype
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.link_transport import LinkTransport
@@ -53,7 +61,6 @@ from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.casting import wire_dtype_of
-from weightsync.weights.context import held, optional
 from weightsync.weights.meta_device import fill_in
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.strategy import WeightStrategy
@@ -111,7 +118,7 @@ class WeightSyncScheme(abc.ABC):
         verify: Verify | str = Verify.AUTO,
         wire_dtype: torch.dtype | WireDtype | str | None = None,
     ) -> None:
-        self._verify = option(Verify, verify)
+        self._verify = Verify(verify)
         self._wire_dtype = wire_dtype_of(wire_dtype)
         self._strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)
         self._begin()
@@ -389,7 +396,7 @@ class WeightSyncScheme(abc.ABC):
         sends = self._rendezvous.connected_sends(self._sender, "send")
         groups = self._groups(weights, worker_ids_of(worker_ids))
         send = sends.send if self.sync else sends.dispatch
-        report = send_to_groups(send, groups, Deadline(timeout), option(OnFailure, on_failure))
+        report = send_to_groups(send, groups, Deadline(timeout), OnFailure(on_failure))
         self._workers_answered()
         return report
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weightsync.clock import Deadline
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype, switch
@@ -23,7 +24,6 @@ from weightsync.transports.store import StoreEnd, listen, sender_link
 from weightsync.transports.store.group import require_backend
 from weightsync.transports.store.store import Hints, Store, TCPStore, base_of, hosted, keep_in_child
 from weightsync.transports.store.stream import hosts_address
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.meta_device import unshare
 from weightsync.weights.strategy import WeightStrategy
 

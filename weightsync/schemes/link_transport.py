@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
-from weightsync.weights.context import MISSING, optional
 
 
 @runtime_checkable

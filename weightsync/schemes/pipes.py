@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weightsync.engine.copies import pipes_travel, require_worker_id
-from weightsync.engine.devices import open_slot
+from weightsync.engine.packer import open_slot
 from weightsync.errors import ConfigurationError
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.protocol.sender import LinkState

@@ -9,10 +9,11 @@ import torch
 
 from weightsync.clock import Deadline
 from weightsync.engine.background import Background
+from weightsync.engine.copies import MISSING, optional
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.keys import SharedKey
-from weightsync.options import Verify, WireDtype, option
+from weightsync.options import Verify, WireDtype
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
 from weightsync.schemes.link_transport import torchrl_transport
 from weightsync.schemes.peers.ray_actors import (
@@ -32,7 +33,6 @@ from weightsync.schemes.ray_server import ActorReceiver, ActorSender, actor_serv
 from weightsync.schemes.relay import is_torchrls
 from weightsync.transports.base import Link
 from weightsync.transports.ray.session import require_ray
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.strategy import WeightStrategy
 
@@ -72,7 +72,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         key: bytes | str | None = None,
     ) -> None:
         self._key = None if key is None else SharedKey(key)
-        self._backend = option(Backend, backend)
+        self._backend = Backend(backend)
         self._tensor_transport = tensor_transport_of(tensor_transport)
         super().__init__(strategy, verify=verify, wire_dtype=wire_dtype)
 

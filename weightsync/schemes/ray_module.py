@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from weightsync.clock import Timeout
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.options import OnFailure, OnPending, Verify, WireDtype
 from weightsync.protocol.report import SyncReport
@@ -18,7 +19,6 @@ from weightsync.schemes.ray import RayWeightSyncScheme, methods_for, only_actor,
 from weightsync.schemes.ray_server import ActorReceiver, ActorSender
 from weightsync.schemes.sources import registered
 from weightsync.schemes.worker_set import Groups
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.strategy import WeightStrategy
 

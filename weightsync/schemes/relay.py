@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import SyncError
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
-from weightsync.weights.context import MISSING, optional
 
 #: Takes the live version and a function that reads its weights; returns the report of the worker's own workers.
 RelayCall = Callable[[int | None, Callable[[], Any]], SyncReport | None]

@@ -8,10 +8,10 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.schemes.relay import leads_on
 from weightsync.transports.wakeup import AwaitedProcess
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.relay import Relay
 

@@ -10,11 +10,10 @@ import torch.nn
 from tensordict import TensorDictBase
 
 from weightsync.clock import Deadline
-from weightsync.engine.copies import require_whole, require_worker_id
+from weightsync.engine.copies import MISSING, optional, require_whole, require_worker_id
 from weightsync.errors import ConfigurationError, WorkerLostError
 from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.packing import digest_of_weights
 from weightsync.weights.strategy import WeightStrategy
 

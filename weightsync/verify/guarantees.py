@@ -8,7 +8,8 @@ from weightsync.engine.recorder import What
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import SenderInput, State
-from weightsync.protocol.messages import Ack, Update, slot_digest
+from weightsync.protocol.codec import slot_digest
+from weightsync.protocol.messages import Ack, Update
 from weightsync.protocol.report import Evidence, OutcomeKind
 from weightsync.verify.lines import Finding
 from weightsync.verify.network import Network

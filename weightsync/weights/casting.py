@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weightsync.errors import LayoutError
-from weightsync.options import WireDtype, option
+from weightsync.options import WireDtype
 from weightsync.weights.layout import ITEMSIZES, Entry, Group, Layout
 from weightsync.weights.reading import Weights
 from weightsync.weights.tensors import DTYPE_NAMES, DTYPES
@@ -31,7 +31,7 @@ def wire_dtype_of(value: torch.dtype | WireDtype | str | None) -> WireDtype | No
     if value is None:
         return None
     name = DTYPE_NAMES.get(value, str(value)) if isinstance(value, torch.dtype) else value
-    return option(WireDtype, name)
+    return WireDtype(name)
 
 
 @lru_cache(maxsize=64)

@@ -27,7 +27,8 @@ from weightsync import (
 )
 from weightsync.engine.receiver_driver import Pending
 from weightsync.protocol._tables import RefusalKind
-from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update, slot_digest
+from weightsync.protocol.codec import slot_digest
+from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, Mapping, Storage
 from weightsync.transports.local import LocalLink, local_pair

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch.distributed import rpc
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Message, Update, WeightsForm
@@ -32,7 +33,6 @@ from weightsync.transports.rpc import (
     raised_there,
     worker_named,
 )
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.unpacking import form_taken
 
 #: The method of a collector that takes weights.

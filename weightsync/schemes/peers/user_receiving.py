@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from weightsync.engine.copies import MISSING, optional
 from weightsync.engine.manual_ack import UPDATED
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError, TransportError, WeightSyncError
@@ -20,7 +21,6 @@ from weightsync.transports.base import Link, Payloads, Received
 from weightsync.transports.local import LocalLink, Network, Pace, Side
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
-from weightsync.weights.context import MISSING, optional
 from weightsync.weights.strategy import WeightStrategy
 
 logger = logging.getLogger("weightsync")

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from weightsync.clock import Stopwatch
+from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Message, Update
 from weightsync.protocol.report import Evidence
@@ -18,7 +19,6 @@ from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, BlockingLink
 from weightsync.transports.calls.without_receiver import ack, raised, start_call
-from weightsync.weights.context import MISSING, optional
 
 _Job = Callable[[], None]
 

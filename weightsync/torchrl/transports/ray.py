@@ -8,7 +8,6 @@ from typing import Any
 
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
-from weightsync.options import option
 from weightsync.schemes.arguments import UNSET, Form, Unset
 from weightsync.schemes.peers.ray_actors import (
     CALL,
@@ -104,7 +103,7 @@ class RayTransport(_ActorFacade):
             raise ConfigurationError("remote_collector= and remote_actor= are two names for the one actor: give one.")
         given = (remote_actor, worker_idx, backend, connection_info_name, model_id)
         self.worker_idx = worker_idx
-        self.backend = option(Backend, backend or Backend.GLOO)
+        self.backend = Backend(backend or Backend.GLOO)
         actor = remote_collector if remote_actor is None else remote_actor
         super().__init__(actor, tensor_transport, Form.A if set(given) == {None} else Form.B, key)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from weightsync.clock import Deadline, Stopwatch, Timeout
 from weightsync.errors import ConfigurationError
-from weightsync.options import OnFailure, option
+from weightsync.options import OnFailure
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
 from weightsync.torchrl.updaters.calls import WorkerId
@@ -96,7 +96,7 @@ class WeightUpdaterBase(abc.ABC):
             AckTimeoutError: calls had not ended by the deadline.
             SyncError: failures of several kinds. After any of these no post-hook has run.
         """
-        deadline, failing = Deadline(timeout), option(OnFailure, on_failure)
+        deadline, failing = Deadline(timeout), OnFailure(on_failure)
         with self._pushes.turn():
             report = self._push(policy_or_weights, worker_ids, deadline)
             if failing is OnFailure.RAISE:

@@ -10,8 +10,7 @@ from typing import Any, Final, Never
 import torch
 
 from weightsync.clock import Stopwatch
-from weightsync.engine.devices import Readers, nobody
-from weightsync.engine.packer import Packed, Packer
+from weightsync.engine.packer import Packed, Packer, Readers, nobody
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.options import Verify
 from weightsync.protocol._tables import RefusalKind

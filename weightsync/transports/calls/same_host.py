@@ -19,7 +19,7 @@ from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import Buffer, Mapping, NoRoom, Pins, Segment
-from weightsync.transports.pipe.segments import MAX_SEGMENTS
+from weightsync.transports.pipe.link import MAX_SEGMENTS
 from weightsync.transports.process import own_host, own_identity, started_at
 
 #: A frame beside a handshake's answer: this worker can map the trainer's segments.
