@@ -9,14 +9,17 @@ import operator
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
+from weightsync.engine.packer import Packer, Sources
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.engine.services import SchemeServices
 from weightsync.errors import ConfigurationError
 from weightsync.protocol._tables import State
+from weightsync.transports.base import Link
+from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
+from weightsync.weights.target import Mode
 
 
 class Context:
@@ -248,3 +251,30 @@ def _alive(context: Any, kind: str) -> Any:
             "it alive while weights are sent."
         )
     return context
+
+
+class SchemeServices(Sources, Protocol):
+    """A scheme, as its senders and receivers see it."""
+
+    @property
+    def apply_mode(self) -> Mode:
+        """How arrived weights become live."""
+
+    @property
+    def packer(self) -> Packer:
+        """A new packer, with the type of buffer that suits the scheme's links."""
+
+    def lay_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
+        """A link over ``endpoint`` (a pipe's end, or a context that has one) to ``peer``, a name for messages."""
+
+    def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
+        """Call ``accept`` with each link over which a sender reaches us at ``endpoint``, including the first.
+
+        It may be called at once, and later from any thread. Call the returned function to stop listening.
+        """
+
+    def user_messages(self, endpoint: Any) -> UserMessages:
+        """The user's own messages on the pipe behind ``endpoint``."""
+
+    def transport_of(self, receiver: Any, endpoint: Any) -> Any:
+        """One of TorchRL's transport classes over ``receiver``, which listens at ``endpoint``."""

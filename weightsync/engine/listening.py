@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from weightsync.engine.copies import SchemeServices
 from weightsync.engine.receiver_driver import ReceiverDriver
-from weightsync.engine.services import SchemeServices
 from weightsync.transports.base import Link
 
 

@@ -12,9 +12,9 @@ from types import FrameType
 from typing import Any, Final
 
 from weightsync.clock import Deadline
+from weightsync.engine.copies import SchemeServices
 from weightsync.engine.listening import Listening
 from weightsync.engine.receiver_driver import Pending, ReceiverDriver
-from weightsync.engine.services import SchemeServices
 from weightsync.errors import ConfigurationError, LayoutError, ModelBusyError
 from weightsync.protocol import receiver as pure
 from weightsync.weights.model_path import _resolve_model

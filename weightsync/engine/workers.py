@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from weightsync.clock import Deadline, Timeout
-from weightsync.engine.copies import require_worker_id
+from weightsync.engine.copies import SchemeServices, require_worker_id
 from weightsync.engine.driver import Shield
 from weightsync.engine.sender_driver import SenderDriver
-from weightsync.engine.services import SchemeServices
 from weightsync.errors import AckTimeoutError, RefusedError, WorkerLostError
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import SenderInput

@@ -23,8 +23,8 @@ from weightsync.protocol import messages
 from weightsync.protocol._tables import Delivery, ReceiverInput, SenderInput, State
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
+from weightsync.testing.local import LocalLink, Network, Pace, Parcel, Side
 from weightsync.transports.base import Payloads
-from weightsync.transports.local import LocalLink, Network, Pace, Parcel, Side
 from weightsync.weights.target import Mode
 
 WORKERS = 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import multiprocessing
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,11 +15,10 @@ from weightsync.engine.manual_ack import UPDATED
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError, TransportError, WeightSyncError
 from weightsync.options import OnFailure
-from weightsync.protocol._tables import Delivery
 from weightsync.schemes.facade_services import FacadeServices
 from weightsync.schemes.peers.user_protocols import BareTransport
-from weightsync.transports.base import Link, Payloads, Received
-from weightsync.transports.local import LocalLink, Network, Pace, Side
+from weightsync.transports.base import Link, Received
+from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.strategy import WeightStrategy
@@ -71,8 +71,8 @@ class TransportReader:
         self._transport = transport
         self._receive = receiving_call(transport)
         self._model_id = model_id
-        network = Network(Delivery.ORDERED, Pace.PROMPT)
-        self._near, self._far = LocalLink(network, Side.FIRST, Payloads.INLINE), _FarEnd(network)
+        near, far = multiprocessing.Pipe()
+        self._near, self._far = PipeLink(near, model_id), _FarEnd(far, model_id)
         self._over = threading.Event()
         self._sender = WeightSender(FacadeServices(self, strategy))
         self._sender.set_context(None, model_id)
@@ -174,17 +174,14 @@ class TransportReader:
         """Nothing else uses them."""
 
 
-class _FarEnd(LocalLink):
+class _FarEnd(PipeLink):
     """The receiver's end, which can fail."""
 
-    def __init__(self, network: Network) -> None:
-        super().__init__(network, Side.SECOND, Payloads.INLINE)
-        self._failure: TransportError | None = None
+    _failure: TransportError | None = None
 
     def fail(self, failure: TransportError) -> None:
-        """Raise this to whoever reads."""
+        """Raise this to whoever reads, which the end of the other end's link wakes."""
         self._failure = failure
-        self.network.waker(Side.SECOND).fire()
 
     def receive(self) -> list[Received]:
         """What has arrived: see `Link.receive`."""
