@@ -13,11 +13,7 @@ _LIBRARIES = ("weightsync", "torch", "tensordict", "torchrl", "ray")
 
 
 def describe(device: str) -> Mapping[str, str]:
-    """What the machine is: processor, cores, memory, GPU, and the versions of what is measured.
-
-    Args:
-        device: ``cpu``, or a device with a GPU, which is then named.
-    """
+    """What the machine is: processor, cores, memory, GPU, and the versions of what is measured."""
     facts = {
         "processor": _first("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),

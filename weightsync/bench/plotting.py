@@ -15,11 +15,7 @@ _STYLES = {Kind.FLOOR: "--", Kind.SCHEME: "-", Kind.ASYNC: ":", Kind.TORCHRL: "-
 
 
 def require_matplotlib() -> Any:
-    """The module that draws.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """The module that draws. Raises MissingExtraError: matplotlib is not installed."""
     try:
         import matplotlib  # noqa: PLC0415 - an extra
     except ImportError as error:

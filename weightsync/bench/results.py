@@ -141,8 +141,7 @@ class Results:
     def joined(self, later: Results) -> Results:
         """These results with those of a later run on the same machine.
 
-        Raises:
-            ConfigurationError: the machine, or a version of a library, is another.
+        Raises ConfigurationError: the machine, or a version of a library, is another.
         """
         ours, theirs = dict(self.machine), dict(later.machine)
         differ = sorted(name for name in {*ours, *theirs} - {"note"} if ours.get(name) != theirs.get(name))
@@ -153,11 +152,7 @@ class Results:
         return replace(later, machine=theirs, cases=(*(c for c in self.cases if c.key not in new), *later.cases))
 
     def write(self, path: Path) -> None:
-        """Write the JSON.
-
-        Raises:
-            ConfigurationError: the file cannot be written.
-        """
+        """Write the JSON. Raises ConfigurationError: the file cannot be written."""
         record = {"schema": SCHEMA, **asdict(self)}
         text = json.dumps(record, indent=1, default=_plain) + "\n"
         try:
@@ -167,11 +162,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Read the JSON.
-
-        Raises:
-            ConfigurationError: the file cannot be read, or is not what `write` wrote.
-        """
+        """Read the JSON. Raises ConfigurationError: the file cannot be read, or is not what `write` wrote."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             schema = record["schema"]

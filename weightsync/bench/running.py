@@ -48,11 +48,6 @@ class Progress(Protocol):
 def run(settings: Settings, progress: Progress, note: str = "") -> Results:
     """Measure every payload with every number of workers. All processes have ended when this returns or raises.
 
-    Args:
-        settings: what to measure.
-        progress: is told how it goes.
-        note: on the machine, kept with the results.
-
     Raises:
         BenchError: a worker ended, or weights did not arrive.
         ConfigurationError: nothing of what was chosen can be measured here, or the model's factory is wrong.

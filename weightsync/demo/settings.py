@@ -41,8 +41,7 @@ class Settings:
         seed: for weights, environments and actions. Processes race, so two runs with the same seed still differ.
         kill_worker: whether to kill the last worker half way.
 
-    Raises:
-        ConfigurationError: there are no workers, no time, or a negative seed, or no worker would survive.
+    Raises ConfigurationError: there are no workers, no time, or a negative seed, or no worker would survive.
     """
 
     scheme: SchemeName = SchemeName.SHARED

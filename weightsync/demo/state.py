@@ -159,15 +159,7 @@ class Result:
 def judge(
     count: int, sent: Proof, proofs: Mapping[int, Proof], lost: Mapping[int, str], killed: int | None
 ) -> list[WorkerResult]:
-    """Compare what each worker serves with what the trainer sent last.
-
-    Args:
-        count: the number of workers.
-        sent: the trainer's last version and its digest.
-        proofs: the workers' proofs.
-        lost: the workers that are gone, and why.
-        killed: the worker that was killed on request and reported LOST.
-    """
+    """Compare what each worker serves with what the trainer sent last."""
 
     def verdict(index: int, proof: Proof | None) -> tuple[Verdict, str]:
         if index in lost:

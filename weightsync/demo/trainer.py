@@ -58,14 +58,7 @@ def make_scheme(name: SchemeName) -> weightsync.WeightSyncScheme:
 
 
 class Trainer:
-    """One run, with workers that have started.
-
-    Args:
-        state: is updated during the run.
-        learner: trains the policy.
-        workers: the workers.
-        scheme: sends them the weights.
-    """
+    """One run, with workers that have started."""
 
     def __init__(
         self,

@@ -41,12 +41,7 @@ class Failure:
 
 
 class Rollout:
-    """A policy that acts in its own environments.
-
-    Args:
-        index: the worker's id.
-        settings: the run's settings.
-    """
+    """A policy that acts in its own environments."""
 
     def __init__(self, index: int, settings: Settings) -> None:
         torch.set_num_threads(1)
@@ -99,9 +94,6 @@ def work(
     """Run worker process `index` until it is asked to stop or the trainer is gone.
 
     Args:
-        index: the worker's id.
-        settings: the run's settings.
-        scheme: this process's copy of the trainer's scheme.
         channel: carries requests and answers, but no weights; the first answer is this process's id.
         rpc_address: the rendezvous address of torch's RPC, for that scheme; else None.
     """

@@ -33,11 +33,7 @@ class Context:
         self._held = held(context)
 
     def __call__(self) -> Any:
-        """The object; None: there is none.
-
-        Raises:
-            ConfigurationError: it was collected.
-        """
+        """The object; None: there is none. Raises ConfigurationError: it was collected."""
         return self._held()
 
 
@@ -47,9 +43,6 @@ class Participant(abc.ABC):
     Copied, deep-copied or pickled, it becomes `uninitialized`: a copy carries the configuration, and neither owes nor
     awaits an answer. Pipe ends are carried only while multiprocessing spawns a process. In a forked child every
     inherited participant counts as a copy.
-
-    Args:
-        scheme: the scheme that wires it.
     """
 
     _driver: SenderDriver | ReceiverDriver
@@ -79,8 +72,7 @@ class Participant(abc.ABC):
     def set_context(self, context: Any, model_id: str | None = None) -> None:
         """Set the object on which models are found (referenced weakly), and which model is meant.
 
-        Raises:
-            StateError: another model's id is given after the links were laid.
+        Raises StateError: another model's id is given after the links were laid.
         """
         if model_id is not None and model_id != self._model_id:
             if self.state is not State.UNINITIALIZED:
@@ -146,12 +138,7 @@ def pipes_travel() -> bool:
 def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
     """The worker's id as an int; numpy's integers are accepted.
 
-    Args:
-        worker_id: the value given.
-        argument: the name of the argument.
-
-    Raises:
-        ConfigurationError: it is not an int of 0 or more.
+    Raises ConfigurationError: it is not an int of 0 or more.
     """
     number = _whole(worker_id)
     if number is None:
@@ -164,13 +151,7 @@ def require_worker_id(worker_id: Any, argument: str = "worker_id") -> int:
 def require_whole(value: Any, argument: str, what: str) -> int:
     """The value as an int of 0 or more; numpy's integers are accepted.
 
-    Args:
-        value: the value given.
-        argument: the name of the argument.
-        what: what it stands for.
-
-    Raises:
-        ConfigurationError: it is no int of 0 or more.
+    Raises ConfigurationError: it is no int of 0 or more.
     """
     number = _whole(value)
     if number is None:
@@ -181,8 +162,7 @@ def require_whole(value: Any, argument: str, what: str) -> int:
 def expected_number(value: Any) -> int | None:
     """The value of ``expected_workers`` as an int; None: none was given.
 
-    Raises:
-        ConfigurationError: it is no number of workers.
+    Raises ConfigurationError: it is no number of workers.
     """
     return None if value is None else require_whole(value, "expected_workers", "the number of workers")
 
@@ -196,11 +176,7 @@ def _whole(value: Any) -> int | None:
 
 
 def require_name(value: Any, argument: str) -> str:
-    """The value, checked to be a str that is not empty.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
+    """The value, checked to be a str that is not empty. Raises ConfigurationError: it is not."""
     if not isinstance(value, str) or not value:
         raise ConfigurationError(
             f"{argument}= is {value!r}: give the model's name, a str, the same in the trainer and the worker. "

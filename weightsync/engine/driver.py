@@ -139,14 +139,7 @@ Event = TypeVar("Event")
 class Driver(ABC, Generic[Input, Data, Event, Effect]):
     """One machine, its data, and the effects that are not executed yet.
 
-    Args:
-        model_id: the model whose weights travel.
-        machine: the machine.
-        data: its data at the start.
-        pure_step: the step function of the pure half.
-
-    Raises:
-        TransportError: no file descriptor is left.
+    Raises TransportError: no file descriptor is left.
     """
 
     def __init__(
@@ -181,27 +174,12 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
             return step
 
     def require(self, input: Input, asked: str | None = None) -> None:
-        """Check that the machine has a row for an input in its present state.
-
-        Args:
-            input: the input that is about to be fired.
-            asked: the public method that was called, if it is not the input's own.
-
-        Raises:
-            StateError: there is none.
-        """
+        """Check that the machine has a row for an input in its present state. Raises StateError: there is none."""
         if (self.machine.state, input) not in self.machine.rows:
             raise self.refused(asked or method_of(input))
 
     def require_open(self, asked: str) -> None:
-        """Check that the machine is not closed.
-
-        Args:
-            asked: the public method that was called.
-
-        Raises:
-            StateError: it is closed.
-        """
+        """Check that the machine is not closed. Raises StateError: it is closed."""
         if self.machine.state is State.CLOSED:
             raise self.refused(asked)
 
@@ -209,7 +187,6 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
         """The error for a call that is not allowed now.
 
         Args:
-            asked: the public method that was called.
             hint: what prevents it, and what to do; empty: the hint that the data gives.
         """
         machine = self.machine
@@ -225,7 +202,6 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
 
         Args:
             timeout: seconds; None for ever.
-            since: the waker's `fired`, read before the caller checked the condition that it waits for.
 
         Returns:
             The links that can be read or written now.
@@ -291,9 +267,6 @@ class Shield:
 
     Python runs signal handlers in the main thread only, so in any other thread this does nothing. Signals that
     have no Python handler (ignored, or the default action) act as usual.
-
-    Args:
-        wake: called when a signal is recorded, so that a blocking wait inside the block returns.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:

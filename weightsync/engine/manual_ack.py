@@ -35,10 +35,7 @@ class ManualAck:
     The methods are those of `WeightReceiver` by the same names, which documents them.
 
     Args:
-        driver: the receiver's driver.
         served: the model; others may be serving it.
-        listening: the receiver's links.
-        applier: verifies and refuses updates.
     """
 
     def __init__(self, driver: ReceiverDriver, served: ServedModel, listening: Listening, applier: Applier) -> None:

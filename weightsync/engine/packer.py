@@ -89,11 +89,7 @@ class Packed:
         return self.digest
 
     def digest_to_send(self, shared: bool) -> bytes:
-        """The digest that a worker is to compare; empty: it compares none.
-
-        Args:
-            shared: whether the worker maps the buffer, so that no byte of it travels.
-        """
+        """The digest that a worker is to compare; empty: it compares none."""
         return self.digested() if _compares(self.verify, shared) else b""
 
 
@@ -105,7 +101,6 @@ class Packer:
     """Packs the weights of one sender. The plan is made once for each layout.
 
     Args:
-        verify: which digests to compute.
         wire_dtype: what wider floating tensors are cast to while they are packed; None: nothing is cast.
     """
 
@@ -120,8 +115,7 @@ class Packer:
     def layout_of(self, weights: Any) -> Layout:
         """The layout in which weights would be sent, without packing them.
 
-        Raises:
-            ConfigurationError, LayoutError: they cannot be sent.
+        Raises ConfigurationError, LayoutError: they cannot be sent.
         """
         self._layout = layout_of(read_weights(weights), self._layout)
         return sent_layout(self._layout, self.wire_dtype)
@@ -130,7 +124,6 @@ class Packer:
         """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
 
         Args:
-            weights: a module, a TensorDict or a dict.
             form: the type in which workers get them; None: that of ``weights``.
             readers: what the workers can map. Weights on a device that a worker reaches stay there. Elsewhere, if not
                 all workers map the buffer, and they compare a digest, it is computed along with the copy.
@@ -189,8 +182,7 @@ def _copy(read: Weights, packed: Packed, readers: Readers) -> None:
 def _require_room(layout: Layout, extras: bytes) -> None:
     """Refuse what no message can carry, before anything is dispatched.
 
-    Raises:
-        LayoutError: the names of the tensors and the extra state are too large.
+    Raises LayoutError: the names of the tensors and the extra state are too large.
     """
     nbytes = len(layout.encode()) + len(extras)
     if nbytes > MAX_NAMES_AND_EXTRAS_NBYTES:
@@ -301,14 +293,7 @@ class SendingDriver(Readers, Protocol):
 
 
 class OutgoingWeights:
-    """Reads, checks and packs the weights of one sender.
-
-    Args:
-        services: the scheme, which knows the registered model.
-        driver: the sender's driver.
-        packer: packs them.
-        context: gives the object on which models are found.
-    """
+    """Reads, checks and packs the weights of one sender."""
 
     def __init__(self, services: Sources, driver: SendingDriver, packer: Packer, context: Callable[[], Any]) -> None:
         self._services = services
@@ -319,8 +304,7 @@ class OutgoingWeights:
     def registered_layout(self) -> Layout | None:
         """The layout of the registered model; None: there is no such model yet.
 
-        Raises:
-            ConfigurationError, LayoutError: its weights cannot be sent.
+        Raises ConfigurationError, LayoutError: its weights cannot be sent.
         """
         try:
             weights = self._prepared(None, self._context())
@@ -330,9 +314,6 @@ class OutgoingWeights:
 
     def pack(self, weights: Any) -> Packed:
         """Pack weights, which are the caller's until `Packer.handed_over`.
-
-        Args:
-            weights: what `WeightSender.send` takes.
 
         Raises:
             ConfigurationError, LayoutError: they cannot be sent, or are not those of the registered model.
@@ -363,8 +344,7 @@ class OutgoingWeights:
     def _refuse_other_model(self, given: Layout) -> None:
         """Refuse weights of another model than the registered one: every worker would refuse them.
 
-        Raises:
-            LayoutError: their names, shapes or dtypes differ.
+        Raises LayoutError: their names, shapes or dtypes differ.
         """
         if given == self._driver.layout:
             return
@@ -388,8 +368,7 @@ class OutgoingWeights:
     def _refuse_other_dtypes(self, given: Layout) -> None:
         """Refuse weights that `wire_dtype` does not bring to the dtypes that were agreed on.
 
-        Raises:
-            LayoutError: dtypes differ, and nothing else does.
+        Raises LayoutError: dtypes differ, and nothing else does.
         """
         agreed, wire_dtype = self._driver.layout, self._packer.wire_dtype
         if wire_dtype is None or agreed is None or not agreed.other_dtypes(given):

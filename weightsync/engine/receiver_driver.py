@@ -46,9 +46,6 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     Its methods take the lock and never block. A link whose peer breaks the protocol goes down, and the
     `ProtocolError` is raised unless another link is the current one.
-
-    Args:
-        model_id: the model whose weights are received.
     """
 
     def __init__(self, model_id: str) -> None:
@@ -245,8 +242,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def pump(self) -> None:
         """Write what is waiting, read what has arrived. The current link is not read while its answer is unwritten.
 
-        Raises:
-            ProtocolError: the peer of the current link, or of the only one, broke the protocol; its link is down.
+        Raises ProtocolError: the peer of the current link, or of the only one, broke the protocol; its link is down.
         """
         with self.lock:
             if self.machine.state is State.CLOSED:

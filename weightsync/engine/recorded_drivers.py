@@ -31,12 +31,7 @@ def receiver_driver(model_id: str) -> ReceiverDriver:
 
 
 class TracedSenderDriver(SenderDriver):
-    """A sender's driver that is recorded.
-
-    Args:
-        model_id: the model whose weights are sent.
-        records: writes the trace.
-    """
+    """A sender's driver that is recorded."""
 
     def __init__(self, model_id: str, records: Recorder) -> None:
         super().__init__(model_id)
@@ -99,12 +94,7 @@ class TracedSenderDriver(SenderDriver):
 
 
 class TracedReceiverDriver(ReceiverDriver):
-    """A receiver's driver that is recorded.
-
-    Args:
-        model_id: the model whose weights are received.
-        records: writes the trace.
-    """
+    """A receiver's driver that is recorded."""
 
     def __init__(self, model_id: str, records: Recorder) -> None:
         super().__init__(model_id)

@@ -86,9 +86,6 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     Its methods take the lock, never block, and never raise because a link fails: that worker is LOST. They raise what
     the pure half raises (the call is refused), and then nothing has changed.
-
-    Args:
-        model_id: the model whose weights are sent.
     """
 
     def __init__(self, model_id: str) -> None:
@@ -112,8 +109,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed) -> int:
         """Send ``packed`` as the next version; returns the version.
 
-        Raises:
-            StateError, ConfigurationError, WorkerLostError: refused; nothing was sent, no version was used.
+        Raises StateError, ConfigurationError, WorkerLostError: refused; nothing was sent, no version was used.
         """
         with self.lock:
             version = self.data.version + 1

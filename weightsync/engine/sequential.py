@@ -83,8 +83,7 @@ class SequentialSends:
         Returns:
             The report of that update; None: there was none, or its failure was reported already.
 
-        Raises:
-            StateError: another thread is waiting for it.
+        Raises StateError: another thread is waiting for it.
         """
         if self._sender.state is not State.PENDING_ASYNC:
             return None

@@ -83,12 +83,7 @@ class ServingLock:
     def alone(self, deadline: Deadline, asked: str) -> Iterator[None]:
         """Hold the lock alone, beside what this thread itself serves. Waits for all other threads.
 
-        Args:
-            deadline: how long to wait.
-            asked: the public method that was called, for the error.
-
-        Raises:
-            ModelBusyError: other threads served the model until then.
+        Raises ModelBusyError: other threads served the model until then.
         """
         own = threading.get_ident()
         with self._changed:
@@ -166,14 +161,7 @@ class Ready:
 
 
 class ServedModel:
-    """The model that arrived weights are applied to, given as an object or as a path on the context.
-
-    Args:
-        services: the scheme, which says how weights are applied.
-        driver: the receiver's driver.
-        listening: names the background reader, which is told of each new model.
-        context: gives the object on which a path is resolved.
-    """
+    """The model that arrived weights are applied to, given as an object or as a path on the context."""
 
     def __init__(
         self, services: SchemeServices, driver: ReceiverDriver, listening: Listening, context: Callable[[], Any]
@@ -208,9 +196,7 @@ class ServedModel:
         """Serve another model.
 
         Args:
-            model: the model, or the path at which it is found later.
             path: where the model was found on the context; None: it was given as an object.
-            deadline: how long to wait for threads that serve the model before.
 
         Raises:
             ModelBusyError: they served it until then; nothing has changed.
@@ -247,8 +233,7 @@ class ServedModel:
     def destination(self) -> Target:
         """What weights are applied to now.
 
-        Raises:
-            ConfigurationError, LayoutError, ModelPathError: no model is registered, or its path leads to none.
+        Raises ConfigurationError, LayoutError, ModelPathError: no model is registered, or its path leads to none.
         """
         self.follow_path()
         return self.target if self.target is not None else self._make_target()

@@ -20,10 +20,6 @@ class Workers:
     """The workers of one sender.
 
     The methods are those of `WeightSender` by the same names, which documents them.
-
-    Args:
-        services: the scheme, which lays the links.
-        driver: the sender's driver.
     """
 
     def __init__(self, services: SchemeServices, driver: SenderDriver) -> None:

@@ -236,8 +236,7 @@ def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None
     Returns None for the end of a link that is not the current one, for the goodbye of a sender that is not the current
     one, and for `SendAck` if no answer is deferred.
 
-    Raises:
-        ProtocolError: an update over a link without a handshake.
+    Raises ProtocolError: an update over a link without a handshake.
     """
     match event:
         case HelloArrived():

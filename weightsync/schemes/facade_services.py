@@ -32,13 +32,7 @@ class LinkLayer(Protocol):
 
 
 class FacadeServices:
-    """Does for the senders and receivers of a facade what a scheme does for its own: `SchemeServices`.
-
-    Args:
-        layer: the facade.
-        strategy: how weights are extracted, and the format in which they are returned.
-        verify: what a receiver compares.
-    """
+    """Does for the senders and receivers of a facade what a scheme does for its own: `SchemeServices`."""
 
     #: What a facade returns is always a copy.
     apply_mode = Mode.COPY
@@ -74,11 +68,7 @@ class FacadeServices:
         return self._layer.user_messages()
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """A module is extracted; anything else is taken as it is.
-
-        Raises:
-            ConfigurationError: there are none.
-        """
+        """A module is extracted; anything else is taken as it is. Raises ConfigurationError: there are none."""
         if weights is None:
             raise ConfigurationError("A transport has no model of its own: give it weights. Nothing was sent.")
         return strategy.extract_weights(weights) if isinstance(weights, nn.Module) else weights

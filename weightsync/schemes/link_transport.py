@@ -20,30 +20,20 @@ class LinkTransport(Protocol):
     def link(self, model_id: str, peer: str) -> Link:
         """A link to the worker that this transport reaches.
 
-        Raises:
-            ConfigurationError: the transport was not given a worker, or reaches several.
+        Raises ConfigurationError: the transport was not given a worker, or reaches several.
         """
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Have ``accept`` called with each link by which a sender reaches us; calling what is returned ends that.
 
-        Raises:
-            ConfigurationError: the transport was not given an address to listen at, or does not receive.
+        Raises ConfigurationError: the transport was not given an address to listen at, or does not receive.
         """
 
     def user_messages(self) -> UserMessages:
-        """The user's own messages on the transport's pipe.
-
-        Raises:
-            ConfigurationError: it has no pipe.
-        """
+        """The user's own messages on the transport's pipe. Raises ConfigurationError: it has no pipe."""
 
     def pipe_end(self) -> Any:
-        """Our end of the transport's pipe.
-
-        Raises:
-            ConfigurationError: it has no pipe.
-        """
+        """Our end of the transport's pipe. Raises ConfigurationError: it has no pipe."""
 
     def over(self, receiver: WeightReceiver) -> Any:
         """The transport over a receiver that a scheme made; None: there is none at the worker's end."""
@@ -60,8 +50,7 @@ def torchrl_transport(name: str) -> Any:
 def connection_of(endpoint: Any) -> Any:
     """The connection: ``endpoint`` itself, its ``.pipe``, or the end of the pipe that it is a transport over.
 
-    Raises:
-        ConfigurationError: nothing was given.
+    Raises ConfigurationError: nothing was given.
     """
     if endpoint is None:
         raise ConfigurationError(

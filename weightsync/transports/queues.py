@@ -30,8 +30,7 @@ class QueueChannel:
         outbox: where frames are put. None: the sender cannot be reached.
         inbox: where frames are read. None: nobody can answer.
 
-    Raises:
-        ConfigurationError: one of them is not a ``multiprocessing.Queue``.
+    Raises ConfigurationError: one of them is not a ``multiprocessing.Queue``.
     """
 
     def __init__(self, outbox: Any, inbox: Any) -> None:
@@ -51,11 +50,7 @@ class QueueChannel:
         self.user_messages: deque[Any] = deque()
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame.
-
-        Raises:
-            TransportError: the queue is full or closed; the frame will never arrive.
-        """
+        """Queue a frame. Raises TransportError: the queue is full or closed; the frame will never arrive."""
         if self._outbox is None:
             return
         try:

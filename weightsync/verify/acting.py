@@ -17,11 +17,7 @@ from weightsync.verify.replaying import Machine, Moment
 
 
 class SenderActs:
-    """The actions of senders.
-
-    Args:
-        names: the model's names.
-    """
+    """The actions of senders."""
 
     def __init__(self, names: Naming) -> None:
         self._names = names
@@ -145,11 +141,7 @@ class SenderActs:
 
 
 class WorkerActs:
-    """The actions of workers.
-
-    Args:
-        names: the model's names.
-    """
+    """The actions of workers."""
 
     def __init__(self, names: Naming) -> None:
         self._names = names

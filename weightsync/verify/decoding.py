@@ -12,11 +12,7 @@ from typing import Any
 
 
 def decoded(kind: Any, recorded: Any) -> Any:
-    """The value of type ``kind`` that ``recorded`` encodes.
-
-    Raises:
-        ValueError: it encodes no such value.
-    """
+    """The value of type ``kind`` that ``recorded`` encodes. Raises ValueError: it encodes no such value."""
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
         return _one_of(typing.get_args(kind), recorded)

@@ -128,8 +128,7 @@ class Verdict:
 def verify(places: Sequence[Path]) -> Verdict:
     """Judge the traces in files or folders.
 
-    Raises:
-        UnreadableTraceError: a place has no trace, or one of another release.
+    Raises UnreadableTraceError: a place has no trace, or one of another release.
     """
     files = tuple(read_file(path) for path in find_files(places))
     runs = tuple(sorted(map(judge, runs_of(machines_in(files))), key=lambda run: run.begun))

@@ -37,11 +37,7 @@ class Modelled:
 
 
 def modelled(run: Run, bounds: Bounds) -> Modelled:
-    """The model's events of a run, in the order of time.
-
-    Raises:
-        BeyondTheModelError: the model cannot follow it.
-    """
+    """The model's events of a run, in the order of time. Raises BeyondTheModelError: the model cannot follow it."""
     names = Naming(run, bounds)
     acts: list[tuple[int, RecordedAction]] = []
     for name, number in names.senders.items():

@@ -49,12 +49,7 @@ class Reports:
     def expected(self, recorded: Mapping[str, Any], data: sending.SenderData) -> dict[str, object]:
         """The contents that a report of this version must have.
 
-        Args:
-            recorded: the report as recorded.
-            data: what the sender remembers now.
-
-        Raises:
-            FalseReportError: this version cannot be reported now.
+        Raises FalseReportError: this version cannot be reported now.
         """
         outcomes = decoded(Mapping[int, Outcome], recorded["outcomes"])
         superseded = decoded(Mapping[int, tuple[int, ...]], recorded["superseded"])

@@ -90,11 +90,7 @@ class Talk:
         self.extra: list[DueMessage] = []
 
     def take(self, moment: Moment) -> None:
-        """Follow one line.
-
-        Raises:
-            UnexpectedLine: it does not follow from those before it.
-        """
+        """Follow one line. Raises UnexpectedLine: it does not follow from those before it."""
         line = moment.line
         match line.what:
             case What.LINK:

@@ -77,13 +77,7 @@ class Followed:
 def follow(tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None) -> Followed:
     """Have TLC follow runs that the Python checker found to conform; equal runs are followed once.
 
-    Args:
-        tools: Java and TLC.
-        runs: the runs.
-        bounds: the largest run to follow.
-
-    Raises:
-        TlcFailedError: TLC failed.
+    Raises TlcFailedError: TLC failed.
     """
     followed, ways = Followed(), dict[str, list[Modelled]]()
     for run in runs:
@@ -137,16 +131,7 @@ def _judge(tools: Toolchain, batch: Sequence[Sequence[Modelled]], more: Sequence
 
 
 def accepted_of(tools: Toolchain, traces: Sequence[Modelled], more: Sequence[str] = ()) -> set[int]:
-    """Which of the traces, counted from 1, TLC follows to their ends.
-
-    Args:
-        tools: Java and TLC.
-        traces: the traces.
-        more: further properties of Trace.tla to check.
-
-    Raises:
-        TlcFailedError: TLC failed.
-    """
+    """Which of the traces, counted from 1, TLC follows to their ends. Raises TlcFailedError: TLC failed."""
     return {int(number) for number in _ACCEPTED.findall(_run(tools, traces, _config(traces, (), more)))}
 
 

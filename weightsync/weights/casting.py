@@ -25,8 +25,7 @@ _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 def wire_dtype_of(value: torch.dtype | WireDtype | str | None) -> WireDtype | None:
     """Convert the option, given as a torch dtype, its name, a `WireDtype`, or None, to the member.
 
-    Raises:
-        ConfigurationError: weights cannot be cast to it.
+    Raises ConfigurationError: weights cannot be cast to it.
     """
     if value is None:
         return None
@@ -54,13 +53,9 @@ def refuse_overflow(weights: Weights, sent: Layout, flat: Tensor, wire_dtype: Wi
     """Refuse weights of which a finite value became infinite when they were packed.
 
     Args:
-        weights: what was packed.
-        sent: the layout of what was packed.
         flat: the bytes of what was packed, where they are. Only those of the dtype are read.
-        wire_dtype: what was cast to.
 
-    Raises:
-        LayoutError: there is such a value. The error names the tensor and the value.
+    Raises LayoutError: there is such a value. The error names the tensor and the value.
     """
     dtype = DTYPES[wire_dtype.value]
     with torch.inference_mode():

@@ -46,8 +46,7 @@ class _UnsupportedError(TypeError):
 def encode_extras(extras: Mapping[str, ExtraState]) -> bytes:
     """Encode the extra state of each module, by the module's name; ``b""`` if there is none.
 
-    Raises:
-        LayoutError: a value is of a type that cannot be sent, or nested too deep; the error names the module.
+    Raises LayoutError: a value is of a type that cannot be sent, or nested too deep; the error names the module.
     """
     if not extras:
         return b""
@@ -68,8 +67,7 @@ def encode_extras(extras: Mapping[str, ExtraState]) -> bytes:
 def decode_extras(data: bytes) -> dict[str, ExtraState]:
     """Decode what `encode_extras` returned. The values are new objects and share no memory with the bytes.
 
-    Raises:
-        ProtocolError: the bytes are malformed. Time and memory stay in proportion to their number.
+    Raises ProtocolError: the bytes are malformed. Time and memory stay in proportion to their number.
     """
     if not data:
         return {}
@@ -253,12 +251,6 @@ def refuse_hidden_state(
     """Raise LayoutError if the state dict of `root` has an entry that was not read from the model.
 
     The state dict is computed once for a model, and again when the set of modules that customise it changes.
-
-    Args:
-        root: the whole model.
-        peculiar: its modules for which `has_own_state_dict` is true, by name.
-        tensors: the parameters and persistent buffers that were read, by name.
-        extras: the names under which a state dict stores the extra state that was read.
     """
     fingerprint = _fingerprint(peculiar, tensors)
     known = _compared.get(id(root))

@@ -35,11 +35,7 @@ def digest(payload: memoryview, extras: bytes) -> bytes:
 
 
 class ChunkHashes:
-    """The hashes of a buffer's chunks, while several threads fill it.
-
-    Args:
-        payload: the whole buffer.
-    """
+    """The hashes of a buffer's chunks, while several threads fill it."""
 
     def __init__(self, payload: memoryview) -> None:
         self._payload = payload
@@ -113,8 +109,7 @@ def in_threads(work: Callable[[int, int], None], parts: Sequence[Part]) -> None:
 
     Returns once all have ended. A part for which no thread can be started is worked on in this one.
 
-    Raises:
-        Exception: the first error that `work` raised. The other parts were worked on all the same.
+    Raises Exception: the first error that `work` raised. The other parts were worked on all the same.
     """
     errors: list[BaseException] = []
 

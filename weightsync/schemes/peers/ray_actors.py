@@ -67,12 +67,7 @@ def tensor_transport_of(value: TensorTransport | str) -> TensorTransport:
 
 
 class ActorLinks:
-    """Lays links to Ray actors; those of one sender share what it puts into the object store.
-
-    Args:
-        transport: how payloads travel to our own receivers.
-        key: shared with those receivers.
-    """
+    """Lays links to Ray actors; those of one sender share what it puts into the object store."""
 
     def __init__(self, transport: TensorTransport, key: SharedKey | None = None) -> None:
         self._key = key
@@ -110,13 +105,7 @@ def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, An
 
     An actor that has none of them may have initialised one of our schemes: it is called by Ray's ``__ray_call__``.
 
-    Args:
-        endpoint: the actor's handle, or an object whose ``._actor`` is that.
-        methods: names, the best one first.
-        peer: the actor, for messages.
-
-    Raises:
-        ConfigurationError: it is no actor, and has none of them.
+    Raises ConfigurationError: it is no actor, and has none of them.
     """
     for name in (*methods, RUN):
         for actor in (endpoint, optional(endpoint, "_actor")):

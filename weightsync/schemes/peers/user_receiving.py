@@ -38,12 +38,6 @@ def listen_by(
 ) -> Callable[[], None]:
     """Make the receiver that ``accept`` belongs to receive by a user's own transport.
 
-    Args:
-        transport: the user's.
-        model_id: the receiver's model.
-        strategy: how a module is extracted, if the transport brings one.
-        accept: takes the link.
-
     Returns:
         A function that ends it.
     """
@@ -57,12 +51,6 @@ class TransportReader:
 
     It asks for the next when the receiver has answered the one before. It calls the transport's
     ``send_ack("updated")``, if there is one, once the weights are live; any other text says why they are not.
-
-    Args:
-        transport: the user's.
-        model_id: the receiver's model.
-        strategy: how a module is extracted, if the transport brings one.
-        accept: takes the link.
     """
 
     def __init__(
@@ -155,19 +143,11 @@ class TransportReader:
         return self._near
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
-        """Nothing is received here.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Nothing is received here. Raises ConfigurationError: always."""
         raise ConfigurationError("This end sends.")
 
     def user_messages(self) -> UserMessages:
-        """There are none.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """There are none. Raises ConfigurationError: always."""
         raise ConfigurationError("Your own transport carries no messages other than weights.")
 
     def _published(self, model_id: str, weights: Any) -> None:

@@ -44,11 +44,7 @@ class Place(NamedTuple):
 
     @classmethod
     def read(cls, carried: object) -> Self:
-        """Read what a call carried.
-
-        Raises:
-            ProtocolError: it is no place.
-        """
+        """Read what a call carried. Raises ProtocolError: it is no place."""
         if not isinstance(carried, tuple) or len(carried) != 4 or not all(type(each) is int for each in carried):
             raise codec.malformed("A call named a place in memory that is none", b"")
         return cls(*carried)
@@ -136,8 +132,7 @@ class MappedPlaces:
     def received(self, update: Update, place: Place) -> Received:
         """An update with its payload where it lies; without it, and with the reason, if that cannot be mapped.
 
-        Raises:
-            ProtocolError: the segment is too small for the update.
+        Raises ProtocolError: the segment is too small for the update.
         """
         try:
             mapping = self._mappings.pop(place, None) or place.map()

@@ -34,13 +34,7 @@ class CallRefused(Future[Frames]):
 
 
 class CallServer:
-    """Receives the calls for one model in this process. Calls that arrive before a receiver listens wait here.
-
-    Args:
-        model_id: the model.
-        way: the transport that carries the calls.
-        worker: this process's name in that transport, as its senders call it.
-    """
+    """Receives the calls for one model in this process. Calls that arrive before a receiver listens wait here."""
 
     def __init__(self, model_id: str, way: str = "calls", worker: Callable[[], str] = str) -> None:
         self.model_id = model_id
@@ -60,8 +54,7 @@ class CallServer:
         A link that breaks the protocol while no receiver listens is closed: its sender gets the reason, and no receiver
         sees the link.
 
-        Raises:
-            TransportError: the limit of waiting calls is reached.
+        Raises TransportError: the limit of waiting calls is reached.
         """
         if parcel.place is not None and (self._key is not None or is_envelope(parcel.frame)):
             raise ProtocolError("a call under a key named memory instead of carrying its payload.")
@@ -148,8 +141,7 @@ class CallServer:
     def hang_up(self, parcel: Parcel) -> None:
         """Process a link's last call: none of its calls waits for an answer any more, with or without a receiver.
 
-        Raises:
-            ProtocolError, TransportError: as `submit`; the link's calls end all the same.
+        Raises ProtocolError, TransportError: as `submit`; the link's calls end all the same.
         """
         gate = self._gate
         if gate is None and is_envelope(parcel.frame):
@@ -220,14 +212,12 @@ class CallServer:
         """Call ``accept`` with each sender's link, including those that have already arrived.
 
         Args:
-            accept: called with each link.
             key: shared with the senders. A sender with another key, or without one, is turned away.
 
         Returns:
             A function that ends this.
 
-        Raises:
-            ConfigurationError: a receiver listens already.
+        Raises ConfigurationError: a receiver listens already.
         """
         with self._lock:
             if self._accept is not None:

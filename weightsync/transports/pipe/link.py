@@ -37,9 +37,6 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices):
 
     Args:
         connection: this process's end. It is never made non-blocking.
-        model_id: only messages of this model go through the link.
-        peer: the name of the other end, for messages to people.
-        payloads: how large payloads travel.
         opener: opens slots on a device; None: this end cannot.
 
     Raises:
@@ -303,8 +300,6 @@ class Mapped:
         """The mapping of a segment, made now if its descriptor came with the frame.
 
         Args:
-            slot: names the segment.
-            descriptors: the descriptors that came with the frame.
             untaken: why a passed descriptor could not be taken; empty: none was lost.
 
         Raises:

@@ -117,17 +117,7 @@ def sender_link(rendezvous: StoreEnd, model_id: str, peer: str) -> StoreLink:
 
 
 def worker_link(rendezvous: StoreEnd, model_id: str, name: str, before_end: Callable[[Client], None]) -> StoreLink:
-    """The worker's end of a link that it has accepted.
-
-    Args:
-        rendezvous: the store, and the worker's rank.
-        model_id: the model.
-        name: the link's name.
-        before_end: called by a thread of the link before it reports that the sender has ended it.
-
-    Raises:
-        TransportError: no descriptor or thread is left.
-    """
+    """The worker's end of a link that it has accepted. Raises TransportError: no descriptor or thread is left."""
     side = Side(1, "up", "down", "the sender", _nothing, _nothing, before_end=before_end)
     key, identity = rendezvous.key, _identity(rendezvous, model_id, name)
     guard: Guard = NoGuard("the sender") if key is None else WorkerGuard(key, identity)
@@ -135,11 +125,7 @@ def worker_link(rendezvous: StoreEnd, model_id: str, name: str, before_end: Call
 
 
 def decline(client: Client, name: str) -> None:
-    """Tell the sender of an accepted link that there is no other end.
-
-    Raises:
-        TransportError: the store is gone.
-    """
+    """Tell the sender of an accepted link that there is no other end. Raises TransportError: the store is gone."""
     Outbox(client, f"weightsync/link/{name}/up").shut()
 
 
@@ -169,11 +155,7 @@ class Announced:
         return None if fits else Reason.OTHER_KEY
 
     def refuse(self, client: Client, reason: Reason) -> None:
-        """Tell the sender that it is refused.
-
-        Raises:
-            TransportError: the store is gone.
-        """
+        """Tell the sender that it is refused. Raises TransportError: the store is gone."""
         Outbox(client, f"weightsync/link/{self.name}/up").put(refusal(reason))
 
 

@@ -219,6 +219,5 @@ def join(store: Store, callbacks: Callbacks) -> HeartbeatMember:
 
     Args:
         store: the user's; prefixes do not matter.
-        callbacks: the callbacks for the loss of the store, or of a followed process.
     """
     return _heartbeats.join(base_of(store), callbacks)

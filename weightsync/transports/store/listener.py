@@ -261,8 +261,7 @@ class _Registered:
     def open(self, rendezvous: StoreEnd, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Register a listener. Returns a function that removes it.
 
-        Raises:
-            ConfigurationError: there is another. The same listener may be registered again.
+        Raises ConfigurationError: there is another. The same listener may be registered again.
         """
         place = _where(rendezvous.store), rendezvous.rank, model_id
         with self._lock:

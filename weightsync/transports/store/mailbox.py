@@ -98,11 +98,7 @@ def _nothing() -> None:
 
 
 class Outbox:
-    """Writes store messages under numbered keys.
-
-    Args:
-        key: the prefix of the numbered keys.
-    """
+    """Writes store messages under numbered keys."""
 
     def __init__(self, client: Client, key: str) -> None:
         self._client = client
@@ -112,19 +108,14 @@ class Outbox:
     def put(self, store_message: bytes | memoryview) -> None:
         """Write a message, in as many values as it needs: first the writer's name, then frames.
 
-        Raises:
-            TransportError: the store is gone.
+        Raises TransportError: the store is gone.
         """
         for start in range(0, max(len(store_message), 1), PIECE_NBYTES):
             piece = bytes(store_message[start : start + PIECE_NBYTES])
             self._write((_MORE if start + PIECE_NBYTES < len(store_message) else _LAST) + piece)
 
     def shut(self) -> None:
-        """Tell the reader that nothing more will be written.
-
-        Raises:
-            TransportError: the store is gone.
-        """
+        """Tell the reader that nothing more will be written. Raises TransportError: the store is gone."""
         self._write(_CLOSED)
 
     def _write(self, value: bytes) -> None:
@@ -145,9 +136,6 @@ class Inbox:
 
     A stranger may write under its keys. A value that is not a message is skipped, since the other end has yet to write
     there.
-
-    Args:
-        key: the prefix of the outbox's keys.
     """
 
     def __init__(self, client: Client, key: str) -> None:
@@ -159,8 +147,7 @@ class Inbox:
     def forget(self) -> None:
         """Delete the values that were read. Called once a message was processed, since it takes as long as reading.
 
-        Raises:
-            TransportError: the store is gone.
+        Raises TransportError: the store is gone.
         """
         while self._read_keys:
             self._client.delete(self._read_keys.pop())
@@ -243,8 +230,7 @@ def _is_piece(_: bytes) -> bool:
 def end(client: Client, key: str, number: int) -> None:
     """End the inbox of ``key`` after everything that was written to it, from ``number`` on.
 
-    Raises:
-        TransportError: the store is gone.
+    Raises TransportError: the store is gone.
     """
     while client.claim(f"{key}/{number}", _END) != _END:
         number += 1

@@ -15,22 +15,13 @@ _LONGEST: Final = 200
 
 
 class Models:
-    """A list in the store.
-
-    Args:
-        rank: the worker's rank.
-        whose: `SENDERS` or `RECEIVERS`.
-    """
+    """A list in the store."""
 
     def __init__(self, rank: int, whose: str) -> None:
         self._key = f"weightsync/rank/{rank}/{whose}"
 
     def add(self, client: Client, model_id: str) -> None:
-        """Add a model, unless it is there.
-
-        Raises:
-            TransportError: the store is gone.
-        """
+        """Add a model, unless it is there. Raises TransportError: the store is gone."""
         for number in range(_MOST):
             if client.claim(f"{self._key}/{number}", model_id) == _as_read(model_id):
                 return
@@ -38,8 +29,7 @@ class Models:
     def without(self, client: Client, model_id: str) -> str:
         """The models that are there, if that one is not; empty: it is, or none are.
 
-        Raises:
-            TransportError: the store is gone.
+        Raises TransportError: the store is gone.
         """
         found = (client.value(f"{self._key}/{number}") for number in range(_MOST))
         known = [value.decode("ascii", "replace") for value in itertools.takewhile(bool, found) if value]

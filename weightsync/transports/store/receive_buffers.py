@@ -16,8 +16,7 @@ _SPARE: Final = 2
 def decoded(text: memoryview) -> tuple[Message, memoryview | None, int]:
     """A message, the payload in it, and the size of its payload, which follows it if it is large.
 
-    Raises:
-        ProtocolError: it is malformed.
+    Raises ProtocolError: it is malformed.
     """
     control = codec.peek(text).control_nbytes
     message, inline = codec.decode(text[:control]), text[control:]
@@ -36,8 +35,7 @@ class ReceiveBuffers:
     def find(self, nbytes: int) -> memoryview:
         """Memory for a payload, writable, and valid as long as something refers to it.
 
-        Raises:
-            TransportError: there is not enough.
+        Raises TransportError: there is not enough.
         """
         buffer = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
         if buffer is None:

@@ -123,15 +123,10 @@ class StoreEnd:
     """Where a sender and one worker meet.
 
     Args:
-        store: a TCPStore, or PrefixStores around one.
-        rank: the worker's rank: the trainer is rank 0, worker i is rank i + 1.
-        backend: "gloo" or "nccl".
-        in_flight: how many buckets of a payload are in flight at once.
         key: shared by the trainer and its workers. None: the contents of the store are trusted.
         hints: what is written to TorchRL's keys; each copy has its own.
 
-    Raises:
-        ConfigurationError: the store or the rank is of another kind.
+    Raises ConfigurationError: the store or the rank is of another kind.
     """
 
     store: Store
@@ -165,8 +160,7 @@ def _arrived(host: str, port: int, *rest: Any) -> StoreEnd:
 def hosted(host: str, port: int, timeout: timedelta) -> TCPStore:
     """A store of our own that listens at that address alone. By default torch's store listens on all interfaces.
 
-    Raises:
-        OSError, RuntimeError: it cannot be opened there.
+    Raises OSError, RuntimeError: it cannot be opened there.
     """
     with socket.create_server((host, port), backlog=_BACKLOG) as listener:
         port = listener.getsockname()[1]
@@ -267,8 +261,6 @@ class Client:
         """Write a value unless there is one. Returns the value that is there then.
 
         Args:
-            key: the key.
-            value: what to write.
             ours: whether a value is one of ours. A stranger's value is overwritten.
         """
         with self._guarded() as store:
@@ -311,8 +303,7 @@ class Client:
 def _require_descriptors() -> None:
     """Check for free descriptors: without any, torch would retry until its time limit.
 
-    Raises:
-        OSError: too few descriptors are left for a connection.
+    Raises OSError: too few descriptors are left for a connection.
     """
     found: list[int] = []
     try:

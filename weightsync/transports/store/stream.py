@@ -59,8 +59,6 @@ class Stream:
         """Write a message, and the payload behind it.
 
         Args:
-            text: the message.
-            payload: what follows. `cut` ends the wait of whoever writes it.
             go_on: called while there is no room for the message; raises TransportError to give up.
         """
         with _broken():
@@ -80,8 +78,7 @@ class Stream:
     def read(self) -> bytearray:
         """The next message. Its memory grows with what has arrived: a false length costs nothing.
 
-        Raises:
-            EndOfStream: there is none.
+        Raises EndOfStream: there is none.
         """
         head = bytearray(_LENGTH.size)
         if not self._fill(memoryview(head)):
@@ -160,11 +157,7 @@ class Stream:
 class Door:
     """Where a worker awaits the connection of one sender.
 
-    Args:
-        host: our address, or our host's name.
-
-    Raises:
-        TransportError: no descriptor is left, or it is not an address of ours.
+    Raises TransportError: no descriptor is left, or it is not an address of ours.
     """
 
     def __init__(self, host: str) -> None:
@@ -180,11 +173,9 @@ class Door:
         """The connection of whoever names the link. All others are closed.
 
         Args:
-            name: the link's.
             go_on: called from time to time; raises to end the wait.
 
-        Raises:
-            TransportError: no descriptor is left.
+        Raises TransportError: no descriptor is left.
         """
         with _broken():
             while True:
@@ -203,15 +194,7 @@ class Door:
 
 
 def dial(address: str, name: str) -> Stream:
-    """The connection to a worker's door.
-
-    Args:
-        address: host and port.
-        name: the link's.
-
-    Raises:
-        TransportError: it cannot be reached, or no descriptor is left.
-    """
+    """The connection to a worker's door. Raises TransportError: it cannot be reached, or no descriptor is left."""
     host, _, port = address.rpartition(":")
     try:
         sock = socket.create_connection((host, int(port)), _DIAL)
@@ -258,12 +241,7 @@ def _ended_amid_a_message() -> TransportError:
 def own_address(stays_on_host: bool, towards_store: str | None) -> str:
     """The address to listen at for the sender.
 
-    Args:
-        stays_on_host: whether the sender is in our network namespace.
-        towards_store: our address on the connection to the store.
-
-    Raises:
-        TransportError: the interface that ``GLOO_SOCKET_IFNAME`` names has no address.
+    Raises TransportError: the interface that ``GLOO_SOCKET_IFNAME`` names has no address.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:

@@ -41,13 +41,6 @@ class StoreWorker:
 
     Its methods never block; its threads end soon after `close`, or when it fails.
 
-    Args:
-        rendezvous: the store, and the worker's rank.
-        name: the link's name, the same at both ends and used for no other link.
-        side: which end this is.
-        guard: seals and opens its messages.
-        waker: fired when a message has arrived, or the worker has failed.
-
     Raises:
         ConfigurationError: the backend is not available here.
         TransportError: no more threads can be started.
@@ -103,8 +96,7 @@ class StoreWorker:
     def flushed(self) -> bool:
         """Whether all messages are written; if not, the waker is fired later.
 
-        Raises:
-            TransportError: some messages never will be written.
+        Raises TransportError: some messages never will be written.
         """
         with self._condition:
             if not self._outgoing.cut_short:

@@ -50,8 +50,6 @@ def open_memory(identity: bytes, fd: int, nbytes: int) -> DeviceMemory:
     """The memory that another process has on a device.
 
     Args:
-        identity: the device's.
-        fd: the memory's descriptor, which the caller closes.
         nbytes: its size.
 
     Raises:
