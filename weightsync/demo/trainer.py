@@ -13,8 +13,7 @@ import numpy as np
 import weightsync
 from weightsync import OutcomeKind, State, SyncReport, WorkerLostError
 from weightsync.demo.learning import Chunk, Learner
-from weightsync.demo.settings import START_TIMEOUT, WORKER_TIMEOUT, SchemeName
-from weightsync.demo.state import Phase, Proof, Result, RunState, judge
+from weightsync.demo.state import START_TIMEOUT, WORKER_TIMEOUT, Phase, Proof, Result, RunState, SchemeName, judge
 from weightsync.demo.worker import Failure, Request
 from weightsync.demo.workers import Answer, ProcessWorkers, RayWorkers, start_workers
 

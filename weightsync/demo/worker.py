@@ -17,8 +17,7 @@ from gymnasium.vector import AutoresetMode
 
 from weightsync import SenderClosed, TransportError, WeightReceiver, WeightSyncActor, WeightSyncScheme
 from weightsync.demo.learning import Bools, Chunk, Floats, Ints, Policy
-from weightsync.demo.settings import CHUNK_STEPS, ENVIRONMENTS, MODEL_ID, START_TIMEOUT, SchemeName, Settings
-from weightsync.demo.state import Proof
+from weightsync.demo.state import CHUNK_STEPS, ENVIRONMENTS, MODEL_ID, START_TIMEOUT, Proof, SchemeName, Settings
 
 #: How many seconds a worker waits for a new version before it checks for a request.
 _PAUSE = 0.002

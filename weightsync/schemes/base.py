@@ -31,8 +31,8 @@ from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import OnFailure, Verify, WireDtype
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import SyncReport
-from weightsync.schemes.link_transport import LinkTransport
-from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.facade_services import LinkTransport
+from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.peers.user_receiving import listen_by
 from weightsync.schemes.peers.user_transport import user_link
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of

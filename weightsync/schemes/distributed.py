@@ -16,8 +16,8 @@ from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.link_transport import torchrl_transport
-from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.facade_services import torchrl_transport
+from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.relay import is_torchrls
 from weightsync.transports.base import Link
 from weightsync.transports.store import StoreEnd, listen, sender_link

@@ -17,8 +17,8 @@ from weightsync.errors import ConfigurationError
 from weightsync.options import Verify, WireDtype, switch
 from weightsync.protocol.sender import LinkState
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.schemes.link_transport import LinkTransport, connection_of, torchrl_transport
-from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.facade_services import LinkTransport, connection_of, torchrl_transport
+from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.sources import given_or_found
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.connection import Channel

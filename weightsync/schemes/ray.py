@@ -15,7 +15,8 @@ from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.link_transport import torchrl_transport
+from weightsync.schemes.facade_services import torchrl_transport
+from weightsync.schemes.peers.base import BareTransport
 from weightsync.schemes.peers.ray_actors import (
     CALL,
     POLICY_METHOD,
@@ -28,7 +29,6 @@ from weightsync.schemes.peers.ray_actors import (
     method_of,
     tensor_transport_of,
 )
-from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.schemes.ray_server import ActorReceiver, ActorSender, actor_server_of
 from weightsync.schemes.relay import is_torchrls
 from weightsync.transports.base import Link

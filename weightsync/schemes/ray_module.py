@@ -13,7 +13,7 @@ from weightsync.errors import ConfigurationError, ModelPathError
 from weightsync.options import OnFailure, OnPending, Verify, WireDtype
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.base import WeightSyncScheme
-from weightsync.schemes.link_transport import torchrl_transport
+from weightsync.schemes.facade_services import torchrl_transport
 from weightsync.schemes.peers.ray_actors import Backend, TensorTransport
 from weightsync.schemes.ray import RayWeightSyncScheme, methods_for, only_actor, only_module
 from weightsync.schemes.ray_server import ActorReceiver, ActorSender

@@ -15,10 +15,9 @@ from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype
 from weightsync.schemes.arguments import one_by_one
 from weightsync.schemes.base import WeightSyncScheme, given_or_found
-from weightsync.schemes.link_transport import torchrl_transport
-from weightsync.schemes.peers.base import SharedPresenter
+from weightsync.schemes.facade_services import torchrl_transport
+from weightsync.schemes.peers.base import BareTransport, SharedPresenter
 from weightsync.schemes.peers.collectors import COLLECTOR, Collector, calling, collector_of, link_to
-from weightsync.schemes.peers.user_protocols import BareTransport
 from weightsync.transports.base import Link
 from weightsync.transports.rpc import call_server_of, is_called, require_rpc, worker_named
 from weightsync.weights.strategy import WeightStrategy

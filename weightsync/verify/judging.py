@@ -16,7 +16,7 @@ from weightsync.verify.guarantees import breaches
 from weightsync.verify.lines import Finding, Line, TraceFile, find_files, read_file
 from weightsync.verify.network import Network, SentMessage
 from weightsync.verify.replaying import HALVES, Machine, replay
-from weightsync.verify.talkers import listen
+from weightsync.verify.talking import listen
 
 _MISSING = "none of the given files has the machine that sent it, or its recording had ended"
 _WHOLE = "all files are given (--complete)"

@@ -16,7 +16,7 @@ from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, StateError, TransportError, WeightSyncError
 from weightsync.options import OnFailure
 from weightsync.schemes.facade_services import FacadeServices
-from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.peers.base import BareTransport
 from weightsync.transports.base import Link, Received
 from weightsync.transports.pipe.link import PipeLink
 from weightsync.transports.pipe.user_messages import UserMessages

@@ -14,8 +14,7 @@ from weightsync.engine.copies import MISSING, optional
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol.messages import Message, Update
 from weightsync.protocol.report import Evidence
-from weightsync.schemes.peers.base import Presenter, payload_of
-from weightsync.schemes.peers.user_protocols import BareTransport
+from weightsync.schemes.peers.base import BareTransport, Presenter, payload_of
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls.client import Answers, BlockingLink
 from weightsync.transports.calls.without_receiver import ack, raised, start_call

@@ -11,7 +11,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.options import OnFailure, OnPending
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.arguments import UNSET, Form, Unset
-from weightsync.schemes.link_transport import connection_of
+from weightsync.schemes.facade_services import connection_of
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.torchrl.transports.pipes import ReferencePipe
 from weightsync.transports.base import Link, Waitable, Waker, wait

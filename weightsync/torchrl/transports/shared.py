@@ -14,7 +14,7 @@ from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import OnFailure
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.arguments import POLICY, UNSET, Unset, model_and_weights
-from weightsync.schemes.link_transport import connection_of
+from weightsync.schemes.facade_services import connection_of
 from weightsync.schemes.shared import require_registered
 from weightsync.torchrl.transports.mp import MPTransport
 from weightsync.transports.base import Link

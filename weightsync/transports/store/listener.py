@@ -17,9 +17,18 @@ from weightsync.transports.buffers import Buffer
 from weightsync.transports.process import forget_after_fork
 from weightsync.transports.sealing import TURNED_AWAY
 from weightsync.transports.store import heartbeat
-from weightsync.transports.store.announcing import Announced, Where, base_key, decline, taken, worker_link
+from weightsync.transports.store.announcing import (
+    RECEIVERS,
+    SENDERS,
+    Announced,
+    Models,
+    Where,
+    base_key,
+    decline,
+    taken,
+    worker_link,
+)
 from weightsync.transports.store.link import StoreLink
-from weightsync.transports.store.models import RECEIVERS, SENDERS, Models
 from weightsync.transports.store.store import Client, PrefixStore, Store, StoreEnd, base_of, keep_in_child
 from weightsync.transports.store.worker_threads import start
 

@@ -17,10 +17,9 @@ from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
 from weightsync.transports.store.group import group_of
 from weightsync.transports.store.mailbox import INLINE_NBYTES, Ended, Inbox, Outbox, Shut, Side, StoreMessage, end
-from weightsync.transports.store.receive_buffers import ReceiveBuffers, decoded
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEnd, keep_in_child
-from weightsync.transports.store.stream import Door, EndOfStream, Stream, dial, own_address
+from weightsync.transports.store.stream import Door, EndOfStream, ReceiveBuffers, Stream, decoded, dial, own_address
 from weightsync.transports.store.worker_threads import Outgoing, start
 
 logger = logging.getLogger("weightsync")
