@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from weightsync.schemes.peers.base import TransportBackend as TransportBackend
     from weightsync.schemes.pipes import MultiProcessWeightSyncScheme as MultiProcessWeightSyncScheme
     from weightsync.schemes.ray import RayWeightSyncScheme as RayWeightSyncScheme
+    from weightsync.schemes.ray import WeightSyncActor as WeightSyncActor
     from weightsync.schemes.ray_module import RayModuleTransformReceiver as RayModuleTransformReceiver
     from weightsync.schemes.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
     from weightsync.schemes.ray_module import RayModuleTransformSender as RayModuleTransformSender
-    from weightsync.schemes.ray_server import WeightSyncActor as WeightSyncActor
     from weightsync.schemes.registry import WeightSyncBackend as WeightSyncBackend
     from weightsync.schemes.registry import register_weight_sync_backend as register_weight_sync_backend
     from weightsync.schemes.rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
@@ -128,7 +128,7 @@ _HOMES = {
     "RayModuleTransformReceiver": "schemes.ray_module",
     "RayModuleTransformScheme": "schemes.ray_module",
     "RayModuleTransformSender": "schemes.ray_module",
-    "WeightSyncActor": "schemes.ray_server",
+    "WeightSyncActor": "schemes.ray",
     "WeightSyncBackend": "schemes.registry",
     "register_weight_sync_backend": "schemes.registry",
     "RPCTransport": "torchrl.transports.rpc",

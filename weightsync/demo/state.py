@@ -1,4 +1,4 @@
-"""The options of a run, its progress and its result. This module does not import torch, so that the display starts at once."""
+"""The options of a run, its progress and its result. It does not import torch, so that the display starts at once."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,9 +29,10 @@ from weightsync.schemes.peers.ray_actors import (
     method_of,
     tensor_transport_of,
 )
-from weightsync.schemes.ray_server import ActorReceiver, ActorSender, actor_server_of
+from weightsync.schemes.ray_server import ActorReceiver, ActorSender, ActorServer, actor_server_of
 from weightsync.schemes.relay import is_torchrls
 from weightsync.transports.base import Link
+from weightsync.transports.calls.server import Frames
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.strategy import WeightStrategy
@@ -207,3 +208,63 @@ def methods_for(strategy: WeightStrategy) -> tuple[str, ...]:
         (STATE_DICT_METHOD, TENSORDICT_METHOD) if strategy == "state_dict" else (TENSORDICT_METHOD, STATE_DICT_METHOD)
     )
     return (CALL, POLICY_METHOD, *by_form)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _never_twice(function: _Function) -> _Function:
+    # What Ray's own decorator sets: using that would import Ray with weightsync.
+    function.__dict__["__ray_max_task_retries__"] = 0
+    return function
+
+
+class WeightSyncActor:
+    """The base that makes a Ray actor a receiver of weights::
+
+        @ray.remote
+        class Collector(WeightSyncActor):
+            def __init__(self):
+                self.policy = make_policy()
+
+    Weights are applied between two calls of a serial actor. If forward passes run in other threads
+    (``max_concurrency``, your own threads), put them in ``with self.weight_receiver().serving():``. The model is what
+    ``self.get_model(model_id)`` returns, else ``self.<model_id>``, such as ``self.policy``. An actor may initialise a
+    `RayWeightSyncScheme` itself, by `init_on_worker`; that one is used then.
+
+    Attributes:
+        weight_key: the key shared with the trainer, for an actor that sets it in ``__init__``: senders with another
+            key, or none, are rejected. None: the environment's ``WEIGHTSYNC_KEY``, if it is set.
+    """
+
+    weight_key: bytes | str | None = None
+
+    def weight_receiver(self, model_id: str = "policy") -> WeightReceiver:
+        """The receiver of a model in this actor, made now if there is none yet.
+
+        Raises:
+            ConfigurationError: no model is found, or a scheme's background thread receives it.
+        """
+        receiver = self._weightsync_server(model_id).receiver
+        if receiver is None:
+            raise ConfigurationError(
+                f"Model {model_id!r} is received by another scheme in this process: use that scheme's receiver."
+            )
+        return receiver
+
+    def _weightsync_server(self, model_id: str) -> ActorServer:
+        actor_server = actor_server_of(model_id)
+        with actor_server.lock:
+            if not actor_server.attended:
+                RayWeightSyncScheme(key=self.weight_key).init_on_worker(model_id, context=self)
+        return actor_server
+
+    @_never_twice
+    def _weightsync_call(  # noqa: PLR0917 - positional arguments cost Ray less
+        self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
+    ) -> Frames:
+        """What senders call: see `weightsync.transports.ray.client.ActorCallClient`."""
+        return self._weightsync_server(model_id).receive_and_apply(link, number, frame, payload, lost)
+
+
+assert CALL in vars(WeightSyncActor)
